@@ -1,0 +1,42 @@
+// From a c10d store to connected ranks: who is where, who may join, and the shared arena of the node.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "backend/topology.h"
+#include "backend/transport/shm_arena.h"
+
+namespace zeropg {
+
+struct BootstrapOptions {
+  std::chrono::milliseconds timeout{};
+  std::string secret;   // empty: a random one through the store (keeps out only those who cannot reach the store)
+  std::string host_id;  // empty: probed
+  int64_t bank_bytes = 0;
+  int64_t mailbox_bytes = 0;
+};
+
+// A connection inside the node over which the leader passes descriptors; kept for later SharedSegments.
+class DescriptorChannel;
+
+struct BootstrapResult {
+  Topology topology;
+  std::unique_ptr<ShmArena> arena;  // null when the ranks span several nodes
+  std::shared_ptr<DescriptorChannel> channel;
+};
+
+// Collective over all ranks of `store`'s prefix. Throws DistBackendError naming the ranks that did not come in time.
+BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                          const BootstrapOptions& options);
+
+// Collective: the node's leader makes a descriptor with `create`, every rank returns its own copy of it. Calls must come
+// in the same order on all ranks (no other use of the channel in between). Every message proves the group's secret.
+int share_descriptor(DescriptorChannel& channel, const std::function<int()>& create, std::chrono::milliseconds timeout);
+
+}  // namespace zeropg

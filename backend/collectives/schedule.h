@@ -1,0 +1,65 @@
+// A collective algorithm as data.
+//
+// An algorithm is a pure function (specification, rank) -> Schedule. Three things consume a schedule: the engine runs it
+// on shared memory and transports, the simulator runs all ranks of it in one process, the tests check it as a list.
+//
+// Steps of one rank run in list order. Ranks meet only in kBarrier (every rank of the group) and in kSend / kReceive
+// (pairs; a stream of bytes per ordered pair, so the n-th byte sent is the n-th byte received).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace zeropg {
+
+// Where bytes live.
+enum class Space : uint8_t {
+  kInput,    // the caller's input tensors; Region::index says which
+  kOutput,   // the caller's output tensors; may alias the input (in-place collectives)
+  kScratch,  // private memory of this rank, Schedule::scratch_bytes long
+  kStaging,  // memory that all ranks of the node share: one slot per rank (Region::index) and two banks of
+             // CollectiveSpec::bank_bytes each (Region::bank)
+};
+
+struct Region {
+  Space space = Space::kInput;
+  uint8_t bank = 0;  // staging only: logical bank, 0 or 1. See Note [Banks].
+  int32_t index = 0;
+  int64_t offset_bytes = 0;
+};
+
+enum class StepKind : uint8_t {
+  kCopy,           // destination <- source, `bytes` long; nothing to do where both are the same memory
+  kReduce,         // destination <- op over Schedule::sources[first_source, first_source + source_count), in that order
+  kBarrier,        // no rank passes before every rank has arrived; what was written before is visible after
+  kSend,           // source -> peer
+  kReceive,        // destination <- peer
+  kReceiveReduce,  // destination <- op(destination, bytes from peer)
+};
+
+struct Step {
+  StepKind kind = StepKind::kBarrier;
+  bool is_final = false;  // reduce: this result is complete, so an average divides here
+  int32_t peer = -1;      // rank in the group
+  Region destination;
+  Region source;
+  int64_t bytes = 0;  // a multiple of the element size in reducing steps
+  int32_t first_source = 0;
+  int32_t source_count = 0;
+};
+
+// Note [Banks]
+// A rank may start to fill its staging slot for the next chunk while a slow peer still reads the previous one. So chunk k
+// uses bank k % 2, and bank reuse is separated by a barrier. `banks_used` counts the bank switches of a schedule; the
+// engine starts the next schedule on the other bank than the one that was used last, which makes it legal to end a
+// schedule without a barrier after the last read.
+struct Schedule {
+  std::string algorithm;  // e.g. "all_reduce_staged"; appears in logs and errors
+  std::vector<Step> steps;
+  std::vector<Region> sources;
+  int64_t scratch_bytes = 0;
+  int32_t banks_used = 0;
+};
+
+}  // namespace zeropg

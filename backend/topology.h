@@ -1,0 +1,26 @@
+// Which ranks of a group share a node. Pure data; built by the bootstrap or from a literal in tests.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace zeropg {
+
+struct Topology {
+  std::vector<std::string> host_ids;  // per rank
+  int32_t rank = 0;
+
+  // Derived by make_topology:
+  std::vector<std::vector<int32_t>> nodes;  // ranks of each node, ascending; nodes ordered by their first rank (the leader)
+  std::vector<int32_t> node_rank;           // per rank: index into nodes
+  std::vector<int32_t> local_rank;          // per rank: index inside its node
+
+  int32_t world_size() const { return static_cast<int32_t>(host_ids.size()); }
+  int32_t node_count() const { return static_cast<int32_t>(nodes.size()); }
+};
+
+Topology make_topology(std::vector<std::string> host_ids, int32_t rank);
+std::string to_table(const Topology& topology);
+
+}  // namespace zeropg

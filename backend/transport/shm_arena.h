@@ -1,0 +1,97 @@
+// The memory that the ranks of one group share inside a node.
+//
+// A sealed memfd, mapped by every rank and named nowhere in the file system, so that it vanishes with the last process.
+// It holds, per rank: an announcement for each of the two latest collectives, an arrival counter, a state word with the
+// first error, and a staging slot of two banks. Mailboxes for point-to-point bytes live behind it (shm_transport.h).
+// Every word has a single writer, the rank that it belongs to; a rank never trusts what a peer wrote for a length or an
+// index without checking it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace zeropg {
+
+// The same on every rank of the group; a function of the options and the world size.
+struct ArenaGeometry {
+  int32_t world_size = 1;
+  int64_t bank_bytes = 0;     // multiple of 4096
+  int64_t mailbox_bytes = 0;  // one ring per ordered pair and lane; power of two
+  int64_t total_bytes() const;
+};
+
+// What a rank says about its current collective before any byte of it is believed. Compared field by field.
+struct Announcement {
+  static constexpr size_t kInlineBytes = 192;
+  uint64_t sequence = 0;
+  uint32_t op = 0;  // OpKind
+  uint32_t dtype = 0;
+  uint32_t reduce_op = 0;
+  int32_t root = 0;
+  int64_t bytes = 0;           // CollectiveSpec::bytes
+  int64_t arena_offset = -1;   // where this rank's tensor lies in the arena, -1: not there
+  std::byte payload[kInlineBytes];
+};
+
+enum class RankState : uint32_t {
+  kJoining = 0,
+  kAlive,
+  kFailed,    // raised an error; see failure_of()
+  kDeparted,  // left the group on purpose
+};
+
+class ShmArena {
+ public:
+  // Makes the memfd (sealed against resizing, all pages within the limit of the memory cgroup are checked to exist in
+  // number, not touched). Called by one rank; the descriptor is then passed to the others.
+  static int create(const ArenaGeometry& geometry);
+
+  // Maps `fd` (takes ownership). Refuses a descriptor whose size or seals are not what `geometry` demands.
+  ShmArena(int fd, const ArenaGeometry& geometry, int32_t rank);
+  ~ShmArena();
+  ShmArena(const ShmArena&) = delete;
+  ShmArena& operator=(const ShmArena&) = delete;
+
+  const ArenaGeometry& geometry() const { return geometry_; }
+  int32_t rank() const { return rank_; }
+
+  std::byte* staging(int32_t rank, int32_t bank) const;
+  Announcement& announcement(int32_t rank, uint64_t sequence) const;  // slot sequence % 2
+
+  // The group's barrier: each rank counts its own arrivals. A barrier is passed when every rank's count is >= mine.
+  void arrive(uint64_t count);                                   // release; wakes sleepers
+  bool all_arrived(uint64_t count) const;                        // acquire
+  std::vector<int32_t> missing(uint64_t count) const;
+
+  void set_state(RankState state, std::string_view error = {});  // first error wins; wakes sleepers
+  RankState state_of(int32_t rank) const;
+  std::string failure_of(int32_t rank) const;
+  // Whether the process of that rank still exists. A system call: for slow paths only.
+  bool is_process_alive(int32_t rank) const;
+
+  // Doorbells: one event descriptor per process, handed out in the bootstrap. A sleeping rank sets its word, looks once
+  // more, then polls its descriptor; a peer that changed something rings those who sleep.
+  void set_doorbells(std::vector<int> peer_event_fds);  // takes ownership; index = rank, own entry -1
+  void set_sleeping(bool sleeping);
+  void ring(int32_t peer);
+  void ring_all();
+
+  // [rank][peer] ring memory for the transport: `lane` 0 for collectives, 1 for user point-to-point.
+  std::byte* mailbox(int32_t from, int32_t to, int32_t lane) const;
+
+ private:
+  struct RankBlock;
+  RankBlock& block(int32_t rank) const;
+
+  int fd_ = -1;
+  ArenaGeometry geometry_;
+  int32_t rank_ = 0;
+  std::byte* base_ = nullptr;
+  std::vector<int> doorbells_;
+};
+
+}  // namespace zeropg
