@@ -27,14 +27,15 @@ const char* op_name(OpKind kind);  // "all_reduce", ... : the word used in error
 // Conventions of the caller's tensors (each contiguous; `bytes` is the size of one block):
 //   all_reduce      input[0], output[0] (may alias), `bytes` each
 //   reduce          as all_reduce; only the root's output is written
-//   reduce_scatter  one input of world_size blocks, or world_size inputs of one block (input_is_list); output[0] one block
-//   all_gather      input[0] one block; one output of world_size blocks, or world_size outputs (output_is_list)
+//   reduce_scatter  one input of world_size blocks, or world_size inputs of one block (input_is_list); output[0] one
+//   block all_gather      input[0] one block; one output of world_size blocks, or world_size outputs (output_is_list)
 //   gather          as all_gather, output on the root only
 //   scatter         as reduce_scatter without reduction, input on the root only
 //   broadcast       the root's input[0]; output[0] on the others (the root's output aliases its input)
 //   all_to_all      per-peer byte counts below; peers' blocks packed in rank order in input[0] / output[0], or as lists
 //   barrier         nothing
-// A list tensor is addressed by Region::index = peer, offset 0; a packed one by index 0, offset = sum of earlier blocks.
+// A list tensor is addressed by Region::index = peer, offset 0; a packed one by index 0, offset = sum of earlier
+// blocks.
 struct CollectiveSpec {
   OpKind op = OpKind::kBarrier;
   int32_t rank = 0;

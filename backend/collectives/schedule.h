@@ -1,7 +1,7 @@
 // A collective algorithm as data.
 //
-// An algorithm is a pure function (specification, rank) -> Schedule. Three things consume a schedule: the engine runs it
-// on shared memory and transports, the simulator runs all ranks of it in one process, the tests check it as a list.
+// An algorithm is a pure function (specification, rank) -> Schedule. Three things consume a schedule: the engine runs
+// it on shared memory and transports, the simulator runs all ranks of it in one process, the tests check it as a list.
 //
 // Steps of one rank run in list order. Ranks meet only in kBarrier (every rank of the group) and in kSend / kReceive
 // (pairs; a stream of bytes per ordered pair, so the n-th byte sent is the n-th byte received).
@@ -42,16 +42,16 @@ struct Step {
   StepKind kind = StepKind::kBarrier;
   bool is_final = false;  // reduce: this result is complete, so an average divides here
   int32_t peer = -1;      // rank in the group
-  Region destination;
-  Region source;
+  Region destination{};
+  Region source{};
   int64_t bytes = 0;  // a multiple of the element size in reducing steps
   int32_t first_source = 0;
   int32_t source_count = 0;
 };
 
 // Note [Banks]
-// A rank may start to fill its staging slot for the next chunk while a slow peer still reads the previous one. So chunk k
-// uses bank k % 2, and bank reuse is separated by a barrier. `banks_used` counts the bank switches of a schedule; the
+// A rank may start to fill its staging slot for the next chunk while a slow peer still reads the previous one. So chunk
+// k uses bank k % 2, and bank reuse is separated by a barrier. `banks_used` counts the bank switches of a schedule; the
 // engine starts the next schedule on the other bank than the one that was used last, which makes it legal to end a
 // schedule without a barrier after the last read.
 struct Schedule {

@@ -1,0 +1,105 @@
+#include "backend/collectives/reduce.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "backend/collectives/reduce_kernels.h"
+
+namespace zeropg {
+
+namespace {
+
+struct Dispatch {
+  InstructionSet sets[3];
+  size_t count = 0;
+};
+
+Dispatch detect() {
+  Dispatch dispatch;
+  dispatch.sets[dispatch.count++] = {"portable", portable_kernel};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    dispatch.sets[dispatch.count++] = {"avx2", avx2_kernel};
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq")) {
+      dispatch.sets[dispatch.count++] = {"avx512", avx512_kernel};
+    }
+  }
+#endif
+  return dispatch;
+}
+
+// One source, and an operation that leaves it as it is.
+bool is_copy(int32_t source_count, DType dtype, ReduceOp op) {
+  return source_count == 1 && op != ReduceOp::kAverage && op != ReduceOp::kPremulSum && dtype != DType::kBool;
+}
+
+}  // namespace
+
+std::span<const InstructionSet> usable_instruction_sets() {
+  static const Dispatch dispatch = detect();
+  return {dispatch.sets, dispatch.count};
+}
+
+int64_t element_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::kUInt8:
+    case DType::kInt8:
+    case DType::kBool:
+      return 1;
+    case DType::kInt16:
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kInt32:
+    case DType::kFloat32:
+      return 4;
+    case DType::kInt64:
+    case DType::kFloat64:
+    case DType::kComplex64:
+      return 8;
+    case DType::kComplex128:
+      return 16;
+  }
+  return 0;
+}
+
+const char* dtype_name(DType dtype) {
+  constexpr const char* kNames[kDTypeCount] = {"uint8",    "int8",    "int16",   "int32", "int64",     "float16",
+                                               "bfloat16", "float32", "float64", "bool",  "complex64", "complex128"};
+  const auto index = static_cast<size_t>(dtype);
+  return index < kDTypeCount ? kNames[index] : "unknown";
+}
+
+const char* reduce_op_name(ReduceOp op) {
+  constexpr const char* kNames[kReduceOpCount] = {"sum",     "avg",    "product", "min",       "max",
+                                                  "bit_and", "bit_or", "bit_xor", "premul_sum"};
+  const auto index = static_cast<size_t>(op);
+  return index < kReduceOpCount ? kNames[index] : "unknown";
+}
+
+bool is_supported(DType dtype, ReduceOp op) { return portable_kernel(dtype, op) != nullptr; }
+
+void reduce(void* destination, const void* const* sources, int32_t source_count, int64_t numel, DType dtype,
+            ReduceOp op, std::complex<double> factor, bool is_final) {
+  if (op == ReduceOp::kAverage && !is_final && is_supported(dtype, op)) op = ReduceOp::kSum;
+  const ReduceKernel kernel = usable_instruction_sets().back().kernel(dtype, op);
+  if (kernel == nullptr || source_count < 1) {
+    throw std::invalid_argument(std::string("reduce: ") + reduce_op_name(op) + " over " + std::to_string(source_count) +
+                                " sources of " + dtype_name(dtype) + " is not supported; ask is_supported() first");
+  }
+  if (is_copy(source_count, dtype, op)) {
+    if (destination != sources[0]) std::memcpy(destination, sources[0], numel * element_bytes(dtype));
+    return;
+  }
+  kernel({.destination = destination,
+          .sources = sources,
+          .source_count = source_count,
+          .numel = numel,
+          .factor = factor.real(),
+          .factor_imaginary = factor.imag()});
+}
+
+}  // namespace zeropg

@@ -1,0 +1,32 @@
+// Kernels for processors with AVX2 and F16C.
+#include "backend/collectives/reduce_kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#pragma GCC optimize("O3", "fp-contract=off")
+#pragma GCC target("avx2,f16c")
+
+namespace zeropg {
+namespace {
+
+#define ZEROPG_HALF_LANES 8
+void widen_halves(const uint16_t* source, float* destination) {
+  _mm256_storeu_ps(destination, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+}
+void narrow_halves(const float* source, uint16_t* destination) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(destination),
+                   _mm256_cvtps_ph(_mm256_loadu_ps(source), _MM_FROUND_TO_NEAREST_INT));
+}
+
+}  // namespace
+}  // namespace zeropg
+
+#include "backend/collectives/reduce_kernels.inc"
+
+namespace zeropg {
+
+ReduceKernel avx2_kernel(DType dtype, ReduceOp op) { return find_kernel(dtype, op); }
+
+}  // namespace zeropg
+#endif

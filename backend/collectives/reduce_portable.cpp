@@ -1,0 +1,11 @@
+// Kernels for any processor.
+#include "backend/collectives/reduce_kernels.h"
+
+#pragma GCC optimize("O3", "fp-contract=off")
+#include "backend/collectives/reduce_kernels.inc"
+
+namespace zeropg {
+
+ReduceKernel portable_kernel(DType dtype, ReduceOp op) { return find_kernel(dtype, op); }
+
+}  // namespace zeropg

@@ -1,0 +1,41 @@
+// Reduce-scatter: every rank stages a piece of each block that others own and reduces its own block from all ranks in
+// rank order, its own contribution straight from the input. One barrier per chunk.
+#include <algorithm>
+#include <vector>
+
+#include "backend/collectives/algorithms.h"
+#include "backend/collectives/steps.h"
+
+namespace zeropg {
+
+Schedule plan_reduce_scatter_staged(const CollectiveSpec& spec) {
+  constexpr std::string_view kName = "reduce_scatter_staged";
+  if (spec.world_size == 1) return plan_alone(kName, spec);
+  const int64_t piece_bytes = cut_chunk(spec, spec.world_size - 1).bytes;
+  const int64_t chunks = part_count(spec.bytes, piece_bytes);
+  Schedule schedule = make_schedule(kName, chunks);
+  std::vector<Region> sources(spec.world_size);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const auto [offset, bytes] = part_of(spec.bytes, piece_bytes, chunk);
+    for (int32_t owner = 0; owner < spec.world_size; ++owner) {
+      if (owner == spec.rank) continue;
+      const int64_t place = piece_for_peer(spec.rank, owner) * piece_bytes;
+      add_copy(schedule, staging(spec.rank, chunk, place), input_block(spec, owner, offset), bytes);
+    }
+    add_barrier(schedule);
+    for (int32_t rank = 0; rank < spec.world_size; ++rank) {
+      sources[rank] = rank == spec.rank ? input_block(spec, rank, offset)
+                                        : staging(rank, chunk, piece_for_peer(rank, spec.rank) * piece_bytes);
+    }
+    add_reduce(schedule, output(offset), sources, bytes);
+  }
+  return schedule;
+}
+
+Cost cost_reduce_scatter_staged(const CollectiveSpec& spec) {
+  const int32_t pieces = std::max(1, spec.world_size - 1);
+  const double chunks = std::max<double>(1, part_count(spec.bytes, cut_chunk(spec, pieces).bytes));
+  return {.barriers = chunks, .memory_bytes = (3.0 * spec.world_size - 1) * spec.bytes};
+}
+
+}  // namespace zeropg

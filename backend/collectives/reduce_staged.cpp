@@ -1,0 +1,35 @@
+// Reduce: all ranks but the root stage their inputs, the root reduces them in rank order. One barrier per chunk.
+#include <algorithm>
+#include <vector>
+
+#include "backend/collectives/algorithms.h"
+#include "backend/collectives/steps.h"
+
+namespace zeropg {
+
+Schedule plan_reduce_staged(const CollectiveSpec& spec) {
+  constexpr std::string_view kName = "reduce_staged";
+  if (spec.world_size == 1) return plan_alone(kName, spec);
+  const int64_t chunk_bytes = cut_chunk(spec, 1).bytes;
+  const int64_t chunks = part_count(spec.bytes, chunk_bytes);
+  Schedule schedule = make_schedule(kName, chunks);
+  std::vector<Region> sources(spec.world_size);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const auto [offset, bytes] = part_of(spec.bytes, chunk_bytes, chunk);
+    if (spec.rank != spec.root) add_copy(schedule, staging(spec.rank, chunk, 0), input(offset), bytes);
+    add_barrier(schedule);
+    if (spec.rank != spec.root) continue;
+    for (int32_t rank = 0; rank < spec.world_size; ++rank) {
+      sources[rank] = rank == spec.root ? input(offset) : staging(rank, chunk, 0);
+    }
+    add_reduce(schedule, output(offset), sources, bytes);
+  }
+  return schedule;
+}
+
+Cost cost_reduce_staged(const CollectiveSpec& spec) {
+  const double chunks = std::max<double>(1, part_count(spec.bytes, cut_chunk(spec, 1).bytes));
+  return {.barriers = chunks, .memory_bytes = (spec.world_size + 1.0) * spec.bytes};
+}
+
+}  // namespace zeropg

@@ -1,0 +1,23 @@
+// All algorithms by name.
+#pragma once
+
+#include <span>
+#include <string_view>
+
+#include "backend/collectives/algorithms.h"
+
+namespace zeropg {
+
+struct Algorithm {
+  std::string_view name;
+  OpKind op = OpKind::kBarrier;
+  Schedule (*plan)(const CollectiveSpec&) = nullptr;
+  // Whether `plan` can serve this specification; the same answer on every rank.
+  bool (*supports)(const CollectiveSpec&) = nullptr;
+  Cost (*cost)(const CollectiveSpec&) = nullptr;
+};
+
+std::span<const Algorithm> algorithms();
+const Algorithm* find_algorithm(std::string_view name);  // nullptr: no such algorithm
+
+}  // namespace zeropg

@@ -1,0 +1,59 @@
+#include "backend/collectives/select.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace zeropg {
+
+namespace {
+
+std::string known_names() {
+  std::string names;
+  for (const Algorithm& algorithm : algorithms()) {
+    if (!names.empty()) names += ", ";
+    names += algorithm.name;
+  }
+  return names;
+}
+
+[[noreturn]] void throw_unsupported(std::string_view who, const CollectiveSpec& spec) {
+  throw std::invalid_argument(std::string(who) + " does not support world_size " + std::to_string(spec.world_size) +
+                              " with staging banks of " + std::to_string(spec.bank_bytes) + " bytes, mailboxes of " +
+                              std::to_string(spec.mailbox_bytes) + " bytes and elements of " +
+                              std::to_string(spec.element_bytes) + " bytes; enlarge the staging banks or mailboxes");
+}
+
+}  // namespace
+
+double estimate_us(const Cost& cost, const CostModel& model) {
+  return cost.barriers * model.barrier_us + cost.memory_bytes / model.bytes_per_us;
+}
+
+const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view forced, const CostModel& model) {
+  if (!forced.empty()) {
+    const Algorithm* wanted = find_algorithm(forced);
+    if (wanted == nullptr) {
+      throw std::invalid_argument("unknown collective algorithm '" + std::string(forced) + "', expected one of " +
+                                  known_names() + "; correct the name or leave it empty");
+    }
+    if (wanted->op == spec.op) {
+      if (!wanted->supports(spec)) throw_unsupported(wanted->name, spec);
+      return *wanted;
+    }
+  }
+  const Algorithm* best = nullptr;
+  double best_us = 0;
+  for (const Algorithm& algorithm : algorithms()) {
+    if (algorithm.op != spec.op || !algorithm.supports(spec)) continue;
+    // A group of one rank has no staging that a cost could be computed from, and every plan is the same copy.
+    const double us = spec.world_size == 1 ? 0 : estimate_us(algorithm.cost(spec), model);
+    if (best == nullptr || us < best_us) {
+      best = &algorithm;
+      best_us = us;
+    }
+  }
+  if (best == nullptr) throw_unsupported(op_name(spec.op), spec);
+  return *best;
+}
+
+}  // namespace zeropg

@@ -1,0 +1,25 @@
+// The choice of an algorithm: a pure function of what is the same on all ranks.
+#pragma once
+
+#include <string_view>
+
+#include "backend/collectives/registry.h"
+
+namespace zeropg {
+
+// The alpha-beta model of this node. All ranks of a group must use the same one.
+struct CostModel {
+  double barrier_us = 2;         // an uncontended barrier with a yield or two in it
+  double bytes_per_us = 20'000;  // copy speed of one core in the cache, read plus written
+};
+
+double estimate_us(const Cost& cost, const CostModel& model);
+
+// The cheapest algorithm of the operation that supports `spec`, or `forced` where that is one of this operation (a name
+// of another operation is not meant for this one and changes nothing).
+// Throws std::invalid_argument when `forced` is unknown (the message lists the known names) or does not support `spec`,
+// or when no algorithm supports it.
+const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view forced = {},
+                                  const CostModel& model = {});
+
+}  // namespace zeropg
