@@ -1,0 +1,29 @@
+"""Runs every GoogleTest binary of the build, one pytest item each, so that `pytest tests` is everything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BUILD = Path(os.environ.get("ZEROPG_BUILD_DIR", ROOT / "build" / f"torch-{version('torch').split('+')[0]}")).resolve()
+BINARIES = sorted(path.relative_to(BUILD / "tests") for path in (BUILD / "tests").rglob("*_test") if path.is_file())
+TIMEOUT_SECONDS = 300
+
+pytestmark = pytest.mark.smoke
+
+
+@pytest.mark.skipif(bool(BINARIES), reason="GoogleTest binaries were built")
+def test_cpp_tests_were_built() -> None:
+    pytest.skip(f"no C++ tests in {BUILD}: they need GoogleTest (Debian: libgtest-dev) when `make build` runs")
+
+
+@pytest.mark.parametrize("binary", BINARIES, ids=str)
+def test_cpp(binary: Path) -> None:
+    command = [BUILD / "tests" / binary, "--gtest_brief=1"]
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS)
+    assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
