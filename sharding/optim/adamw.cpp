@@ -1,0 +1,135 @@
+#include "sharding/optim/adamw.h"
+
+#include <cmath>
+
+namespace zeropg {
+namespace {
+
+// Everything that does not depend on the element, computed in double as torch does, then rounded once.
+struct Coefficients {
+  double gradient_factor;  // negative when maximizing
+  double shrink;           // of the parameter: 1 - lr * weight_decay, or 1
+  double coupled_decay;    // weight_decay, or 0
+  double first_weight;     // 1 - beta1
+  double beta2;
+  double second_weight;  // 1 - beta2
+  double inverse_sqrt_correction2;
+  double eps;
+  double negative_step_size;
+};
+
+template <typename T, bool kAmsgrad>
+struct AdamWRule {
+  using Scalar = T;
+  static constexpr int kSlots = kAmsgrad ? 3 : 2;
+
+  explicit AdamWRule(const Coefficients& c)
+      : gradient_factor(static_cast<T>(c.gradient_factor)),
+        shrink(static_cast<T>(c.shrink)),
+        coupled_decay(static_cast<T>(c.coupled_decay)),
+        // As at::lerp: from the nearer end, so that beta1 = 0 gives exactly the gradient.
+        lerp_from_gradient(c.first_weight >= 0.5),
+        lerp_weight(static_cast<T>(lerp_from_gradient ? c.first_weight - 1.0 : c.first_weight)),
+        beta2(static_cast<T>(c.beta2)),
+        second_weight(static_cast<T>(c.second_weight)),
+        inverse_sqrt_correction2(static_cast<T>(c.inverse_sqrt_correction2)),
+        eps(static_cast<T>(c.eps)),
+        negative_step_size(static_cast<T>(c.negative_step_size)) {}
+
+  [[gnu::always_inline]] static inline float square_root(float value) { return __builtin_sqrtf(value); }
+  [[gnu::always_inline]] static inline double square_root(double value) { return __builtin_sqrt(value); }
+
+  [[gnu::always_inline]] inline void update(T& parameter, T gradient, T* state) const {
+    gradient = gradient * gradient_factor;
+    gradient = gradient + coupled_decay * parameter;
+    parameter = parameter * shrink;
+    const T base = lerp_from_gradient ? gradient : state[0];
+    state[0] = base + lerp_weight * (gradient - state[0]);
+    state[1] = state[1] * beta2 + (second_weight * gradient) * gradient;
+    T second = state[1];
+    if constexpr (kAmsgrad) {
+      state[2] = state[1] <= state[2] ? state[2] : state[1];  // a NaN in state[1] is taken, as torch.maximum does
+      second = state[2];
+    }
+    const T denominator = square_root(second) * inverse_sqrt_correction2 + eps;
+    parameter = parameter + (negative_step_size * state[0]) / denominator;
+  }
+
+  T gradient_factor;
+  T shrink;
+  T coupled_decay;
+  bool lerp_from_gradient;
+  T lerp_weight;
+  T beta2;
+  T second_weight;
+  T inverse_sqrt_correction2;
+  T eps;
+  T negative_step_size;
+};
+
+void check_beta(const char* name, double beta) {
+  TORCH_CHECK_VALUE(beta >= 0.0 && beta < 1.0, "[zeropg] adamw: ", name, " is ", beta, ", expected 0 <= ", name,
+                    " < 1");
+}
+
+Coefficients coefficients_of(WeightDecay decay, const StepArguments& arguments) {
+  const Hyperparameters& given = arguments.hyperparameters;
+  const double lr = hyperparameter(given, "lr");
+  const double beta1 = hyperparameter(given, "beta1");
+  const double beta2 = hyperparameter(given, "beta2");
+  const double weight_decay = hyperparameter(given, "weight_decay");
+  check_beta("beta1", beta1);
+  check_beta("beta2", beta2);
+  TORCH_CHECK_VALUE(arguments.step >= 1, "[zeropg] adamw: step is ", arguments.step, ", expected 1 in the first step");
+  const double count = static_cast<double>(arguments.step);
+  const bool is_decoupled = decay == WeightDecay::kDecoupled;
+  return {
+      .gradient_factor =
+          hyperparameter(given, "maximize") != 0.0 ? -arguments.gradient_factor : arguments.gradient_factor,
+      .shrink = is_decoupled ? 1.0 - lr * weight_decay : 1.0,
+      .coupled_decay = is_decoupled ? 0.0 : weight_decay,
+      .first_weight = 1.0 - beta1,
+      .beta2 = beta2,
+      .second_weight = 1.0 - beta2,
+      .inverse_sqrt_correction2 = 1.0 / std::sqrt(1.0 - std::pow(beta2, count)),
+      .eps = hyperparameter(given, "eps"),
+      .negative_step_size = -(lr / (1.0 - std::pow(beta1, count))),
+  };
+}
+
+template <typename T>
+void step_in(const Coefficients& coefficients, bool amsgrad, const FlatView& view, Isa isa) {
+  if (amsgrad) {
+    update_flat(AdamWRule<T, true>(coefficients), view, isa);
+  } else {
+    update_flat(AdamWRule<T, false>(coefficients), view, isa);
+  }
+}
+
+}  // namespace
+
+std::string_view AdamW::name() const { return weight_decay_ == WeightDecay::kDecoupled ? "adamw" : "adam"; }
+
+std::vector<std::string_view> AdamW::hyperparameters() const {
+  return {"lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize"};
+}
+
+std::vector<std::string_view> AdamW::state_slots(const Hyperparameters& hyperparameters) const {
+  if (hyperparameter(hyperparameters, "amsgrad") != 0.0) {
+    return {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+  }
+  return {"exp_avg", "exp_avg_sq"};
+}
+
+void AdamW::step(const FlatView& view, const StepArguments& arguments) const {
+  const bool amsgrad = hyperparameter(arguments.hyperparameters, "amsgrad") != 0.0;
+  check_view(name(), view, amsgrad ? 3 : 2);
+  const Coefficients coefficients = coefficients_of(weight_decay_, arguments);
+  if (view.master.scalar_type() == at::kDouble) {
+    step_in<double>(coefficients, amsgrad, view, isa_);
+  } else {
+    step_in<float>(coefficients, amsgrad, view, isa_);
+  }
+}
+
+}  // namespace zeropg

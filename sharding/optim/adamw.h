@@ -1,0 +1,33 @@
+// Adam and AdamW over flat ranges.
+//
+// Source: Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm
+// 2; AMSGrad: Reddi et al., 2018. Order of operations: torch.optim.adam._single_tensor_adam, with one difference:
+// sqrt(v) is multiplied by 1 / sqrt(bias correction) instead of divided (at most 1 ulp of the denominator, and one
+// division less).
+#pragma once
+
+#include "sharding/optim/elementwise.h"
+#include "sharding/optim/optimizer.h"
+
+namespace zeropg {
+
+// kCoupled adds weight_decay * p to the gradient (Adam); kDecoupled shrinks p by lr * weight_decay (AdamW).
+enum class WeightDecay : uint8_t { kCoupled, kDecoupled };
+
+class AdamW final : public Optimizer {
+ public:
+  explicit AdamW(WeightDecay weight_decay, Isa isa = best_isa()) : weight_decay_(weight_decay), isa_(isa) {}
+
+  std::string_view name() const override;
+  // lr, beta1, beta2, eps, weight_decay, amsgrad, maximize.
+  std::vector<std::string_view> hyperparameters() const override;
+  // exp_avg, exp_avg_sq, and max_exp_avg_sq with amsgrad.
+  std::vector<std::string_view> state_slots(const Hyperparameters& hyperparameters) const override;
+  void step(const FlatView& view, const StepArguments& arguments) const override;
+
+ private:
+  const WeightDecay weight_decay_;
+  const Isa isa_;
+};
+
+}  // namespace zeropg

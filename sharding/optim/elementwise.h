@@ -1,0 +1,183 @@
+// Runs an elementwise update rule over flat ranges: instruction sets, threads, blocks, 16-bit gradients and parameters.
+// For the sources of optimizers; users include optimizer.h.
+//
+// Note [Same bits]
+// The update of an element is a fixed sequence of IEEE additions, multiplications, divisions and square roots, each
+// correctly rounded on every x86-64 and AArch64. The compiler must not change that sequence: no -ffast-math, and
+// -ffp-contract=off (CMakeLists.txt), since a fused multiply-add in the AVX code alone would round differently from the
+// scalar code. Then vector body, scalar tail, AVX-512, AVX2 and plain code give the same bits by construction, and a
+// flat range may be cut anywhere. A rule therefore never calls a transcendental function per element.
+//
+// Note [One pass]
+// A block of kBlock elements stays in the L1 cache while three loops run over it: widen a 16-bit gradient, update,
+// round into parameter_out. So memory is read and written once, and conversions are not multiplied with rules, dtypes
+// and instruction sets into hundreds of kernels.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <type_traits>
+#include <utility>
+
+#include "sharding/optim/optimizer.h"
+
+namespace zeropg {
+
+enum class Isa : uint8_t { kPlain = 0, kAvx2 = 1, kAvx512 = 2 };
+
+// Those that this CPU can run, worst first; best_isa() is the last.
+std::vector<Isa> supported_isas();
+Isa best_isa();
+
+// A float32 denormal costs up to 7.6x (measured: second moments of gradients around 1e-21, Sapphire Rapids), so while
+// one of these lives its thread takes and makes zeros for them: what is below 1.2e-38 becomes 0. Restores the thread's
+// mode.
+class FlushDenormals {
+ public:
+  explicit FlushDenormals(bool enabled);
+  ~FlushDenormals();
+  FlushDenormals(const FlushDenormals&) = delete;
+  FlushDenormals& operator=(const FlushDenormals&) = delete;
+
+ private:
+  const bool enabled_;
+  uint64_t saved_ = 0;
+};
+
+// Calls body(begin, end) on ranges that cover [0, numel) once, on up to at::get_num_threads() threads; returns when all
+// are done. body must not throw.
+void parallel_over_ranges(int64_t numel, const std::function<void(int64_t, int64_t)>& body);
+
+// Converts `numel` elements, starting at element `start` of a 16-bit gradient or of parameter_out.
+void widen(Isa isa, at::ScalarType from, const void* gradient, int64_t start, float* widened, int64_t numel);
+void narrow(Isa isa, const float* master, at::ScalarType to, void* parameter_out, int64_t start, int64_t numel);
+void narrow(Isa isa, const double* master, at::ScalarType to, void* parameter_out, int64_t start, int64_t numel);
+
+// Throws unless `view` is what FlatView demands, with `slots` state tensors.
+void check_view(std::string_view optimizer, const FlatView& view, size_t slots);
+
+// Loop::run(arguments...) compiled for one instruction set. Loop::run and all that it calls must be always_inline: only
+// then is it compiled again here, with this function's instructions.
+template <class Loop, class... Arguments>
+void run_plain(Arguments... arguments) {
+  Loop::run(arguments...);
+}
+#if defined(__x86_64__)
+template <class Loop, class... Arguments>
+__attribute__((target("avx2"))) void run_avx2(Arguments... arguments) {
+  Loop::run(arguments...);
+}
+template <class Loop, class... Arguments>
+__attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))) void run_avx512(
+    Arguments... arguments) {
+  Loop::run(arguments...);
+}
+#endif
+
+template <class Loop, class... Arguments>
+void run_on(Isa isa, Arguments... arguments) {
+#if defined(__x86_64__)
+  switch (isa) {
+    case Isa::kAvx512:
+      return run_avx512<Loop, Arguments...>(arguments...);
+    case Isa::kAvx2:
+      return run_avx2<Loop, Arguments...>(arguments...);
+    case Isa::kPlain:
+      break;
+  }
+#else
+  static_cast<void>(isa);
+#endif
+  run_plain<Loop, Arguments...>(arguments...);
+}
+
+inline constexpr int64_t kBlock = 1024;
+
+// A Rule has: `Scalar` (float or double), `kSlots`, and an always_inline
+// `void update(Scalar& parameter, Scalar gradient, Scalar* state) const`.
+template <class Rule>
+struct UpdateLoop {
+  using T = typename Rule::Scalar;
+  using State = std::array<T*, 3>;
+  static constexpr int64_t kLine = 64 / sizeof(T);
+  static constexpr int64_t kStep = 4 * kLine;
+  static constexpr int64_t kAhead =
+      2048 / sizeof(T);  // 10 to 12 % faster than the hardware's prefetch alone (measured)
+
+  [[gnu::always_inline]] static inline void prefetch(const T* stream) {
+    for (int64_t line = 0; line < kStep; line += kLine) {
+      __builtin_prefetch(stream + kAhead + line);
+    }
+  }
+
+  [[gnu::always_inline]] static inline void update_few(const Rule& rule, T* __restrict__ master,
+                                                       const T* __restrict__ gradient, T* __restrict__ first,
+                                                       T* __restrict__ second, T* __restrict__ third, int64_t numel) {
+    for (int64_t i = 0; i < numel; ++i) {
+      T state[3] = {};
+      if constexpr (Rule::kSlots > 0) state[0] = first[i];
+      if constexpr (Rule::kSlots > 1) state[1] = second[i];
+      if constexpr (Rule::kSlots > 2) state[2] = third[i];
+      T parameter = master[i];
+      rule.update(parameter, gradient[i], state);
+      master[i] = parameter;
+      if constexpr (Rule::kSlots > 0) first[i] = state[0];
+      if constexpr (Rule::kSlots > 1) second[i] = state[1];
+      if constexpr (Rule::kSlots > 2) third[i] = state[2];
+    }
+  }
+
+  [[gnu::always_inline]] static inline void run(const Rule rule, T* master, const T* gradient, State state,
+                                                int64_t numel) {
+    int64_t i = 0;
+    for (; i + kStep <= numel; i += kStep) {
+      prefetch(master + i);
+      prefetch(gradient + i);
+      for (int slot = 0; slot < Rule::kSlots; ++slot) {
+        prefetch(state[slot] + i);
+      }
+      update_few(rule, master + i, gradient + i, state[0] + i, state[1] + i, state[2] + i, kStep);
+    }
+    update_few(rule, master + i, gradient + i, state[0] + i, state[1] + i, state[2] + i, numel - i);
+  }
+};
+
+// Applies `rule` to every element of `view`, which check_view has passed.
+template <class Rule>
+void update_flat(const Rule& rule, const FlatView& view, Isa isa) {
+  using T = typename Rule::Scalar;
+  T* const master = view.master.data_ptr<T>();
+  const void* const gradient = view.gradient.const_data_ptr();
+  const at::ScalarType gradient_dtype = view.gradient.scalar_type();
+  void* const parameter_out = view.parameter_out.defined() ? view.parameter_out.data_ptr() : nullptr;
+  const at::ScalarType parameter_dtype =
+      view.parameter_out.defined() ? view.parameter_out.scalar_type() : gradient_dtype;
+  typename UpdateLoop<Rule>::State state{master, master, master};  // unused slots: any valid address
+  for (size_t slot = 0; slot < static_cast<size_t>(Rule::kSlots); ++slot) {
+    state[slot] = view.state[slot].template data_ptr<T>();
+  }
+  parallel_over_ranges(view.master.numel(), [&](int64_t begin, int64_t end) {
+    const FlushDenormals flush(std::is_same_v<T, float>);
+    alignas(64) T widened[kBlock];
+    for (int64_t start = begin; start < end; start += kBlock) {
+      const int64_t numel = std::min(kBlock, end - start);
+      const T* block_gradient = static_cast<const T*>(gradient) + start;
+      if constexpr (std::is_same_v<T, float>) {
+        if (gradient_dtype != at::kFloat) {
+          widen(isa, gradient_dtype, gradient, start, widened, numel);
+          block_gradient = widened;
+        }
+      }
+      typename UpdateLoop<Rule>::State block_state{state[0] + start, state[1] + start, state[2] + start};
+      run_on<UpdateLoop<Rule>>(isa, rule, master + start, block_gradient, block_state, numel);
+      if (parameter_out != nullptr) {
+        narrow(isa, master + start, parameter_dtype, parameter_out, start, numel);
+      }
+    }
+  });
+}
+
+}  // namespace zeropg

@@ -1,0 +1,59 @@
+// Elementwise optimizers over contiguous flat ranges of a model's master weights.
+//
+// A sharded rank owns flat ranges, not tensors with shapes, so the interface is one range: everything that a step reads
+// and writes for it, in one pass over memory. Optimizers that need whole matrices do not fit it by design.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace zeropg {
+
+// By torch.optim's name; `betas` is `beta1` and `beta2`, booleans are 0 and 1.
+using Hyperparameters = std::unordered_map<std::string, double>;
+
+// One contiguous range of parameters. All tensors are CPU, 1-D, contiguous and of the same numel; none needs an
+// alignment.
+struct FlatView {
+  at::Tensor master;              // [numel], float32 or float64; updated in place
+  at::Tensor gradient;            // [numel], master's dtype, or bfloat16 / float16 beside a float32 master; only read
+  std::vector<at::Tensor> state;  // one [numel] in master's dtype per state slot, zeros before the first step; in place
+  at::Tensor parameter_out;       // [numel] in any floating dtype, or undefined: receives the rounded new master
+};
+
+struct StepArguments {
+  Hyperparameters hyperparameters;
+  int64_t step = 1;              // 1 in the first step of this range
+  double gradient_factor = 1.0;  // multiplied into each gradient: clip coefficient times the inverse of the loss scale
+};
+
+// One optimizer algorithm. It holds no state of a training run, so one object serves any number of ranges and threads.
+//
+// Invariant, see Note [Same bits] in elementwise.h: the result of an element depends on that element's inputs alone,
+// never on alignment, on where the range was cut, on the number of threads, or on the instruction set.
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+  virtual std::string_view name() const = 0;
+
+  // Names that step() demands in StepArguments::hyperparameters.
+  virtual std::vector<std::string_view> hyperparameters() const = 0;
+
+  // Names of the state tensors that these hyperparameters take, in the order of FlatView::state; torch.optim's names.
+  virtual std::vector<std::string_view> state_slots(const Hyperparameters& hyperparameters) const = 0;
+
+  // Updates master and state in place and writes parameter_out. Blocks until done; uses at most at::get_num_threads()
+  // threads. ValueError: sizes, slots or hyperparameters that do not fit; TypeError: a dtype or device that it does not
+  // take.
+  virtual void step(const FlatView& view, const StepArguments& arguments) const = 0;
+};
+
+// The value, or ValueError naming the key that is missing or not a number.
+double hyperparameter(const Hyperparameters& hyperparameters, const std::string& name);
+
+}  // namespace zeropg

@@ -1,0 +1,47 @@
+#include "sharding/optim/registry.h"
+
+#include <c10/util/Exception.h>
+
+#include <sstream>
+
+#include "sharding/optim/adamw.h"
+#include "sharding/optim/sgd.h"
+
+namespace zeropg {
+namespace {
+
+struct Entry {
+  std::string_view name;
+  std::unique_ptr<Optimizer> (*make)(Isa isa);
+};
+
+constexpr Entry kOptimizers[] = {
+    {"adam", [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<AdamW>(WeightDecay::kCoupled, isa); }},
+    {"adamw",
+     [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<AdamW>(WeightDecay::kDecoupled, isa); }},
+    {"sgd", [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<Sgd>(isa); }},
+};
+
+}  // namespace
+
+std::unique_ptr<Optimizer> make_optimizer(std::string_view name, Isa isa) {
+  std::ostringstream known;
+  for (const Entry& entry : kOptimizers) {
+    if (entry.name == name) {
+      return entry.make(isa);
+    }
+    known << ' ' << entry.name;
+  }
+  TORCH_CHECK_VALUE(false, "[zeropg] make_optimizer: no optimizer is named '", name, "'; the registry has",
+                    known.str());
+}
+
+std::vector<std::string_view> optimizer_names() {
+  std::vector<std::string_view> names;
+  for (const Entry& entry : kOptimizers) {
+    names.push_back(entry.name);
+  }
+  return names;
+}
+
+}  // namespace zeropg
