@@ -1,4 +1,4 @@
-"""Runs CMake in the persistent folder build/torch-<version> and packs the result; everything else is in pyproject.toml."""
+"""Runs CMake in the persistent folder build/torch-<version> and packs the result; the rest is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -21,17 +21,8 @@ class CMakeBuild(build_ext):
     def run(self) -> None:
         build = ROOT / "build" / f"torch-{TORCH}"
         jobs = str(len(os.sched_getaffinity(0)))
-        configure = [
-            "cmake",
-            "-S",
-            str(ROOT),
-            "-B",
-            str(build),
-            "-G",
-            "Ninja",
-            f"-DPython3_EXECUTABLE={sys.executable}",
-        ]
-        subprocess.run(configure, check=True)
+        python = f"-DPython3_EXECUTABLE={sys.executable}"
+        subprocess.run(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", python], check=True)
         subprocess.run(["cmake", "--build", str(build), "--parallel", jobs, "--target", "zeropg", "_C"], check=True)
         subprocess.run(["cmake", "--install", str(build), "--prefix", str(Path(self.build_lib).resolve())], check=True)
 

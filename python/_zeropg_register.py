@@ -1,8 +1,8 @@
 """Makes `init_process_group("zeropg")` work without `import zeropg`: torch calls in here through two entry points.
 
-Note [A module beside the package]: importing `zeropg._anything` runs `zeropg/__init__.py`, which loads the compiled core.
-On torch 2.11 the entry point runs inside every `import torch`, also in data loader workers and in programs that never
-use zeropg, and an exception there makes `import torch` itself fail. So this module stands outside the package, imports
+Note [A module beside the package]: importing `zeropg._anything` runs `zeropg/__init__.py`, which loads the core. On
+torch 2.11 the entry point runs inside every `import torch`, also in data loader workers and in programs that never use
+zeropg, and an exception there makes `import torch` itself fail. So this module stands outside the package, imports
 nothing at top level and never loads the core before a process group is made.
 """
 
@@ -39,4 +39,5 @@ def autoload() -> None:
 def _create_backend(distributed_backend_options: Any, pg_options: Any) -> Backend:
     from zeropg.backend import create_backend
 
-    return create_backend(distributed_backend_options, pg_options)
+    backend: Backend = create_backend(distributed_backend_options, pg_options)
+    return backend

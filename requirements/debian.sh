@@ -27,8 +27,8 @@ fi
 if [ "$sudo" != refused ]; then
   echo "zeropg: installing Debian packages:$missing"
   export DEBIAN_FRONTEND=noninteractive
-  $sudo apt-get update -q </dev/null
-  $sudo apt-get install -y -q --no-install-recommends $missing </dev/null && exit 0
+  $sudo apt-get update -qq </dev/null
+  $sudo apt-get install -y -qq --no-install-recommends $missing </dev/null >/dev/null && exit 0
 fi
 echo "zeropg: for the C++ tests and every feature, run once: sudo apt-get install -y$missing"
 exit 0

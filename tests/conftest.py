@@ -10,7 +10,7 @@ import pytest
 # Ranks share a few cores; read when the forkserver (tests/spawn.py) loads torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.spawn import RankPool  # noqa: E402
+from tests.spawn import RankPool
 
 # What says most in the least time runs first.
 ORDER = (

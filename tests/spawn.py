@@ -8,8 +8,8 @@
     assert run_ranks(3, add, 10) == [33, 33, 33]
 
 The function must stand at the top of its module; arguments and results are pickled. Ranks are forked from one server
-that has imported torch (0.1 s instead of 2-3 s each), so a start is cheap; `RankPool` saves even that, and the set-up of the
-group, over several calls. Whatever happens, no process outlives the call (the pool).
+that has imported torch (0.1 s instead of 2-3 s each), so a start is cheap; `RankPool` saves even that, and the set-up
+of the group, over several calls. Whatever happens, no process outlives the call (the pool).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run_ranks(
 
 
 class RankPool:
-    """The same processes and the same default group for several calls of `run`. After a failure the next call starts anew."""
+    """The same processes and default group for several calls of `run`; after a failure the next call starts anew."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ def _serve(
 
 
 def _die_with_parent() -> None:
-    """Nothing outlives a killed pytest. (PR_SET_PDEATHSIG would watch the fork server, which lives as long as a rank.)"""
+    """Nothing outlives a killed pytest. (PR_SET_PDEATHSIG watches the fork server, which lives as long as a rank.)"""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

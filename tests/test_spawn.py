@@ -107,7 +107,7 @@ def _threads() -> int:
 def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
     program = (
         "from tests.spawn import run_ranks; from tests.test_spawn import _pid_then_sleep\n"
-        "if __name__ == '__main__': run_ranks(2, _pid_then_sleep, %r, backend=None)" % str(tmp_path)
+        f"if __name__ == '__main__': run_ranks(2, _pid_then_sleep, {str(tmp_path)!r}, backend=None)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parent.parent)
     limit = time.monotonic() + 60
