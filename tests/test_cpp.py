@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BUILD = Path(os.environ.get("ZEROPG_BUILD_DIR", ROOT / "build" / f"torch-{version('torch').split('+')[0]}")).resolve()
-BINARIES = sorted(path.relative_to(BUILD / "tests") for path in (BUILD / "tests").rglob("*_test") if path.is_file())
+SOURCES = sorted(path.relative_to(ROOT / "tests").with_suffix("") for path in (ROOT / "tests").rglob("*_test.cpp"))
+BINARIES = [path for path in SOURCES if (BUILD / "tests" / path).is_file()]
 TIMEOUT_SECONDS = 300
 
 pytestmark = pytest.mark.smoke
