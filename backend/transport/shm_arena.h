@@ -10,17 +10,24 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "backend/transport/descriptor.h"
+
 namespace zeropg {
+
+class ProcessLock;
+class SealedMapping;
 
 // The same on every rank of the group; a function of the options and the world size.
 struct ArenaGeometry {
   int32_t world_size = 1;
   int64_t bank_bytes = 0;     // multiple of 4096
-  int64_t mailbox_bytes = 0;  // one ring per ordered pair and lane; power of two
+  int64_t mailbox_bytes = 0;  // one ring per ordered pair and lane; power of two, 0: no mailboxes
+  // ValueError when a field is out of range or the sum overflows.
   int64_t total_bytes() const;
 };
 
@@ -32,8 +39,8 @@ struct Announcement {
   uint32_t dtype = 0;
   uint32_t reduce_op = 0;
   int32_t root = 0;
-  int64_t bytes = 0;           // CollectiveSpec::bytes
-  int64_t arena_offset = -1;   // where this rank's tensor lies in the arena, -1: not there
+  int64_t bytes = 0;          // CollectiveSpec::bytes
+  int64_t arena_offset = -1;  // where this rank's tensor lies in the arena, -1: not there
   std::byte payload[kInlineBytes];
 };
 
@@ -44,15 +51,28 @@ enum class RankState : uint32_t {
   kDeparted,  // left the group on purpose
 };
 
+// How far a stream of bytes from one rank to another has come. Both count up for ever; each has one writer and a cache
+// line of its own. What a peer wrote is checked before it is used (shm_transport.cpp).
+struct MailboxCounters {
+  alignas(64) std::atomic<uint64_t> sent;      // written by the sender
+  alignas(64) std::atomic<uint64_t> received;  // written by the receiver
+};
+
+// Errors here do not name rank and operation: the caller knows them.
 class ShmArena {
  public:
-  // Makes the memfd (sealed against resizing, all pages within the limit of the memory cgroup are checked to exist in
-  // number, not touched). Called by one rank; the descriptor is then passed to the others.
+  static constexpr int32_t kLanes = 2;
+  static constexpr size_t kFailureBytes = 1020;
+
+  // Makes the memfd (sealed against resizing; the number of its pages is checked against the memory that this process
+  // may use, none is touched). Called by one rank; the descriptor is then passed to the others. DistBackendError.
   static int create(const ArenaGeometry& geometry);
 
-  // Maps `fd` (takes ownership). Refuses a descriptor whose size or seals are not what `geometry` demands.
+  // Maps `fd` (takes ownership) and tells the peers that this rank is alive. Refuses a descriptor whose size, seals or
+  // header are not what `geometry` demands. Nobody else may close a descriptor of the same memfd in this process while
+  // the arena lives: see Note [POSIX locks] in process_lock.h.
   ShmArena(int fd, const ArenaGeometry& geometry, int32_t rank);
-  ~ShmArena();
+  ~ShmArena();  // departs, unless the rank has failed
   ShmArena(const ShmArena&) = delete;
   ShmArena& operator=(const ShmArena&) = delete;
 
@@ -63,35 +83,42 @@ class ShmArena {
   Announcement& announcement(int32_t rank, uint64_t sequence) const;  // slot sequence % 2
 
   // The group's barrier: each rank counts its own arrivals. A barrier is passed when every rank's count is >= mine.
-  void arrive(uint64_t count);                                   // release; wakes sleepers
-  bool all_arrived(uint64_t count) const;                        // acquire
+  void arrive(uint64_t count);             // release; wakes sleepers
+  bool all_arrived(uint64_t count) const;  // acquire
   std::vector<int32_t> missing(uint64_t count) const;
 
-  void set_state(RankState state, std::string_view error = {});  // first error wins; wakes sleepers
+  // First error wins and is final; a departed rank stays departed. Wakes sleepers. Any thread.
+  void set_state(RankState state, std::string_view error = {});
   RankState state_of(int32_t rank) const;
-  std::string failure_of(int32_t rank) const;
-  // Whether the process of that rank still exists. A system call: for slow paths only.
+  std::string failure_of(int32_t rank) const;  // "" unless kFailed; at most kFailureBytes, printable
+  // Whether the process of that rank still exists; true for a rank that has not joined yet (its deadline is the
+  // bootstrap's). A system call: for slow paths only.
   bool is_process_alive(int32_t rank) const;
 
   // Doorbells: one event descriptor per process, handed out in the bootstrap. A sleeping rank sets its word, looks once
-  // more, then polls its descriptor; a peer that changed something rings those who sleep.
-  void set_doorbells(std::vector<int> peer_event_fds);  // takes ownership; index = rank, own entry -1
+  // more, then polls its descriptor (doorbell.h); a peer that changed something rings those who sleep.
+  void set_doorbells(std::vector<Descriptor> peer_event_fds);  // index = rank, own entry empty; once, before use
   void set_sleeping(bool sleeping);
   void ring(int32_t peer);
   void ring_all();
 
-  // [rank][peer] ring memory for the transport: `lane` 0 for collectives, 1 for user point-to-point.
+  // The ring from one rank to another: `lane` 0 for collectives, 1 for user point-to-point.
   std::byte* mailbox(int32_t from, int32_t to, int32_t lane) const;
+  MailboxCounters& mailbox_counters(int32_t from, int32_t to, int32_t lane) const;
 
  private:
+  struct Header;
   struct RankBlock;
   RankBlock& block(int32_t rank) const;
+  int64_t mailbox_index(int32_t from, int32_t to, int32_t lane) const;
 
-  int fd_ = -1;
   ArenaGeometry geometry_;
   int32_t rank_ = 0;
-  std::byte* base_ = nullptr;
-  std::vector<int> doorbells_;
+  int64_t owner_pid_ = 0;  // a forked child that destroys its copy must not depart in its parent's name
+  std::unique_ptr<ProcessLock> lock_;
+  std::unique_ptr<SealedMapping> mapping_;
+  std::atomic<bool> has_failed_{false};
+  std::vector<Descriptor> doorbells_;
 };
 
 }  // namespace zeropg

@@ -1,0 +1,30 @@
+#include "backend/topology_probe.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <fstream>
+
+namespace zeropg {
+namespace {
+
+std::string namespace_id(const char* kind) {
+  struct stat status {};
+  const std::string path = std::string("/proc/self/ns/") + kind;
+  return ::stat(path.c_str(), &status) == 0 ? std::to_string(status.st_ino) : "?";
+}
+
+}  // namespace
+
+std::string probe_host_id() {
+  std::string boot_id;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
+  if (boot_id.empty()) {
+    char name[256] = {};
+    ::gethostname(name, sizeof name - 1);
+    boot_id = name;
+  }
+  return boot_id + "/net:" + namespace_id("net") + "/user:" + namespace_id("user");
+}
+
+}  // namespace zeropg

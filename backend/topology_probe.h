@@ -1,0 +1,12 @@
+// Finds out on which node this process runs.
+#pragma once
+
+#include <string>
+
+namespace zeropg {
+
+// Equal for two processes exactly when they can share an arena: same running kernel (boot_id), same network namespace
+// (abstract sockets live in it) and same user namespace (uids mean the same).
+std::string probe_host_id();
+
+}  // namespace zeropg

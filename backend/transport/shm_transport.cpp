@@ -1,0 +1,104 @@
+#include "backend/transport/shm_transport.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace zeropg {
+
+ShmTransport::ShmTransport(ShmArena& arena)
+    : arena_(arena), ring_bytes_(static_cast<uint64_t>(arena.geometry().mailbox_bytes)) {
+  const int32_t world_size = arena.geometry().world_size;
+  outgoing_.resize(static_cast<size_t>(world_size) * ShmArena::kLanes);
+  incoming_.resize(outgoing_.size());
+  for (int32_t peer = 0; peer < world_size; ++peer) {
+    if (!can_reach(peer)) continue;
+    for (const Lane lane : {Lane::kCollective, Lane::kPointToPoint}) {
+      const auto index = static_cast<int32_t>(lane);
+      const int32_t rank = arena.rank();
+      end(outgoing_, peer, lane) = {arena.mailbox(rank, peer, index), &arena.mailbox_counters(rank, peer, index), 0, 0};
+      end(incoming_, peer, lane) = {arena.mailbox(peer, rank, index), &arena.mailbox_counters(peer, rank, index), 0, 0};
+    }
+  }
+}
+
+bool ShmTransport::can_reach(int32_t peer) const {
+  return ring_bytes_ > 0 && peer >= 0 && peer < arena_.geometry().world_size && peer != arena_.rank();
+}
+
+ShmTransport::End& ShmTransport::end(std::vector<End>& ends, int32_t peer, Lane lane) const {
+  TORCH_INTERNAL_ASSERT(can_reach(peer), "shm transport: rank ", arena_.rank(), " cannot reach rank ", peer);
+  return ends[static_cast<size_t>(peer) * ShmArena::kLanes + static_cast<size_t>(lane)];
+}
+
+size_t ShmTransport::try_send(int32_t peer, Lane lane, std::span<const std::byte> data) {
+  End& stream = end(outgoing_, peer, lane);
+  throw_if_gone(peer);  // what is sent to a rank that left is lost, so it is not taken
+  uint64_t room = ring_bytes_ - (stream.own_count - stream.peer_count);
+  if (room < data.size()) {
+    const uint64_t received = stream.counters->received.load(std::memory_order_acquire);
+    // The receiver can be neither ahead of the sender nor behind where it has been.
+    if (received - stream.peer_count > stream.own_count - stream.peer_count) throw_broken(peer);
+    stream.peer_count = received;
+    room = ring_bytes_ - (stream.own_count - received);
+  }
+  const size_t bytes = std::min<uint64_t>(room, data.size());
+  if (bytes == 0) return 0;
+  const size_t offset = stream.own_count & (ring_bytes_ - 1);
+  const size_t first = std::min<size_t>(bytes, ring_bytes_ - offset);
+  std::memcpy(stream.ring + offset, data.data(), first);
+  std::memcpy(stream.ring, data.data() + first, bytes - first);
+  stream.own_count += bytes;
+  stream.counters->sent.store(stream.own_count, std::memory_order_release);
+  arena_.ring(peer);
+  return bytes;
+}
+
+size_t ShmTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte> data) {
+  End& stream = end(incoming_, peer, lane);
+  uint64_t ready = stream.peer_count - stream.own_count;
+  if (ready < data.size()) {
+    const uint64_t sent = stream.counters->sent.load(std::memory_order_acquire);
+    // The sender can be neither behind where it has been nor more than a ring ahead.
+    if (sent - stream.own_count < ready || sent - stream.own_count > ring_bytes_) throw_broken(peer);
+    stream.peer_count = sent;
+    ready = sent - stream.own_count;
+  }
+  const size_t bytes = std::min<uint64_t>(ready, data.size());
+  if (bytes == 0) {
+    // A rank that sent and then left is still heard to the end. Its state is looked at first and its count once more
+    // after that, since it may have sent its last bytes between our look at the count and its leaving.
+    const RankState state = arena_.state_of(peer);
+    const bool is_gone = state == RankState::kFailed || state == RankState::kDeparted;
+    if (!data.empty() && is_gone && stream.counters->sent.load(std::memory_order_acquire) == stream.own_count) {
+      throw_if_gone(peer);
+    }
+    return 0;
+  }
+  const size_t offset = stream.own_count & (ring_bytes_ - 1);
+  const size_t first = std::min<size_t>(bytes, ring_bytes_ - offset);
+  std::memcpy(data.data(), stream.ring + offset, first);
+  std::memcpy(data.data() + first, stream.ring, bytes - first);
+  stream.own_count += bytes;
+  stream.counters->received.store(stream.own_count, std::memory_order_release);
+  arena_.ring(peer);
+  return bytes;
+}
+
+void ShmTransport::throw_if_gone(int32_t peer) const {
+  const RankState state = arena_.state_of(peer);
+  if (state == RankState::kDeparted) {
+    C10_THROW_ERROR(DistNetworkError, c10::str("shm transport: rank ", peer, " left the group"));
+  }
+  if (state == RankState::kFailed) {
+    C10_THROW_ERROR(DistNetworkError, c10::str("shm transport: rank ", peer, " failed: ", arena_.failure_of(peer)));
+  }
+}
+
+void ShmTransport::throw_broken(int32_t peer) const {
+  C10_THROW_ERROR(DistNetworkError, c10::str("shm transport: the counters of rank ", peer,
+                                             " in the shared arena make no sense; its memory is corrupt"));
+}
+
+}  // namespace zeropg

@@ -1,0 +1,43 @@
+// Byte streams between two ranks of a node: one ring in the arena per ordered pair and lane.
+//
+// The sender alone writes the ring and counts `sent`, the receiver alone counts `received`; both counts only grow, so
+// full (sent - received == size) and empty (equal) are never confused.
+#pragma once
+
+#include <vector>
+
+#include "backend/transport/shm_arena.h"
+#include "backend/transport/transport.h"
+
+namespace zeropg {
+
+class ShmTransport final : public Transport {
+ public:
+  explicit ShmTransport(ShmArena& arena);  // the arena outlives it; one per arena and rank
+
+  std::string_view name() const override { return "shm"; }
+  bool can_reach(int32_t peer) const override;
+  size_t try_send(int32_t peer, Lane lane, std::span<const std::byte> data) override;
+  size_t try_receive(int32_t peer, Lane lane, std::span<std::byte> data) override;
+
+ private:
+  // This rank's end of one stream. Its own count is kept here and only copied to the arena: what a peer scribbles over
+  // there cannot move it. Streams have a cache line each, since different threads may use different ones.
+  struct alignas(64) End {
+    std::byte* ring = nullptr;
+    MailboxCounters* counters = nullptr;
+    uint64_t own_count = 0;
+    uint64_t peer_count = 0;  // as last seen; the shared word is read only when this does not suffice
+  };
+
+  End& end(std::vector<End>& ends, int32_t peer, Lane lane) const;
+  void throw_if_gone(int32_t peer) const;
+  [[noreturn]] void throw_broken(int32_t peer) const;
+
+  ShmArena& arena_;
+  uint64_t ring_bytes_ = 0;
+  std::vector<End> outgoing_;  // [peer][lane]
+  std::vector<End> incoming_;
+};
+
+}  // namespace zeropg

@@ -1,0 +1,59 @@
+#include "backend/transport/waiter.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cmath>
+#include <thread>
+
+#include "backend/transport/cgroup.h"
+
+namespace zeropg {
+namespace {
+
+int32_t affinity_cpus() {
+  // The static set holds 1024 CPUs; larger machines need a larger mask (EINVAL otherwise).
+  for (int capacity = CPU_SETSIZE; capacity <= (1 << 18); capacity *= 4) {
+    cpu_set_t* set = CPU_ALLOC(capacity);
+    const size_t bytes = CPU_ALLOC_SIZE(capacity);
+    CPU_ZERO_S(bytes, set);
+    const int count = sched_getaffinity(0, bytes, set) == 0 ? CPU_COUNT_S(bytes, set) : 0;
+    CPU_FREE(set);
+    if (count > 0) return count;
+  }
+  return static_cast<int32_t>(std::max(1U, std::thread::hardware_concurrency()));
+}
+
+inline void cpu_pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#endif
+}
+
+}  // namespace
+
+int32_t usable_cpus(int32_t affinity_cpus, double cpu_limit) {
+  const double cpus = std::min(static_cast<double>(affinity_cpus), std::floor(cpu_limit));
+  return std::max(1, static_cast<int32_t>(cpus));
+}
+
+int32_t usable_cpus() {
+  static const int32_t cpus = usable_cpus(affinity_cpus(), cpu_limit());  // a fact of the machine, not a state
+  return cpus;
+}
+
+Waiter::Waiter(int32_t local_world_size, int32_t cpus)
+    : first_round_(local_world_size <= cpus ? 0 : kSpins), round_(first_round_) {}
+
+void Waiter::pause() {
+  if (round_ < kSpins) {
+    cpu_pause();
+  } else {
+    sched_yield();
+  }
+  ++round_;
+}
+
+}  // namespace zeropg
