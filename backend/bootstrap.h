@@ -5,9 +5,8 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <vector>
-
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
 
 #include "backend/topology.h"
 #include "backend/transport/shm_arena.h"
@@ -35,8 +34,9 @@ struct BootstrapResult {
 BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                           const BootstrapOptions& options);
 
-// Collective: the node's leader makes a descriptor with `create`, every rank returns its own copy of it. Calls must come
-// in the same order on all ranks (no other use of the channel in between). Every message proves the group's secret.
+// Collective: the node's leader makes a descriptor with `create`, every rank returns its own copy of it. Calls must
+// come in the same order on all ranks (no other use of the channel in between). Every message proves the group's
+// secret.
 int share_descriptor(DescriptorChannel& channel, const std::function<int()>& create, std::chrono::milliseconds timeout);
 
 }  // namespace zeropg

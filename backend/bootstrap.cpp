@@ -1,0 +1,217 @@
+#include "backend/bootstrap.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "backend/admission.h"
+#include "backend/authentication.h"
+#include "backend/rendezvous.h"
+#include "backend/topology.h"
+#include "backend/topology_probe.h"
+#include "backend/transport/doorbell.h"
+
+namespace zeropg {
+
+// The leader holds a connection to every other rank of the node, in rank order; the others hold one to the leader.
+class DescriptorChannel {
+ public:
+  DescriptorChannel(int32_t rank, int32_t world_size, std::vector<Member> peers, bool is_leader)
+      : rank(rank), world_size(world_size), peers(std::move(peers)), is_leader(is_leader) {}
+
+  const int32_t rank;
+  const int32_t world_size;
+  std::vector<Member> peers;
+  const bool is_leader;
+};
+
+namespace {
+
+constexpr size_t kDescriptorsPerMessage = 64;
+
+// Failures of one connection, in words that name the rank at its other end.
+template <typename Action>
+auto with_peer(int32_t peer, const Action& action) {
+  try {
+    return action();
+  } catch (const c10::DistNetworkError& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str("rank ", peer, ": ", error.what_without_backtrace()));
+  }
+}
+
+void send_descriptors(Member& peer, const std::vector<int>& descriptors, Clock::time_point deadline) {
+  with_peer(peer.rank, [&] {
+    for (size_t i = 0; i < descriptors.size(); i += kDescriptorsPerMessage) {
+      const std::span<const int> rest = std::span(descriptors).subspan(i);
+      peer.connection.send(MessageKind::kDescriptors, "", rest.first(std::min(rest.size(), kDescriptorsPerMessage)),
+                           deadline);
+    }
+  });
+}
+
+std::vector<Descriptor> receive_descriptors(Member& peer, size_t count, Clock::time_point deadline,
+                                            const std::function<void()>& tick) {
+  std::vector<Descriptor> descriptors;
+  while (descriptors.size() < count) {
+    const size_t expected = std::min(count - descriptors.size(), kDescriptorsPerMessage);
+    Packet packet = with_peer(
+        peer.rank, [&] { return peer.connection.receive(MessageKind::kDescriptors, expected, deadline, tick); });
+    if (packet.descriptors.size() != expected) {
+      C10_THROW_ERROR(DistBackendError,
+                      c10::str("rank ", peer.rank, " sent ", packet.descriptors.size(), " descriptors, expected ",
+                               expected, "; this process may have run into its limit of open files (ulimit -n)"));
+    }
+    for (Descriptor& fd : packet.descriptors) descriptors.push_back(std::move(fd));
+  }
+  return descriptors;
+}
+
+struct Session {
+  int32_t rank;
+  int32_t world_size;
+  Clock::time_point deadline;
+  std::function<void()> tick;
+  MeetingPlace place;
+  ArenaGeometry geometry;
+};
+
+// Leader: lets the members in, hands out arena and doorbells, and waits until everybody has mapped them.
+void host(const Session& session, const Descriptor& listener, BootstrapResult* result) {
+  std::vector<int32_t> others = result->topology.nodes[0];
+  std::erase(others, session.rank);
+  std::vector<Member> members = admit_members(listener, session.place, others, session.deadline, session.tick);
+
+  Descriptor arena(ShmArena::create(session.geometry));
+  std::vector<int> handed_out{arena.get()};
+  for (const int32_t rank : result->topology.nodes[0]) {
+    const auto member = std::find_if(members.begin(), members.end(), [&](const Member& m) { return m.rank == rank; });
+    handed_out.push_back(member == members.end() ? process_doorbell() : member->doorbell.get());
+  }
+  for (Member& member : members) send_descriptors(member, handed_out, session.deadline);
+  result->arena = std::make_unique<ShmArena>(arena.release(), session.geometry, session.rank);
+  for (Member& member : members) {
+    with_peer(member.rank,
+              [&] { return member.connection.receive(MessageKind::kReady, 0, session.deadline, session.tick); });
+  }
+  for (Member& member : members) {
+    with_peer(member.rank, [&] { member.connection.send(MessageKind::kGo, "", {}, session.deadline); });
+  }
+  std::vector<Descriptor> doorbells(session.world_size);
+  for (Member& member : members) doorbells[member.rank] = std::move(member.doorbell);
+  result->arena->set_doorbells(std::move(doorbells));
+  result->channel = std::make_shared<DescriptorChannel>(session.rank, session.world_size, std::move(members), true);
+}
+
+void join(const Session& session, BootstrapResult* result) {
+  const int32_t leader_rank = result->topology.nodes[0][0];
+  std::vector<Member> peers(1);
+  Member& leader = peers[0];
+  leader.rank = leader_rank;
+  leader.connection = with_peer(leader_rank, [&] {
+    return join_leader(session.place, session.rank, process_doorbell(), session.deadline, session.tick);
+  });
+  std::vector<Descriptor> received =
+      receive_descriptors(leader, 1 + static_cast<size_t>(session.world_size), session.deadline, session.tick);
+  result->arena = std::make_unique<ShmArena>(received[0].release(), session.geometry, session.rank);
+  received.erase(received.begin());
+  received[session.rank].reset();
+  result->arena->set_doorbells(std::move(received));
+  with_peer(leader_rank, [&] {
+    leader.connection.send(MessageKind::kReady, "", {}, session.deadline);
+    return leader.connection.receive(MessageKind::kGo, 0, session.deadline, session.tick);
+  });
+  result->channel = std::make_shared<DescriptorChannel>(session.rank, session.world_size, std::move(peers), false);
+}
+
+BootstrapResult connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const BootstrapOptions& options,
+                        Clock::time_point deadline) {
+  RankRecord own;
+  own.world_size = world_size;
+  own.bank_bytes = options.bank_bytes;
+  own.mailbox_bytes = options.mailbox_bytes;
+  own.has_secret = options.secret.empty() ? 0 : 1;
+  own.host_id = options.host_id.empty() ? probe_host_id() : options.host_id;
+  own.socket_name = "zeropg-" + random_hex(16);
+  // Everybody listens before anybody knows who leads, so no member ever knocks at a door that is not there yet.
+  Descriptor listener = listen_local(own.socket_name);
+  GroupMap map = rendezvous.exchange(own);
+
+  BootstrapResult result;
+  result.topology = make_topology(std::move(map.host_ids), rank);
+  if (result.topology.node_count() > 1) return result;
+  const Session session{rank,
+                        world_size,
+                        deadline,
+                        [&] { rendezvous.throw_if_a_rank_failed(); },
+                        {map.socket_names[0], options.secret.empty() ? map.secret : options.secret},
+                        {world_size, options.bank_bytes, options.mailbox_bytes}};
+  if (rank == 0) {
+    host(session, listener, &result);
+  } else {
+    listener.reset();
+    join(session, &result);
+  }
+  rendezvous.clean_up();
+  return result;
+}
+
+BootstrapResult bootstrap_alone(const BootstrapOptions& options) {
+  BootstrapResult result;
+  result.topology = make_topology({options.host_id.empty() ? probe_host_id() : options.host_id}, 0);
+  const ArenaGeometry geometry{1, options.bank_bytes, options.mailbox_bytes};
+  result.arena = std::make_unique<ShmArena>(ShmArena::create(geometry), geometry, 0);
+  result.arena->set_doorbells(std::vector<Descriptor>(1));
+  result.channel = std::make_shared<DescriptorChannel>(0, 1, std::vector<Member>(), true);
+  return result;
+}
+
+}  // namespace
+
+BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                          const BootstrapOptions& options) {
+  TORCH_CHECK_VALUE(world_size >= 1 && rank >= 0 && rank < world_size, "bootstrap: rank ", rank, " of world_size ",
+                    world_size, ", expected 0 <= rank < world_size");
+  ArenaGeometry{world_size, options.bank_bytes, options.mailbox_bytes}.total_bytes();  // throws ValueError
+  if (world_size == 1) return bootstrap_alone(options);
+  const auto deadline = deadline_after(options.timeout);
+  Rendezvous rendezvous(store, rank, world_size, deadline);
+  std::string failure;
+  try {
+    return connect(rendezvous, rank, world_size, options, deadline);
+  } catch (const c10::Error& error) {
+    failure = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    failure = error.what();
+  }
+  rendezvous.report_failure(failure);
+  C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", rank, "/", world_size, "] bootstrap: ", failure));
+}
+
+int share_descriptor(DescriptorChannel& channel, const std::function<int()>& create,
+                     std::chrono::milliseconds timeout) {
+  const auto deadline = deadline_after(timeout);
+  try {
+    if (!channel.is_leader) {
+      return receive_descriptors(channel.peers[0], 1, deadline, [] {})[0].release();
+    }
+    Descriptor fd;
+    try {
+      fd.reset(create());
+    } catch (const c10::Error& error) {
+      for (Member& peer : channel.peers) {
+        with_peer(peer.rank,
+                  [&] { peer.connection.send(MessageKind::kError, error.what_without_backtrace(), {}, deadline); });
+      }
+      throw;
+    }
+    for (Member& peer : channel.peers) send_descriptors(peer, {fd.get()}, deadline);
+    return fd.release();
+  } catch (const c10::DistError& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", channel.rank, "/", channel.world_size,
+                                               "] share_descriptor: ", error.what_without_backtrace()));
+  }
+}
+
+}  // namespace zeropg

@@ -1,0 +1,237 @@
+#include "backend/rendezvous.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <string_view>
+#include <utility>
+
+#include "backend/authentication.h"
+#include "backend/topology.h"
+
+namespace zeropg {
+namespace {
+
+constexpr std::chrono::milliseconds kSlice{1000};  // of a wait in the store; then the failure key is looked at
+constexpr size_t kMaxTextBytes = 1 << 16;
+const char* const kMapKey = "zeropg/map";
+const char* const kFailureKey = "zeropg/failure";
+
+std::string rank_key(int32_t rank) { return "zeropg/rank/" + std::to_string(rank); }
+
+class Writer {
+ public:
+  Writer& put(int64_t number) {
+    bytes_.append(reinterpret_cast<const char*>(&number), sizeof number);
+    return *this;
+  }
+  Writer& put(std::string_view text) {
+    put(static_cast<int64_t>(text.size()));
+    bytes_.append(text);
+    return *this;
+  }
+  const std::string& bytes() const { return bytes_; }
+
+ private:
+  std::string bytes_;
+};
+
+// Whatever the store holds, this reads within bounds or throws.
+class Reader {
+ public:
+  explicit Reader(std::string_view bytes) : bytes_(bytes) {}
+  int64_t number() {
+    int64_t value = 0;
+    const std::string_view field = take(sizeof value);
+    std::memcpy(&value, field.data(), sizeof value);
+    return value;
+  }
+  std::string text() {
+    const int64_t bytes = number();
+    if (bytes < 0 || static_cast<size_t>(bytes) > kMaxTextBytes) fail();
+    return std::string(take(static_cast<size_t>(bytes)));
+  }
+  void finish() const {
+    if (!bytes_.empty()) fail();
+  }
+
+ private:
+  std::string_view take(size_t bytes) {
+    if (bytes > bytes_.size()) fail();
+    const std::string_view field = bytes_.substr(0, bytes);
+    bytes_.remove_prefix(bytes);
+    return field;
+  }
+  [[noreturn]] static void fail() {
+    C10_THROW_ERROR(DistBackendError, "a record in the store is damaged; do all ranks run the same version of zeropg?");
+  }
+
+  std::string_view bytes_;
+};
+
+std::string encode(const RankRecord& record) {
+  Writer writer;
+  writer.put(record.protocol).put(record.world_size).put(record.bank_bytes).put(record.mailbox_bytes);
+  return writer.put(record.has_secret).put(record.host_id).put(record.socket_name).bytes();
+}
+
+RankRecord decode_record(std::string_view bytes) {
+  Reader reader(bytes);
+  RankRecord record;
+  record.protocol = reader.number();
+  record.world_size = reader.number();
+  record.bank_bytes = reader.number();
+  record.mailbox_bytes = reader.number();
+  record.has_secret = reader.number();
+  record.host_id = reader.text();
+  record.socket_name = reader.text();
+  reader.finish();
+  return record;
+}
+
+std::string encode(const GroupMap& map) {
+  Writer writer;
+  writer.put(map.error).put(map.secret);
+  for (const std::string& host : map.host_ids) writer.put(host);
+  for (const std::string& name : map.socket_names) writer.put(name);
+  return writer.bytes();
+}
+
+GroupMap decode_map(std::string_view bytes, int32_t world_size) {
+  Reader reader(bytes);
+  GroupMap map;
+  map.error = reader.text();
+  map.secret = reader.text();
+  if (!map.error.empty()) return map;
+  for (int32_t rank = 0; rank < world_size; ++rank) map.host_ids.push_back(reader.text());
+  for (int32_t rank = 0; rank < world_size; ++rank) map.socket_names.push_back(reader.text());
+  reader.finish();
+  return map;
+}
+
+struct SharedField {
+  const char* name;
+  int64_t RankRecord::*value;
+};
+
+// These must be the same on every rank; `records` are in rank order.
+void check_same(const std::vector<RankRecord>& records) {
+  static constexpr SharedField kFields[] = {{"the version of zeropg's bootstrap", &RankRecord::protocol},
+                                            {"world_size", &RankRecord::world_size},
+                                            {"bank_bytes", &RankRecord::bank_bytes},
+                                            {"mailbox_bytes", &RankRecord::mailbox_bytes},
+                                            {"whether a secret is given", &RankRecord::has_secret}};
+  for (const auto& [name, value] : kFields) {
+    std::vector<int32_t> differing;
+    for (size_t rank = 1; rank < records.size(); ++rank) {
+      if (records[rank].*value != records[0].*value) differing.push_back(static_cast<int32_t>(rank));
+    }
+    if (differing.empty()) continue;
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str(name, " is ", records[0].*value, " on rank 0 but ", records[differing[0]].*value, " on ",
+                             format_ranks(differing), "; give every rank the same options"));
+  }
+}
+
+GroupMap make_map(std::vector<RankRecord> records) {
+  check_same(records);
+  GroupMap map;
+  if (records[0].has_secret == 0) map.secret = random_hex(32);
+  for (RankRecord& record : records) {
+    map.host_ids.push_back(std::move(record.host_id));
+    map.socket_names.push_back(std::move(record.socket_name));
+  }
+  return map;
+}
+
+std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+
+}  // namespace
+
+Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t world_size,
+                       Clock::time_point deadline)
+    : store_(std::move(store)), rank_(rank), world_size_(world_size), deadline_(deadline) {}
+
+GroupMap Rendezvous::exchange(const RankRecord& own) {
+  GroupMap map;
+  if (rank_ == 0) {
+    try {
+      map = make_map(collect(own));
+    } catch (const c10::Error& error) {
+      map.error = error.what_without_backtrace();
+    }
+    store_->set(kMapKey, encode(map));
+  } else {
+    store_->set(rank_key(rank_), encode(own));
+    wait_for({kMapKey});
+    map = decode_map(to_text(store_->get(kMapKey)), world_size_);
+  }
+  if (!map.error.empty()) C10_THROW_ERROR(DistBackendError, map.error);
+  return map;
+}
+
+std::vector<RankRecord> Rendezvous::collect(const RankRecord& own) {
+  std::vector<std::string> keys;
+  for (int32_t rank = 1; rank < world_size_; ++rank) keys.push_back(rank_key(rank));
+  wait_for(keys);
+  std::vector<std::vector<uint8_t>> values;
+  if (store_->hasExtendedApi()) {
+    values = store_->multiGet(keys);
+  } else {
+    for (const std::string& key : keys) values.push_back(store_->get(key));
+  }
+  std::vector<RankRecord> records{own};
+  for (const auto& value : values) records.push_back(decode_record(to_text(value)));
+  return records;
+}
+
+void Rendezvous::wait_for(const std::vector<std::string>& keys) {
+  while (true) {
+    const auto start = Clock::now();
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - start);
+    const auto slice = std::clamp<std::chrono::milliseconds>(left, std::chrono::milliseconds(1), kSlice);
+    try {
+      store_->wait(keys, slice);
+      return;
+    } catch (const c10::Error&) {
+      // Stores differ in what they throw when the time is over; anything sooner is a fault of the store.
+      if (Clock::now() - start < slice * 9 / 10) throw;
+    }
+    throw_if_a_rank_failed();
+    if (Clock::now() < deadline_) continue;
+    const std::vector<int32_t> missing = missing_ranks();
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str(missing.empty() ? "rank 0" : format_ranks(missing),
+                             " did not come to the store in time; look at what those ranks were doing, or raise the "
+                             "timeout"));
+  }
+}
+
+std::vector<int32_t> Rendezvous::missing_ranks() {
+  std::vector<int32_t> missing;
+  for (int32_t rank = 1; rank < world_size_; ++rank) {
+    if (!store_->check({rank_key(rank)})) missing.push_back(rank);
+  }
+  return missing;
+}
+
+void Rendezvous::report_failure(const std::string& error) noexcept {
+  try {
+    if (!store_->check({kFailureKey})) store_->set(kFailureKey, "rank " + std::to_string(rank_) + ": " + error);
+  } catch (const std::exception&) {
+    // The store is what failed, or it is gone; the others have their deadlines.
+  }
+}
+
+void Rendezvous::throw_if_a_rank_failed() {
+  if (store_->check({kFailureKey})) {
+    const std::string text = to_text(store_->get(kFailureKey)).substr(0, kMaxTextBytes);
+    C10_THROW_ERROR(DistBackendError, text);
+  }
+}
+
+void Rendezvous::clean_up() { store_->deleteKey(rank_ == 0 ? kMapKey : rank_key(rank_)); }
+
+}  // namespace zeropg
