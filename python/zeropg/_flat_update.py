@@ -1,0 +1,303 @@
+"""How one optimizer step is applied to the flat ranges that a rank owns.
+
+Updaters with one interface: `FusedUpdater` runs zeropg's C++ kernels over runs of neighbouring parameters,
+`TorchUpdater` an instance of the user's own optimizer class over 1-D views, one per parameter, `WholeUpdater` the same
+over unsharded parameters. All show their state in `state`, the dictionary that the user sees as `optimizer.state`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from zeropg._native import _C
+
+State = defaultdict[torch.Tensor, Any]
+Group = dict[str, Any]
+
+# State of torch's optimizers that is one number per parameter, whatever the parameter's shape.
+_SCALARS = frozenset({"step", "mu", "eta", "mu_product"})
+
+
+class FlatGroup(Protocol):
+    """What the core shows of one flat buffer to the optimizer."""
+
+    master: torch.Tensor
+    segments: Sequence[Any]
+    parameter_out: torch.Tensor | None
+
+    def grad(self) -> torch.Tensor | None: ...
+    def has_grad(self, parameter: torch.Tensor) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of one parameter that this rank updates.
+
+    Elements [start, stop) of the flat group's master are elements [offset, offset + stop - start) of the flattened
+    parameter.
+    """
+
+    parameter: torch.Tensor
+    name: str
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def local(self, key: str, value: Any) -> Any:
+        """Returns this segment's share of a whole state entry: [numel] for a tensor of the parameter's shape."""
+        if not is_per_element(key, value) or value.shape != self.parameter.shape:
+            return value
+        return value.detach().reshape(-1)[self.offset : self.offset + self.numel]
+
+
+def is_per_element(key: str, value: Any) -> bool:
+    """Whether a state entry has a value for each element, rather than one number for the parameter."""
+    return isinstance(value, torch.Tensor) and key not in _SCALARS
+
+
+def segments_of(flat: FlatGroup) -> list[Segment]:
+    return [Segment(*segment) for segment in flat.segments]
+
+
+class Updater(Protocol):
+    """Applies steps to a set of parameters and holds their optimizer state."""
+
+    segments: list[Segment]
+
+    def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
+        """Updates every segment that has a gradient; owners maps id(parameter) to an index of groups."""
+
+    def put(self, index: int, entries: dict[str, Any], group: Group) -> None:
+        """Sets the state of segment `index`: flat tensors of its numel, numbers as torch keeps them."""
+
+    def clear(self) -> None:
+        """Forgets all state, as before the first step."""
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if isinstance(value, torch.Tensor) else value)
+
+
+def _stepping(segments: Sequence[Segment], flat: FlatGroup, owners: dict[int, int]) -> list[int]:
+    """Index of the param group that steps each segment now, -1 where none does."""
+    return [owners.get(id(s.parameter), -1) if flat.has_grad(s.parameter) else -1 for s in segments]
+
+
+class FusedUpdater:
+    """Runs a C++ kernel once per run: neighbours of the same param group and step count, padding included.
+
+    Padding has zero gradients and zero state, so it stays zero (with eps=0 it becomes NaN, which nobody reads).
+    """
+
+    def __init__(self, flat: FlatGroup, state: State, kernel: str):
+        self.segments = segments_of(flat)
+        self._flat = flat
+        self._state = state
+        self._kernel_name = kernel
+        self._kernels: dict[str, _C.Optimizer] = {}
+        self._slots: dict[str, torch.Tensor] = {}
+        # One number per segment; `state[p]["step"]` of torch's layout is a view of it.
+        is_double = torch.get_default_dtype() == torch.float64
+        self._steps = torch.zeros(len(self.segments), dtype=torch.float64 if is_double else torch.float32)
+
+    def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
+        gradient = self._flat.grad()
+        if gradient is None:
+            return
+        stepping = _stepping(self.segments, self._flat, owners)
+        counts = [int(count) for count in self._steps.tolist()]
+        settings = {owner: self._settings(groups[owner]) for owner in set(stepping) if owner >= 0}
+        for first, last in _runs(list(zip(stepping, counts, strict=True))):
+            kernel, hyperparameters, slots = settings[stepping[first]]
+            kernel.step(
+                self._flat.master,
+                gradient,
+                [self._slot(slot) for slot in slots],
+                self._flat.parameter_out,
+                range=(self.segments[first].start, self.segments[last].stop),
+                hyperparameters=hyperparameters,
+                step=counts[first] + 1,
+                gradient_factor=gradient_factor,
+            )
+            if slots:
+                self._steps[first : last + 1] += 1
+                for index in range(first, last + 1):
+                    if slots[-1] not in self._state.get(self.segments[index].parameter, ()):
+                        self._show(index, slots)
+
+    def put(self, index: int, entries: dict[str, Any], group: Group) -> None:
+        segment = self.segments[index]
+        kernel, _, slots = self._settings(group)
+        if unknown := {key for key in entries.keys() - {*slots, "step"} if entries[key] is not None}:
+            raise ValueError(
+                f"[zeropg] optimizer state of {segment.name} has {sorted(unknown)}, but {kernel.name} with these "
+                f"param_groups keeps {sorted(slots)}; load it into the class and options that it was saved from"
+            )
+        present = [slot for slot in slots if entries.get(slot) is not None]
+        for slot in present:
+            self._slot(slot)[segment.start : segment.stop].copy_(_checked(segment, slot, entries[slot]))
+        if present:
+            self._steps[index] = _number(entries.get("step", 1))
+            self._show(index, slots)
+
+    def clear(self) -> None:
+        for slot in self._slots.values():
+            slot.zero_()
+        self._steps.zero_()
+
+    def _settings(self, group: Group) -> tuple[_C.Optimizer, dict[str, float], list[str]]:
+        name = self._kernel_name
+        if name != "sgd":  # torch's AdamW is an Adam whose groups say so
+            name = "adamw" if group.get("decoupled_weight_decay", name == "adamw") else "adam"
+        kernel = self._kernels.setdefault(name, _C.make_optimizer(name))
+        values = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)) | group
+        hyperparameters = {key: _number(values[key]) for key in kernel.hyperparameters}
+        return kernel, hyperparameters, kernel.state_slots(hyperparameters)
+
+    def _slot(self, name: str) -> torch.Tensor:
+        if name not in self._slots:
+            self._slots[name] = torch.zeros_like(self._flat.master)
+        return self._slots[name]
+
+    def _show(self, index: int, slots: Sequence[str]) -> None:
+        segment = self.segments[index]
+        shown: dict[str, Any] = {} if self._kernel_name == "sgd" else {"step": self._steps[index]}
+        shown.update((slot, self._slot(slot)[segment.start : segment.stop]) for slot in slots)
+        self._state[segment.parameter] = shown
+
+
+class TorchUpdater:
+    """Runs the user's own optimizer class over one 1-D view of the master per parameter.
+
+    Per parameter, not per run: torch keeps numbers per parameter (step, NAdam's mu_product, ...).
+    ATen's vector loops round tails differently from bodies by up to 1 ulp, so stages agree to that, not bit for bit.
+    """
+
+    def __init__(self, flat: FlatGroup, state: State, optimizer: torch.optim.Optimizer):
+        self.segments = segments_of(flat)
+        self._flat = flat
+        self._state = state
+        self._optimizer = detached_copy(optimizer)
+        self._views = [torch.nn.Parameter(flat.master.detach()[s.start : s.stop]) for s in self.segments]
+        self._step = _unhooked_step(optimizer)
+
+    def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
+        gradient = self._flat.grad()
+        if gradient is None:
+            return
+        stepping = _stepping(self.segments, self._flat, owners)
+        if gradient_factor != 1.0:
+            gradient.mul_(gradient_factor)
+        master = self._flat.master.detach()
+        for segment, view, owner in zip(self.segments, self._views, stepping, strict=True):
+            view.data = master[segment.start : segment.stop]
+            view.grad = gradient[segment.start : segment.stop] if owner >= 0 else None
+        self._optimizer.param_groups = [
+            {**group, "params": [view for view, owner in zip(self._views, stepping, strict=True) if owner == index]}
+            for index, group in enumerate(groups)
+        ]
+        self._step(self._optimizer)
+        for segment, view, owner in zip(self.segments, self._views, stepping, strict=True):
+            view.grad = None
+            if owner >= 0:
+                self._state[segment.parameter] = self._optimizer.state[view]
+        self._publish(stepping)
+
+    def put(self, index: int, entries: dict[str, Any], group: Group) -> None:
+        segment = self.segments[index]
+        self._optimizer.state[self._views[index]] = self._state[segment.parameter] = {
+            key: _checked(segment, key, value).to(self._flat.master, copy=True)
+            if is_per_element(key, value)
+            else (value.clone() if isinstance(value, torch.Tensor) else value)
+            for key, value in entries.items()
+        }
+
+    def clear(self) -> None:
+        self._optimizer.state.clear()
+
+    def _publish(self, stepping: Sequence[int]) -> None:
+        out, master = self._flat.parameter_out, self._flat.master.detach()
+        if out is None:
+            return
+        for first, last in _runs([owner >= 0 for owner in stepping], skipped=False):
+            start, stop = self.segments[first].start, self.segments[last].stop
+            out[start:stop].copy_(master[start:stop])
+
+
+class WholeUpdater:
+    """Runs the user's own optimizer class over the parameters that `fully_shard(ignored_params=...)` left whole."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], state: State, optimizer: torch.optim.Optimizer):
+        self.segments = [Segment(p, name, 0, p.numel(), 0) for name, p in parameters.items()]
+        self._optimizer = detached_copy(optimizer)
+        self._optimizer.state = state
+        self._step = _unhooked_step(optimizer)
+
+    def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
+        mine = [s.parameter for s in self.segments if s.parameter.grad is not None]
+        if gradient_factor != 1.0:
+            torch._foreach_mul_([p.grad for p in mine if p.grad is not None], gradient_factor)
+        self._optimizer.param_groups = [
+            {**group, "params": [p for p in mine if owners.get(id(p)) == index]} for index, group in enumerate(groups)
+        ]
+        self._step(self._optimizer)
+
+    def put(self, index: int, entries: dict[str, Any], group: Group) -> None:
+        parameter = self.segments[index].parameter
+        self._optimizer.state[parameter] = {
+            key: value.detach().reshape(parameter.shape).clone() if is_per_element(key, value) else value
+            for key, value in entries.items()
+        }
+
+    def clear(self) -> None:
+        for segment in self.segments:
+            self._optimizer.state.pop(segment.parameter, None)
+
+
+def _unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """The class's own step: torch wraps it with hooks and a profiler range, which the outer optimizer runs already."""
+    step = type(optimizer).step
+    wrapped: Callable[[torch.optim.Optimizer], Any] = getattr(step, "__wrapped__", step)
+    return wrapped if getattr(step, "hooked", False) else step
+
+
+def detached_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns an optimizer of the same class and attributes with its own, empty state and without hooks."""
+    copy: torch.optim.Optimizer = object.__new__(type(optimizer))
+    copy.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    for name in vars(copy):
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            setattr(copy, name, OrderedDict())
+    copy.state = defaultdict(dict)
+    copy.param_groups = []
+    return copy
+
+
+def _checked(segment: Segment, key: str, value: torch.Tensor) -> torch.Tensor:
+    if value.shape != (segment.numel,):
+        raise ValueError(
+            f"[zeropg] optimizer state {key} of {segment.name} has shape {list(value.shape)}, expected "
+            f"[{segment.numel}], the part of the parameter that this rank owns; use zeropg.load_checkpoint to load "
+            "state of another world size"
+        )
+    return value
+
+
+def _runs(keys: Sequence[Any], skipped: Any = None) -> Iterator[tuple[int, int]]:
+    """Yields (first, last) of each stretch of equal keys; a key (-1, ...) or `skipped` belongs to no run."""
+    first = 0
+    for index in range(1, len(keys) + 1):
+        if index == len(keys) or keys[index] != keys[first]:
+            key = keys[first]
+            if key != skipped and not (isinstance(key, tuple) and key[0] < 0):
+                yield first, index - 1
+            first = index

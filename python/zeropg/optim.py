@@ -1,0 +1,348 @@
+"""Optimizers over sharded models: `shard_optimizer`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from zeropg._flat_update import FusedUpdater, Group, Segment, TorchUpdater, Updater, WholeUpdater, is_per_element
+
+_FUSED = {torch.optim.Adam: "adam", torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd"}
+_ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+_WHOLE_MATRIX = "its update needs whole matrices, and a shard is a flat range; use AdamW"
+_REFUSED = {
+    "Adafactor": _WHOLE_MATRIX + ", whose state shards to the same order of memory",
+    "LAMB": "its update needs the norm of whole layers; use AdamW with warm-up",
+    "LARS": "its update needs the norm of whole layers; use SGD with warm-up",
+    "LBFGS": "it needs all gradients at once and several closure calls per step; use AdamW or SGD",
+    "Muon": _WHOLE_MATRIX,
+    "Shampoo": _WHOLE_MATRIX,
+    "SOAP": _WHOLE_MATRIX,
+    "SparseAdam": "gradients of sharded models are dense; use Adam, and nn.Embedding with sparse=False",
+}
+
+
+class StateShard(NamedTuple):
+    """Optimizer state `key` of elements [start, stop) of the flattened parameter `name`; tensor: [stop - start]."""
+
+    name: str
+    key: str
+    tensor: torch.Tensor
+    start: int
+    stop: int
+
+
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, overlap_step: bool | None = None
+) -> torch.optim.Optimizer:
+    """Makes an optimizer that steps only what this rank owns of a model that `fully_shard` has sharded.
+
+    Adam, AdamW and SGD on CPU run on zeropg's fused kernels (the result differs from torch's by rounding only); the
+    other elementwise classes of torch.optim run unchanged over flat views. A class of your own is taken if it says
+    `zeropg_elementwise = True`: an element's update then depends on its own parameter, gradient and state alone.
+
+    The returned optimizer shares the param_groups dictionaries, hooks and state of `optimizer`, so learning-rate
+    schedulers made before still act; `optimizer.step()` itself raises from then on. State that `optimizer` already
+    holds is cut up.
+
+    Args:
+        optimizer: over parameters of `model`, before or after `fully_shard`.
+        model: what `zeropg.fully_shard` returned.
+        overlap_step: must be None or False.
+
+    Raises:
+        TypeError: `model` is not sharded, or `optimizer` is none or sharded already.
+        ValueError: the optimizer holds a parameter that is not the model's.
+        NotImplementedError: the class, or `capturable`, `differentiable` or `overlap_step=True`, cannot work on shards.
+
+    Not collective. `step()` of the result is: all ranks must call it.
+    """
+    if overlap_step not in (None, False, True):
+        raise TypeError(f"[zeropg] shard_optimizer: overlap_step is {overlap_step!r}, expected None, False or True")
+    if overlap_step:
+        raise NotImplementedError(
+            "[zeropg] shard_optimizer: overlap_step=True is not available; leave it out, step() then ends before the "
+            "next forward begins"
+        )
+    return ShardedOptimizer(optimizer, model)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose `step` updates this rank's flat ranges; made by `shard_optimizer`.
+
+    `state[parameter]` has torch's keys; its tensors are 1-D, the part of the parameter that this rank owns.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module):
+        self._core = _core_of(model)
+        kernel = _check_optimizer(optimizer)
+        self._wrapped = optimizer
+        self._model = model
+        self._updaters: list[Updater] = []
+        for group in optimizer.param_groups:
+            self._check_group(group)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        whole_state = dict(optimizer.state)
+        self._share_with(optimizer)
+        for flat in self._core.flat_groups:
+            if kernel is not None and flat.master.is_cpu and flat.master.dtype in (torch.float32, torch.float64):
+                self._updaters.append(FusedUpdater(flat, self.state, kernel))
+            else:
+                self._updaters.append(TorchUpdater(flat, self.state, optimizer))
+        ignored = {id(parameter) for parameter in getattr(self._core, "ignored_parameters", ())}
+        if ignored:
+            whole = {name: p for name, p in model.named_parameters() if id(p) in ignored}
+            self._updaters.append(WholeUpdater(whole, self.state, optimizer))
+        self._put({p: dict(state) for p, state in whole_state.items() if state}, is_local=False)
+        self._warn_of_parameters_without_group()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates parameters from their gradients; all ranks must call it.
+
+        Args:
+            closure: re-evaluates the model, once, before the update; its result is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [
+            {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+            for group in self.param_groups
+        ]
+        owners = self._owners()
+        self._core.begin_step()
+        gradient_factor = self._core.take_gradient_scale()
+        for updater in self._updaters:
+            updater.step(owners, groups, gradient_factor)
+        self._core.end_step()
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before ask
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, or fills them with zeros in place if `set_to_none` is False."""
+        if set_to_none:
+            super().zero_grad(set_to_none=True)
+        else:
+            self._core.zero_gradients()
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Adds parameters of the sharded model that no group holds yet; all ranks must do so alike."""
+        if isinstance(param_group, dict) and "params" in param_group:
+            params = param_group["params"]
+            param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+            self._check_group(param_group)
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's layout with this rank's shards; only the same rank of the same world size can load it.
+
+        Does not communicate. `zeropg.save_checkpoint` writes what any world size loads.
+        """
+        state_dict = super().state_dict()
+        state_dict["zeropg"] = {
+            "rank": self._core.rank,
+            "world_size": self._core.world_size,
+            "ranges": self.local_ranges(),
+        }
+        return state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned on this rank, or the whole state_dict of a plain torch optimizer.
+
+        Raises:
+            ValueError: it comes from another rank or world size, or from other param_groups.
+        """
+        loaded: dict[str, Any] = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = pre_hook(self, loaded) or loaded
+        origin = loaded.get("zeropg")
+        if origin is not None:
+            self._check_origin(origin)
+        saved_groups = loaded["param_groups"]
+        if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                f"[zeropg] load_state_dict: param groups of sizes {[len(g['params']) for g in saved_groups]}, expected "
+                f"{[len(g['params']) for g in self.param_groups]}; make the optimizer with the groups it was saved with"
+            )
+        by_id: dict[Any, torch.Tensor] = {}
+        for saved, group in zip(saved_groups, self.param_groups, strict=True):
+            by_id.update(zip(saved["params"], group["params"], strict=True))
+            group.update((key, value) for key, value in saved.items() if key != "params")
+        self._put({by_id[k]: s for k, s in loaded["state"].items() if k in by_id}, is_local=origin is not None)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def local_ranges(self) -> dict[str, tuple[int, int]]:
+        """Returns, by parameter name, which elements of the flattened parameter this rank keeps state for."""
+        return {s.name: (s.offset, s.offset + s.numel) for updater in self._updaters for s in updater.segments}
+
+    def local_state(self) -> Iterator[StateShard]:
+        """Yields every state tensor that this rank keeps (live views); in stage 0 every rank keeps all."""
+        for segment, key, value in self._entries():
+            if is_per_element(key, value):
+                yield StateShard(segment.name, key, value.view(-1), segment.offset, segment.offset + segment.numel)
+
+    def local_scalars(self) -> Iterator[tuple[str, str, Any]]:
+        """Yields (parameter name, key, value) of state that is one number per parameter, such as `step`."""
+        for segment, key, value in self._entries():
+            if not is_per_element(key, value):
+                yield segment.name, key, value.clone() if isinstance(value, torch.Tensor) else value
+
+    def load_local_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replaces all state.
+
+        Args:
+            states: by parameter name and state key: flat tensors of this rank's `local_ranges`, numbers as in
+                `local_scalars`. Names that this rank owns nothing of are ignored.
+        """
+        by_name = {s.name: s.parameter for updater in self._updaters for s in updater.segments}
+        self._put({by_name[name]: dict(entries) for name, entries in states.items() if name in by_name}, is_local=True)
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        raise NotImplementedError(
+            "[zeropg] torch.amp.GradScaler cannot see an infinite gradient of another rank; use zeropg.GradScaler"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "[zeropg] a sharded optimizer cannot be copied or pickled; use state_dict or zeropg.save_checkpoint"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__getstate__()
+
+    def _entries(self) -> Iterator[tuple[Segment, str, Any]]:
+        for updater in self._updaters:
+            for segment in updater.segments:
+                for key, value in self.state.get(segment.parameter, {}).items():
+                    yield segment, key, value
+
+    def _owners(self) -> dict[int, int]:
+        return {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
+
+    def _put(self, states: Mapping[torch.Tensor, dict[str, Any]], *, is_local: bool) -> None:
+        self.state.clear()
+        owners = self._owners()
+        by_id = {id(parameter): entries for parameter, entries in states.items()}
+        for updater in self._updaters:
+            updater.clear()
+            for index, segment in enumerate(updater.segments):
+                entries = by_id.get(id(segment.parameter))
+                if entries and id(segment.parameter) in owners:
+                    if not is_local:
+                        entries = {key: segment.local(key, value) for key, value in entries.items()}
+                    updater.put(index, entries, self.param_groups[owners[id(segment.parameter)]])
+
+    def _share_with(self, optimizer: torch.optim.Optimizer) -> None:
+        for name in vars(optimizer):
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                setattr(self, name, getattr(optimizer, name))
+        self.param_groups = optimizer.param_groups
+        optimizer.state = self.state
+
+        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+            raise RuntimeError(
+                "[zeropg] this optimizer was given to shard_optimizer and knows no shards; use the one it returned"
+            )
+
+        refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or schedulers warn of an overridden step
+        optimizer.step = refuse  # type: ignore[method-assign]
+        optimizer.load_state_dict = refuse  # type: ignore[method-assign]
+        optimizer.add_param_group = refuse  # type: ignore[method-assign]
+
+    def _check_group(self, group: Group) -> None:
+        _check_flags(group)
+        known = {id(parameter) for parameter in self._model.parameters()}
+        for position, entry in enumerate(group["params"]):
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"[zeropg] shard_optimizer: parameter {position} of a param group, shape {list(parameter.shape)}, "
+                    "is not a parameter of the sharded model; make the optimizer from model.parameters() as they are "
+                    "now, and a second one for other modules"
+                )
+
+    def _warn_of_parameters_without_group(self) -> None:
+        owners = self._owners()
+        missing = [n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in owners]
+        if missing:
+            warnings.warn(
+                f"[zeropg] shard_optimizer: no param group holds {len(missing)} trainable parameters "
+                f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); they stay as they are unless "
+                "another optimizer steps them",
+                stacklevel=4,
+            )
+
+    def _check_origin(self, origin: Mapping[str, Any]) -> None:
+        here = (self._core.rank, self._core.world_size)
+        there = (origin["rank"], origin["world_size"])
+        ranges = {name: tuple(kept) for name, kept in origin["ranges"].items()}
+        if there != here or ranges != self.local_ranges():
+            raise ValueError(
+                f"[zeropg rank {here[0]}/{here[1]}] load_state_dict: this optimizer state holds the shards of rank "
+                f"{there[0]}/{there[1]}{' of another sharding' if there == here else ''}; use zeropg.load_checkpoint, "
+                "which loads at any world size"
+            )
+
+
+def _core_of(model: torch.nn.Module) -> Any:
+    core = getattr(model, "_zeropg", None)
+    if core is None:
+        raise TypeError(
+            f"[zeropg] shard_optimizer: {type(model).__name__} is not sharded; call zeropg.fully_shard(model) first"
+        )
+    return core
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns the name of the fused kernel for this optimizer, None where its own class can run over shards."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"[zeropg] shard_optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the "
+            "optimizer inside a wrapper, not the wrapper"
+        )
+    if isinstance(optimizer, ShardedOptimizer):
+        raise TypeError("[zeropg] shard_optimizer: this optimizer is sharded already")
+    if getattr(vars(optimizer).get("step"), "__qualname__", "").startswith("ShardedOptimizer."):
+        raise TypeError("[zeropg] shard_optimizer: this optimizer was sharded before; use what that call returned")
+    kind = type(optimizer)
+    if kind in _FUSED:
+        is_decoupled = optimizer.defaults.get("decoupled_weight_decay", False)
+        return "adamw" if is_decoupled else _FUSED[kind]
+    if kind in _ELEMENTWISE or getattr(optimizer, "zeropg_elementwise", False) is True:
+        return None
+    for name, reason in _REFUSED.items():
+        if name.lower() in kind.__name__.lower():
+            raise NotImplementedError(f"[zeropg] shard_optimizer: {kind.__name__} does not work on shards: {reason}")
+    known = ", ".join(other.__name__ for other in (*_FUSED, *_ELEMENTWISE))
+    raise NotImplementedError(
+        f"[zeropg] shard_optimizer: {kind.__module__}.{kind.__name__} is not known to be elementwise; if the update of "
+        "each element depends on that element's parameter, gradient and state alone, say so with "
+        f"`{kind.__name__}.zeropg_elementwise = True`; known are {known}"
+    )
+
+
+def _check_flags(group: Group) -> None:
+    for flag, why in (
+        ("capturable", "a sharded step communicates, which a CUDA graph of the optimizer cannot hold"),
+        ("differentiable", "a sharded step works on flat masters outside autograd"),
+    ):
+        if group.get(flag):
+            raise NotImplementedError(
+                f"[zeropg] shard_optimizer: {flag}=True is not supported: {why}; pass {flag}=False"
+            )
