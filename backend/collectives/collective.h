@@ -47,8 +47,8 @@ struct CollectiveSpec {
   int64_t mailbox_bytes = 0;  // a rank may send this much to a peer before the peer receives
   bool input_is_list = false;
   bool output_is_list = false;
-  std::vector<int64_t> send_bytes;     // all_to_all: to each peer
-  std::vector<int64_t> receive_bytes;  // all_to_all: from each peer
+  std::vector<int64_t> send_bytes{};     // all_to_all: to each peer
+  std::vector<int64_t> receive_bytes{};  // all_to_all: from each peer
 };
 
 }  // namespace zeropg

@@ -56,8 +56,8 @@ struct Step {
 // schedule without a barrier after the last read.
 struct Schedule {
   std::string algorithm;  // e.g. "all_reduce_staged"; appears in logs and errors
-  std::vector<Step> steps;
-  std::vector<Region> sources;
+  std::vector<Step> steps{};
+  std::vector<Region> sources{};
   int64_t scratch_bytes = 0;
   int32_t banks_used = 0;
 };

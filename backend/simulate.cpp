@@ -1,0 +1,418 @@
+#include "backend/simulate.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <random>
+#include <sstream>
+#include <string>
+#include <utility>
+
+namespace zeropg {
+
+namespace {
+
+constexpr std::byte kPoison{0xcb};  // memory that no step has written yet
+
+const char* kind_name(StepKind kind) {
+  constexpr const char* kNames[] = {"copy", "reduce", "barrier", "send", "receive", "receive_reduce"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
+std::string to_string(const Region& region) {
+  constexpr const char* kNames[] = {"input", "output", "scratch", "staging"};
+  std::ostringstream text;
+  text << kNames[static_cast<size_t>(region.space)] << '[' << region.index << ']';
+  if (region.space == Space::kStaging) text << " bank " << int{region.bank};
+  text << " + " << region.offset_bytes;
+  return text.str();
+}
+
+// An access to a slot's bank since the last barrier.
+struct Access {
+  int32_t rank;
+  int64_t begin;
+  int64_t end;
+  bool is_write;
+  size_t operation;  // of that rank, and its step
+  size_t step;
+};
+
+struct Bank {
+  std::vector<std::byte> bytes;
+  std::vector<Access> accesses;
+};
+
+struct Mailbox {
+  struct Piece {
+    std::vector<std::byte> bytes;
+    double arrival_us;
+  };
+  std::deque<Piece> pieces;
+  int64_t used_bytes = 0;
+};
+
+struct RankState {
+  size_t operation = 0;
+  size_t step = 0;
+  int64_t moved_bytes = 0;  // of the current send or receive
+  bool is_at_barrier = false;
+  int32_t banks_used = 0;  // by the operations that are done
+  double message_end_us = 0;
+  std::vector<std::byte> scratch;
+  std::vector<std::byte> received;
+};
+
+// Invariant: every access since the last barrier is in the log of its bank; a barrier that opens empties the logs, as
+// it orders all that was done before it before all that follows.
+class Simulation {
+ public:
+  Simulation(const SimulatorOptions& options, const std::vector<SimulatedOperation>& operations)
+      : options_(options), operations_(operations), random_(options.seed), ranks_(options.world_size) {
+    check_operations();
+    banks_.resize(2 * size_t(options.world_size));
+    for (Bank& bank : banks_) bank.bytes.assign(options.bank_bytes, kPoison);
+    traffic_.resize(options.world_size);
+    for (int32_t rank = 0; rank < options.world_size; ++rank) {
+      traffic_[rank].sent_bytes.assign(options.world_size, 0);
+      traffic_[rank].staged_read_bytes.assign(options.world_size, 0);
+      enter_operation(rank);
+    }
+  }
+
+  std::vector<Traffic> run() {
+    while (true) {
+      const int32_t rank = draw_rank();
+      if (rank < 0) break;
+      take_step(rank);
+    }
+    const auto is_done = [&](const RankState& state) { return state.operation == operations_.size(); };
+    if (!std::all_of(ranks_.begin(), ranks_.end(), is_done)) throw SimulationError(deadlock_report());
+    for (const auto& [pair, mailbox] : mailboxes_) {
+      if (mailbox.used_bytes == 0) continue;
+      throw SimulationError(std::to_string(mailbox.used_bytes) + " bytes from rank " + std::to_string(pair.first) +
+                            " to rank " + std::to_string(pair.second) + " were sent but never received");
+    }
+    return std::move(traffic_);
+  }
+
+ private:
+  void check_operations() const {
+    for (const SimulatedOperation& operation : operations_) {
+      const auto world_size = static_cast<size_t>(options_.world_size);
+      if (operation.schedules.size() != world_size || operation.tensors.size() != world_size) {
+        throw std::invalid_argument("simulate: an operation has " + std::to_string(operation.schedules.size()) +
+                                    " schedules and " + std::to_string(operation.tensors.size()) +
+                                    " sets of tensors, expected one per rank of " + std::to_string(world_size));
+      }
+      for (const Schedule& schedule : operation.schedules) {
+        if (schedule.banks_used == operation.schedules[0].banks_used) continue;
+        throw SimulationError(schedule.algorithm + ": ranks use " + std::to_string(schedule.banks_used) + " and " +
+                              std::to_string(operation.schedules[0].banks_used) +
+                              " banks, so that their next operations would not agree on one");
+      }
+    }
+  }
+
+  const SimulatedOperation& operation_of(int32_t rank) const { return operations_[ranks_[rank].operation]; }
+  const Schedule& schedule_of(int32_t rank) const { return operation_of(rank).schedules[rank]; }
+  const Step& step_of(int32_t rank) const { return schedule_of(rank).steps[ranks_[rank].step]; }
+
+  std::string describe(int32_t rank) const { return describe(rank, ranks_[rank].operation, ranks_[rank].step); }
+
+  std::string describe(int32_t rank, size_t operation, size_t index) const {
+    std::ostringstream text;
+    text << "rank " << rank << ", operation " << operation;
+    if (operation == operations_.size()) return text.str() + ": done";
+    const Schedule& schedule = operations_[operation].schedules[rank];
+    const Step& step = schedule.steps[index];
+    text << " " << schedule.algorithm << ", step " << index << " of " << schedule.steps.size() << " ("
+         << kind_name(step.kind);
+    if (step.kind == StepKind::kSend) text << ' ' << step.bytes << " bytes to rank " << step.peer;
+    if (step.kind == StepKind::kReceive || step.kind == StepKind::kReceiveReduce) {
+      text << ' ' << step.bytes << " bytes from rank " << step.peer;
+    }
+    if (step.kind == StepKind::kCopy || step.kind == StepKind::kReduce) {
+      text << ' ' << step.bytes << " bytes to " << to_string(step.destination);
+    }
+    text << ')';
+    return text.str();
+  }
+
+  std::string deadlock_report() const {
+    std::string text = "deadlock: no rank can go on";
+    for (int32_t rank = 0; rank < options_.world_size; ++rank) {
+      text += "\n  " + describe(rank);
+      if (ranks_[rank].moved_bytes > 0) text += ", " + std::to_string(ranks_[rank].moved_bytes) + " bytes moved";
+    }
+    return text;
+  }
+
+  // Schedules without steps are passed at once; the bank parity moves on with each schedule.
+  void enter_operation(int32_t rank) {
+    RankState& state = ranks_[rank];
+    state.step = 0;
+    while (state.operation < operations_.size()) {
+      state.scratch.assign(schedule_of(rank).scratch_bytes, kPoison);
+      if (!schedule_of(rank).steps.empty()) return;
+      leave_operation(rank);
+    }
+  }
+
+  void leave_operation(int32_t rank) {
+    ranks_[rank].banks_used += schedule_of(rank).banks_used;
+    ++ranks_[rank].operation;
+  }
+
+  void finish_step(int32_t rank) {
+    RankState& state = ranks_[rank];
+    state.moved_bytes = 0;
+    if (++state.step < schedule_of(rank).steps.size()) return;
+    leave_operation(rank);
+    enter_operation(rank);
+  }
+
+  bool can_step(int32_t rank) const {
+    const RankState& state = ranks_[rank];
+    if (state.operation == operations_.size() || state.is_at_barrier) return false;
+    const Step& step = step_of(rank);
+    if (step.kind == StepKind::kSend) {
+      const auto mailbox = mailboxes_.find({rank, step.peer});
+      return mailbox == mailboxes_.end() || mailbox->second.used_bytes < options_.mailbox_bytes;
+    }
+    if (step.kind == StepKind::kReceive || step.kind == StepKind::kReceiveReduce) {
+      const auto mailbox = mailboxes_.find({step.peer, rank});
+      return mailbox != mailboxes_.end() && mailbox->second.used_bytes > 0;
+    }
+    return true;
+  }
+
+  int32_t draw(int64_t count) { return static_cast<int32_t>(random_() % static_cast<uint64_t>(count)); }
+
+  // One rank is favoured for a while and one starved, so that skews grow as far as the schedule allows.
+  int32_t draw_rank() {
+    if (draw(16) == 0) {
+      favoured_ = draw(options_.world_size);
+      starved_ = draw(options_.world_size);
+    }
+    if (draw(4) != 0 && can_step(favoured_)) return favoured_;
+    const int32_t first = draw(options_.world_size);
+    int32_t found = -1;
+    for (int32_t i = 0; i < options_.world_size; ++i) {
+      const int32_t rank = (first + i) % options_.world_size;
+      if (!can_step(rank)) continue;
+      if (rank != starved_) return rank;
+      found = rank;
+    }
+    return found;
+  }
+
+  void take_step(int32_t rank) {
+    switch (step_of(rank).kind) {
+      case StepKind::kCopy:
+        copy(rank);
+        return finish_step(rank);
+      case StepKind::kReduce:
+        reduce_sources(rank);
+        return finish_step(rank);
+      case StepKind::kBarrier:
+        return arrive(rank);
+      case StepKind::kSend:
+        return send(rank);
+      case StepKind::kReceive:
+      case StepKind::kReceiveReduce:
+        return receive(rank);
+    }
+  }
+
+  void spend(int32_t rank, int64_t read_bytes, int64_t written_bytes) {
+    traffic_[rank].memory_bytes += read_bytes + written_bytes;
+    traffic_[rank].time_us += (read_bytes + written_bytes) / options_.memory.bytes_per_us;
+  }
+
+  void copy(int32_t rank) {
+    const Step& step = step_of(rank);
+    const std::byte* source = resolve(rank, step.source, step.bytes, false);
+    std::byte* destination = resolve(rank, step.destination, step.bytes, true);
+    if (destination == source) return;
+    check_apart(rank, destination, source, step.bytes);
+    std::memcpy(destination, source, step.bytes);
+    traffic_[rank].copied_bytes += step.bytes;
+    spend(rank, step.bytes, step.bytes);
+  }
+
+  void reduce_sources(int32_t rank) {
+    const Step& step = step_of(rank);
+    const Schedule& schedule = schedule_of(rank);
+    if (step.source_count < 1 || step.first_source < 0 ||
+        step.first_source + size_t(step.source_count) > schedule.sources.size()) {
+      fail(rank, "its sources are not in the schedule's list of " + std::to_string(schedule.sources.size()));
+    }
+    std::vector<const void*> sources;
+    std::byte* destination = resolve(rank, step.destination, step.bytes, true);
+    for (int32_t i = 0; i < step.source_count; ++i) {
+      const std::byte* source = resolve(rank, schedule.sources[step.first_source + i], step.bytes, false);
+      if (source != destination) check_apart(rank, destination, source, step.bytes);
+      sources.push_back(source);
+    }
+    reduce_into(rank, destination, sources);
+    spend(rank, step.source_count * step.bytes, step.bytes);
+  }
+
+  void reduce_into(int32_t rank, std::byte* destination, const std::vector<const void*>& sources) {
+    const Step& step = step_of(rank);
+    const SimulatedOperation& operation = operation_of(rank);
+    const int64_t size = element_bytes(operation.dtype);
+    if (step.bytes % size != 0) {
+      fail(rank, std::string("it cuts through an element of ") + dtype_name(operation.dtype));
+    }
+    reduce(destination, sources.data(), static_cast<int32_t>(sources.size()), step.bytes / size, operation.dtype,
+           operation.reduce_op, operation.factor, step.is_final);
+    traffic_[rank].reduced_bytes += static_cast<int64_t>(sources.size()) * step.bytes;
+  }
+
+  void arrive(int32_t rank) {
+    ranks_[rank].is_at_barrier = true;
+    ++traffic_[rank].barriers;
+    for (const RankState& state : ranks_) {
+      if (!state.is_at_barrier) return;
+    }
+    double latest_us = 0;
+    for (const Traffic& traffic : traffic_) latest_us = std::max(latest_us, traffic.time_us);
+    for (Bank& bank : banks_) bank.accesses.clear();
+    for (int32_t each = 0; each < options_.world_size; ++each) {
+      traffic_[each].time_us = latest_us + options_.memory.barrier_us;
+      ranks_[each].is_at_barrier = false;
+      finish_step(each);
+    }
+  }
+
+  // As much as there is room for, or a part of it.
+  void send(int32_t rank) {
+    const Step& step = step_of(rank);
+    RankState& state = ranks_[rank];
+    check_peer(rank);
+    const SimulatedLink link = options_.link ? options_.link(rank, step.peer) : SimulatedLink{};
+    if (state.moved_bytes == 0) {
+      traffic_[rank].time_us += step.bytes / link.bytes_per_us;
+      traffic_[rank].sent_bytes[step.peer] += step.bytes;
+    }
+    Mailbox& mailbox = mailboxes_[{rank, step.peer}];
+    const int64_t room = std::min(step.bytes - state.moved_bytes, options_.mailbox_bytes - mailbox.used_bytes);
+    const int64_t bytes = draw(2) == 0 ? room : 1 + draw(room);
+    const std::byte* source = resolve(rank, step.source, step.bytes, false) + state.moved_bytes;
+    mailbox.pieces.push_back({{source, source + bytes}, traffic_[rank].time_us + link.latency_us});
+    mailbox.used_bytes += bytes;
+    state.moved_bytes += bytes;
+    if (state.moved_bytes == step.bytes) finish_step(rank);
+  }
+
+  void receive(int32_t rank) {
+    const Step& step = step_of(rank);
+    RankState& state = ranks_[rank];
+    check_peer(rank);
+    state.received.resize(step.bytes);
+    Mailbox& mailbox = mailboxes_[{step.peer, rank}];
+    Mailbox::Piece& piece = mailbox.pieces.front();
+    const int64_t bytes = std::min<int64_t>(step.bytes - state.moved_bytes, piece.bytes.size());
+    std::memcpy(state.received.data() + state.moved_bytes, piece.bytes.data(), bytes);
+    traffic_[rank].time_us = std::max(traffic_[rank].time_us, piece.arrival_us);
+    piece.bytes.erase(piece.bytes.begin(), piece.bytes.begin() + bytes);
+    if (piece.bytes.empty()) mailbox.pieces.pop_front();
+    mailbox.used_bytes -= bytes;
+    state.moved_bytes += bytes;
+    if (state.moved_bytes < step.bytes) return;
+    std::byte* destination = resolve(rank, step.destination, step.bytes, true);
+    if (step.kind == StepKind::kReceive) {
+      std::memcpy(destination, state.received.data(), step.bytes);
+    } else {
+      reduce_into(rank, destination, {destination, state.received.data()});
+    }
+    finish_step(rank);
+  }
+
+  void check_peer(int32_t rank) const {
+    const Step& step = step_of(rank);
+    if (step.peer < 0 || step.peer >= options_.world_size || step.peer == rank) fail(rank, "there is no such peer");
+    if (step.bytes == 0) fail(rank, "a message without bytes");
+  }
+
+  void check_apart(int32_t rank, const std::byte* a, const std::byte* b, int64_t bytes) const {
+    const auto distance = a < b ? b - a : a - b;
+    if (distance < bytes) fail(rank, "a source overlaps the destination at an offset");
+  }
+
+  [[noreturn]] void fail(int32_t rank, const std::string& what) const {
+    throw SimulationError(describe(rank) + ": " + what);
+  }
+
+  // The memory of a region, after checking that it lies inside its buffer and, in staging, that no other rank is at it.
+  std::byte* resolve(int32_t rank, const Region& region, int64_t bytes, bool is_write) {
+    const SimulatedTensors& tensors = operation_of(rank).tensors[rank];
+    std::span<std::byte> buffer;
+    const auto list = region.space == Space::kInput ? std::span(tensors.inputs) : std::span(tensors.outputs);
+    switch (region.space) {
+      case Space::kInput:
+        if (is_write) fail(rank, "it writes to an input");
+        [[fallthrough]];
+      case Space::kOutput:
+        if (region.index < 0 || size_t(region.index) >= list.size()) fail(rank, "there is no " + to_string(region));
+        buffer = list[region.index];
+        break;
+      case Space::kScratch:
+        buffer = ranks_[rank].scratch;
+        break;
+      case Space::kStaging:
+        if (region.index < 0 || region.index >= options_.world_size || region.bank > 1) {
+          fail(rank, "there is no " + to_string(region));
+        }
+        buffer = bank_of(rank, region).bytes;
+        break;
+    }
+    if (region.offset_bytes < 0 || bytes < 0 || region.offset_bytes > int64_t(buffer.size()) - bytes) {
+      fail(rank, std::to_string(bytes) + " bytes at " + to_string(region) + " are outside its " +
+                     std::to_string(buffer.size()) + " bytes");
+    }
+    if (region.space == Space::kStaging) log_access(rank, region, bytes, is_write);
+    return buffer.data() + region.offset_bytes;
+  }
+
+  Bank& bank_of(int32_t rank, const Region& region) {
+    return banks_[2 * region.index + (region.bank + ranks_[rank].banks_used) % 2];
+  }
+
+  // Messages are not taken to order accesses to staging: only barriers are.
+  void log_access(int32_t rank, const Region& region, int64_t bytes, bool is_write) {
+    Bank& bank = bank_of(rank, region);
+    const RankState& state = ranks_[rank];
+    const Access access{rank, region.offset_bytes, region.offset_bytes + bytes, is_write, state.operation, state.step};
+    for (const Access& other : bank.accesses) {
+      const bool overlaps = access.begin < other.end && other.begin < access.end;
+      if (other.rank == rank || !overlaps || !(access.is_write || other.is_write)) continue;
+      fail(rank, "race: it " + std::string(is_write ? "writes " : "reads ") + std::to_string(bytes) + " bytes at " +
+                     to_string(region) + " which, with no barrier between, are " +
+                     (other.is_write ? "written by " : "read by ") + describe(other.rank, other.operation, other.step));
+    }
+    bank.accesses.push_back(access);
+    if (!is_write) traffic_[rank].staged_read_bytes[region.index] += bytes;
+  }
+
+  const SimulatorOptions& options_;
+  const std::vector<SimulatedOperation>& operations_;
+  std::mt19937_64 random_;
+  std::vector<RankState> ranks_;
+  std::vector<Bank> banks_;  // two per slot
+  std::map<std::pair<int32_t, int32_t>, Mailbox> mailboxes_;
+  std::vector<Traffic> traffic_;
+  int32_t favoured_ = 0;
+  int32_t starved_ = 0;
+};
+
+}  // namespace
+
+std::vector<Traffic> simulate(const SimulatorOptions& options, const std::vector<SimulatedOperation>& operations) {
+  return Simulation(options, operations).run();
+}
+
+}  // namespace zeropg

@@ -1,0 +1,75 @@
+// Runs the schedules of all ranks of a group in one process, with real bytes and no threads.
+//
+// It proves what a machine can only make likely: which rank runs next is drawn from a seed, so that ranks get ahead of
+// each other as far as the schedule lets them; a deadlock, a race on staging memory, a step outside its buffer or bytes
+// that nobody receives is an error that says where. It counts what every rank moves and estimates the time.
+#pragma once
+
+#include <complex>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <vector>
+
+#include "backend/collectives/reduce.h"
+#include "backend/collectives/schedule.h"
+#include "backend/collectives/select.h"
+
+namespace zeropg {
+
+// The alpha-beta model of the way from one rank to another.
+struct SimulatedLink {
+  double latency_us = 1;
+  double bytes_per_us = 10'000;
+};
+
+struct SimulatorOptions {
+  int32_t world_size = 1;
+  int64_t bank_bytes = 0;
+  int64_t mailbox_bytes = 0;
+  uint64_t seed = 0;   // of the interleaving of ranks; results and times do not depend on it
+  CostModel memory{};  // barriers, copies and reductions
+  // Empty: every link is a default SimulatedLink. Mailboxes are taken as deep enough not to slow a sender down.
+  std::function<SimulatedLink(int32_t from, int32_t to)> link{};
+};
+
+// One rank's view of a collective. Outputs may alias inputs as CollectiveSpec allows.
+struct SimulatedTensors {
+  std::vector<std::span<std::byte>> inputs;
+  std::vector<std::span<std::byte>> outputs;
+};
+
+struct SimulatedOperation {
+  std::vector<Schedule> schedules{};        // one per rank
+  std::vector<SimulatedTensors> tensors{};  // one per rank
+  DType dtype = DType::kUInt8;              // of reducing steps, as are the next two
+  ReduceOp reduce_op = ReduceOp::kSum;
+  std::complex<double> factor = 1;
+};
+
+// What one rank moved in all operations together.
+struct Traffic {
+  int64_t barriers = 0;
+  int64_t copied_bytes = 0;                // by kCopy
+  int64_t reduced_bytes = 0;               // sources of reducing steps
+  int64_t memory_bytes = 0;                // read plus written by copies and reductions
+  std::vector<int64_t> sent_bytes;         // to each peer, through its mailbox
+  std::vector<int64_t> staged_read_bytes;  // from the staging slot of each rank
+  double time_us = 0;                      // until this rank was done
+};
+
+// A fault of a schedule; the message names operation, rank and step.
+class SimulationError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Runs the operations back to back on one group: no rank waits for another between them but where a schedule says so,
+// and staging banks rotate as Note [Banks] in schedule.h demands. Returns the traffic of every rank.
+// Throws SimulationError, or std::invalid_argument when an operation does not have one entry per rank.
+std::vector<Traffic> simulate(const SimulatorOptions& options, const std::vector<SimulatedOperation>& operations);
+
+}  // namespace zeropg

@@ -1,0 +1,101 @@
+#include "backend/collectives/select.h"
+
+#include <gtest/gtest.h>
+
+#include <initializer_list>
+#include <set>
+#include <stdexcept>
+#include <string>
+
+namespace zeropg {
+namespace {
+
+void expect_words(const std::string& text, std::initializer_list<const char*> words) {
+  for (const char* word : words) EXPECT_NE(text.find(word), std::string::npos) << "'" << word << "' in: " << text;
+}
+
+CollectiveSpec all_reduce(int32_t world_size, int64_t bytes) {
+  return {.op = OpKind::kAllReduce,
+          .world_size = world_size,
+          .element_bytes = 4,
+          .bytes = bytes,
+          .bank_bytes = 1 << 18,
+          .mailbox_bytes = 1 << 16,
+          .send_bytes = {},
+          .receive_bytes = {}};
+}
+
+std::string message_of(const CollectiveSpec& spec, std::string_view forced) {
+  try {
+    select_algorithm(spec, forced);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(RegistryTest, NamesAreUniqueStartWithTheirOperationAndAreFound) {
+  std::set<std::string_view> names;
+  for (const Algorithm& algorithm : algorithms()) {
+    EXPECT_TRUE(names.insert(algorithm.name).second) << algorithm.name;
+    EXPECT_TRUE(algorithm.name.starts_with(op_name(algorithm.op)));
+    EXPECT_EQ(find_algorithm(algorithm.name)->name, algorithm.name);
+  }
+  EXPECT_EQ(find_algorithm("all_reduce"), nullptr);
+}
+
+TEST(SelectTest, EveryOperationHasAnAlgorithm) {
+  for (int op = 0; op <= static_cast<int>(OpKind::kBarrier); ++op) {
+    CollectiveSpec spec = all_reduce(4, 64);
+    spec.op = static_cast<OpKind>(op);
+    EXPECT_EQ(select_algorithm(spec).op, spec.op);
+  }
+}
+
+TEST(SelectTest, SmallTensorsTakeFewBarriersAndLargeOnesFewBytes) {
+  for (const int32_t world_size : {2, 4, 8, 17}) {
+    EXPECT_EQ(select_algorithm(all_reduce(world_size, 8)).name, "all_reduce_one_shot");
+    EXPECT_EQ(select_algorithm(all_reduce(world_size, 64 << 20)).name, "all_reduce_staged");
+  }
+}
+
+TEST(SelectTest, DearBarriersMoveTheBorder) {
+  const CollectiveSpec spec = all_reduce(4, 64 << 10);
+  EXPECT_EQ(select_algorithm(spec, {}, {.barrier_us = 0.1}).name, "all_reduce_staged");
+  EXPECT_EQ(select_algorithm(spec, {}, {.barrier_us = 1000}).name, "all_reduce_one_shot");
+}
+
+TEST(SelectTest, EveryRankChoosesTheSame) {
+  CollectiveSpec spec = all_reduce(8, 20'000);
+  const std::string_view name = select_algorithm(spec).name;
+  for (spec.rank = 0; spec.rank < 8; ++spec.rank) EXPECT_EQ(select_algorithm(spec).name, name);
+}
+
+TEST(SelectTest, AForcedNameHoldsForItsOperationOnly) {
+  EXPECT_EQ(select_algorithm(all_reduce(4, 8), "all_reduce_staged").name, "all_reduce_staged");
+  EXPECT_EQ(select_algorithm(all_reduce(4, 8), "broadcast_staged").name, "all_reduce_one_shot");
+}
+
+TEST(SelectTest, AnUnknownNameIsAnErrorThatListsTheKnownOnes) {
+  expect_words(message_of(all_reduce(4, 8), "all_reduce_rign"),
+               {"unknown collective algorithm 'all_reduce_rign'", "all_reduce_staged, ", "barrier"});
+}
+
+TEST(SelectTest, ABankThatCannotServeTheWorldIsAnError) {
+  CollectiveSpec spec = all_reduce(17, 8);
+  spec.bank_bytes = 64;  // 16 elements
+  EXPECT_EQ(select_algorithm(spec).name, "all_reduce_one_shot");
+  expect_words(message_of(spec, "all_reduce_staged"), {"all_reduce_staged does not support world_size 17", "64 bytes"});
+  EXPECT_THROW(find_algorithm("all_reduce_staged")->plan(spec), std::invalid_argument);
+  spec.bank_bytes = 0;
+  expect_words(message_of(spec, ""), {"all_reduce does not support"});
+}
+
+TEST(SelectTest, AGroupOfOneNeedsNoStaging) {
+  CollectiveSpec spec = all_reduce(1, 8);
+  spec.bank_bytes = 0;
+  EXPECT_EQ(find_algorithm(select_algorithm(spec).name)->plan(spec).steps.size(), 1);
+}
+
+}  // namespace
+}  // namespace zeropg
