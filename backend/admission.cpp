@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "backend/topology.h"
+#include "backend/transport/rank_names.h"
 
 namespace zeropg {
 namespace {

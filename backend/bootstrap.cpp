@@ -78,7 +78,7 @@ struct Session {
 };
 
 // Leader: lets the members in, hands out arena and doorbells, and waits until everybody has mapped them.
-void host(const Session& session, const Descriptor& listener, BootstrapResult* result) {
+void host(const Session& session, Rendezvous& rendezvous, const Descriptor& listener, BootstrapResult* result) {
   std::vector<int32_t> others = result->topology.nodes[0];
   std::erase(others, session.rank);
   std::vector<Member> members = admit_members(listener, session.place, others, session.deadline, session.tick);
@@ -95,6 +95,7 @@ void host(const Session& session, const Descriptor& listener, BootstrapResult* r
     with_peer(member.rank,
               [&] { return member.connection.receive(MessageKind::kReady, 0, session.deadline, session.tick); });
   }
+  rendezvous.clean_up();
   for (Member& member : members) {
     with_peer(member.rank, [&] { member.connection.send(MessageKind::kGo, "", {}, session.deadline); });
   }
@@ -148,12 +149,11 @@ BootstrapResult connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size
                         {map.socket_names[0], options.secret.empty() ? map.secret : options.secret},
                         {world_size, options.bank_bytes, options.mailbox_bytes}};
   if (rank == 0) {
-    host(session, listener, &result);
+    host(session, rendezvous, listener, &result);
   } else {
     listener.reset();
     join(session, &result);
   }
-  rendezvous.clean_up();
   return result;
 }
 

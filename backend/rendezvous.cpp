@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "backend/authentication.h"
-#include "backend/topology.h"
+#include "backend/transport/rank_names.h"
 
 namespace zeropg {
 namespace {
@@ -166,6 +166,7 @@ GroupMap Rendezvous::exchange(const RankRecord& own) {
   } else {
     store_->set(rank_key(rank_), encode(own));
     wait_for({kMapKey});
+    store_->deleteKey(rank_key(rank_));  // rank 0 has read it, or there would be no map
     map = decode_map(to_text(store_->get(kMapKey)), world_size_);
   }
   if (!map.error.empty()) C10_THROW_ERROR(DistBackendError, map.error);
@@ -232,6 +233,6 @@ void Rendezvous::throw_if_a_rank_failed() {
   }
 }
 
-void Rendezvous::clean_up() { store_->deleteKey(rank_ == 0 ? kMapKey : rank_key(rank_)); }
+void Rendezvous::clean_up() { store_->deleteKey(kMapKey); }
 
 }  // namespace zeropg

@@ -40,7 +40,8 @@ class Rendezvous {
   GroupMap exchange(const RankRecord& own);
   void report_failure(const std::string& error) noexcept;
   void throw_if_a_rank_failed();
-  // After everybody has read the map: the secret should not stay in the store.
+  // Rank 0, when everybody has read the map and nobody has been told to go on: the secret should not stay in the store,
+  // and a later group with the same prefix must not find it.
   void clean_up();
 
  private:

@@ -42,10 +42,4 @@ std::string to_table(const Topology& topology) {
   return table.str();
 }
 
-std::string format_ranks(const std::vector<int32_t>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank" : "ranks";
-  for (size_t i = 0; i < ranks.size(); ++i) text.append(i == 0 ? " " : ", ").append(std::to_string(ranks[i]));
-  return text;
-}
-
 }  // namespace zeropg

@@ -12,10 +12,9 @@ struct Topology {
   int32_t rank = 0;
 
   // Derived by make_topology:
-  std::vector<std::vector<int32_t>>
-      nodes;                        // ranks of each node, ascending; nodes ordered by their first rank (the leader)
-  std::vector<int32_t> node_rank;   // per rank: index into nodes
-  std::vector<int32_t> local_rank;  // per rank: index inside its node
+  std::vector<std::vector<int32_t>> nodes;  // ascending ranks of each node, by first rank (the leader)
+  std::vector<int32_t> node_rank;           // per rank: index into nodes
+  std::vector<int32_t> local_rank;          // per rank: index inside its node
 
   int32_t world_size() const { return static_cast<int32_t>(host_ids.size()); }
   int32_t node_count() const { return static_cast<int32_t>(nodes.size()); }
@@ -25,7 +24,5 @@ struct Topology {
 Topology make_topology(std::vector<std::string> host_ids, int32_t rank);
 // One row per node: its number, host id and ranks; a star marks `topology.rank`.
 std::string to_table(const Topology& topology);
-// "rank 3", "ranks 0, 2": how errors name them.
-std::string format_ranks(const std::vector<int32_t>& ranks);
 
 }  // namespace zeropg

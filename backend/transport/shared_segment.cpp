@@ -14,8 +14,8 @@
 #include <limits>
 #include <utility>
 
-#include "backend/topology.h"
 #include "backend/transport/descriptor.h"
+#include "backend/transport/rank_names.h"
 #include "backend/transport/sealed_memory.h"
 #include "backend/transport/waiter.h"
 

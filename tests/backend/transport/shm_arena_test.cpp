@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 
 #include <chrono>
@@ -179,6 +180,34 @@ TEST(ShmArena, OnlySleepersAreRung) {
   ranks[0]->set_sleeping(false);
   ranks[1]->arrive(3);
   EXPECT_FALSE(wait_doorbell(process_doorbell(), milliseconds(0)));
+}
+
+// Two processes that always sleep and never look on their own: one lost wake-up and the test fails.
+TEST(ShmArena, NoWakeUpIsLost) {
+  constexpr uint64_t kRounds = 3000;
+  const ArenaGeometry geometry = small(2);
+  const int fd = ShmArena::create(geometry);
+  const int bells[2] = {::eventfd(0, EFD_NONBLOCK), ::eventfd(0, EFD_NONBLOCK)};
+  const auto play = [&](int32_t rank, int arena_fd) {
+    ShmArena arena(arena_fd, geometry, rank);
+    std::vector<Descriptor> doorbells(2);
+    doorbells[1 - rank].reset(::dup(bells[1 - rank]));
+    arena.set_doorbells(std::move(doorbells));
+    for (uint64_t round = 1; round <= kRounds; ++round) {
+      arena.arrive(round);
+      while (!arena.all_arrived(round)) {
+        arena.set_sleeping(true);
+        const bool is_late = !arena.all_arrived(round) && !wait_doorbell(bells[rank], milliseconds(20000));
+        arena.set_sleeping(false);
+        if (is_late && !arena.all_arrived(round)) return false;
+      }
+    }
+    return true;
+  };
+  ChildProcess child([&] { return play(1, ::dup(fd)); });
+  EXPECT_TRUE(play(0, fd));
+  EXPECT_TRUE(child.succeeded());
+  for (const int bell : bells) ::close(bell);
 }
 
 TEST(ShmArena, RanksOfOneProcessAreAliveToEachOther) {
