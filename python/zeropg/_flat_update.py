@@ -24,11 +24,15 @@ _SCALARS = frozenset({"step", "mu", "eta", "mu_product"})
 
 
 class FlatGroup(Protocol):
-    """What the core shows of one flat buffer to the optimizer."""
+    """What the core shows of one flat buffer to the optimizer: `_C.FlatGroup`."""
 
-    master: torch.Tensor
-    segments: Sequence[Any]
+    master: torch.Tensor  # the range that this rank updates
+    master_start: int  # where that range begins in the flat buffer
     parameter_out: torch.Tensor | None
+    is_trainable: bool
+    segments: Sequence[tuple[torch.Tensor, str, int, int]]  # parameter, name, start, stop in the master
+    slots: Sequence[tuple[Sequence[str], torch.Tensor, int, int]]  # names, parameter, offset in the buffer, numel
+    local_shards: Sequence[tuple[str, torch.Tensor, int, int]]  # name, values, start, stop in the parameter
 
     def grad(self) -> torch.Tensor | None: ...
     def has_grad(self, parameter: torch.Tensor) -> bool: ...
@@ -65,13 +69,23 @@ def is_per_element(key: str, value: Any) -> bool:
 
 
 def segments_of(flat: FlatGroup) -> list[Segment]:
-    return [Segment(*segment) for segment in flat.segments]
+    offsets = {id(parameter): offset for _, parameter, offset, _ in flat.slots}
+    return [
+        Segment(parameter, name, start, stop, flat.master_start + start - offsets[id(parameter)])
+        for parameter, name, start, stop in flat.segments
+    ]
+
+
+def owned_by(flat: FlatGroup) -> dict[str, tuple[int, int]]:
+    return {name: (start, stop) for name, _, start, stop in flat.local_shards}
 
 
 class Updater(Protocol):
     """Applies steps to a set of parameters and holds their optimizer state."""
 
     segments: list[Segment]
+    # Which elements of a flattened parameter this rank saves: each on one rank, also where all update everything.
+    owned: dict[str, tuple[int, int]]
 
     def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
         """Updates every segment that has a gradient; owners maps id(parameter) to an index of groups."""
@@ -100,6 +114,7 @@ class FusedUpdater:
 
     def __init__(self, flat: FlatGroup, state: State, kernel: str):
         self.segments = segments_of(flat)
+        self.owned = owned_by(flat)
         self._flat = flat
         self._state = state
         self._kernel_name = kernel
@@ -184,6 +199,7 @@ class TorchUpdater:
 
     def __init__(self, flat: FlatGroup, state: State, optimizer: torch.optim.Optimizer):
         self.segments = segments_of(flat)
+        self.owned = owned_by(flat)
         self._flat = flat
         self._state = state
         self._optimizer = detached_copy(optimizer)
@@ -236,8 +252,11 @@ class TorchUpdater:
 class WholeUpdater:
     """Runs the user's own optimizer class over the parameters that `fully_shard(ignored_params=...)` left whole."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], state: State, optimizer: torch.optim.Optimizer):
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], state: State, optimizer: torch.optim.Optimizer, *, owns: bool
+    ):
         self.segments = [Segment(p, name, 0, p.numel(), 0) for name, p in parameters.items()]
+        self.owned = {s.name: (0, s.numel) for s in self.segments if owns}
         self._optimizer = detached_copy(optimizer)
         self._optimizer.state = state
         self._step = _unhooked_step(optimizer)

@@ -96,15 +96,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         whole_state = dict(optimizer.state)
         self._share_with(optimizer)
+        sharded: set[int] = set()
         for flat in self._core.flat_groups:
+            sharded.update(id(parameter) for _, parameter, _, _ in flat.slots)
+            if not flat.is_trainable:
+                continue
             if kernel is not None and flat.master.is_cpu and flat.master.dtype in (torch.float32, torch.float64):
                 self._updaters.append(FusedUpdater(flat, self.state, kernel))
             else:
                 self._updaters.append(TorchUpdater(flat, self.state, optimizer))
-        ignored = {id(parameter) for parameter in getattr(self._core, "ignored_parameters", ())}
+        ignored = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
         if ignored:
-            whole = {name: p for name, p in model.named_parameters() if id(p) in ignored}
-            self._updaters.append(WholeUpdater(whole, self.state, optimizer))
+            self._updaters.append(WholeUpdater(ignored, self.state, optimizer, owns=self._core.rank == 0))
         self._put({p: dict(state) for p, state in whole_state.items() if state}, is_local=False)
         self._warn_of_parameters_without_group()
 
@@ -125,10 +128,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         owners = self._owners()
         self._core.begin_step()
-        gradient_factor = self._core.take_gradient_scale()
-        for updater in self._updaters:
-            updater.step(owners, groups, gradient_factor)
-        self._core.end_step()
+        try:
+            # A core that clips in place has no pending scale.
+            take_gradient_scale = getattr(self._core, "take_gradient_scale", lambda: 1.0)
+            gradient_factor = take_gradient_scale()
+            for updater in self._updaters:
+                updater.step(owners, groups, gradient_factor)
+        finally:
+            self._core.end_step()  # also after an error: the other ranks are waiting in theirs
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before ask
         return loss
 
@@ -191,14 +198,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {s.name: (s.offset, s.offset + s.numel) for updater in self._updaters for s in updater.segments}
 
     def local_state(self) -> Iterator[StateShard]:
-        """Yields every state tensor that this rank keeps (live views); in stage 0 every rank keeps all."""
-        for segment, key, value in self._entries():
-            if is_per_element(key, value):
-                yield StateShard(segment.name, key, value.view(-1), segment.offset, segment.offset + segment.numel)
+        """Yields the state that this rank saves (live views): over all ranks each element once, in every stage."""
+        for updater, segment, key, value in self._entries():
+            start, stop = updater.owned.get(segment.name, (0, 0))
+            if is_per_element(key, value) and start < stop:
+                yield StateShard(
+                    segment.name, key, value.view(-1)[start - segment.offset : stop - segment.offset], start, stop
+                )
 
     def local_scalars(self) -> Iterator[tuple[str, str, Any]]:
         """Yields (parameter name, key, value) of state that is one number per parameter, such as `step`."""
-        for segment, key, value in self._entries():
+        for _, segment, key, value in self._entries():
             if not is_per_element(key, value):
                 yield segment.name, key, value.clone() if isinstance(value, torch.Tensor) else value
 
@@ -226,11 +236,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
 
-    def _entries(self) -> Iterator[tuple[Segment, str, Any]]:
+    def _entries(self) -> Iterator[tuple[Updater, Segment, str, Any]]:
         for updater in self._updaters:
             for segment in updater.segments:
                 for key, value in self.state.get(segment.parameter, {}).items():
-                    yield segment, key, value
+                    yield updater, segment, key, value
 
     def _owners(self) -> dict[int, int]:
         return {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
