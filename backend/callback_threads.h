@@ -1,0 +1,33 @@
+// Runs the callbacks of completed futures away from the progress thread.
+//
+// A callback may be Python and may itself wait for another collective (DDP's PowerSGD hook does), so the progress
+// thread must never run one, and a second callback must never queue behind one that waits. The number of threads
+// therefore grows with the number of callbacks that are blocked at the same time; idle threads are kept for the next
+// callback.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+namespace zeropg {
+
+class CallbackThreads {
+ public:
+  CallbackThreads();
+  // Never waits: a Work may be the last owner, and die while its thread holds the GIL.
+  ~CallbackThreads();
+  CallbackThreads(const CallbackThreads&) = delete;
+  CallbackThreads& operator=(const CallbackThreads&) = delete;
+
+  // `callback` must not throw. After stop() it runs in the calling thread.
+  void post(std::function<void()> callback);
+
+  // Runs what was posted and ends the threads. The GIL must not be held. From inside a callback: does not wait for it.
+  void stop();
+
+ private:
+  struct State;                   // shared with the threads: they may outlive this object, see the destructor
+  std::shared_ptr<State> state_;  // life shared with the threads
+};
+
+}  // namespace zeropg

@@ -1,0 +1,155 @@
+#include "backend/engine.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "backend/transport/doorbell.h"
+#include "backend/transport/waiter.h"
+
+namespace zeropg {
+
+namespace {
+
+constexpr std::chrono::milliseconds kCheckInterval{50};  // how late a deadline or a dead peer is noticed at most
+constexpr std::chrono::milliseconds kIdleSleep{3'600'000};
+
+}  // namespace
+
+Engine& Engine::of_this_process() {
+  static std::mutex mutex;
+  static Engine* engine = nullptr;  // never destroyed: channels may be removed after static destructors have begun
+  static pid_t owner = 0;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (engine == nullptr || owner != ::getpid()) {
+    engine = new Engine();
+    owner = ::getpid();
+  }
+  return *engine;
+}
+
+void Engine::add(Channel* channel) {
+  std::lock_guard<std::mutex> life(life_);
+  if (!callbacks_) {
+    callbacks_ = std::make_shared<CallbackThreads>();
+  }
+  ranks_on_node_ = std::max(ranks_on_node_.load(), channel->local_world_size());
+  removers_.fetch_add(1);
+  std::lock_guard<std::mutex> lock(mutex_);
+  removers_.fetch_sub(1);
+  channels_.push_back(channel);
+}
+
+void Engine::remove(Channel* channel) {
+  std::lock_guard<std::mutex> life(life_);
+  bool is_last = false;
+  {
+    removers_.fetch_add(1);
+    std::lock_guard<std::mutex> lock(mutex_);
+    removers_.fetch_sub(1);
+    std::erase(channels_, channel);
+    is_last = channels_.empty();
+    channel->set_sleeping(false);
+  }
+  if (!is_last) {
+    return;
+  }
+  if (thread_.joinable()) {
+    is_stopping_ = true;
+    ring_doorbell(process_doorbell());
+    thread_.join();
+    is_stopping_ = false;
+    is_running_ = false;
+  }
+  callbacks_->stop();
+  callbacks_.reset();
+  ranks_on_node_ = 1;
+}
+
+void Engine::wake() {
+  if (!is_running_.load()) {
+    std::lock_guard<std::mutex> life(life_);
+    if (!is_running_.load()) {
+      thread_ = std::thread([this] { run(); });
+      is_running_ = true;
+      return;
+    }
+  }
+  if (is_sleeping_.load()) {
+    ring_doorbell(process_doorbell());
+  }
+}
+
+std::shared_ptr<CallbackThreads> Engine::callbacks() {
+  std::lock_guard<std::mutex> life(life_);
+  return callbacks_;
+}
+
+Activity Engine::advance_all() {
+  Activity most = Activity::kIdle;
+  for (Channel* channel : channels_) {
+    most = std::max(most, channel->advance_on_engine_thread());
+  }
+  return most;
+}
+
+void Engine::run() {
+  pthread_setname_np(pthread_self(), "zeropg-engine");
+  int32_t ranks = ranks_on_node();
+  Waiter waiter(ranks);
+  auto last_check = std::chrono::steady_clock::now();
+  while (!is_stopping_.load()) {
+    while (removers_.load() > 0) {
+      std::this_thread::yield();
+    }
+    if (ranks != ranks_on_node()) {
+      ranks = ranks_on_node();
+      waiter = Waiter(ranks);
+    }
+    Activity activity;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      activity = advance_all();
+      const auto now = std::chrono::steady_clock::now();
+      if (now - last_check >= kCheckInterval) {
+        last_check = now;
+        for (Channel* channel : channels_) {
+          channel->check_on_engine_thread();
+        }
+      }
+    }
+    if (activity == Activity::kMoved) {
+      waiter.reset();
+    } else if (activity == Activity::kBlocked && !waiter.should_sleep()) {
+      waiter.pause();
+    } else {
+      sleep();
+    }
+  }
+}
+
+// Whoever changes something after the flags are up rings the bell; what changed before is seen by the pass after them.
+void Engine::sleep() {
+  is_sleeping_ = true;
+  Activity activity;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (Channel* channel : channels_) {
+      channel->set_sleeping(true);
+    }
+    activity = advance_all();
+  }
+  if (activity != Activity::kMoved && !is_stopping_.load()) {
+    wait_doorbell(process_doorbell(), activity == Activity::kIdle ? kIdleSleep : kCheckInterval);
+  }
+  is_sleeping_ = false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Channel* channel : channels_) {
+    channel->set_sleeping(false);
+    channel->check_on_engine_thread();
+  }
+}
+
+}  // namespace zeropg

@@ -1,0 +1,292 @@
+#include "backend/execution.h"
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+namespace zeropg {
+
+namespace {
+
+constexpr int64_t kTileBytes = 64 << 10;
+
+// What an announcement's payload holds beside its fixed fields.
+struct AnnouncedFactor {
+  double real = 1;
+  double imaginary = 0;
+};
+constexpr int32_t kAnnouncedPeers = Announcement::kInlineBytes / sizeof(int64_t);  // all_to_all: byte counts
+
+bool announces_counts(const CollectiveSpec& spec) {
+  return spec.op == OpKind::kAllToAll && spec.world_size <= kAnnouncedPeers;
+}
+
+}  // namespace
+
+Execution::Execution(Group& group, const Collective& collective, const OperationLabel& label)
+    : group_(group), collective_(collective), label_(label), sequence_(group.next_announcement()) {
+  if (collective.schedule->scratch_bytes > 0) {
+    scratch_ = group.scratch(collective.schedule->scratch_bytes);
+  }
+}
+
+Execution::~Execution() { group_.finish_banks(collective_.schedule->banks_used); }
+
+Progress Execution::advance() {
+  const std::vector<Step>& steps = collective_.schedule->steps;
+  bool has_moved = false;
+  while (step_ < steps.size()) {
+    const int64_t moved_before = moved_bytes_;
+    if (!run(steps[step_])) {
+      note_blocked();
+      return has_moved || moved_bytes_ != moved_before ? Progress::kMoved : Progress::kBlocked;
+    }
+    ++step_;
+    moved_bytes_ = 0;
+    has_moved = true;
+    note_moved();
+  }
+  return Progress::kDone;
+}
+
+bool Execution::run(const Step& step) {
+  switch (step.kind) {
+    case StepKind::kCopy: {
+      std::byte* destination = address(step.destination);
+      const std::byte* source = address(step.source);
+      if (destination != source && step.bytes > 0) {
+        std::memmove(destination, source, static_cast<size_t>(step.bytes));
+      }
+      return true;
+    }
+    case StepKind::kReduce:
+      reduce_step(step);
+      return true;
+    case StepKind::kBarrier:
+      return run_barrier();
+    case StepKind::kSend:
+      return run_send(step);
+    case StepKind::kReceive:
+      return run_receive(step);
+    case StepKind::kReceiveReduce:
+      return run_receive_reduce(step);
+  }
+  return true;
+}
+
+bool Execution::run_barrier() {
+  ShmArena& arena = group_.arena();
+  if (barrier_ == 0) {
+    if (!is_announced_) {
+      announce();
+    }
+    barrier_ = group_.next_barrier();
+    arena.arrive(barrier_);
+  }
+  if (!arena.all_arrived(barrier_)) {
+    return false;
+  }
+  barrier_ = 0;
+  if (!is_announced_) {
+    is_announced_ = true;
+    check_announcements();
+  }
+  return true;
+}
+
+bool Execution::run_send(const Step& step) {
+  const std::byte* source = address(step.source);
+  const std::span<const std::byte> rest(source + moved_bytes_, static_cast<size_t>(step.bytes - moved_bytes_));
+  moved_bytes_ += static_cast<int64_t>(group_.transport().try_send(step.peer, Lane::kCollective, rest));
+  return moved_bytes_ == step.bytes;
+}
+
+bool Execution::run_receive(const Step& step) {
+  std::byte* destination = address(step.destination);
+  const std::span<std::byte> rest(destination + moved_bytes_, static_cast<size_t>(step.bytes - moved_bytes_));
+  moved_bytes_ += static_cast<int64_t>(group_.transport().try_receive(step.peer, Lane::kCollective, rest));
+  return moved_bytes_ == step.bytes;
+}
+
+// Bytes come in any number at a time; they are reduced a tile at a time, so that an element is never cut.
+bool Execution::run_receive_reduce(const Step& step) {
+  tile_.reserve(kTileBytes);
+  while (moved_bytes_ < step.bytes) {
+    const int64_t tile_start = moved_bytes_ / kTileBytes * kTileBytes;
+    const int64_t tile_bytes = std::min(kTileBytes, step.bytes - tile_start);
+    const auto filled = static_cast<size_t>(moved_bytes_ - tile_start);
+    tile_.resize(static_cast<size_t>(tile_bytes));
+    const size_t received =
+        group_.transport().try_receive(step.peer, Lane::kCollective, std::span(tile_).subspan(filled));
+    if (received == 0) {
+      return false;
+    }
+    moved_bytes_ += static_cast<int64_t>(received);
+    if (filled + received == tile_.size()) {
+      std::byte* destination = address(step.destination) + tile_start;
+      const void* sources[] = {destination, tile_.data()};
+      reduce(destination, sources, 2, tile_bytes / collective_.spec.element_bytes, collective_.dtype,
+             collective_.reduce_op, collective_.factor, step.is_final);
+    }
+  }
+  return true;
+}
+
+void Execution::reduce_step(const Step& step) {
+  std::vector<const void*> sources;
+  sources.reserve(step.source_count);
+  for (int32_t i = 0; i < step.source_count; ++i) {
+    sources.push_back(address(collective_.schedule->sources[step.first_source + i]));
+  }
+  reduce(address(step.destination), sources.data(), step.source_count, step.bytes / collective_.spec.element_bytes,
+         collective_.dtype, collective_.reduce_op, collective_.factor, step.is_final);
+}
+
+std::byte* Execution::address(const Region& region) const {
+  switch (region.space) {
+    case Space::kInput:
+      return collective_.inputs.at(region.index) + region.offset_bytes;
+    case Space::kOutput:
+      return collective_.outputs.at(region.index) + region.offset_bytes;
+    case Space::kScratch:
+      return scratch_ + region.offset_bytes;
+    case Space::kStaging:
+      return group_.arena().staging(region.index, group_.physical_bank(region.bank)) + region.offset_bytes;
+  }
+  return nullptr;
+}
+
+// Note [Announcements]
+// Slot sequence % 2 may be overwritten for sequence + 2 only when nobody reads it for `sequence` any more: every rank
+// reads right after the first barrier of `sequence`, and the first barrier of sequence + 1 comes after that.
+void Execution::announce() {
+  const CollectiveSpec& spec = collective_.spec;
+  Announcement& mine = group_.arena().announcement(group_.rank(), sequence_);
+  mine.sequence = sequence_;
+  mine.op = static_cast<uint32_t>(spec.op);
+  mine.dtype = static_cast<uint32_t>(collective_.dtype_id);
+  mine.reduce_op = static_cast<uint32_t>(collective_.reduce_op);
+  mine.root = spec.root;
+  mine.bytes = spec.bytes;
+  mine.arena_offset = -1;
+  if (announces_counts(spec)) {
+    std::memcpy(mine.payload, spec.send_bytes.data(), spec.send_bytes.size() * sizeof(int64_t));
+  } else {
+    const AnnouncedFactor factor{collective_.factor.real(), collective_.factor.imag()};
+    std::memcpy(mine.payload, &factor, sizeof(factor));
+  }
+}
+
+void Execution::check_announcements() {
+  const CollectiveSpec& spec = collective_.spec;
+  ShmArena& arena = group_.arena();
+  const AnnouncedFactor my_factor{collective_.factor.real(), collective_.factor.imag()};
+  std::map<std::string, std::vector<int32_t>> calls;
+  bool is_same = true;
+  for (int32_t peer = 0; peer < spec.world_size; ++peer) {
+    const Announcement& other = arena.announcement(peer, sequence_);
+    bool is_peer_same = other.op == static_cast<uint32_t>(spec.op) &&
+                        other.dtype == static_cast<uint32_t>(collective_.dtype_id) &&
+                        other.reduce_op == static_cast<uint32_t>(collective_.reduce_op) && other.root == spec.root &&
+                        other.bytes == spec.bytes;
+    if (is_peer_same && announces_counts(spec)) {
+      int64_t sent = 0;
+      std::memcpy(&sent, other.payload + sizeof(int64_t) * spec.rank, sizeof(sent));
+      TORCH_CHECK_WITH(DistBackendError, sent == spec.receive_bytes[peer], label_.prefix(), ": rank ", peer, " sends ",
+                       sent, " bytes to this rank, which expects ", spec.receive_bytes[peer],
+                       "; make the splits of both ranks match.");
+    } else if (is_peer_same) {
+      is_peer_same = std::memcmp(other.payload, &my_factor, sizeof(my_factor)) == 0;
+    }
+    is_same = is_same && is_peer_same;
+  }
+  if (is_same) {
+    return;
+  }
+  for (int32_t peer = 0; peer < spec.world_size; ++peer) {
+    calls[describe_announcement(peer)].push_back(peer);
+  }
+  std::string text;
+  for (const auto& [call, ranks] : calls) {
+    text += (text.empty() ? "" : "; ") + list_ranks(ranks) + ": " + call;
+  }
+  C10_THROW_ERROR(DistBackendError, c10::str(label_.prefix(), ": the ranks made different calls: ", text,
+                                             "; make the same call with the same sizes on every rank."));
+}
+
+std::string Execution::describe_announcement(int32_t rank) const {
+  const Announcement& said = group_.arena().announcement(rank, sequence_);
+  if (said.op > static_cast<uint32_t>(OpKind::kBarrier) || said.dtype >= static_cast<uint32_t>(c10::NumScalarTypes) ||
+      said.reduce_op >= static_cast<uint32_t>(kReduceOpCount)) {
+    return "garbage";
+  }
+  const auto op = static_cast<OpKind>(said.op);
+  if (op == OpKind::kBarrier && said.bytes == 0) {
+    return "barrier()";
+  }
+  std::string text = c10::str(op_name(op), "(", c10::toString(static_cast<c10::ScalarType>(said.dtype)));
+  if (op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter) {
+    const auto reduce_op = static_cast<ReduceOp>(said.reduce_op);
+    text += c10::str(", ", reduce_op_name(reduce_op));
+    if (reduce_op == ReduceOp::kPremulSum) {
+      AnnouncedFactor factor;
+      std::memcpy(&factor, said.payload, sizeof(factor));
+      text += c10::str(" with factor ", factor.real);
+    }
+  }
+  if (op == OpKind::kBroadcast || op == OpKind::kReduce || op == OpKind::kGather || op == OpKind::kScatter) {
+    text += c10::str(", root ", said.root);
+  }
+  if (op != OpKind::kAllToAll) {
+    text += c10::str(", ", said.bytes, " bytes");
+  }
+  return text + ")";
+}
+
+std::vector<int32_t> Execution::awaited() const {
+  const std::vector<Step>& steps = collective_.schedule->steps;
+  if (step_ >= steps.size()) {
+    return {};
+  }
+  const Step& step = steps[step_];
+  if (step.kind == StepKind::kBarrier) {
+    return barrier_ == 0 ? std::vector<int32_t>() : group_.arena().missing(barrier_);
+  }
+  return step.peer >= 0 ? std::vector<int32_t>{step.peer} : std::vector<int32_t>();
+}
+
+std::string Execution::describe_wait() const {
+  return c10::str("in step ", step_ + 1, " of ", collective_.schedule->steps.size(), " of ",
+                  collective_.schedule->algorithm);
+}
+
+// Who is late is sampled, not known: a rank counts as late for as long as the samples find it missing.
+void Execution::note_blocked() {
+  constexpr std::chrono::microseconds kSampleInterval{50};
+  const auto now = std::chrono::steady_clock::now();
+  if (wait_start_ == std::chrono::steady_clock::time_point{}) {
+    wait_start_ = now;
+    waiting_for_ = awaited();
+  } else if (now - wait_start_ >= kSampleInterval) {
+    note_moved();
+    wait_start_ = now;
+    waiting_for_ = awaited();
+  }
+}
+
+void Execution::note_moved() {
+  if (wait_start_ == std::chrono::steady_clock::time_point{}) {
+    return;
+  }
+  waiting_seconds_.resize(static_cast<size_t>(collective_.spec.world_size));
+  for (int32_t peer : waiting_for_) {
+    waiting_seconds_[static_cast<size_t>(peer)] +=
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - wait_start_).count();
+  }
+  wait_start_ = {};
+}
+
+}  // namespace zeropg

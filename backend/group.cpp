@@ -1,0 +1,215 @@
+#include "backend/group.h"
+
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <iterator>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "backend/transport/shm_transport.h"
+
+namespace zeropg {
+
+std::string list_ranks(const std::vector<int32_t>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+namespace {
+
+// A failure travels from rank to rank and each puts its own operation in front; only the innermost one is news.
+std::string first_cause(const std::string& failure) {
+  const size_t start = failure.rfind("[zeropg rank ");
+  return start == std::string::npos ? failure : failure.substr(start);
+}
+
+std::vector<int32_t> common_ranks(const std::vector<int32_t>& one, const std::vector<int32_t>& other) {
+  std::vector<int32_t> common;
+  std::copy_if(one.begin(), one.end(), std::back_inserter(common),
+               [&](int32_t rank) { return std::find(other.begin(), other.end(), rank) != other.end(); });
+  return common;
+}
+
+}  // namespace
+
+Group::Group(BootstrapResult bootstrap) : bootstrap_(std::move(bootstrap)), owner_(::getpid()) {
+  if (bootstrap_.arena) {
+    transport_ = std::make_unique<ShmTransport>(*bootstrap_.arena);
+  }
+}
+
+Group::~Group() = default;
+
+bool Group::is_own_process() const { return owner_ == ::getpid(); }
+
+void Group::fail(const std::string& message) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (has_failed_.load(std::memory_order_relaxed)) {
+      return;
+    }
+    failure_ = message;
+    has_failed_.store(true, std::memory_order_release);
+  }
+  arena().set_state(RankState::kFailed, message);
+  bool has_hooks = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    has_hooks = !abort_hooks_.empty();
+  }
+  if (has_hooks && background_) {
+    background_([group = shared_from_this()] { group->run_abort_hooks(); });
+  }
+}
+
+std::string Group::failure() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failure_;
+}
+
+void Group::throw_if_failed() const {
+  if (has_failed()) {
+    C10_THROW_ERROR(DistBackendError, failure());
+  }
+}
+
+PeerStates Group::peer_states() {
+  PeerStates states;
+  for (int32_t peer = 0; peer < world_size(); ++peer) {
+    if (peer == rank()) {
+      continue;
+    }
+    const RankState state = arena().state_of(peer);
+    if (state == RankState::kFailed && states.failed < 0) {
+      states.failed = peer;
+      states.failure = first_cause(arena().failure_of(peer));
+    } else if (state == RankState::kDeparted) {
+      states.departed.push_back(peer);
+    } else if (!arena().is_process_alive(peer)) {
+      states.dead.push_back(peer);
+    }
+  }
+  return states;
+}
+
+void throw_if_lost(const OperationLabel& label, const PeerStates& peers, const std::vector<int32_t>& awaited) {
+  TORCH_CHECK_WITH(DistBackendError, peers.failed < 0, label.prefix(), ": rank ", peers.failed,
+                   " failed: ", peers.failure);
+  const std::vector<int32_t> dead = common_ranks(peers.dead, awaited);
+  TORCH_CHECK_WITH(DistBackendError, dead.empty(), label.prefix(), ": the process of ", list_ranks(dead),
+                   " died; look for its error or a kill (out of memory?), then restart from a checkpoint.");
+  const std::vector<int32_t> departed = common_ranks(peers.departed, awaited);
+  TORCH_CHECK_WITH(DistBackendError, departed.empty(), label.prefix(), ": ", list_ranks(departed),
+                   " left the group (destroyed it or exited) while this rank waits for it; make the same calls on"
+                   " every rank.");
+}
+
+void Group::depart() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (has_failed_.load(std::memory_order_relaxed)) {
+      return;
+    }
+    failure_ = c10::str("[zeropg rank ", rank(), "/", world_size(),
+                        "] the process group was shut down; make a new one to communicate again.");
+    has_failed_.store(true, std::memory_order_release);
+  }
+  arena().set_state(RankState::kDeparted);
+}
+
+std::string Group::who_is_late() {
+  const std::vector<int32_t> missing = arena().missing(barriers_.load(std::memory_order_relaxed));
+  return missing.empty() ? std::string() : "waiting for " + list_ranks(missing);
+}
+
+void Group::set_completion_hook(int64_t id, CompletionHook hook) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (hook) {
+    completion_hooks_[id] = std::move(hook);
+  } else {
+    completion_hooks_.erase(id);
+  }
+  has_completion_hooks_ = !completion_hooks_.empty();
+}
+
+void Group::notify_complete(uint64_t completion_key, float duration_ms) {
+  if (!has_completion_hooks_.load(std::memory_order_relaxed)) {
+    return;
+  }
+  std::map<int64_t, CompletionHook> hooks;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    hooks = completion_hooks_;
+  }
+  for (const auto& [id, hook] : hooks) {
+    hook(completion_key, duration_ms);
+  }
+}
+
+void Group::set_abort_hook(int64_t id, std::function<void()> hook) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (hook) {
+    abort_hooks_[id] = std::move(hook);
+  } else {
+    abort_hooks_.erase(id);
+  }
+}
+
+void Group::run_abort_hooks() {
+  std::map<int64_t, std::function<void()>> hooks;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    hooks = abort_hooks_;
+  }
+  for (const auto& [id, hook] : hooks) {
+    try {
+      hook();
+    } catch (const std::exception& error) {
+      TORCH_WARN("[zeropg] an abort hook failed: ", error.what());
+    }
+  }
+}
+
+std::byte* Group::scratch(int64_t bytes) {
+  constexpr size_t kAlignment = 64;
+  const size_t needed = static_cast<size_t>(bytes) + kAlignment;
+  if (scratch_.size() < needed) {
+    scratch_ = std::vector<std::byte>(needed);
+  }
+  const auto address = reinterpret_cast<uintptr_t>(scratch_.data());
+  return scratch_.data() + (kAlignment - address % kAlignment) % kAlignment;
+}
+
+void Group::retire(c10::intrusive_ptr<c10d::Work> work) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  retired_.push_back(std::move(work));
+}
+
+void Group::release_retired() {
+  std::vector<c10::intrusive_ptr<c10d::Work>> retired;
+  std::lock_guard<std::mutex> lock(mutex_);
+  retired.swap(retired_);
+}
+
+void Group::count(const OperationLabel& label, double seconds, const std::vector<double>& waiting_seconds) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  OperationStatistics& statistics = statistics_[label.name()];
+  ++statistics.calls;
+  statistics.bytes += label.bytes;
+  statistics.seconds += seconds;
+  statistics.waiting_seconds.resize(world_size());
+  for (size_t peer = 0; peer < waiting_seconds.size(); ++peer) {
+    statistics.waiting_seconds[peer] += waiting_seconds[peer];
+  }
+}
+
+std::map<std::string, OperationStatistics> Group::statistics() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return statistics_;
+}
+
+}  // namespace zeropg

@@ -1,0 +1,122 @@
+// What all operations of one process group share: its ranks and memory, its first failure, and the counters that every
+// rank keeps in step.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backend/bootstrap.h"
+#include "backend/request.h"
+#include "backend/topology.h"
+#include "backend/transport/shm_arena.h"
+#include "backend/transport/transport.h"
+
+namespace c10d {
+class Work;
+}
+
+namespace zeropg {
+
+// Counters of one kind of operation.
+struct OperationStatistics {
+  uint64_t calls = 0;
+  int64_t bytes = 0;
+  double seconds = 0;                   // from submission to completion
+  std::vector<double> waiting_seconds;  // per rank: how long this rank was late for us
+};
+
+// "rank 2" / "ranks 1, 3"
+std::string list_ranks(const std::vector<int32_t>& ranks);
+
+struct PeerStates {
+  std::string failure;  // what the first failed peer says; "" when none has failed
+  int32_t failed = -1;
+  std::vector<int32_t> departed;
+  std::vector<int32_t> dead;  // their processes are gone
+};
+// Throws DistBackendError when a peer has failed, or when one of `awaited` has left or died.
+void throw_if_lost(const OperationLabel& label, const PeerStates& peers, const std::vector<int32_t>& awaited);
+
+class Group : public std::enable_shared_from_this<Group> {
+ public:
+  explicit Group(BootstrapResult bootstrap);
+  ~Group();
+
+  int32_t rank() const { return bootstrap_.topology.rank; }
+  int32_t world_size() const { return bootstrap_.topology.world_size(); }
+  const Topology& topology() const { return bootstrap_.topology; }
+  ShmArena& arena() { return *bootstrap_.arena; }
+  Transport& transport() { return *transport_; }
+  DescriptorChannel& descriptors() { return *bootstrap_.channel; }
+  bool is_one_node() const { return bootstrap_.topology.node_count() == 1; }
+  // False in a forked child: nothing of this group may be touched there.
+  bool is_own_process() const;
+
+  // Note [Failure]
+  // The first failure of a group is its last state: operations that run fail with it, later ones raise it at the call,
+  // and the peers read it from the arena. A new group must be made.
+  void fail(const std::string& message);  // any thread; the first message wins; wakes the peers
+  bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
+  std::string failure() const;
+  void throw_if_failed() const;  // DistBackendError
+  PeerStates peer_states();      // system calls
+  void depart();                 // tells the peers that this rank left on purpose, unless it failed; later calls raise
+  // "waiting for ranks 1, 3"; a guess from any thread, for messages only.
+  std::string who_is_late();
+
+  // Called when an operation has succeeded, on the thread that ran it, without locks; must not take the GIL.
+  using CompletionHook = std::function<void(uint64_t completion_key, float duration_ms)>;
+  void set_completion_hook(int64_t id, CompletionHook hook);  // a null hook removes it
+  void notify_complete(uint64_t completion_key, float duration_ms);
+  // Called when the group fails, on a thread that may block.
+  void set_abort_hook(int64_t id, std::function<void()> hook);  // a null hook removes it
+  void run_abort_hooks();
+  // How fail() gets run_abort_hooks() off the progress thread. Set once, before use.
+  void set_background(std::function<void(std::function<void()>)> background) { background_ = std::move(background); }
+
+  // Used only by the one thread that runs the head of the collective channel.
+  uint64_t next_barrier() { return barriers_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  uint64_t next_announcement() { return ++announcements_; }
+  uint8_t physical_bank(uint8_t logical_bank) const { return (first_bank_ + logical_bank) % 2; }
+  void finish_banks(int32_t banks_used) { first_bank_ = (first_bank_ + banks_used) % 2; }
+  std::byte* scratch(int64_t bytes);  // kept and reused; 64-byte aligned
+
+  // See Note [Tensor references] in work.h.
+  void retire(c10::intrusive_ptr<c10d::Work> work);
+  void release_retired();  // destroys tensors: not on the progress thread
+
+  void count(const OperationLabel& label, double seconds, const std::vector<double>& waiting_seconds);
+  std::map<std::string, OperationStatistics> statistics() const;
+
+ private:
+  BootstrapResult bootstrap_;
+  std::unique_ptr<Transport> transport_;
+  const pid_t owner_;
+
+  std::atomic<bool> has_failed_{false};
+  mutable std::mutex mutex_;
+  std::string failure_;                                    // guarded by mutex_
+  std::vector<c10::intrusive_ptr<c10d::Work>> retired_;    // guarded by mutex_
+  std::map<std::string, OperationStatistics> statistics_;  // guarded by mutex_
+  std::map<int64_t, CompletionHook> completion_hooks_;     // guarded by mutex_
+  std::map<int64_t, std::function<void()>> abort_hooks_;   // guarded by mutex_
+  std::atomic<bool> has_completion_hooks_{false};
+  std::function<void(std::function<void()>)> background_;
+
+  std::atomic<uint64_t> barriers_{0};
+  uint64_t announcements_ = 0;
+  uint8_t first_bank_ = 0;
+  std::vector<std::byte> scratch_;
+};
+
+}  // namespace zeropg

@@ -1,0 +1,46 @@
+// What a user may set for one process group, and the only reader of ZEROPG_* environment variables.
+#pragma once
+
+#include <torch/version.h>
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace zeropg {
+
+// Passed as `pg_options=` to init_process_group / new_group. Every rank of a group must give the same values.
+struct BackendOptions : c10d::Backend::Options {
+  explicit BackendOptions(std::chrono::milliseconds timeout = kBackendDefaultTimeout);
+  BackendOptions(const BackendOptions&) = default;
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+  // Without this c10d would slice the options when it makes a child group.
+  c10::intrusive_ptr<c10d::Backend::Options> clone() const override {
+    return c10::make_intrusive<BackendOptions>(*this);
+  }
+#endif
+
+  // Forces an algorithm per operation ("all_reduce" -> "all_reduce_staged"); an operation that is not named is planned.
+  std::map<std::string, std::string> algorithms;
+  // Staging memory: each rank owns two banks of this size in the shared arena, so one chunk of a collective is at most
+  // this long. Multiple of 4096.
+  int64_t bank_bytes = int64_t{1} << 20;
+  // Ring memory per ordered pair of ranks and lane. Power of two. Untouched rings cost no memory.
+  int64_t mailbox_bytes = int64_t{256} << 10;
+  // Proves membership. Empty: the environment's, else a random one through the rendezvous store.
+  std::string secret;
+  // Ranks with equal host ids share memory. Empty: the environment's, else probed.
+  std::string host_id;
+
+  // Checks ranges and fills what is empty from the environment:
+  //   ZEROPG_SECRET       the secret itself
+  //   ZEROPG_SECRET_FILE  a file that holds it, readable by its owner only (mode 0600 or 0400)
+  //   ZEROPG_HOST_ID      this machine's identity, where the probe would be wrong (containers that share a boot id)
+  // Throws ValueError naming the option and the accepted range.
+  void resolve();
+};
+
+}  // namespace zeropg

@@ -1,0 +1,154 @@
+#include "backend/planner.h"
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <stdexcept>
+
+#include "backend/collectives/registry.h"
+#include "backend/collectives/select.h"
+
+namespace zeropg {
+
+namespace {
+
+// About 20 MB of steps; a training loop's shapes need a fraction of it.
+constexpr size_t kLargestCacheSteps = 200'000;
+
+std::optional<DType> reducible_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::ScalarType::Byte:
+      return DType::kUInt8;
+    case at::ScalarType::Char:
+      return DType::kInt8;
+    case at::ScalarType::Short:
+      return DType::kInt16;
+    case at::ScalarType::Int:
+      return DType::kInt32;
+    case at::ScalarType::Long:
+      return DType::kInt64;
+    case at::ScalarType::Half:
+      return DType::kFloat16;
+    case at::ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case at::ScalarType::Float:
+      return DType::kFloat32;
+    case at::ScalarType::Double:
+      return DType::kFloat64;
+    case at::ScalarType::Bool:
+      return DType::kBool;
+    case at::ScalarType::ComplexFloat:
+      return DType::kComplex64;
+    case at::ScalarType::ComplexDouble:
+      return DType::kComplex128;
+    default:
+      return std::nullopt;
+  }
+}
+
+bool is_reducing(OpKind op) {
+  return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
+}
+
+std::vector<std::byte*> addresses(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::byte*> result;
+  result.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    result.push_back(static_cast<std::byte*>(tensor.data_ptr()));
+  }
+  return result;
+}
+
+void check_forced(const std::string& op, const std::string& name) {
+  std::string known;
+  for (const Algorithm& algorithm : algorithms()) {
+    if (op == op_name(algorithm.op)) {
+      if (name == algorithm.name) {
+        return;
+      }
+      known += (known.empty() ? "" : ", ") + std::string(algorithm.name);
+    }
+  }
+  TORCH_CHECK_VALUE(!known.empty(), "[zeropg] BackendOptions: algorithms names the operation '", op,
+                    "', which does not exist; use names like all_reduce, all_gather, reduce_scatter.");
+  TORCH_CHECK_VALUE(false, "[zeropg] BackendOptions: algorithms[", op, "] is '", name, "', expected one of ", known,
+                    ".");
+}
+
+}  // namespace
+
+bool is_reducible(at::ScalarType dtype, ReduceOp op) {
+  const std::optional<DType> known = reducible_dtype(dtype);
+  return known.has_value() && is_supported(*known, op);
+}
+
+Planner::Planner(PlannerOptions options) : options_(std::move(options)) {
+  for (const auto& [op, name] : options_.algorithms) {
+    check_forced(op, name);
+  }
+}
+
+Collective Planner::plan(const Request& request) {
+  Collective collective;
+  collective.spec = CollectiveSpec{
+      .op = request.op,
+      .rank = options_.rank,
+      .world_size = options_.world_size,
+      .root = request.root,
+      .element_bytes = static_cast<int32_t>(c10::elementSize(request.dtype)),
+      .bytes = request.bytes,
+      .bank_bytes = options_.bank_bytes,
+      .mailbox_bytes = options_.mailbox_bytes,
+      .input_is_list = request.input_is_list,
+      .output_is_list = request.output_is_list,
+      .send_bytes = request.send_bytes,
+      .receive_bytes = request.receive_bytes,
+  };
+  collective.schedule = schedule_for(collective.spec);
+  collective.dtype_id = static_cast<int32_t>(request.dtype);
+  if (is_reducing(request.op)) {
+    collective.dtype = reducible_dtype(request.dtype).value();
+    collective.reduce_op = request.reduce_op;
+    collective.factor =
+        request.reduce_op == ReduceOp::kAverage ? std::complex<double>(options_.world_size) : request.factor;
+  }
+  collective.inputs = addresses(request.inputs);
+  collective.outputs = addresses(request.outputs);
+  return collective;
+}
+
+std::shared_ptr<const Schedule> Planner::schedule_for(const CollectiveSpec& spec) {
+  std::vector<int64_t> key{static_cast<int64_t>(spec.op), spec.root, spec.element_bytes, spec.bytes,
+                           (spec.input_is_list ? 1 : 0) + (spec.output_is_list ? 2 : 0)};
+  key.insert(key.end(), spec.send_bytes.begin(), spec.send_bytes.end());
+  key.insert(key.end(), spec.receive_bytes.begin(), spec.receive_bytes.end());
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (auto found = cache_.find(key); found != cache_.end()) {
+      return found->second;
+    }
+  }
+  const auto forced = options_.algorithms.find(op_name(spec.op));
+  std::shared_ptr<const Schedule> schedule;
+  try {
+    const Algorithm& algorithm =
+        select_algorithm(spec, forced == options_.algorithms.end() ? std::string() : forced->second);
+    schedule = std::make_shared<const Schedule>(algorithm.plan(spec));
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, "[zeropg rank ", spec.rank, "/", spec.world_size, "] ", op_name(spec.op), ": ",
+                      error.what());
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (cached_steps_ + schedule->steps.size() > kLargestCacheSteps) {
+    cache_.clear();
+    cached_steps_ = 0;
+  }
+  if (schedule->steps.size() <= kLargestCacheSteps / 4) {
+    cached_steps_ += schedule->steps.size();
+    cache_.emplace(std::move(key), schedule);
+  }
+  return schedule;
+}
+
+}  // namespace zeropg

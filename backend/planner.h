@@ -1,0 +1,60 @@
+// From a request to what the engine runs: the algorithm's choice, its schedule, and the addresses of the tensors.
+#pragma once
+
+#include <complex>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backend/collectives/collective.h"
+#include "backend/collectives/reduce.h"
+#include "backend/collectives/schedule.h"
+#include "backend/request.h"
+
+namespace zeropg {
+
+// A planned request without its tensors: the progress thread must not own any (Note [Tensor references] in work.h).
+struct Collective {
+  std::shared_ptr<const Schedule> schedule;  // life shared with the planner's cache
+  CollectiveSpec spec;
+  int32_t dtype_id = 0;  // at::ScalarType, for the announcement
+  DType dtype = DType::kUInt8;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  std::complex<double> factor = 1;
+  std::vector<std::byte*> inputs;
+  std::vector<std::byte*> outputs;
+};
+
+struct PlannerOptions {
+  int32_t rank = 0;
+  int32_t world_size = 1;
+  int64_t bank_bytes = 0;
+  int64_t mailbox_bytes = 0;
+  std::map<std::string, std::string> algorithms;  // operation -> forced algorithm
+};
+
+// Pure but for its cache of schedules. Any thread.
+class Planner {
+ public:
+  // Throws ValueError naming the known ones when `algorithms` names an unknown operation or algorithm.
+  explicit Planner(PlannerOptions options);
+
+  Collective plan(const Request& request);
+
+ private:
+  std::shared_ptr<const Schedule> schedule_for(const CollectiveSpec& spec);
+
+  const PlannerOptions options_;
+  std::mutex mutex_;
+  std::map<std::vector<int64_t>, std::shared_ptr<const Schedule>> cache_;  // guarded by mutex_
+  size_t cached_steps_ = 0;                                                // guarded by mutex_
+};
+
+// Whether collectives can reduce this dtype with this operation.
+bool is_reducible(at::ScalarType dtype, ReduceOp op);
+
+}  // namespace zeropg

@@ -1,0 +1,152 @@
+// The c10d face of the backend: checks arguments, turns calls into requests, and hands them to the engine.
+//
+// c10d's old names are overridden (_allgather_base, ...): they exist in every supported torch, and the newer names
+// forward to them.
+#pragma once
+
+#include <torch/version.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "backend/arguments.h"
+#include "backend/collective_channel.h"
+#include "backend/engine.h"
+#include "backend/group.h"
+#include "backend/options.h"
+#include "backend/planner.h"
+#include "backend/point_to_point.h"
+#include "backend/topology.h"
+#include "backend/transport/shared_segment.h"
+
+namespace zeropg {
+
+// CPU tensors run on the engine; CUDA tensors go to an inner backend that `make_cuda_backend` makes when the first one
+// comes. Its constructor and its destructor wait (for the peers, for running operations): without the GIL.
+class ProcessGroupZero : public c10d::Backend {
+ public:
+  using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>()>;
+
+  // Collective over all ranks. `options` is copied. Throws DistBackendError naming the ranks that did not come.
+  ProcessGroupZero(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                   const c10::intrusive_ptr<BackendOptions>& options, BackendFactory make_cuda_backend = nullptr);
+  ~ProcessGroupZero() override;
+
+  const std::string getBackendName() const override { return "zeropg"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+
+  // Of ours, beside c10d's interface.
+  const Topology& topology() const { return group_->topology(); }
+  bool is_one_node() const { return group_->is_one_node(); }
+  std::map<std::string, OperationStatistics> statistics() const { return group_->statistics(); }
+  std::chrono::milliseconds default_timeout() const { return options_->timeout; }
+  // Collective: memory that all ranks map, nullptr when they span nodes. DistBackendError when the sizes differ.
+  std::shared_ptr<SharedSegment> allocate_shared(int64_t bytes_per_rank);
+  // Shuts every group of this process down; for the interpreter's exit.
+  static void shutdown_all();
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                                                     const c10d::AllreduceCoalescedOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors,
+                                        const c10d::ReduceOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                                                     std::vector<at::Tensor>& inputs,
+                                                     const c10d::AllgatherOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                 std::vector<at::Tensor>& inputs,
+                                                                 const c10d::AllgatherOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                                        const c10d::GatherOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                                         const c10d::ScatterOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                std::vector<std::vector<at::Tensor>>& inputs,
+                                                const c10d::ReduceScatterOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::ReduceScatterOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                 std::vector<at::Tensor>& inputs,
+                                                                 const c10d::ReduceScatterOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+                                               const c10d::AllToAllOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                          const c10d::AllToAllOptions& opts = {}) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts = {}) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks = false) override;
+
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int destination, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int source, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+
+  void setSequenceNumberForGroup() override {}  // starts at 0 on every rank
+  uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  c10d::ErrorType getError() override;
+
+  // Ends every operation with an error, on the peers too; never waits. The group stays unusable.
+  void abort() override;
+  // Gives running operations a few seconds to end, then leaves the group. A second call does nothing.
+  void shutdown() override;
+
+#ifdef C10D_BACKEND_HAS_HOOKS
+  c10::intrusive_ptr<c10d::Work> gather_into_tensor(at::Tensor& output, at::Tensor& input,
+                                                    const c10d::GatherOptions& opts = {}) override;
+  bool supportsAbortHooks() const override { return true; }
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override { group_->set_abort_hook(id, std::move(hook)); }
+  void unregisterAbortHook(int64_t id) override { group_->set_abort_hook(id, nullptr); }
+  bool supportsCompletionHooks() const override { return true; }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
+  void unregisterCompletionHook(int64_t id) override { group_->set_completion_hook(id, nullptr); }
+#endif
+
+ protected:
+  void close(std::chrono::milliseconds patience);
+
+ private:
+  Call make_call(const char* title);
+  c10::intrusive_ptr<c10d::Work> submit(Call call, c10d::OpType type, std::chrono::milliseconds timeout,
+                                        bool is_asynchronous);
+  c10::intrusive_ptr<ZeroWork> make_work(Call& call, c10d::OpType type, std::chrono::milliseconds timeout);
+  Message make_message(Call& call, const at::Tensor& tensor, bool is_send, int peer, int tag);
+  c10::intrusive_ptr<c10d::Work> run_barrier(const char* title, int64_t bytes, std::chrono::milliseconds timeout,
+                                             bool is_asynchronous);
+  // Null for CPU tensors and for none. The one place that decides by device.
+  c10d::Backend* inner_for(const std::vector<at::Tensor>& tensors);
+  c10d::Backend* inner_for(const at::Tensor& tensor);
+  c10d::Backend* inner_for(const c10::Device& device);
+
+  c10::intrusive_ptr<BackendOptions> options_;
+  Planner planner_;
+  std::shared_ptr<Group> group_;  // life shared with the channels, and with segments that check it
+  Engine& engine_;
+  CollectiveChannel collectives_;
+  PointToPoint messages_;
+  std::shared_ptr<CallbackThreads> callbacks_;  // life shared with the engine and the works
+  std::atomic<uint64_t> sequence_{0};
+  std::atomic<int64_t> timeout_ms_;
+  std::atomic<bool> is_closed_{false};
+
+  std::mutex inner_mutex_;
+  BackendFactory make_cuda_backend_;                // guarded by inner_mutex_
+  c10::intrusive_ptr<c10d::Backend> cuda_backend_;  // guarded by inner_mutex_
+};
+
+}  // namespace zeropg

@@ -1,0 +1,22 @@
+#include "backend/request.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <cstring>
+
+namespace zeropg {
+
+const char* OperationLabel::name() const { return std::strchr(title, ':') + 1; }
+
+std::string OperationLabel::prefix() const {
+  std::string text = c10::str("[zeropg rank ", rank, "/", world_size, "] ", name());
+  if (sequence > 0) {
+    text += c10::str(" #", sequence);
+  }
+  if (bytes > 0) {
+    text += c10::str(" (", bytes, " bytes)");
+  }
+  return text;
+}
+
+}  // namespace zeropg

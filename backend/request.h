@@ -1,0 +1,45 @@
+// One collective, as a user's call or the sharded module asks for it. Plain data, free of c10d's option types.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <complex>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "backend/collectives/collective.h"
+#include "backend/collectives/reduce.h"
+
+namespace zeropg {
+
+// Tensors are contiguous, on the CPU, laid out as CollectiveSpec says; `dtype` is that of the data that is reduced.
+struct Request {
+  OpKind op = OpKind::kBarrier;
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> outputs;
+  at::ScalarType dtype = at::ScalarType::Byte;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  std::complex<double> factor = 1;  // kPremulSum: multiplies every input before the sum
+  int32_t root = 0;
+  int64_t bytes = 0;  // of one block
+  bool input_is_list = false;
+  bool output_is_list = false;
+  std::vector<int64_t> send_bytes;     // all_to_all
+  std::vector<int64_t> receive_bytes;  // all_to_all
+};
+
+// How an operation is called in errors, statistics and traces.
+struct OperationLabel {
+  int32_t rank = 0;
+  int32_t world_size = 1;
+  const char* title = "zeropg:operation";  // a literal: the profiler keeps the pointer
+  uint64_t sequence = 0;                   // of the group's collectives; 0 for point-to-point
+  int64_t bytes = 0;
+
+  const char* name() const;  // the title without "zeropg:"
+  // "[zeropg rank 3/8] reduce_scatter #41 (4096 bytes)"
+  std::string prefix() const;
+};
+
+}  // namespace zeropg

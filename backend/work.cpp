@@ -1,0 +1,148 @@
+#include "backend/work.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+
+namespace zeropg {
+
+namespace {
+
+// A number per operation is not state that groups share: nothing reads it but to tell operations apart.
+uint64_t next_completion_key() {
+  static std::atomic<uint64_t> key{1};
+  return key.fetch_add(1, std::memory_order_relaxed);
+}
+
+void complete_future(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs,
+                     const std::exception_ptr& error) {
+  if (error) {
+    future.setError(error);
+  } else {
+    future.markCompleted(c10::IValue(outputs));
+  }
+}
+
+std::exception_ptr copy_back(const std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
+  try {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    for (const auto& [destination, source] : copies) {
+      destination.copy_(source);
+    }
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+}  // namespace
+
+ZeroWork::ZeroWork(OperationLabel label, c10d::OpType type, Tensors tensors, std::chrono::milliseconds timeout,
+                   std::shared_ptr<CallbackThreads> callbacks, std::function<std::string()> who_is_late)
+    : Work(label.rank, type, label.title, std::optional<std::vector<at::Tensor>>(tensors.held)),
+      label_(std::move(label)),
+      timeout_(timeout),
+      key_(next_completion_key()),
+      start_(std::chrono::steady_clock::now()),
+      callbacks_(std::move(callbacks)),
+      who_is_late_(std::move(who_is_late)),
+      tensors_(std::move(tensors)) {}
+
+bool ZeroWork::wait(std::chrono::milliseconds timeout) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (timeout == kNoTimeout || timeout.count() < 0) {
+    cv_.wait(lock, [&] { return completed_; });
+  } else if (!cv_.wait_for(lock, timeout, [&] { return completed_; })) {
+    lock.unlock();
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str(label_.prefix(), ": not complete after the ", timeout.count(), " ms that wait() was given",
+                             who_is_late_ ? ", " + who_is_late_() : std::string(),
+                             "; wait again with more time, or abort the group."));
+  }
+  if (exception_) {
+    std::exception_ptr error = exception_;
+    release_tensors(lock);
+    std::rethrow_exception(error);
+  }
+  release_tensors(lock);
+  return true;
+}
+
+// Takes the tensors out under the lock and destroys them after it.
+void ZeroWork::release_tensors(std::unique_lock<std::mutex>& lock) {
+  Tensors tensors = std::exchange(tensors_, Tensors());
+  for (const at::Tensor& output : tensors.outputs) {
+    released_outputs_.emplace_back(output.getIntrusivePtr());
+  }
+  lock.unlock();
+}
+
+// After a wait only weak references are left: the caller gave the outputs and normally still has them.
+std::vector<at::Tensor> ZeroWork::outputs_locked() const {
+  std::vector<at::Tensor> outputs = tensors_.outputs;
+  for (const auto& weak : released_outputs_) {
+    if (auto impl = weak.lock()) {
+      outputs.emplace_back(std::move(impl));
+    }
+  }
+  return outputs;
+}
+
+std::vector<at::Tensor> ZeroWork::result() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return outputs_locked();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> ZeroWork::getFuture() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!future_) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (completed_) {
+      complete_future(*future_, outputs_locked(), exception_);
+    }
+  }
+  return future_;
+}
+
+float ZeroWork::elapsed_ms() const {
+  return std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - start_).count();
+}
+
+float ZeroWork::getDuration() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(completed_, label_.prefix(), ": has no duration before it is complete; wait for it first.");
+  return duration_ms_;
+}
+
+void ZeroWork::complete(std::exception_ptr error) {
+  if (!error) {
+    error = copy_back(tensors_.copies_back);  // nobody else touches tensors_ before completion
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  std::vector<at::Tensor> outputs;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    duration_ms_ = elapsed_ms();
+    completed_ = true;
+    exception_ = error;
+    if (recordFunctionEndCallback_) {
+      recordFunctionEndCallback_();
+      recordFunctionEndCallback_ = nullptr;
+    }
+    future = future_;
+    if (future) {
+      outputs = tensors_.outputs;
+    }
+  }
+  cv_.notify_all();
+  if (future) {
+    callbacks_->post([future = std::move(future), outputs = std::move(outputs), error = std::move(error)] {
+      complete_future(*future, outputs, error);
+    });
+  }
+}
+
+}  // namespace zeropg

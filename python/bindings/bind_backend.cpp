@@ -1,0 +1,169 @@
+// Python's view of the backend: the process group, its options, and what it knows about the machine.
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "backend/options.h"
+#include "backend/process_group.h"
+#include "backend/topology.h"
+#include "python/bindings/bindings.h"
+
+namespace zeropg {
+
+namespace py = pybind11;
+
+namespace {
+
+// Closes the group without the GIL: the threads that it joins may need it (Note [Tensor references] in work.h).
+class BoundProcessGroup final : public ProcessGroupZero {
+ public:
+  using ProcessGroupZero::ProcessGroupZero;
+  ~BoundProcessGroup() override {
+    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
+      py::gil_scoped_release no_gil;
+      close_at_end();
+    } else {
+      close_at_end();
+    }
+  }
+
+ private:
+  void close_at_end() {
+    try {
+      shutdown();
+    } catch (const std::exception& error) {
+      TORCH_WARN("[zeropg] a process group did not close cleanly: ", error.what());
+    }
+  }
+};
+
+// Keeps a Python function in C++: every touch of its reference count takes the GIL.
+ProcessGroupZero::BackendFactory backend_factory(py::object function) {
+  if (function.is_none()) {
+    return nullptr;
+  }
+  std::shared_ptr<py::object> held(new py::object(std::move(function)), [](py::object* object) {
+    if (Py_IsInitialized() != 0) {
+      py::gil_scoped_acquire gil;
+      delete object;
+    }
+  });
+  return [held] {
+    py::gil_scoped_acquire gil;
+    return (*held)().cast<c10::intrusive_ptr<c10d::Backend>>();
+  };
+}
+
+c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
+  auto options = c10::make_intrusive<BackendOptions>();
+  for (const auto& [key, value] : kwargs) {
+    const auto name = key.cast<std::string>();
+    try {
+      if (name == "timeout") {
+        options->timeout = value.cast<std::chrono::milliseconds>();
+      } else if (name == "algorithms") {
+        options->algorithms = value.cast<std::map<std::string, std::string>>();
+      } else if (name == "bank_bytes") {
+        options->bank_bytes = value.cast<int64_t>();
+      } else if (name == "mailbox_bytes") {
+        options->mailbox_bytes = value.cast<int64_t>();
+      } else if (name == "secret") {
+        options->secret = value.cast<std::string>();
+      } else if (name == "host_id") {
+        options->host_id = value.cast<std::string>();
+      } else {
+        throw py::type_error("[zeropg] BackendOptions has no option '" + name +
+                             "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, secret and host_id.");
+      }
+    } catch (const py::cast_error&) {
+      throw py::type_error("[zeropg] BackendOptions: " + name + " cannot be " + py::repr(value).cast<std::string>() +
+                           "; see help(zeropg.BackendOptions) for its type.");
+    }
+  }
+  return options;
+}
+
+py::dict statistics(const ProcessGroupZero& group) {
+  py::dict result;
+  for (const auto& [name, counters] : group.statistics()) {
+    py::dict entry;
+    entry["calls"] = counters.calls;
+    entry["bytes"] = counters.bytes;
+    entry["seconds"] = counters.seconds;
+    entry["waiting_seconds"] = counters.waiting_seconds;
+    result[py::str(name)] = entry;
+  }
+  return result;
+}
+
+void bind_options(py::module_& m) {
+  py::class_<BackendOptions, c10d::Backend::Options, c10::intrusive_ptr<BackendOptions>>(
+      m, "BackendOptions",
+      R"(Options of one process group, for `pg_options=`. Every rank must give the same values. Keyword-only:
+
+timeout: timedelta, deadline of every operation; init_process_group's own `timeout` wins.
+algorithms: dict, operation -> algorithm, e.g. {"all_reduce": "all_reduce_staged"}; others are planned.
+bank_bytes: int, staging memory per rank and bank, a multiple of 4096; default 1 MiB.
+mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; default 256 KiB.
+secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
+host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.)")
+      .def(py::init(&make_options))
+      .def_readwrite("algorithms", &BackendOptions::algorithms)
+      .def_readwrite("bank_bytes", &BackendOptions::bank_bytes)
+      .def_readwrite("mailbox_bytes", &BackendOptions::mailbox_bytes)
+      .def_readwrite("secret", &BackendOptions::secret)
+      .def_readwrite("host_id", &BackendOptions::host_id)
+      .def("__copy__", [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })
+      .def(
+          "__deepcopy__",
+          [](const BackendOptions& self, const py::dict&) { return c10::make_intrusive<BackendOptions>(self); },
+          py::arg("memo"));
+}
+
+void bind_topology(py::module_& m) {
+  py::class_<Topology>(m, "Topology", "Which ranks of a group share a node; str() is a table.")
+      .def_readonly("host_ids", &Topology::host_ids, "list[str]: per rank")
+      .def_readonly("nodes", &Topology::nodes, "list[list[int]]: ranks of each node; the first one leads")
+      .def_readonly("node_rank", &Topology::node_rank, "list[int]: per rank, index into nodes")
+      .def_readonly("local_rank", &Topology::local_rank, "list[int]: per rank, index inside its node")
+      .def_readonly("rank", &Topology::rank)
+      .def_property_readonly("world_size", &Topology::world_size)
+      .def("__str__", &to_table)
+      .def("__repr__", &to_table);
+}
+
+}  // namespace
+
+void bind_backend(py::module_& m) {
+  py::module_::import("torch.distributed");  // registers the base classes
+  bind_options(m);
+  bind_topology(m);
+  py::class_<BoundProcessGroup, c10d::Backend, c10::intrusive_ptr<BoundProcessGroup>>(m, "ProcessGroupZero")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                       const c10::intrusive_ptr<BackendOptions>& options, py::object make_cuda_backend) {
+             auto factory = backend_factory(std::move(make_cuda_backend));
+             py::gil_scoped_release no_gil;
+             return c10::make_intrusive<BoundProcessGroup>(store, rank, size, options, std::move(factory));
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"),
+           py::arg("make_cuda_backend") = py::none())
+      .def_property_readonly("options",
+                             [](BoundProcessGroup& self) {
+                               return c10::dynamic_intrusive_pointer_cast<BackendOptions>(self.getBackendOptions());
+                             })
+      .def_property_readonly("_timeout", &BoundProcessGroup::default_timeout)
+      .def("_set_default_timeout", &BoundProcessGroup::setTimeout, py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("abort", &BoundProcessGroup::abort, py::call_guard<py::gil_scoped_release>(),
+           "Ends every operation with an error, on the peers too; the group stays unusable. Never waits.")
+      .def("shutdown", &BoundProcessGroup::shutdown, py::call_guard<py::gil_scoped_release>(),
+           "Gives running operations a few seconds to end, then leaves the group.")
+      .def("topology", &BoundProcessGroup::topology, py::return_value_policy::copy)
+      .def("stats", [](const BoundProcessGroup& self) { return statistics(self); });
+  m.def("shutdown_all", &ProcessGroupZero::shutdown_all, py::call_guard<py::gil_scoped_release>(),
+        "Shuts every group of this process down; called at the interpreter's exit.");
+}
+
+}  // namespace zeropg

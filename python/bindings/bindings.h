@@ -1,0 +1,10 @@
+// One function per room of the core; each adds that room's classes to the module.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace zeropg {
+
+void bind_backend(pybind11::module_& m);
+
+}  // namespace zeropg

@@ -1,0 +1,7 @@
+// zeropg._C: the compiled core as Python sees it.
+#include "python/bindings/bindings.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The C++ core of zeropg; use the names of the package zeropg.";
+  zeropg::bind_backend(m);
+}
