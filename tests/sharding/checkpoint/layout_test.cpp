@@ -11,7 +11,8 @@ using c10::ScalarType;
 
 std::vector<TensorSpec> bytes_of(std::vector<int64_t> sizes) {
   std::vector<TensorSpec> tensors;
-  for (const int64_t size : sizes) tensors.push_back({std::string(1, 't').append(std::to_string(tensors.size())), {size}, ScalarType::Byte});
+  for (const int64_t size : sizes)
+    tensors.push_back({std::string(1, 't').append(std::to_string(tensors.size())), {size}, ScalarType::Byte});
   return tensors;
 }
 

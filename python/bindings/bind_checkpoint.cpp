@@ -1,0 +1,100 @@
+// Export and checkpoint files for Python: the layout, the parser and the writer. python/zeropg/_staged_files.py drives
+// them.
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "python/bindings/bindings.h"
+#include "sharding/checkpoint/layout.h"
+#include "sharding/checkpoint/safetensors.h"
+#include "sharding/checkpoint/writer.h"
+
+namespace py = pybind11;
+
+namespace zeropg {
+namespace {
+
+std::span<const std::byte> as_bytes(std::string_view text) {
+  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+Layout plan(const std::vector<std::string>& names, const std::vector<std::vector<int64_t>>& shapes,
+            const std::vector<at::ScalarType>& dtypes, uint64_t max_file_bytes, const std::string& stem,
+            const safetensors::Metadata& metadata) {
+  TORCH_CHECK_VALUE(names.size() == shapes.size() && names.size() == dtypes.size(),
+                    "names, shapes and dtypes differ in length");
+  std::vector<TensorSpec> tensors;
+  for (size_t index = 0; index < names.size(); ++index) tensors.push_back({names[index], shapes[index], dtypes[index]});
+  return plan_layout(tensors, max_file_bytes, stem, metadata);
+}
+
+// [(name, dtype, shape, begin, end)], metadata, data_offset
+py::tuple parse(const py::bytes& head, uint64_t file_bytes) {
+  const safetensors::Header header =
+      safetensors::parse_header(as_bytes(static_cast<std::string_view>(head)), file_bytes);
+  py::list tensors;
+  for (const safetensors::TensorEntry& tensor : header.tensors) {
+    tensors.append(py::make_tuple(tensor.name, tensor.dtype, tensor.shape, tensor.begin, tensor.end));
+  }
+  return py::make_tuple(tensors, header.metadata, header.data_offset);
+}
+
+}  // namespace
+
+void bind_checkpoint(py::module_& m) {
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const FileError& error) {
+      // With two arguments Python picks the subclass (FileNotFoundError, PermissionError ...) by errno.
+      const py::object arguments = py::make_tuple(error.code(), error.what());
+      PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    }
+  });
+
+  py::class_<FileLayout>(m, "FileLayout")
+      .def_readonly("name", &FileLayout::name)
+      .def_property_readonly("header", [](const FileLayout& file) { return py::bytes(file.header); })
+      .def_readonly("bytes", &FileLayout::bytes);
+  py::class_<TensorPlace>(m, "TensorPlace")
+      .def_readonly("file", &TensorPlace::file)
+      .def_readonly("offset", &TensorPlace::offset);
+  py::class_<Layout>(m, "Layout")
+      .def_readonly("files", &Layout::files)
+      .def_readonly("places", &Layout::places)
+      .def_readonly("tensor_bytes", &Layout::tensor_bytes);
+  m.def("plan_layout", torch::wrap_pybind_function_no_gil(plan), py::kw_only(), py::arg("names"), py::arg("shapes"),
+        py::arg("dtypes"), py::arg("max_file_bytes"), py::arg("stem"), py::arg("metadata"),
+        "Lays tensors out in safetensors files; a pure function of its arguments.");
+  m.def("parse_safetensors_header", torch::wrap_pybind_function(parse), py::arg("head"), py::arg("file_bytes"),
+        "Parses and validates the head of an untrusted safetensors file: (tensors, metadata, data_offset).");
+
+  py::class_<StagingBuffer>(m, "StagingBuffer").def(py::init<>());
+  using release_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<FileWriter>(m, "FileWriter")
+      .def_static("create", &FileWriter::create, py::arg("path"), py::arg("bytes"), release_gil())
+      .def_static("open", &FileWriter::open, py::arg("path"), py::arg("bytes"), release_gil())
+      .def(
+          "write",
+          [](FileWriter& writer, uint64_t offset, const at::Tensor& flat, at::ScalarType dtype,
+             StagingBuffer& staging) { writer.write(offset, flat, dtype, staging); },
+          py::arg("offset"), py::arg("flat"), py::arg("dtype"), py::arg("staging"), release_gil())
+      .def(
+          "write_bytes",
+          [](FileWriter& writer, uint64_t offset, const py::bytes& bytes) {
+            const auto view = as_bytes(static_cast<std::string_view>(bytes));
+            const py::gil_scoped_release no_gil;
+            writer.write(offset, view);
+          },
+          py::arg("offset"), py::arg("bytes"))
+      .def("sync", &FileWriter::sync, release_gil())
+      .def("close", &FileWriter::close, release_gil())
+      .def_property_readonly("path", &FileWriter::path)
+      .def_property_readonly("bytes", &FileWriter::bytes);
+}
+
+}  // namespace zeropg

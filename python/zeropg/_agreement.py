@@ -1,0 +1,117 @@
+"""Ranks tell each other how a step went, so that one rank's failure becomes the same clear error on all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# A peer's message is text to show, nothing more; a peer gone mad must not fill this rank's memory.
+_MAX_TEXT_BYTES = 1 << 20
+_EXCEPTIONS: dict[str, type[Exception]] = {
+    "OSError": OSError,
+    "ValueError": ValueError,
+    "TypeError": TypeError,
+    "NotImplementedError": NotImplementedError,
+    "MemoryError": MemoryError,
+    "RuntimeError": RuntimeError,  # last: others derive from it
+}
+
+
+def collective_device(group: dist.ProcessGroup) -> torch.device:
+    """Returns the device on which `group` moves small tensors: the CPU where it can."""
+    kinds = {device.type for device in group._device_types}
+    if "cpu" in kinds or not kinds:
+        return torch.device("cpu")
+    return torch.device(sorted(kinds)[0], torch.cuda.current_device())
+
+
+def together(group: dist.ProcessGroup, operation: str, action: Callable[[], Any]) -> list[Any]:
+    """Runs `action` on this rank and returns every rank's result, by rank. Collective.
+
+    Args:
+        group: all its ranks must call this, in the same order.
+        operation: the public function's name, for messages.
+        action: returns a JSON value. What it raises is raised on every rank, naming the ranks that failed.
+
+    Raises:
+        Exception: of the kind that the first failing rank met, with the same words on every rank.
+        DistBackendError: a rank is gone, so nobody knows how the step went there.
+    """
+    try:
+        report: dict[str, Any] = {"value": action()}
+    except Exception as error:
+        report = {"error": _describe(error), "message": _message(error), "errno": getattr(error, "errno", None)}
+        cause: Exception | None = error
+    else:
+        cause = None
+    with peers_needed(group, operation, cause):
+        reports = [json.loads(text) for text in _gather_texts(group, json.dumps(report))]
+    failed = {rank: entry for rank, entry in enumerate(reports) if "error" in entry}
+    if failed:
+        raise _joint_error(group, operation, failed) from cause
+    return [entry["value"] for entry in reports]
+
+
+@contextmanager
+def peers_needed(group: dist.ProcessGroup, operation: str, own_failure: Exception | None = None) -> Iterator[None]:
+    """Turns a failed collective inside the block into a DistBackendError that says what it means for `operation`."""
+    try:
+        yield
+    except Exception as error:
+        own = f"; this rank itself had failed: {own_failure}" if own_failure else ""
+        raise dist.DistBackendError(
+            f"[zeropg rank {group.rank()}/{group.size()}] {operation}: the ranks cannot reach each other any more: one "
+            f"of them died or is stuck ({error}){own}; look at the other ranks' logs, then start again"
+        ) from (own_failure or error)
+
+
+def _describe(error: Exception) -> str:
+    return next((name for name, kind in _EXCEPTIONS.items() if isinstance(error, kind)), type(error).__name__)
+
+
+def _message(error: Exception) -> str:
+    # The core's OSErrors say path, offset and errno themselves; Python's say them in str().
+    if isinstance(error, OSError) and error.filename is None and error.strerror:
+        return error.strerror
+    return str(error)
+
+
+def _joint_error(group: dist.ProcessGroup, operation: str, failed: dict[int, dict[str, Any]]) -> Exception:
+    ranks_by_message: dict[str, list[str]] = {}
+    for rank, entry in failed.items():
+        kind = "" if entry["error"] in _EXCEPTIONS else f"{entry['error']}: "
+        ranks_by_message.setdefault(kind + str(entry["message"]), []).append(str(rank))
+    what = "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}: {message}"
+        for message, ranks in ranks_by_message.items()
+    )
+    text = f"[zeropg rank {group.rank()}/{group.size()}] {operation}: {what}"
+    first = next(iter(failed.values()))
+    error = _EXCEPTIONS.get(str(first["error"]), RuntimeError)(text)
+    if isinstance(error, OSError):
+        error.errno = first["errno"]  # str(error) stays the text: it names the number already
+    return error
+
+
+def _gather_texts(group: dist.ProcessGroup, text: str) -> list[str]:
+    device = collective_device(group)
+    data = text.encode()
+    if len(data) > _MAX_TEXT_BYTES:
+        data = json.dumps({"error": "RuntimeError", "message": text[: _MAX_TEXT_BYTES // 8]}).encode()
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    lengths = [torch.empty_like(length) for _ in range(group.size())]
+    dist.all_gather(lengths, length, group=group)
+    sizes = [int(value) for value in lengths]
+    if not all(0 < size <= _MAX_TEXT_BYTES for size in sizes):
+        raise RuntimeError(f"the ranks sent texts of {sizes} bytes, expected 1 to {_MAX_TEXT_BYTES}")
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    padded = padded.to(device)
+    texts = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(texts, padded, group=group)
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(texts, sizes, strict=True)]
