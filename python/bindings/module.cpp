@@ -5,4 +5,5 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "The C++ core of zeropg; use the names of the package zeropg.";
   zeropg::bind_backend(m);
   zeropg::bind_checkpoint(m);
+  zeropg::bind_optim(m);
 }
