@@ -163,6 +163,25 @@ def check_many_files(pool, directory: Path) -> None:
     assert index["metadata"]["total_size"] == expected.metadata["total_size"]
 
 
+def save_every_stage(directory: Path) -> list[str | None]:
+    import zeropg
+
+    return [
+        save(zeropg.fully_shard(Model(), stage=stage, param_dtype=dtype), directory / f"{stage} {dtype}")
+        for stage in (0, 1, 2, 3)
+        for dtype in (None, torch.bfloat16)
+    ]
+
+
+def test_every_stage_exports_its_masters(tmp_path):
+    zeropg = pytest.importorskip("zeropg")
+    if not hasattr(zeropg, "fully_shard"):
+        pytest.skip("this build has no sharded module")
+    assert run_ranks(3, save_every_stage, tmp_path) == [[None] * 8] * 3
+    for directory in tmp_path.iterdir():
+        assert_same(load(directory), expected_tensors(Model()))
+
+
 def test_ignored_parameters_come_from_rank_0(rank_pool, tmp_path):
     ignored = ("embed.weight", "bn.weight")
     assert rank_pool(2, "gloo").run(save_fresh, tmp_path, {}, 0, ignored) == [None, None]
