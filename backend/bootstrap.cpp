@@ -137,7 +137,15 @@ BootstrapResult connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size
   own.socket_name = "zeropg-" + random_hex(16);
   // Everybody listens before anybody knows who leads, so no member ever knocks at a door that is not there yet.
   Descriptor listener = listen_local(own.socket_name);
-  GroupMap map = rendezvous.exchange(own);
+  GroupMap map = [&] {
+    try {
+      return rendezvous.exchange(own);
+    } catch (const c10::DistNetworkError& error) {
+      C10_THROW_ERROR(DistBackendError,
+                      c10::str("the rendezvous store: ", error.what_without_backtrace(),
+                               "; the process that serves it (rank 0 or the launcher) may have ended"));
+    }
+  }();
 
   BootstrapResult result;
   result.topology = make_topology(std::move(map.host_ids), rank);

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include "backend/authentication.h"
@@ -14,7 +14,9 @@
 namespace zeropg {
 namespace {
 
-constexpr std::chrono::milliseconds kSlice{1000};  // of a wait in the store; then the failure key is looked at
+constexpr std::chrono::microseconds kShortestPause{100};  // between two questions to the store
+constexpr std::chrono::milliseconds kLongestPause{10};
+constexpr std::chrono::microseconds kPausePerRank{50};  // many ranks share one store
 constexpr size_t kMaxTextBytes = 1 << 16;
 const char* const kMapKey = "zeropg/map";
 const char* const kFailureKey = "zeropg/failure";
@@ -188,26 +190,29 @@ std::vector<RankRecord> Rendezvous::collect(const RankRecord& own) {
   return records;
 }
 
+// Asks instead of Store::wait: that one cannot be interrupted by a failure elsewhere, and a TCPStore writes warnings to
+// the log whenever a wait runs out. The pauses grow with the time waited, so they add a quarter to it at most.
 void Rendezvous::wait_for(const std::vector<std::string>& keys) {
-  while (true) {
-    const auto start = Clock::now();
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - start);
-    const auto slice = std::clamp<std::chrono::milliseconds>(left, std::chrono::milliseconds(1), kSlice);
-    try {
-      store_->wait(keys, slice);
-      return;
-    } catch (const c10::Error&) {
-      // Stores differ in what they throw when the time is over; anything sooner is a fault of the store.
-      if (Clock::now() - start < slice * 9 / 10) throw;
+  const auto start = Clock::now();
+  const auto longest_pause = kLongestPause + world_size_ * kPausePerRank;
+  auto next_look = start + kTick;
+  while (!store_->check(keys)) {
+    const auto now = Clock::now();
+    if (now >= next_look) {
+      throw_if_a_rank_failed();
+      next_look = now + kTick;
     }
-    throw_if_a_rank_failed();
-    if (Clock::now() < deadline_) continue;
-    const std::vector<int32_t> missing = missing_ranks();
-    C10_THROW_ERROR(DistBackendError,
-                    c10::str(missing.empty() ? "rank 0" : format_ranks(missing),
-                             " did not come to the store in time; look at what those ranks were doing, or raise the "
-                             "timeout"));
+    if (now >= deadline_) throw_late();
+    const auto pause = std::clamp<Clock::duration>((now - start) / 4, kShortestPause, longest_pause);
+    std::this_thread::sleep_for(std::min<Clock::duration>(pause, deadline_ - now));
   }
+}
+
+void Rendezvous::throw_late() {
+  const std::vector<int32_t> missing = missing_ranks();
+  C10_THROW_ERROR(DistBackendError, c10::str(missing.empty() ? "rank 0" : format_ranks(missing),
+                                             " did not come to the store in time; look at what those ranks were doing, "
+                                             "or raise the timeout"));
 }
 
 std::vector<int32_t> Rendezvous::missing_ranks() {

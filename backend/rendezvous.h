@@ -47,6 +47,7 @@ class Rendezvous {
  private:
   std::vector<RankRecord> collect(const RankRecord& own);
   void wait_for(const std::vector<std::string>& keys);
+  [[noreturn]] void throw_late();
   std::vector<int32_t> missing_ranks();
 
   c10::intrusive_ptr<c10d::Store> store_;

@@ -92,7 +92,8 @@ class ShmArena {
   RankState state_of(int32_t rank) const;
   std::string failure_of(int32_t rank) const;  // "" unless kFailed; at most kFailureBytes, printable
   // Whether the process of that rank still exists; true for a rank that has not joined yet (its deadline is the
-  // bootstrap's). A system call: for slow paths only.
+  // bootstrap's). Look at state_of first: a rank that departed or failed may well have let go of its arena. A system
+  // call: for slow paths only.
   bool is_process_alive(int32_t rank) const;
 
   // Doorbells: one event descriptor per process, handed out in the bootstrap. A sleeping rank sets its word, looks once
