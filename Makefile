@@ -38,13 +38,13 @@ smoke: build $(BUILD)/installed.stamp
 	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest tests -m smoke $(ARGS)
 
 lint: $(VENV)/requirements.stamp
-	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
+	@$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 format: $(VENV)/requirements.stamp
-	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
+	@$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

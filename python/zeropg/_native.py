@@ -45,6 +45,6 @@ def _check_versions() -> None:
 
 _check_versions()
 
-from zeropg import _C  # noqa: E402  (only after the check)
+import zeropg._C as _C  # noqa: E402  (only after the check)
 
 __all__ = ["_C"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from zeropg._native import _C
 from zeropg._commit import INDEX_NAME, commit, remove_dead_leftovers, temporary_name, write_small_file
+from zeropg._native import _C
 
 
 class StagedFiles:
