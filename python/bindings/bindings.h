@@ -8,5 +8,6 @@ namespace zeropg {
 void bind_backend(pybind11::module_& m);
 void bind_checkpoint(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
+void bind_sharding(pybind11::module_& m);
 
 }  // namespace zeropg

@@ -1,8 +1,36 @@
-"""A topology-aware c10d backend and ZeRO sharding for PyTorch."""
+"""A topology-aware c10d backend and ZeRO sharding for PyTorch.
+
+The backend: `torch.distributed.init_process_group("zeropg")`, also without importing this package.
+The sharded module: `fully_shard(model)` and `shard_optimizer(optimizer, model)`, over any c10d process group.
+"""
 
 from __future__ import annotations
 
 import _zeropg_register
 from zeropg import _native as _native  # checks versions before anything loads the core
+from zeropg.access import clip_grad_norm_, full_gradients, full_parameters, local_shards, no_sync
+from zeropg.backend import BackendOptions, Topology, stats, topology
+from zeropg.export import save_16bit_weights
+from zeropg.fully_sharded import FullyShardedModule, fully_shard
+from zeropg.optim import shard_optimizer
+from zeropg.state_dict import full_state_dict, load_full_state_dict
 
 _zeropg_register.register()
+
+__all__ = [
+    "BackendOptions",
+    "FullyShardedModule",
+    "Topology",
+    "clip_grad_norm_",
+    "full_gradients",
+    "full_parameters",
+    "full_state_dict",
+    "fully_shard",
+    "load_full_state_dict",
+    "local_shards",
+    "no_sync",
+    "save_16bit_weights",
+    "shard_optimizer",
+    "stats",
+    "topology",
+]

@@ -1,0 +1,158 @@
+// Python's view of sharding/: the core of a sharded model and its flat parameters.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/extension.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "python/bindings/bindings.h"
+#include "sharding/sharded_module.h"
+
+namespace py = pybind11;
+
+namespace zeropg {
+namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+// One flat parameter of a model, as optimizers, state dicts and exports see it. Keeps the model's core alive.
+struct FlatGroup {
+  std::shared_ptr<ShardedModule> module;
+  int64_t index;
+
+  FlatParameter& flat() const { return *module->flats()[index]; }
+
+  int64_t slot_of(const at::Tensor& parameter) const {
+    const auto& slots = flat().slots();
+    for (size_t i = 0; i < slots.size(); ++i) {
+      if (slots[i].parameter.unsafeGetTensorImpl() == parameter.unsafeGetTensorImpl()) {
+        return static_cast<int64_t>(i);
+      }
+    }
+    TORCH_CHECK_VALUE(false, "[zeropg] the parameter does not belong to ", flat().describe());
+  }
+
+  // (parameter, name, start, stop) of every parameter in the master's range; start and stop index the master.
+  py::list segments() const {
+    py::list result;
+    const FlatParameter& f = flat();
+    for (const SlotRange& range : f.slots_in(f.master_start, f.master_start + f.master.numel())) {
+      const int64_t start = range.flat_start - f.master_start;
+      result.append(py::make_tuple(f.slots()[range.slot].parameter, f.slots()[range.slot].names.front(), start,
+                                   start + range.stop - range.start));
+    }
+    return result;
+  }
+
+  // (name, tensor, start, stop) of this rank's own slice; start and stop index the flattened parameter.
+  py::list local_shards() const {
+    py::list result;
+    const FlatParameter& f = flat();
+    for (const SlotRange& range : f.slots_in(f.shard_start(), f.shard_start() + f.layout().shard_numel)) {
+      result.append(py::make_tuple(f.slots()[range.slot].names.front(),
+                                   f.master.narrow(0, range.flat_start - f.master_start, range.stop - range.start),
+                                   range.start, range.stop));
+    }
+    return result;
+  }
+
+  // (names, parameter, offset, numel) of every parameter in the flat buffer.
+  py::list slots() const {
+    py::list result;
+    for (const ParameterSlot& slot : flat().slots()) {
+      result.append(py::make_tuple(slot.names, slot.parameter, slot.offset, slot.numel));
+    }
+    return result;
+  }
+};
+
+using PySource = std::tuple<std::string, std::vector<std::pair<std::vector<std::string>, at::Tensor>>, bool>;
+
+std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
+                                      const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t stage,
+                                      std::optional<c10::ScalarType> param_dtype,
+                                      std::optional<c10::ScalarType> reduce_dtype, bool reshard_after_forward) {
+  std::vector<ShardedModule::UnitSource> sources;
+  for (const auto& [name, parameters, needs_private_copy] : units) {
+    ShardedModule::UnitSource source{name, {}, needs_private_copy};
+    for (const auto& [names, parameter] : parameters) {
+      source.parameters.push_back({names, parameter});
+    }
+    sources.push_back(std::move(source));
+  }
+  ShardingOptions options;
+  options.stage = kStages.at(stage);
+  options.param_dtype = param_dtype;
+  options.reduce_dtype = reduce_dtype;
+  options.reshard_after_forward = reshard_after_forward;
+  return ShardedModule::create(sources, group, options);
+}
+
+}  // namespace
+
+void bind_sharding(py::module_& m) {
+  py::class_<FlatGroup>(m, "FlatGroup", "The parameters of one unit that share a dtype, as one flat buffer.")
+      .def_property_readonly("master", [](const FlatGroup& self) { return self.flat().master; })
+      .def_property_readonly("parameter_out",
+                             [](const FlatGroup& self) -> std::optional<at::Tensor> {
+                               const at::Tensor& out = self.flat().parameter_out;
+                               return out.defined() ? std::optional<at::Tensor>(out) : std::nullopt;
+                             })
+      .def_property_readonly("is_trainable", [](const FlatGroup& self) { return self.flat().is_trainable(); })
+      .def_property_readonly("master_start", [](const FlatGroup& self) { return self.flat().master_start; })
+      .def_property_readonly("shard_start", [](const FlatGroup& self) { return self.flat().shard_start(); })
+      .def_property_readonly("shard_numel", [](const FlatGroup& self) { return self.flat().layout().shard_numel; })
+      .def_property_readonly("total_numel", [](const FlatGroup& self) { return self.flat().layout().total_numel; })
+      .def_property_readonly("unit_name", [](const FlatGroup& self) { return self.flat().unit_name(); })
+      .def_property_readonly("segments", &FlatGroup::segments)
+      .def_property_readonly("slots", &FlatGroup::slots)
+      .def_property_readonly("local_shards", &FlatGroup::local_shards)
+      .def("grad",
+           [](const FlatGroup& self) -> std::optional<at::Tensor> {
+             const at::Tensor gradient = self.module->gradient(self.index);
+             return gradient.defined() ? std::optional<at::Tensor>(gradient) : std::nullopt;
+           })
+      .def("has_grad",
+           [](const FlatGroup& self, const at::Tensor& parameter) {
+             return self.module->has_gradient(self.index, self.slot_of(parameter));
+           })
+      .def(
+          "gather_master", [](const FlatGroup& self) { return self.module->gather_master(self.index); }, ReleaseGil())
+      .def("load", [](const FlatGroup& self, int64_t slot, const at::Tensor& value) {
+        self.module->load_parameter(self.index, slot, value);
+      });
+
+  py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
+      .def(py::init(&create), py::arg("units"), py::arg("process_group"), py::kw_only(), py::arg("stage"),
+           py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("reshard_after_forward"), ReleaseGil())
+      .def("pre_forward", &ShardedModule::pre_forward, ReleaseGil())
+      .def("post_forward", &ShardedModule::post_forward, ReleaseGil())
+      .def("set_synchronize", &ShardedModule::set_synchronize)
+      .def_property_readonly("synchronizes", &ShardedModule::synchronizes)
+      .def("unshard_all", &ShardedModule::unshard_all, ReleaseGil())
+      .def("reshard_all", &ShardedModule::reshard_all, ReleaseGil())
+      .def("begin_step", &ShardedModule::begin_step, ReleaseGil())
+      .def("end_step", &ShardedModule::end_step, ReleaseGil())
+      .def("zero_gradients", &ShardedModule::zero_gradients)
+      .def("show_full_gradients", &ShardedModule::show_full_gradients, ReleaseGil())
+      .def("hide_full_gradients", &ShardedModule::hide_full_gradients)
+      .def("dissolve", &ShardedModule::dissolve, ReleaseGil())
+      .def("clip_grad_norm", &ShardedModule::clip_grad_norm, ReleaseGil())
+      .def("communication_seconds", &ShardedModule::communication_seconds)
+      .def("memory_report", &ShardedModule::memory_report)
+      .def("changed_parameters", &ShardedModule::changed_parameters)
+      .def_property_readonly("is_inside_full_parameters", &ShardedModule::is_inside_full_parameters)
+      .def_property_readonly("stage", [](const ShardedModule& self) { return self.options().stage.number; })
+      .def_property_readonly("rank", &ShardedModule::rank)
+      .def_property_readonly("world_size", &ShardedModule::world_size)
+      .def_property_readonly("process_group", &ShardedModule::group)
+      .def_property_readonly("fetch_name", &ShardedModule::fetch_name)
+      .def_property_readonly("flat_groups", [](const std::shared_ptr<ShardedModule>& self) {
+        std::vector<FlatGroup> groups;
+        for (size_t i = 0; i < self->flats().size(); ++i) {
+          groups.push_back({self, static_cast<int64_t>(i)});
+        }
+        return groups;
+      });
+}
+
+}  // namespace zeropg

@@ -1,0 +1,118 @@
+"""What Python keeps about a sharded model beside the C++ core: its modules, its hooks and who may have changed it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zeropg._native import _C
+from zeropg._units import UnitPlan
+
+
+@dataclass
+class ShardedState:
+    """One per sharded model, on the root as `_zeropg_state`; `_zeropg` is its core."""
+
+    model: nn.Module
+    core: _C.ShardedModule
+    plans: list[UnitPlan]
+    param_dtype: torch.dtype | None
+    handles: list[RemovableHandle] = field(default_factory=list)
+    places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, str]] = field(default_factory=list)
+    has_said_full_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        known = {id(parameter): names[0] for plan in self.plans for names, parameter in plan.parameters}
+        for module in self.model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in known:
+                    self.places.append((module._parameters, key, parameter, known[id(parameter)]))
+        for index, plan in enumerate(self.plans):
+            self._install(index, plan.module, is_root=plan is self.plans[-1])
+
+    def _install(self, index: int, module: nn.Module, *, is_root: bool) -> None:
+        core = self.core
+        shards_parameters = core.stage == 3
+
+        def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if is_root:
+                self.check_unchanged()
+                if self.param_dtype is not None:
+                    args, kwargs = _map_tensors((args, kwargs), self._to_param_dtype)
+            if not shards_parameters or not torch.is_grad_enabled():
+                core.pre_forward(index, [])
+                return args, kwargs
+            tensors: list[torch.Tensor] = []
+            _map_tensors((args, kwargs), lambda tensor: tensors.append(tensor) or tensor)
+            if not any(tensor.requires_grad for tensor in tensors):
+                core.pre_forward(index, [])
+                return args, kwargs
+            aliases = iter(core.pre_forward(index, tensors))
+            return _map_tensors((args, kwargs), lambda tensor: next(aliases))
+
+        def post_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            tensors: list[torch.Tensor] = []
+            if torch.is_grad_enabled():
+                _map_tensors(output, lambda tensor: tensors.append(tensor) or tensor)
+            core.post_forward(index, tensors)
+
+        self.handles.append(module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(post_forward, with_kwargs=True))
+
+    def _to_param_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.param_dtype) if tensor.is_floating_point() else tensor
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError naming parameters that were replaced, moved, resized or (un)frozen since fully_shard."""
+        replaced = [name for owner, key, parameter, name in self.places if owner.get(key) is not parameter]
+        changed = replaced or self.core.changed_parameters()
+        if changed:
+            raise RuntimeError(
+                f"[zeropg rank {self.core.rank}/{self.core.world_size}] forward: {', '.join(map(repr, changed))} changed "
+                "after fully_shard (replaced, moved, cast, resized, or requires_grad flipped); expected the parameters "
+                "that were sharded. Make such changes before fully_shard; to set values use "
+                "`with zeropg.full_parameters(model, writable=True):` or zeropg.load_full_state_dict."
+            )
+
+    def remove(self) -> None:
+        """Takes the hooks off; the core is given up by whoever calls."""
+        for handle in self.handles:
+            handle.remove()
+
+
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Replaces the tensors in nested tuples, lists and dicts (and their subclasses, as Hugging Face's outputs)."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        items = [_map_tensors(item, function) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        items = [_map_tensors(item, function) for item in value]
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
+    if isinstance(value, dict):
+        mapped = {key: _map_tensors(item, function) for key, item in value.items()}
+        return value if all(mapped[key] is value[key] for key in mapped) else mapped
+    return value
+
+
+def state_of(model: nn.Module, operation: str) -> ShardedState:
+    """Returns the state of a sharded model; raises ValueError naming `operation` where the model is not (the root of) one."""
+    state = getattr(model, "_zeropg_state", None)
+    if isinstance(state, ShardedState):
+        return state
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"[zeropg] {operation}: expected a module, got {type(model).__name__}.")
+    hint = (
+        "it is a unit of a larger sharded model: pass that model"
+        if getattr(model, "_zeropg_is_unit", False)
+        else "call zeropg.fully_shard(model) first"
+    )
+    raise ValueError(f"[zeropg] {operation}: this {type(model).__name__} is not a sharded model; {hint}.")

@@ -1,0 +1,128 @@
+"""Which modules of a model are units, and which parameters each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+# What a caller may give as a unit: a submodule, its name, or a class all of whose instances are meant.
+UnitChoice = nn.Module | str | type[nn.Module]
+
+
+@dataclass
+class UnitPlan:
+    """One unit: its module and the parameters that are made whole when it runs."""
+
+    name: str  # of the module, as in named_modules(); "" is the root
+    module: nn.Module
+    parameters: list[tuple[list[str], nn.Parameter]] = field(default_factory=list)  # all names of each, first is saved
+
+    @property
+    def needs_private_copy(self) -> bool:
+        """RNN kernels on CPU ask for a writable pointer to weights, which memory shared with other ranks refuses."""
+        return any(isinstance(module, nn.RNNBase) for module in self.module.modules())
+
+
+def choose_units(model: nn.Module, units: Iterable[UnitChoice] | None) -> list[tuple[str, nn.Module]]:
+    """Returns (name, module) of every unit but the root, in named_modules() order.
+
+    By default the children of every `nn.ModuleList` that is not inside another unit: the blocks of a transformer.
+    """
+    if units is None:
+        return _children_of_module_lists(model)
+    chosen: set[nn.Module] = set()
+    for unit in units:
+        if isinstance(unit, type):
+            found = [module for module in model.modules() if isinstance(module, unit)]
+            what = f"class {unit.__qualname__}"
+        elif isinstance(unit, str):
+            found = [module for name, module in model.named_modules() if name == unit]
+            what = f"name {unit!r}"
+        else:
+            found = [module for module in model.modules() if module is unit]
+            what = f"a {type(unit).__name__}"
+        if not found:
+            raise ValueError(
+                f"[zeropg] fully_shard: units contains {what}, which is no submodule of the {type(model).__name__}; "
+                "expected submodules, their names as in named_modules(), or their classes."
+            )
+        chosen.update(found)
+    return [(name, module) for name, module in model.named_modules() if module in chosen and module is not model]
+
+
+def _children_of_module_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    units: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(unit + ".") for unit, _ in units):
+            units += [(f"{name}.{index}" if name else index, child) for index, child in module.named_children()]
+    return units
+
+
+def plan_units(
+    model: nn.Module, units: Iterable[UnitChoice] | None, ignored_params: Iterable[nn.Parameter] | None
+) -> list[UnitPlan]:
+    """Gives every parameter to the innermost unit around it; one that several units use goes to the root, which is last."""
+    ignored = {id(parameter) for parameter in ignored_params or ()}
+    chosen = choose_units(model, units)
+    plans = [UnitPlan(name, module) for name, module in chosen]
+    root = UnitPlan("", model)
+    plan_of_prefix = {plan.name: plan for plan in plans}
+
+    names: dict[int, list[str]] = {}
+    homes: dict[int, list[UnitPlan]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in ignored:
+            continue
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+        home = _innermost(name, plan_of_prefix) or root
+        if all(home is not other for other in homes.setdefault(id(parameter), [])):
+            homes[id(parameter)].append(home)
+    for key, parameter in parameters.items():
+        home = homes[key][0] if len(homes[key]) == 1 else root
+        home.parameters.append((names[key], parameter))
+    return [plan for plan in plans if plan.parameters] + [root]
+
+
+def _innermost(parameter_name: str, plan_of_prefix: dict[str, UnitPlan]) -> UnitPlan | None:
+    parts = parameter_name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        plan = plan_of_prefix.get(".".join(parts[:length]))
+        if plan is not None:
+            return plan
+    return None
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Gives memory to parameters and buffers that are on `meta`, and their modules' own initial values.
+
+    Parameters keep their identity (`torch.utils.swap_tensors`), so an optimizer made before still holds them.
+    """
+    for name, module in model.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if not any(tensor.is_meta for _, tensor in own):
+            continue
+        initialize = getattr(module, "reset_parameters", None)
+        if initialize is None and hasattr(model, "_init_weights"):  # Hugging Face models
+
+            def initialize(module: nn.Module = module) -> None:
+                model._init_weights(module)
+
+        if initialize is None:
+            meta = ", ".join(f"{name}.{key}" if name else key for key, tensor in own if tensor.is_meta)
+            raise ValueError(
+                f"[zeropg] fully_shard: {meta} are on the meta device and {type(module).__name__} has no "
+                "reset_parameters() to give them values; add it, or build the model on a real device."
+            )
+        for key, tensor in own:
+            if tensor.is_meta:
+                fresh = torch.empty_like(tensor, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    torch.utils.swap_tensors(tensor, nn.Parameter(fresh, requires_grad=tensor.requires_grad))
+                else:
+                    module._buffers[key] = fresh
+        initialize()

@@ -1,0 +1,100 @@
+"""Whole parameters and gradients, local shards, accumulation without communication, clipping."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from zeropg._state import state_of
+
+
+@contextlib.contextmanager
+def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[None]:
+    """Makes every parameter whole on every rank inside the `with`. All ranks must enter and leave.
+
+    writable: what is written inside becomes the parameters' value. Every rank must write the same: each keeps its own
+      slice. Elements that are not changed keep their masters' full precision. Without it, writing raises where the memory
+      is shared between ranks, and is undefined elsewhere.
+
+    Needs memory for the whole model where parameters are not shared inside the node.
+    """
+    core = state_of(model, "full_parameters").core
+    core.unshard_all(writable)
+    try:
+        yield
+    except BaseException:
+        core.reshard_all(False)
+        raise
+    core.reshard_all(writable)
+
+
+@contextlib.contextmanager
+def full_gradients(model: nn.Module) -> Iterator[None]:
+    """Makes every `.grad` whole and readable on every rank inside the `with`: the averaged gradient, [shape of the
+    parameter] in the master's dtype. Writing to it has no effect in stages 2 and 3. All ranks must enter."""
+    core = state_of(model, "full_gradients").core
+    core.show_full_gradients()
+    try:
+        yield
+    finally:
+        core.hide_full_gradients()
+
+
+def local_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
+    """Yields (name, tensor, start, stop) for the part of each parameter that this rank owns.
+
+    tensor: 1-D, the master's elements [start, stop) of the flattened parameter; a live view, so writing changes the master
+      (a 16-bit parameter follows at the next step). Over all ranks every parameter is covered exactly once, in every stage.
+    """
+    for group in state_of(model, "local_shards").core.flat_groups:
+        yield from group.local_shards
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulates gradients without communication inside the `with`; the first backward after it reduces the sum.
+
+    Stages 2 and 3 hold whole gradients meanwhile, which is said once. All ranks must run the same number of backwards.
+    """
+    state = state_of(model, "no_sync")
+    if state.core.stage >= 2 and not state.has_said_full_gradients:
+        state.has_said_full_gradients = True
+        if state.core.rank == 0:
+            warnings.warn(
+                f"[zeropg] no_sync in stage {state.core.stage}: each rank holds whole gradients until the next backward "
+                "outside of it. To keep them sharded, leave no_sync away: every backward then reduces.",
+                stacklevel=3,
+            )
+    before = state.core.synchronizes
+    state.core.set_synchronize(False)
+    try:
+        yield
+    finally:
+        state.core.set_synchronize(before)
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scales all gradients so that their total norm is at most max_norm; returns the norm before. All ranks must call.
+
+    The norm is that of the averaged gradient of the whole model, summed in fp64 in one order: the same bits on every rank
+    and in every stage.
+
+    Returns a scalar tensor in the masters' dtype. Raises RuntimeError for a norm that is inf or nan with
+    error_if_nonfinite.
+    """
+    core = state_of(model, "clip_grad_norm_").core
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if math.isnan(max_norm) or max_norm < 0:
+        raise ValueError(f"[zeropg] clip_grad_norm_: max_norm is {max_norm}; expected a number >= 0.")
+    if math.isnan(norm_type) or norm_type <= 0:
+        raise ValueError(f"[zeropg] clip_grad_norm_: norm_type is {norm_type}; expected a number > 0, or float('inf').")
+    norm = core.clip_grad_norm(max_norm, norm_type, error_if_nonfinite)
+    trainable = [group.master for group in core.flat_groups if group.is_trainable]
+    return torch.tensor(norm, dtype=trainable[0].dtype if trainable else torch.float32)

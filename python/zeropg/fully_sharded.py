@@ -1,0 +1,259 @@
+"""`fully_shard`: turns a model into a sharded one, in place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeropg._native import _C
+from zeropg._state import ShardedState
+from zeropg._units import UnitChoice, materialize, plan_units
+
+_STAGES = (0, 1, 2, 3)
+
+
+class FullyShardedModule(nn.Module):
+    """Mixed into the class of a sharded model and of its units; `isinstance(model, zeropg.FullyShardedModule)`."""
+
+    _zeropg_state: ShardedState
+    _zeropg: _C.ShardedModule
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module's; `set_to_none=False` zeroes the accumulated gradients, sharded or not."""
+        state = getattr(self, "_zeropg_state", None)
+        if set_to_none or state is None:
+            super().zero_grad(set_to_none=True)
+        else:
+            state.core.zero_gradients()
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's, from full tensors, in every stage; masters take the values at full precision. Collective."""
+        from zeropg.state_dict import load_into
+
+        if assign:
+            raise NotImplementedError(
+                "[zeropg] load_state_dict(assign=True) would replace sharded parameters; use assign=False."
+            )
+        if not hasattr(self, "_zeropg_state"):
+            raise NotImplementedError(
+                "[zeropg] load_state_dict on a unit of a sharded model; call it on the model, or zeropg.load_full_state_dict."
+            )
+        return load_into(self, state_dict, strict, super().load_state_dict)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(
+            "[zeropg] a sharded model cannot be copied: its memory is shared between ranks. Build a second model and load "
+            "zeropg.full_state_dict(model) into it, or copy before fully_shard; for averages of weights use "
+            "zeropg.local_shards(model)."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "[zeropg] a sharded model cannot be pickled. Save zeropg.full_state_dict(model), or export with "
+            "zeropg.save_16bit_weights(model, directory)."
+        )
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    stage: int = 3,
+    mesh: DeviceMesh | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    units: Iterable[UnitChoice] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    buffer_dtype: torch.dtype | None = None,
+    offload_params: Any = None,
+    offload_optimizer: Any = None,
+    compression: Any = None,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Shards a module over the ranks of a process group, in place. All ranks must call.
+
+    Afterwards the module is trained as before; its optimizer goes through `zeropg.shard_optimizer`. Parameters keep
+    identity, names and shapes. Rank 0's values win.
+
+    Args:
+      module: the model. Called on a submodule first, that submodule becomes a unit of the model that is sharded later.
+      stage: what is sharded. 0: nothing (as DDP); 1: masters and optimizer state; 2: gradients too; 3: parameters too.
+      mesh: a one-dimensional DeviceMesh, or
+      process_group: the group to shard over, of any backend; default: the world.
+      units: what is made whole together: submodules, their names or classes. Default: the children of every
+        nn.ModuleList, i.e. the blocks; what remains belongs to the root.
+      ignored_params: left alone: neither sharded nor reduced.
+      param_dtype: dtype of computation, seen in `p.dtype`; default: each parameter's own. 16-bit parameters have fp32
+        masters, which are what is updated and saved. Floating inputs of the model are cast to it.
+      reduce_dtype: dtype of gradients on the wire; default: the masters' (fp32, or fp64).
+      buffer_dtype: floating buffers are cast to it; default: as they are.
+      offload_params, offload_optimizer, compression: not available in this version.
+      reshard_after_forward: stage 3: False keeps a unit whole from its forward to its backward (memory for speed).
+
+    Returns the same module, whose class is a subclass of both its own class and `zeropg.FullyShardedModule`.
+
+    Raises ValueError for a module without parameters, a stage other than 0 to 3, both mesh and process_group, or parameters
+    that differ in shape between ranks; NotImplementedError for what is not available.
+    """
+    _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
+    for name, value in {
+        "offload_params": offload_params,
+        "offload_optimizer": offload_optimizer,
+        "compression": compression,
+    }.items():
+        if value is not None:
+            raise NotImplementedError(f"[zeropg] fully_shard: {name} is not available in this version; leave it None.")
+    group = _group(mesh, process_group)
+    _absorb_inner_calls(module)
+    device = next((p.device for p in module.parameters() if not p.is_meta), _default_device(group))
+    materialize(module, device)
+    plans = plan_units(module, _inner_units(module) if units is None else units, ignored_params)
+    if not any(plan.parameters for plan in plans):
+        raise ValueError(
+            f"[zeropg] fully_shard: the {type(module).__name__} has no parameters to shard; expected at least one "
+            "(ignored_params do not count)."
+        )
+    _check_same_on_all_ranks(plans, stage, group)
+    _prepare_buffers(module, buffer_dtype, group)
+    core = _C.ShardedModule(
+        [(plan.name, plan.parameters, plan.needs_private_copy) for plan in plans],
+        group,
+        stage=stage,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        reshard_after_forward=reshard_after_forward,
+    )
+    module._zeropg = core
+    module._zeropg_state = ShardedState(module, core, plans, param_dtype)
+    for plan in plans:
+        plan.module._zeropg_is_unit = True
+        _swap_class(plan.module)
+    if core.rank == 0:
+        print(_summary(core, plans, param_dtype, reduce_dtype), file=sys.stderr)
+    return module
+
+
+def _check(module: nn.Module, stage: int, *dtypes: torch.dtype | None) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"[zeropg] fully_shard: expected a torch.nn.Module, got {type(module).__name__}.")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"[zeropg] fully_shard: a {type(module).__name__} has no forward, so nothing would make its parameters whole; "
+            "shard the model that contains it, or its children one by one."
+        )
+    if getattr(module, "_zeropg_state", None) is not None:
+        raise ValueError(f"[zeropg] fully_shard: this {type(module).__name__} is sharded already; call it once.")
+    if stage not in _STAGES:
+        raise ValueError(f"[zeropg] fully_shard: stage is {stage!r}; expected 0, 1, 2 or 3.")
+    for dtype in dtypes:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"[zeropg] fully_shard: got dtype {dtype!r}; expected a floating dtype such as torch.bfloat16."
+            )
+
+
+def _group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if mesh is not None and process_group is not None:
+        raise ValueError("[zeropg] fully_shard: got both mesh and process_group; pass one of them.")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"[zeropg] fully_shard: the mesh has {mesh.ndim} dimensions; expected one: pass a slice such as mesh['dp']."
+            )
+        return mesh.get_group()
+    if process_group is not None:
+        return process_group
+    if not dist.is_initialized():
+        raise ValueError(
+            "[zeropg] fully_shard: torch.distributed is not initialised; call "
+            'torch.distributed.init_process_group("zeropg") first (under torchrun, also with one process).'
+        )
+    return dist.distributed_c10d._get_default_group()
+
+
+def _default_device(group: dist.ProcessGroup) -> torch.device:
+    devices = [device.type for device in group._device_types]
+    if "cuda" in devices and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _inner_units(module: nn.Module) -> list[nn.Module] | None:
+    """Submodules that a call of fully_shard on them has marked."""
+    marked = [child for child in module.modules() if child is not module and getattr(child, "_zeropg_is_unit", False)]
+    return marked or None
+
+
+def _absorb_inner_calls(module: nn.Module) -> None:
+    """Gives the parameters of submodules that were sharded by themselves back, so that this call shards them as units."""
+    for child in module.modules():
+        state = getattr(child, "_zeropg_state", None)
+        if state is not None:
+            state.remove()
+            state.core.dissolve()
+            del child._zeropg_state, child._zeropg
+
+
+def _check_same_on_all_ranks(plans: list[Any], stage: int, group: dist.ProcessGroup) -> None:
+    """Ranks with different models would read each other's memory wrongly; say so before anything is shared."""
+    mine = [
+        (stage, plan.name, names, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+        for plan in plans
+        for names, parameter in plan.parameters
+    ]
+    if group.size() == 1:
+        return
+    everybodys: list[Any] = [None] * group.size()
+    dist.all_gather_object(everybodys, mine, group=group)
+    for rank, theirs in enumerate(everybodys):
+        if theirs != everybodys[0]:
+            first = next(
+                (a or b for a, b in zip(theirs + [None], everybodys[0] + [None], strict=False) if a != b), "the number"
+            )
+            raise ValueError(
+                f"[zeropg rank {group.rank()}/{group.size()}] fully_shard: rank {rank}'s model differs from rank 0's, first "
+                f"at {first}; expected the same stage, units, parameter names, shapes, dtypes and requires_grad everywhere."
+            )
+
+
+def _prepare_buffers(module: nn.Module, buffer_dtype: torch.dtype | None, group: dist.ProcessGroup) -> None:
+    for child in module.modules():
+        for key, buffer in child._buffers.items():
+            if buffer is None:
+                continue
+            if buffer_dtype is not None and buffer.is_floating_point():
+                buffer = child._buffers[key] = buffer.to(buffer_dtype)
+            if group.size() > 1:
+                dist.broadcast(buffer, group_src=0, group=group)
+
+
+def _swap_class(module: nn.Module) -> None:
+    cls = type(module)
+    if not issubclass(cls, FullyShardedModule):
+        sharded = type(cls.__name__, (FullyShardedModule, cls), {"__doc__": cls.__doc__})
+        sharded.__qualname__ = cls.__qualname__
+        sharded.__module__ = cls.__module__
+        module.__class__ = sharded
+
+
+def _summary(
+    core: _C.ShardedModule, plans: list[Any], param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> str:
+    """One line with every setting that changes numbers."""
+    count = sum(parameter.numel() for plan in plans for _, parameter in plan.parameters)
+    masters = sorted(
+        {str(group.master.dtype).removeprefix("torch.") for group in core.flat_groups if group.is_trainable}
+    )
+    own = sorted({str(p.dtype).removeprefix("torch.") for plan in plans for _, p in plan.parameters})
+    reduced = str(reduce_dtype).removeprefix("torch.") if reduce_dtype else "the masters' dtype"
+    return (
+        f"[zeropg] stage {core.stage} over {core.world_size} ranks: {count:,} parameters in {len(plans)} units, computed in "
+        f"{'/'.join(own)}, masters {'/'.join(masters) or 'none'}, gradients averaged in {reduced}; parameters "
+        f"{core.fetch_name}"
+    )

@@ -1,0 +1,24 @@
+// Buffers that are used again: fresh pages cost 6 to 10 times what warm ones do, and glibc gives every large block
+// back.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace zeropg {
+
+// Not thread-safe: used by the thread that runs forward and backward. Contents of an acquired buffer are undefined.
+class BufferPool {
+ public:
+  at::Tensor acquire(int64_t numel, c10::ScalarType dtype, c10::Device device);  // [numel]
+  void release(at::Tensor buffer);
+  int64_t allocated_bytes() const { return allocated_bytes_; }
+
+ private:
+  std::vector<at::Tensor> free_;  // 1-D, byte-typed, sorted by nothing: there are few
+  int64_t allocated_bytes_ = 0;
+};
+
+}  // namespace zeropg

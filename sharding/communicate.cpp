@@ -1,0 +1,53 @@
+#include "sharding/communicate.h"
+
+#include <torch/headeronly/version.h>
+
+namespace zeropg {
+
+Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()) {}
+
+c10::intrusive_ptr<c10d::Work> Communicator::all_gather(at::Tensor whole, at::Tensor part) {
+#if TORCH_VERSION_MINOR >= 15
+  return group_->all_gather_single(whole, part);
+#else
+  return group_->_allgather_base(whole, part);
+#endif
+}
+
+c10::intrusive_ptr<c10d::Work> Communicator::reduce_scatter_average(at::Tensor part, at::Tensor whole) {
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = c10d::ReduceOp::AVG;
+#if TORCH_VERSION_MINOR >= 15
+  return group_->reduce_scatter_single(part, whole, options);
+#else
+  return group_->_reduce_scatter_base(part, whole, options);
+#endif
+}
+
+c10::intrusive_ptr<c10d::Work> Communicator::all_reduce_average(at::Tensor whole) {
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::AVG;
+  std::vector<at::Tensor> tensors{std::move(whole)};
+  return group_->allreduce(tensors, options);
+}
+
+c10::intrusive_ptr<c10d::Work> Communicator::all_reduce_max(at::Tensor whole) {
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  std::vector<at::Tensor> tensors{std::move(whole)};
+  return group_->allreduce(tensors, options);
+}
+
+c10::intrusive_ptr<c10d::Work> Communicator::broadcast(at::Tensor whole, int64_t root) {
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  std::vector<at::Tensor> tensors{std::move(whole)};
+  return group_->broadcast(tensors, options);
+}
+
+void Communicator::wait(const c10::intrusive_ptr<c10d::Work>& work) {
+  timed([&] { work->wait(); });
+}
+
+}  // namespace zeropg

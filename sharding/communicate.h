@@ -1,0 +1,46 @@
+// The few collectives that sharding needs, over any c10d process group, with the time that the caller spends in them.
+//
+// All functions are collective. Works are returned unfinished; `wait` finishes them. The GIL must not be held.
+#pragma once
+
+#include <chrono>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace zeropg {
+
+class Communicator {
+ public:
+  explicit Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  int64_t rank() const { return rank_; }
+  int64_t world_size() const { return world_size_; }
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
+
+  // `whole` [world_size * n] <- everybody's `part` [n]; `part` may be this rank's slice of `whole`.
+  c10::intrusive_ptr<c10d::Work> all_gather(at::Tensor whole, at::Tensor part);
+  // `part` [n] <- this rank's slice of the average of everybody's `whole` [world_size * n].
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_average(at::Tensor part, at::Tensor whole);
+  c10::intrusive_ptr<c10d::Work> all_reduce_average(at::Tensor whole);
+  c10::intrusive_ptr<c10d::Work> all_reduce_max(at::Tensor whole);
+  c10::intrusive_ptr<c10d::Work> broadcast(at::Tensor whole, int64_t root);
+  void wait(const c10::intrusive_ptr<c10d::Work>& work);
+
+  // Runs `wait` and adds its time to seconds(): for waits that are not a Work.
+  template <typename Wait>
+  void timed(Wait&& wait) {
+    const auto start = std::chrono::steady_clock::now();
+    wait();
+    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+
+  // Time that the training thread has spent waiting for other ranks since the start.
+  double seconds() const { return seconds_; }
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  int64_t rank_;
+  int64_t world_size_;
+  double seconds_ = 0;
+};
+
+}  // namespace zeropg

@@ -1,0 +1,91 @@
+#include "sharding/flat_parameter.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+
+namespace zeropg {
+namespace {
+
+c10::ScalarType computation_dtype(const at::Tensor& parameter, const ShardingOptions& options) {
+  // Integer and boolean parameters (quantized, frozen weights) are never cast.
+  return parameter.is_floating_point() ? options.param_dtype.value_or(parameter.scalar_type())
+                                       : parameter.scalar_type();
+}
+
+std::string sharded_message(const std::string& name) {
+  return c10::str(
+      "[zeropg] parameter '", name,
+      "' is sharded: its values are on several ranks outside of its module's forward and backward. Read it "
+      "inside `with zeropg.full_parameters(model):`, or take this rank's part from zeropg.local_shards(model).");
+}
+
+}  // namespace
+
+FlatParameter::FlatParameter(std::string unit_name, const std::vector<Source>& sources, const ShardingOptions& options,
+                             int64_t rank, int64_t world_size)
+    : unit_name_(std::move(unit_name)),
+      original_dtype_(sources.front().parameter.scalar_type()),
+      dtype_(computation_dtype(sources.front().parameter, options)),
+      master_dtype_(sources.front().parameter.is_floating_point()
+                        ? master_dtype_of(sources.front().parameter.scalar_type())
+                        : dtype_),
+      device_(sources.front().parameter.device()),
+      is_trainable_(sources.front().parameter.requires_grad()),
+      rank_(rank) {
+  at::NoGradGuard no_grad;
+  if (!is_trainable_) {
+    master_dtype_ = dtype_;  // never updated, so the parameter is all there is
+  }
+  std::vector<int64_t> numels;
+  for (const Source& source : sources) {
+    numels.push_back(source.parameter.numel());
+  }
+  layout_ = make_flat_layout(numels, world_size);
+  initial_values_ = at::zeros(
+      {layout_.total_numel},
+      sources.front().parameter.options().dtype(sources.front().parameter.scalar_type()).requires_grad(false));
+  slots_.reserve(sources.size());
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const at::Tensor& parameter = sources[i].parameter;
+    initial_values_.narrow(0, layout_.offsets[i], numels[i]).copy_(parameter.detach().reshape({-1}));
+    slots_.push_back({sources[i].names, parameter, layout_.offsets[i], numels[i],
+                      ParameterStorage(parameter, dtype_, sharded_message(sources[i].names.front()))});
+  }
+}
+
+std::string FlatParameter::describe() const {
+  return c10::str("unit '", unit_name_.empty() ? "(root)" : unit_name_, "' (", c10::toString(dtype_), ", ",
+                  is_trainable_ ? "trainable" : "frozen", ", ", slots_.size(), " parameters)");
+}
+
+std::vector<SlotRange> FlatParameter::slots_in(int64_t start, int64_t stop) const {
+  std::vector<SlotRange> ranges;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const int64_t from = std::max(start, slots_[i].offset);
+    const int64_t to = std::min(stop, slots_[i].offset + slots_[i].numel);
+    if (from < to) {
+      ranges.push_back({static_cast<int64_t>(i), from - slots_[i].offset, to - slots_[i].offset, from});
+    }
+  }
+  return ranges;
+}
+
+void FlatParameter::attach(const at::Tensor& whole, bool guarded) {
+  TORCH_INTERNAL_ASSERT(whole.numel() == layout_.total_numel && whole.scalar_type() == dtype_);
+  for (ParameterSlot& slot : slots_) {
+    slot.storage.attach(whole, slot.offset, guarded);
+  }
+  whole_ = whole;
+}
+
+void FlatParameter::detach() {
+  for (ParameterSlot& slot : slots_) {
+    slot.storage.detach();
+  }
+  whole_.reset();
+}
+
+}  // namespace zeropg

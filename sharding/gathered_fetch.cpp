@@ -1,0 +1,64 @@
+#include <ATen/ops/empty.h>
+
+#include <unordered_map>
+
+#include "sharding/buffer_pool.h"
+#include "sharding/fetch.h"
+#include "sharding/master.h"
+
+namespace zeropg {
+namespace {
+
+// Stage 3 on any process group: a unit is made whole by an all-gather, so every rank must run its units in the same
+// order.
+class GatheredFetch final : public Fetch {
+ public:
+  explicit GatheredFetch(Communicator& communicator) : communicator_(communicator) {}
+
+  const char* name() const override { return "gathered"; }
+  bool is_collective() const override { return communicator_.world_size() > 1; }
+
+  void adopt(const std::vector<FlatParameter*>& flats) override {
+    for (FlatParameter* flat : flats) {
+      const at::Tensor values = flat->take_initial_values();
+      at::Tensor shard = at::empty({flat->layout().shard_numel}, values.options().dtype(flat->dtype()));
+      make_master(*flat, shard, values, flat->shard_start());
+      resident_bytes_ += static_cast<int64_t>(shard.nbytes() + (flat->is_own_master() ? 0 : flat->master.nbytes()));
+      shards_[flat] = shard;
+    }
+  }
+
+  void unshard(FlatParameter& flat, bool /*writable*/) override {
+    at::Tensor whole = pool_.acquire(flat.layout().total_numel, flat.dtype(), flat.device());
+    if (communicator_.world_size() == 1) {
+      whole.copy_(shards_.at(&flat));
+    } else {
+      communicator_.wait(communicator_.all_gather(whole, shards_.at(&flat)));
+    }
+    flat.attach(whole, /*guarded=*/false);
+  }
+
+  void reshard(FlatParameter& flat) override {
+    at::Tensor whole = flat.whole();
+    flat.detach();
+    pool_.release(std::move(whole));
+  }
+
+  void begin_update() override {}
+  void end_update(const std::vector<FlatParameter*>&) override {}
+  int64_t resident_bytes() const override { return resident_bytes_ + pool_.allocated_bytes(); }
+
+ private:
+  Communicator& communicator_;
+  BufferPool pool_;
+  std::unordered_map<const FlatParameter*, at::Tensor> shards_;
+  int64_t resident_bytes_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Fetch> make_gathered_fetch(Communicator& communicator) {
+  return std::make_unique<GatheredFetch>(communicator);
+}
+
+}  // namespace zeropg

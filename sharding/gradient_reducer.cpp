@@ -1,0 +1,484 @@
+#include "sharding/gradient_reducer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace zeropg {
+namespace {
+
+using GradientAccumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
+
+class LambdaPreHook final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit LambdaPreHook(std::function<void()> function) : function_(std::move(function)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    function_();
+    return gradients;
+  }
+
+ private:
+  std::function<void()> function_;
+};
+
+bool is_same_tensor(const at::Tensor& a, const at::Tensor& b) {
+  return a.defined() && b.defined() && a.unsafeGetTensorImpl() == b.unsafeGetTensorImpl();
+}
+
+std::string unreadable_message(const std::string& name) {
+  return "[zeropg] the gradient of '" + name +
+         "' is sharded: each rank holds a part of it. Clip with zeropg.clip_grad_norm_(model, max_norm); read it whole "
+         "inside `with zeropg.full_gradients(model):`.";
+}
+
+}  // namespace
+
+struct GradientReducer::Slot {
+  int64_t index = 0;
+  GradientAccumulator accumulator;  // the parameter holds it weakly, the hooks live on it
+  at::Tensor shown;                 // what `.grad` is after a backward; see Note [What .grad is]
+  bool arrived = false;             // in this backward
+  bool is_filled = false;           // the open bucket holds a gradient of this slot
+  bool has_gradient = false;        // some rank contributed since the gradient was last dropped
+};
+
+struct GradientReducer::Bucket {
+  FlatParameter* flat = nullptr;
+  std::vector<Slot> slots;
+  int64_t arrived = 0;
+  bool is_launched = false;
+  at::Tensor buffer;   // [total_numel]: local gradients; stays open over backwards inside no_sync
+  at::Tensor reduced;  // what the running work writes: a slice, or the buffer itself
+  c10::intrusive_ptr<c10d::Work> work;
+  at::Tensor kept;  // averaged gradient, master dtype: a slice, or whole where gradients are replicated
+  bool is_kept_valid = false;
+};
+
+GradientReducer::GradientReducer(Communicator& communicator, const ShardingOptions& options,
+                                 std::vector<FlatParameter*> flats)
+    : communicator_(communicator), options_(options) {
+  for (auto flat = flats.rbegin(); flat != flats.rend(); ++flat) {
+    if ((*flat)->is_trainable()) {
+      Bucket bucket;
+      bucket.flat = *flat;
+      bucket.slots.resize((*flat)->slots().size());
+      for (size_t i = 0; i < bucket.slots.size(); ++i) {
+        bucket.slots[i].index = static_cast<int64_t>(i);
+      }
+      buckets_.push_back(std::move(bucket));
+    }
+  }
+}
+
+GradientReducer::~GradientReducer() = default;
+
+void GradientReducer::install(const std::weak_ptr<void>& alive, std::function<void()> on_backward,
+                              std::function<void(FlatParameter&)> on_gradient) {
+  on_backward_ = std::move(on_backward);
+  for (Bucket& bucket : buckets_) {
+    for (Slot& slot : bucket.slots) {
+      const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
+      slot.accumulator = torch::autograd::impl::grad_accumulator(parameter_slot.parameter);
+      slot.accumulator->add_pre_hook(std::make_unique<LambdaPreHook>([this, alive, &bucket, &slot] {
+        if (const auto locked = alive.lock()) {
+          on_backward_();
+          at::Tensor& gradient = bucket.flat->slots()[slot.index].parameter.mutable_grad();
+          if (is_same_tensor(gradient, slot.shown)) {
+            gradient.reset();
+          }
+        }
+      }));
+      slot.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+          [this, alive, on_gradient, &bucket, &slot](const torch::autograd::variable_list& outputs,
+                                                     const torch::autograd::variable_list&) {
+            if (const auto locked = alive.lock()) {
+              take_gradient(bucket, slot);
+              on_gradient(*bucket.flat);
+            }
+            return outputs;
+          }));
+    }
+  }
+}
+
+int64_t GradientReducer::kept_start(const Bucket& bucket) const {
+  return options_.stage.shards_gradients ? bucket.flat->shard_start() : 0;
+}
+
+int64_t GradientReducer::kept_numel(const Bucket& bucket) const {
+  const FlatLayout& layout = bucket.flat->layout();
+  return options_.stage.shards_gradients ? layout.shard_numel : layout.total_numel;
+}
+
+void GradientReducer::begin_backward(bool synchronize) {
+  synchronize_ = synchronize;
+  next_to_launch_ = 0;
+  for (Bucket& bucket : buckets_) {
+    bucket.arrived = 0;
+    bucket.is_launched = false;
+    for (Slot& slot : bucket.slots) {
+      slot.arrived = false;
+    }
+  }
+  drop_gradients_set_to_none();
+}
+
+void GradientReducer::drop_gradients_set_to_none() {
+  for (Bucket& bucket : buckets_) {
+    bool all_dropped = true;
+    for (Slot& slot : bucket.slots) {
+      const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
+      if (parameter_slot.parameter.grad().defined()) {
+        all_dropped = false;
+        continue;
+      }
+      slot.has_gradient = false;
+      slot.is_filled = false;
+    }
+    if (all_dropped) {
+      bucket.is_kept_valid = false;
+      release_buffer(bucket);
+      continue;
+    }
+    if (bucket.is_kept_valid) {
+      const int64_t start = kept_start(bucket);
+      for (const SlotRange& range : bucket.flat->slots_in(start, start + kept_numel(bucket))) {
+        if (!bucket.slots[range.slot].has_gradient) {
+          bucket.kept.narrow(0, range.flat_start - start, range.stop - range.start).zero_();
+        }
+      }
+    }
+  }
+}
+
+void GradientReducer::open(Bucket& bucket) {
+  FlatParameter& flat = *bucket.flat;
+  const FlatLayout& layout = flat.layout();
+  const auto options = at::TensorOptions().dtype(flat.master_dtype()).device(flat.device());
+  if (!bucket.kept.defined()) {
+    bucket.kept = at::zeros({kept_numel(bucket)}, options);
+  }
+  // Inside no_sync gradients of several backwards are summed here, so they get the master's precision.
+  const auto dtype = synchronize_ ? options_.reduce_dtype.value_or(flat.master_dtype()) : flat.master_dtype();
+  const bool in_place = !options_.stage.shards_gradients && !bucket.is_kept_valid && dtype == flat.master_dtype();
+  bucket.buffer = in_place ? bucket.kept : pool_.acquire(layout.total_numel, dtype, flat.device());
+  int64_t end = 0;  // padding takes part in sums and norms, so it must be zero
+  for (const ParameterSlot& slot : flat.slots()) {
+    bucket.buffer.narrow(0, end, slot.offset - end).zero_();
+    end = slot.offset + slot.numel;
+  }
+  bucket.buffer.narrow(0, end, layout.total_numel - end).zero_();
+  for (Slot& slot : bucket.slots) {
+    slot.is_filled = false;
+  }
+}
+
+void GradientReducer::release_buffer(Bucket& bucket) {
+  if (bucket.buffer.defined() && !bucket.buffer.is_alias_of(bucket.kept)) {
+    pool_.release(bucket.buffer);
+  }
+  bucket.buffer.reset();
+}
+
+void GradientReducer::take_gradient(Bucket& bucket, Slot& slot) {
+  at::NoGradGuard no_grad;
+  const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
+  at::Tensor gradient = parameter_slot.parameter.grad();
+  if (!gradient.defined() || is_same_tensor(gradient, slot.shown)) {
+    return;
+  }
+  TORCH_CHECK(!bucket.is_launched, "[zeropg rank ", communicator_.rank(), "/", communicator_.world_size(),
+              "] parameter '", parameter_slot.names.front(),
+              "' got a second gradient after its bucket was sent in the same backward; expected one accumulation per "
+              "backward. Use torch.utils.checkpoint with use_reentrant=False.");
+  if (!bucket.buffer.defined()) {
+    open(bucket);
+  }
+  at::Tensor home = bucket.buffer.narrow(0, parameter_slot.offset, parameter_slot.numel);
+  const at::Tensor flat_gradient = (gradient.is_sparse() ? gradient.to_dense() : gradient).reshape({-1});
+  if (slot.is_filled) {
+    home.add_(flat_gradient);
+  } else {
+    home.copy_(flat_gradient);
+  }
+  slot.is_filled = true;
+  if (!slot.arrived) {
+    slot.arrived = true;
+    ++bucket.arrived;
+  }
+  parameter_slot.parameter.mutable_grad().reset();
+  if (synchronize_) {
+    launch_ready();
+  }
+}
+
+void GradientReducer::launch_ready() {
+  while (next_to_launch_ < buckets_.size() &&
+         buckets_[next_to_launch_].arrived == static_cast<int64_t>(buckets_[next_to_launch_].slots.size())) {
+    launch(buckets_[next_to_launch_++]);
+  }
+}
+
+void GradientReducer::launch(Bucket& bucket) {
+  FlatParameter& flat = *bucket.flat;
+  if (!bucket.buffer.defined()) {
+    open(bucket);
+  }
+  for (Slot& slot : bucket.slots) {
+    if (!slot.is_filled) {
+      const ParameterSlot& parameter_slot = flat.slots()[slot.index];
+      bucket.buffer.narrow(0, parameter_slot.offset, parameter_slot.numel).zero_();
+    }
+  }
+  const auto reduce_dtype = options_.reduce_dtype.value_or(flat.master_dtype());
+  if (bucket.buffer.scalar_type() != reduce_dtype) {
+    at::Tensor cast = pool_.acquire(flat.layout().total_numel, reduce_dtype, flat.device());
+    cast.copy_(bucket.buffer);
+    release_buffer(bucket);
+    bucket.buffer = std::move(cast);
+  }
+  bucket.is_launched = true;
+  bucket.reduced = bucket.buffer;
+  if (!options_.stage.shards_gradients) {
+    if (communicator_.world_size() > 1) {
+      bucket.work = communicator_.all_reduce_average(bucket.buffer);
+    }
+    return;
+  }
+  if (communicator_.world_size() > 1) {
+    const bool in_place = !bucket.is_kept_valid && reduce_dtype == flat.master_dtype();
+    bucket.reduced = in_place ? bucket.kept : pool_.acquire(kept_numel(bucket), reduce_dtype, flat.device());
+    bucket.work = communicator_.reduce_scatter_average(bucket.reduced, bucket.buffer);
+  }
+}
+
+void GradientReducer::finish(Bucket& bucket) {
+  if (bucket.work) {
+    communicator_.wait(bucket.work);
+    bucket.work.reset();
+  }
+  if (!bucket.reduced.is_alias_of(bucket.kept)) {
+    if (bucket.is_kept_valid) {
+      bucket.kept.add_(bucket.reduced);
+    } else {
+      bucket.kept.copy_(bucket.reduced);
+    }
+    if (!bucket.reduced.is_alias_of(bucket.buffer)) {
+      pool_.release(bucket.reduced);
+    }
+  }
+  bucket.reduced.reset();
+  release_buffer(bucket);
+  bucket.is_kept_valid = true;
+}
+
+void GradientReducer::finish_backward() {
+  at::NoGradGuard no_grad;
+  if (synchronize_) {
+    for (; next_to_launch_ < buckets_.size(); ++next_to_launch_) {
+      launch(buckets_[next_to_launch_]);
+    }
+    share_which_slots_have_gradients();
+    for (Bucket& bucket : buckets_) {
+      finish(bucket);
+    }
+  }
+  show_gradients();
+}
+
+void GradientReducer::share_which_slots_have_gradients() {
+  std::vector<uint8_t> filled;
+  for (const Bucket& bucket : buckets_) {
+    for (const Slot& slot : bucket.slots) {
+      filled.push_back(slot.is_filled ? 1 : 0);
+    }
+  }
+  if (communicator_.world_size() > 1 && !filled.empty()) {
+    const c10::Device device = buckets_.front().flat->device();
+    at::Tensor flags = at::empty({static_cast<int64_t>(filled.size())}, at::kByte);
+    std::memcpy(flags.mutable_data_ptr(), filled.data(), filled.size());
+    flags = flags.to(device);
+    communicator_.wait(communicator_.all_reduce_max(flags));
+    flags = flags.cpu();
+    std::memcpy(filled.data(), flags.const_data_ptr(), filled.size());
+  }
+  size_t next = 0;
+  for (Bucket& bucket : buckets_) {
+    for (Slot& slot : bucket.slots) {
+      slot.has_gradient |= filled[next++] != 0;
+    }
+  }
+}
+
+void GradientReducer::show_gradients() {
+  for (Bucket& bucket : buckets_) {
+    for (Slot& slot : bucket.slots) {
+      if (!slot.has_gradient && !slot.is_filled) {
+        continue;
+      }
+      show(bucket, slot);
+    }
+  }
+}
+
+void GradientReducer::show(Bucket& bucket, Slot& slot) {
+  const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
+  const at::Tensor& parameter = parameter_slot.parameter;
+  if (!slot.shown.defined()) {
+    slot.shown =
+        options_.stage.shards_gradients
+            ? make_unreadable(parameter.sizes(), parameter.options(), unreadable_message(parameter_slot.names.front()))
+            : bucket.kept.narrow(0, parameter_slot.offset, parameter_slot.numel).view(parameter.sizes());
+  }
+  // Python's setter would refuse it: where masters are fp32 so is the gradient of a 16-bit parameter.
+  parameter.mutable_grad() = slot.shown;
+}
+
+void GradientReducer::abandon_backward() {
+  for (Bucket& bucket : buckets_) {
+    if (bucket.work) {
+      try {
+        communicator_.wait(bucket.work);
+      } catch (const std::exception&) {
+        // The group has failed; its own error is raised by the next collective.
+      }
+      bucket.work.reset();
+    }
+    if (bucket.reduced.defined() && !bucket.reduced.is_alias_of(bucket.buffer) &&
+        !bucket.reduced.is_alias_of(bucket.kept)) {
+      pool_.release(bucket.reduced);
+    }
+    bucket.reduced.reset();
+    release_buffer(bucket);
+    bucket.is_launched = false;
+    for (Slot& slot : bucket.slots) {
+      slot.is_filled = false;
+    }
+  }
+  next_to_launch_ = 0;
+}
+
+GradientReducer::Bucket& GradientReducer::bucket_of(const FlatParameter& flat) {
+  return const_cast<Bucket&>(static_cast<const GradientReducer*>(this)->bucket_of(flat));
+}
+
+const GradientReducer::Bucket& GradientReducer::bucket_of(const FlatParameter& flat) const {
+  for (const Bucket& bucket : buckets_) {
+    if (bucket.flat == &flat) {
+      return bucket;
+    }
+  }
+  TORCH_CHECK_VALUE(false, "[zeropg] ", flat.describe(), " is frozen and has no gradient");
+}
+
+bool GradientReducer::is_complete(const FlatParameter& flat) const {
+  const Bucket& bucket = bucket_of(flat);
+  return bucket.arrived == static_cast<int64_t>(bucket.slots.size());
+}
+
+at::Tensor GradientReducer::gradient(FlatParameter& flat) {
+  at::NoGradGuard no_grad;
+  Bucket& bucket = bucket_of(flat);
+  const int64_t start = kept_start(bucket);
+  for (const SlotRange& range : flat.slots_in(start, start + kept_numel(bucket))) {
+    Slot& slot = bucket.slots[range.slot];
+    const at::Tensor& theirs = flat.slots()[range.slot].parameter.grad();
+    if (!theirs.defined() || is_same_tensor(theirs, slot.shown)) {
+      continue;
+    }
+    if (!bucket.kept.defined()) {
+      bucket.kept = at::zeros({kept_numel(bucket)}, flat.master.options());
+    }
+    bucket.is_kept_valid = true;
+    bucket.kept.narrow(0, range.flat_start - start, range.stop - range.start)
+        .copy_(theirs.detach().reshape({-1}).narrow(0, range.start, range.stop - range.start));
+    show(bucket, slot);
+  }
+  if (!bucket.is_kept_valid) {
+    return at::Tensor();
+  }
+  return bucket.kept.narrow(0, flat.master_start - start, flat.master.numel());
+}
+
+bool GradientReducer::has_gradient(const FlatParameter& flat, int64_t slot) const {
+  return flat.slots()[slot].parameter.grad().defined();
+}
+
+void GradientReducer::zero() {
+  at::NoGradGuard no_grad;
+  for (Bucket& bucket : buckets_) {
+    if (bucket.is_kept_valid) {
+      bucket.kept.zero_();
+    }
+    if (bucket.buffer.defined()) {
+      bucket.buffer.zero_();
+    }
+  }
+}
+
+void GradientReducer::scale(double factor) {
+  for (Bucket& bucket : buckets_) {
+    if (bucket.is_kept_valid) {
+      bucket.kept.mul_(factor);
+    }
+  }
+}
+
+at::Tensor GradientReducer::gather(const Bucket& bucket) {
+  at::Tensor whole = at::empty({bucket.flat->layout().total_numel}, bucket.kept.options());
+  if (communicator_.world_size() == 1) {
+    whole.copy_(bucket.kept);
+  } else {
+    communicator_.wait(communicator_.all_gather(whole, bucket.kept));
+  }
+  return whole;
+}
+
+void GradientReducer::show_full() {
+  at::NoGradGuard no_grad;
+  if (!options_.stage.shards_gradients) {
+    return;
+  }
+  for (Bucket& bucket : buckets_) {
+    if (!bucket.is_kept_valid) {
+      continue;
+    }
+    const at::Tensor whole = gather(bucket);
+    for (Slot& slot : bucket.slots) {
+      const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
+      if (is_same_tensor(parameter_slot.parameter.grad(), slot.shown)) {
+        parameter_slot.parameter.mutable_grad() =
+            whole.narrow(0, parameter_slot.offset, parameter_slot.numel).view(parameter_slot.parameter.sizes());
+      }
+    }
+  }
+}
+
+void GradientReducer::hide_full() {
+  for (Bucket& bucket : buckets_) {
+    for (Slot& slot : bucket.slots) {
+      if (slot.shown.defined() && bucket.flat->slots()[slot.index].parameter.grad().defined()) {
+        show(bucket, slot);
+      }
+    }
+  }
+}
+
+bool GradientReducer::has_unreduced_gradients() const {
+  return std::any_of(buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return bucket.buffer.defined(); });
+}
+
+int64_t GradientReducer::gradient_bytes() const {
+  int64_t bytes = 0;
+  for (const Bucket& bucket : buckets_) {
+    bytes += bucket.kept.defined() ? static_cast<int64_t>(bucket.kept.nbytes()) : 0;
+  }
+  return bytes;
+}
+
+}  // namespace zeropg

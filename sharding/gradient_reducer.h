@@ -1,0 +1,96 @@
+// Gradients of a sharded model: collected from autograd into flat buckets, reduced over the ranks, kept for the
+// optimizer.
+//
+// One bucket per trainable flat parameter. Buckets are sent in one fixed order whatever order autograd finishes in, so
+// ranks always agree; a rank on which a parameter got no gradient contributes zeros. Gradients are averaged.
+//
+// Note [What .grad is]
+// autograd accumulates into a fresh tensor (ours is taken away before, so user hooks see the local gradient), which is
+// added to the bucket. Afterwards `.grad` is a stand-in: where gradients are replicated, a view of the averaged
+// gradient; where they are sharded, a tensor of the full shape whose data raises. It is never None after a backward
+// that produced a gradient on any rank; setting it to None drops what has been accumulated.
+#pragma once
+
+#include <torch/csrc/autograd/variable.h>
+
+#include <functional>
+#include <vector>
+
+#include "sharding/buffer_pool.h"
+#include "sharding/communicate.h"
+#include "sharding/flat_parameter.h"
+#include "sharding/options.h"
+
+namespace zeropg {
+
+class GradientReducer {
+ public:
+  // `flats`: all of the model, in unit order; frozen ones are ignored. The reducer must be installed (install()) once
+  // it is owned by a shared pointer: the hooks keep a weak one.
+  GradientReducer(Communicator& communicator, const ShardingOptions& options, std::vector<FlatParameter*> flats);
+  ~GradientReducer();
+
+  // Puts hooks on the gradient accumulators. `on_backward` is called before the first gradient of a backward is taken,
+  // `on_gradient(flat)` after each gradient. `alive` guards against hooks that outlive the model.
+  void install(const std::weak_ptr<void>& alive, std::function<void()> on_backward,
+               std::function<void(FlatParameter&)> on_gradient);
+
+  // Called once at the start of every backward; `synchronize`: reduce at its end (false inside no_sync).
+  void begin_backward(bool synchronize);
+  // Sends what has not been sent, waits, makes gradients visible. Collective when begin_backward said synchronize.
+  void finish_backward();
+  // Forgets a backward that raised.
+  void abandon_backward();
+
+  // Whether every slot of `flat` has got its gradient in this backward on this rank.
+  bool is_complete(const FlatParameter& flat) const;
+
+  // The averaged gradient of the flat's master range, in the master dtype, or undefined. Takes over tensors that the
+  // user put into `.grad`. Valid until the next backward.
+  at::Tensor gradient(FlatParameter& flat);
+  // Whether the optimizer should update this slot: some rank produced a gradient and the user did not drop it.
+  bool has_gradient(const FlatParameter& flat, int64_t slot) const;
+  // Sets accumulated gradients to zero and keeps them present (zero_grad(set_to_none=False)).
+  void zero();
+  void scale(double factor);
+  // Makes every `.grad` whole, in the master dtype, until hide_full(). Collective.
+  void show_full();
+  void hide_full();
+
+  // Whether gradients wait for a backward outside of no_sync.
+  bool has_unreduced_gradients() const;
+
+  // Bytes of accumulated gradients and of buckets on this rank.
+  int64_t gradient_bytes() const;
+  int64_t bucket_bytes() const { return pool_.allocated_bytes(); }
+
+ private:
+  struct Slot;
+  struct Bucket;
+
+  void take_gradient(Bucket& bucket, Slot& slot);
+  void open(Bucket& bucket);
+  void release_buffer(Bucket& bucket);
+  void launch_ready();
+  void launch(Bucket& bucket);
+  void finish(Bucket& bucket);
+  void drop_gradients_set_to_none();
+  void share_which_slots_have_gradients();
+  void show_gradients();
+  void show(Bucket& bucket, Slot& slot);
+  at::Tensor gather(const Bucket& bucket);  // [total_numel], collective
+  Bucket& bucket_of(const FlatParameter& flat);
+  const Bucket& bucket_of(const FlatParameter& flat) const;
+  int64_t kept_start(const Bucket& bucket) const;
+  int64_t kept_numel(const Bucket& bucket) const;
+
+  Communicator& communicator_;
+  ShardingOptions options_;
+  std::vector<Bucket> buckets_;  // in the order in which they are sent: last unit first
+  BufferPool pool_;
+  std::function<void()> on_backward_;
+  size_t next_to_launch_ = 0;
+  bool synchronize_ = true;
+};
+
+}  // namespace zeropg

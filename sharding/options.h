@@ -1,0 +1,24 @@
+// What a user decides about a sharded model. Plain data; the same on every rank.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <optional>
+
+#include "sharding/stage.h"
+
+namespace zeropg {
+
+struct ShardingOptions {
+  Stage stage = kStages[3];
+  std::optional<c10::ScalarType> param_dtype;   // computation; default: the parameter's own
+  std::optional<c10::ScalarType> reduce_dtype;  // gradients on the wire; default: the master's (fp32, fp64 for fp64)
+  bool reshard_after_forward = true;            // false: a unit stays whole from its forward to its backward
+};
+
+// Parameters of 16 bits and less are updated in fp32: their own dtype loses small updates.
+inline c10::ScalarType master_dtype_of(c10::ScalarType dtype) {
+  return dtype == c10::ScalarType::Double ? c10::ScalarType::Double : c10::ScalarType::Float;
+}
+
+}  // namespace zeropg

@@ -1,0 +1,405 @@
+#include "sharding/sharded_module.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cmath>
+#include <tuple>
+
+#include "sharding/clip.h"
+
+namespace zeropg {
+namespace {
+
+bool is_autograd_running() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+// The parameters of a unit by (dtype, trainable or frozen), each group in the given order.
+std::vector<std::vector<FlatParameter::Source>> group_sources(const std::vector<FlatParameter::Source>& sources) {
+  std::vector<std::vector<FlatParameter::Source>> groups;
+  std::map<std::tuple<c10::ScalarType, bool, std::string>, size_t> index;
+  for (const auto& source : sources) {
+    const auto key = std::make_tuple(source.parameter.scalar_type(), source.parameter.requires_grad(),
+                                     source.parameter.device().str());
+    const auto [entry, is_new] = index.try_emplace(key, groups.size());
+    if (is_new) {
+      groups.emplace_back();
+    }
+    groups[entry->second].push_back(source);
+  }
+  return groups;
+}
+
+}  // namespace
+
+ShardedModule::ShardedModule(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShardingOptions& options)
+    : communicator_(std::move(group)), options_(options) {}
+
+std::shared_ptr<ShardedModule> ShardedModule::create(const std::vector<UnitSource>& units,
+                                                     c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                                     const ShardingOptions& options) {
+  auto module = std::shared_ptr<ShardedModule>(new ShardedModule(std::move(group), options));
+  module->build(units);
+  module->install_hooks();
+  return module;
+}
+
+std::string ShardedModule::context(const char* operation) const {
+  return c10::str("[zeropg rank ", rank(), "/", world_size(), "] ", operation, ": ");
+}
+
+void ShardedModule::build(const std::vector<UnitSource>& sources) {
+  at::NoGradGuard no_grad;
+  std::vector<FlatParameter*> all;
+  for (const UnitSource& source : sources) {
+    Unit unit;
+    unit.name = source.name;
+    unit.is_root = &source == &sources.back();
+    unit.needs_private_copy = source.needs_private_copy;
+    for (const auto& group : group_sources(source.parameters)) {
+      flats_.push_back(std::make_unique<FlatParameter>(source.name, group, options_, rank(), world_size()));
+      FlatParameter* flat = flats_.back().get();
+      unit.flats.push_back(flat);
+      unit.has_frozen |= !flat->is_trainable();
+      unit_of_[flat] = static_cast<int64_t>(units_.size());
+      all.push_back(flat);
+    }
+    units_.push_back(std::move(unit));
+  }
+  if (world_size() > 1) {
+    for (FlatParameter* flat : all) {
+      communicator_.wait(communicator_.broadcast(flat->initial_values(), /*root=*/0));
+    }
+  }
+  if (!options_.stage.shards_parameters) {
+    fetch_ = make_replicated_fetch(communicator_, options_);
+  } else {
+    fetch_ = make_shared_fetch(communicator_, all);
+    if (fetch_ == nullptr) {
+      fetch_ = make_gathered_fetch(communicator_);
+    }
+  }
+  fetch_->adopt(all);
+  reducer_ = std::make_unique<GradientReducer>(communicator_, options_, all);
+}
+
+void ShardedModule::install_hooks() {
+  reducer_->install(
+      weak_from_this(), [this] { begin_backward(); }, [this](FlatParameter& flat) { after_gradient(flat); });
+}
+
+// --- forward and backward ---
+
+void ShardedModule::unshard(Unit& unit, bool writable) {
+  if (unit.is_whole) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  for (FlatParameter* flat : unit.flats) {
+    if (!flat->is_attached()) {
+      fetch_->unshard(*flat, writable || unit.needs_private_copy);
+    }
+  }
+  unit.is_whole = true;
+}
+
+void ShardedModule::reshard(Unit& unit) {
+  if (!unit.is_whole || full_depth_ > 0 || !options_.stage.shards_parameters) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  for (FlatParameter* flat : unit.flats) {
+    fetch_->reshard(*flat);
+  }
+  unit.is_whole = false;
+}
+
+std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vector<at::Tensor>& inputs) {
+  Unit& unit = units_[index];
+  if (unit.is_root && is_in_backward_ && !is_autograd_running()) {
+    // The last backward raised. Its gradients are incomplete and must not reach the next step.
+    reducer_->abandon_backward();
+    is_in_backward_ = false;
+    for (Unit& other : units_) {
+      other.is_in_backward = false;
+      reshard(other);
+    }
+  }
+  unshard(unit);
+  std::vector<at::Tensor> aliases = inputs;
+  if (!options_.stage.shards_parameters || !at::GradMode::is_enabled()) {
+    return aliases;
+  }
+  for (at::Tensor& input : aliases) {
+    if (input.requires_grad()) {
+      input = input.view_as(input);
+      unit.waits_for_inputs = unit.has_frozen;
+      input.register_hook([weak = weak_from_this(), index](const at::Tensor& gradient) {
+        if (const auto self = weak.lock()) {
+          Unit& finished = self->units_[index];
+          finished.waits_for_inputs = false;
+          self->maybe_reshard_in_backward(finished);
+        }
+        return gradient;
+      });
+    }
+  }
+  return aliases;
+}
+
+void ShardedModule::post_forward(int64_t index, const std::vector<at::Tensor>& outputs) {
+  Unit& unit = units_[index];
+  bool needs_backward = false;
+  for (const at::Tensor& output : outputs) {
+    if (output.requires_grad() && at::GradMode::is_enabled()) {
+      needs_backward = true;
+      if (unit.is_root || options_.stage.shards_parameters) {
+        output.register_hook([weak = weak_from_this(), index](const at::Tensor& gradient) {
+          if (const auto self = weak.lock()) {
+            self->begin_backward();
+            self->before_unit_backward(self->units_[index]);
+          }
+          return gradient;
+        });
+      }
+    }
+  }
+  // The root's backward follows its forward at once; inside a backward (activation checkpointing) the unit is about to
+  // be used.
+  const bool keep = needs_backward && (unit.is_root || !options_.reshard_after_forward);
+  if (!keep && !is_in_backward_) {
+    reshard(unit);
+  }
+}
+
+void ShardedModule::begin_backward() {
+  if (is_in_backward_) {
+    return;
+  }
+  is_in_backward_ = true;
+  reducer_->begin_backward(synchronize_);
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (const auto self = weak.lock()) {
+      self->finish_backward();
+    }
+  });
+}
+
+void ShardedModule::before_unit_backward(Unit& unit) {
+  unit.is_in_backward = true;
+  unshard(unit);
+}
+
+void ShardedModule::after_gradient(FlatParameter& flat) { maybe_reshard_in_backward(units_[unit_of_.at(&flat)]); }
+
+void ShardedModule::maybe_reshard_in_backward(Unit& unit) {
+  if (unit.is_root || !unit.is_in_backward || unit.waits_for_inputs) {
+    return;
+  }
+  for (const FlatParameter* flat : unit.flats) {
+    if (flat->is_trainable() && !reducer_->is_complete(*flat)) {
+      return;
+    }
+  }
+  unit.is_in_backward = false;
+  reshard(unit);
+}
+
+void ShardedModule::finish_backward() {
+  is_in_backward_ = false;
+  for (Unit& unit : units_) {
+    unit.is_in_backward = false;
+    unit.waits_for_inputs = false;
+    reshard(unit);
+  }
+  reducer_->finish_backward();
+}
+
+// --- access between steps ---
+
+void ShardedModule::unshard_all(bool writable) {
+  if (full_depth_++ > 0) {
+    return;
+  }
+  for (Unit& unit : units_) {
+    if (unit.is_whole && options_.stage.shards_parameters) {
+      --full_depth_;
+      reshard(unit);
+      ++full_depth_;
+    }
+    unshard(unit, writable);
+  }
+}
+
+void ShardedModule::reshard_all(bool writes) {
+  if (--full_depth_ > 0) {
+    return;
+  }
+  if (writes) {
+    begin_step();
+    for (const auto& flat : flats_) {
+      write_back(*flat);
+    }
+  }
+  for (Unit& unit : units_) {
+    reshard(unit);
+  }
+  if (writes) {
+    end_step();
+  }
+}
+
+void ShardedModule::write_back(FlatParameter& flat) {
+  at::NoGradGuard no_grad;
+  const at::Tensor written = flat.whole().narrow(0, flat.master_start, flat.master.numel());
+  if (flat.is_own_master()) {
+    if (!written.is_alias_of(flat.master)) {
+      flat.master.copy_(written);
+    }
+    return;
+  }
+  // A master is more precise than what the user saw, so it changes only where the user changed something.
+  const at::Tensor before = flat.master.to(flat.dtype());
+  const at::Tensor is_changed = before.ne(written).logical_and(before.eq(before).logical_or(written.eq(written)));
+  flat.master.copy_(at::where(is_changed, written.to(flat.master_dtype()), flat.master));
+  if (!written.is_alias_of(flat.parameter_out)) {
+    flat.parameter_out.copy_(written);
+  }
+}
+
+at::Tensor ShardedModule::gather_master(int64_t index) {
+  at::NoGradGuard no_grad;
+  FlatParameter& flat = *flats_[index];
+  if (flat.master.numel() == flat.layout().total_numel) {
+    return flat.master;
+  }
+  at::Tensor whole = at::empty({flat.layout().total_numel}, flat.master.options());
+  communicator_.wait(communicator_.all_gather(whole, flat.master));
+  return whole;
+}
+
+void ShardedModule::load_parameter(int64_t index, int64_t slot_index, const at::Tensor& value) {
+  at::NoGradGuard no_grad;
+  FlatParameter& flat = *flats_[index];
+  const at::Tensor values = value.detach().reshape({-1});
+  for (const SlotRange& range : flat.slots_in(flat.master_start, flat.master_start + flat.master.numel())) {
+    if (range.slot == slot_index) {
+      const int64_t start = range.flat_start - flat.master_start;
+      const at::Tensor part = values.narrow(0, range.start, range.stop - range.start);
+      flat.master.narrow(0, start, part.numel()).copy_(part);
+      if (flat.parameter_out.defined()) {
+        flat.parameter_out.narrow(0, start, part.numel()).copy_(flat.master.narrow(0, start, part.numel()));
+      }
+    }
+  }
+}
+
+void ShardedModule::dissolve() {
+  at::NoGradGuard no_grad;
+  for (size_t i = 0; i < flats_.size(); ++i) {
+    const at::Tensor values = gather_master(static_cast<int64_t>(i));
+    for (ParameterSlot& slot : flats_[i]->slots()) {
+      const at::Tensor value = values.narrow(0, slot.offset, slot.numel).view(slot.parameter.sizes());
+      slot.parameter.mutable_grad().reset();
+      slot.parameter.set_data(value.to(flats_[i]->original_dtype(), /*non_blocking=*/false, /*copy=*/true));
+    }
+  }
+}
+
+// --- step ---
+
+void ShardedModule::begin_step() {
+  TORCH_CHECK(!is_in_backward_ || !is_autograd_running(), context("step"), "called inside a backward; call it after.");
+  fetch_->begin_update();
+}
+
+void ShardedModule::end_step() {
+  std::vector<FlatParameter*> all;
+  for (const auto& flat : flats_) {
+    all.push_back(flat.get());
+  }
+  at::NoGradGuard no_grad;
+  fetch_->end_update(all);
+}
+
+at::Tensor ShardedModule::gradient(int64_t index) {
+  TORCH_CHECK(
+      !reducer_->has_unreduced_gradients(), context("step"),
+      "gradients were accumulated inside no_sync and have not been reduced; expected the last backward before a "
+      "step to run outside of zeropg.no_sync(model).");
+  return reducer_->gradient(*flats_[index]);
+}
+
+bool ShardedModule::has_gradient(int64_t index, int64_t slot) const {
+  return reducer_->has_gradient(*flats_[index], slot);
+}
+
+void ShardedModule::zero_gradients() { reducer_->zero(); }
+
+void ShardedModule::show_full_gradients() { reducer_->show_full(); }
+
+void ShardedModule::hide_full_gradients() { reducer_->hide_full(); }
+
+double ShardedModule::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
+  at::NoGradGuard no_grad;
+  std::vector<int64_t> trainable;
+  for (size_t i = 0; i < flats_.size(); ++i) {
+    if (flats_[i]->is_trainable()) {
+      trainable.push_back(static_cast<int64_t>(i));
+    }
+  }
+  // One value per flat parameter and rank, of the slice that the rank owns in every stage.
+  const int64_t count = static_cast<int64_t>(trainable.size());
+  at::Tensor mine = at::zeros({count}, at::kDouble);
+  for (int64_t i = 0; i < count; ++i) {
+    const FlatParameter& flat = *flats_[trainable[i]];
+    const at::Tensor averaged = gradient(trainable[i]);
+    if (averaged.defined()) {
+      const at::Tensor slice = averaged.narrow(0, flat.shard_start() - flat.master_start, flat.layout().shard_numel);
+      mine.mutable_data_ptr<double>()[i] = norm_contribution(slice, norm_type);
+    }
+  }
+  at::Tensor everybodys = mine;
+  if (world_size() > 1 && count > 0) {
+    const c10::Device device = flats_.front()->device();
+    everybodys = at::empty({world_size() * count}, mine.options().device(device));
+    communicator_.wait(communicator_.all_gather(everybodys, mine.to(device)));
+    everybodys = everybodys.cpu();
+  }
+  const double* values = everybodys.const_data_ptr<double>();
+  const double norm = combine_norms(std::vector<double>(values, values + everybodys.numel()), norm_type);
+  TORCH_CHECK(!error_if_nonfinite || std::isfinite(norm), context("clip_grad_norm_"), "the total norm of order ",
+              norm_type, " is ", norm,
+              "; expected a finite number. To scale by it anyway pass error_if_nonfinite=False.");
+  const double coefficient = max_norm / (norm + 1e-6);
+  if (!(coefficient >= 1.0)) {
+    reducer_->scale(coefficient);
+  }
+  return norm;
+}
+
+// --- facts ---
+
+std::map<std::string, int64_t> ShardedModule::memory_report() const {
+  return {{"parameters and masters", fetch_->resident_bytes()},
+          {"gradients", reducer_->gradient_bytes()},
+          {"buckets", reducer_->bucket_bytes()}};
+}
+
+std::vector<std::string> ShardedModule::changed_parameters() const {
+  std::vector<std::string> names;
+  for (const auto& flat : flats_) {
+    for (const ParameterSlot& slot : flat->slots()) {
+      if (!slot.storage.is_used_by(slot.parameter) || slot.parameter.requires_grad() != flat->is_trainable()) {
+        names.push_back(slot.names.front());
+      }
+    }
+  }
+  return names;
+}
+
+}  // namespace zeropg

@@ -1,0 +1,105 @@
+// A sharded model: its units, and what happens to them in forward, backward and step.
+//
+// One thread at a time (the one that runs the training loop). Nothing here needs the GIL.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sharding/communicate.h"
+#include "sharding/fetch.h"
+#include "sharding/flat_parameter.h"
+#include "sharding/gradient_reducer.h"
+#include "sharding/options.h"
+#include "sharding/unit.h"
+
+namespace zeropg {
+
+class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
+ public:
+  // The parameters of one unit, ungrouped, in named_parameters() order.
+  struct UnitSource {
+    std::string name;
+    std::vector<FlatParameter::Source> parameters;
+    bool needs_private_copy = false;
+  };
+
+  // Takes over all parameters. The last unit is the root. Rank 0's values win. Collective.
+  static std::shared_ptr<ShardedModule> create(const std::vector<UnitSource>& units,
+                                               c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                               const ShardingOptions& options);
+
+  // --- forward and backward; `unit` is an index into the sources ---
+  // Returns the inputs to use instead: those that need a gradient are replaced by an alias of their own, whose hook
+  // says that the unit has finished its backward.
+  std::vector<at::Tensor> pre_forward(int64_t unit, const std::vector<at::Tensor>& inputs);
+  void post_forward(int64_t unit, const std::vector<at::Tensor>& outputs);
+  void set_synchronize(bool synchronize) { synchronize_ = synchronize; }
+  bool synchronizes() const { return synchronize_; }
+
+  // --- access between steps ---
+  void unshard_all(bool writable);  // collective
+  // `write_back`: what this rank changed in its own slices becomes the parameters' value. Collective.
+  void reshard_all(bool write_back);
+  bool is_inside_full_parameters() const { return full_depth_ > 0; }
+  at::Tensor gather_master(int64_t flat);  // [total_numel], master dtype; collective
+  // Sets this rank's part of a parameter from its full value. Inside begin_step/end_step.
+  void load_parameter(int64_t flat, int64_t slot, const at::Tensor& value);
+
+  // Gives the parameters back to the user, whole and in their own dtype. The module is of no use afterwards.
+  // Collective.
+  void dissolve();
+
+  // --- step ---
+  void begin_step();  // collective
+  void end_step();    // collective
+  at::Tensor gradient(int64_t flat);
+  bool has_gradient(int64_t flat, int64_t slot) const;
+  void zero_gradients();
+  void show_full_gradients();  // collective; until hide_full_gradients every `.grad` is whole
+  void hide_full_gradients();
+  double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);  // collective
+
+  // --- facts ---
+  const std::vector<std::unique_ptr<FlatParameter>>& flats() const { return flats_; }
+  const ShardingOptions& options() const { return options_; }
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return communicator_.group(); }
+  int64_t rank() const { return communicator_.rank(); }
+  int64_t world_size() const { return communicator_.world_size(); }
+  const char* fetch_name() const { return fetch_->name(); }
+  double communication_seconds() const { return communicator_.seconds(); }
+  // Bytes of this rank by class: "parameters and masters", "gradients", "buckets".
+  std::map<std::string, int64_t> memory_report() const;
+  // Names of parameters that no longer use the storage that sharding gave them, or whose requires_grad was flipped.
+  std::vector<std::string> changed_parameters() const;
+
+ private:
+  ShardedModule(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShardingOptions& options);
+  void build(const std::vector<UnitSource>& units);
+  void install_hooks();
+
+  void unshard(Unit& unit, bool writable = false);
+  void reshard(Unit& unit);
+  void begin_backward();
+  void finish_backward();
+  void before_unit_backward(Unit& unit);
+  void after_gradient(FlatParameter& flat);
+  void maybe_reshard_in_backward(Unit& unit);
+  void write_back(FlatParameter& flat);
+  std::string context(const char* operation) const;  // "[zeropg rank 1/4] clip_grad_norm_: "
+
+  Communicator communicator_;
+  ShardingOptions options_;
+  std::vector<std::unique_ptr<FlatParameter>> flats_;
+  std::vector<Unit> units_;
+  std::map<const FlatParameter*, int64_t> unit_of_;
+  std::unique_ptr<Fetch> fetch_;
+  std::unique_ptr<GradientReducer> reducer_;
+  bool synchronize_ = true;
+  bool is_in_backward_ = false;
+  int full_depth_ = 0;
+};
+
+}  // namespace zeropg

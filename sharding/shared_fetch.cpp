@@ -1,0 +1,124 @@
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <unordered_map>
+
+#include "backend/process_group.h"
+#include "sharding/buffer_pool.h"
+#include "sharding/fetch.h"
+#include "sharding/master.h"
+
+namespace zeropg {
+namespace {
+
+constexpr int64_t kFlatAlignmentBytes = 4096;
+
+// Stage 3 where all ranks share a node: the slices of all ranks lie side by side in one shared segment, so the whole
+// flat buffer is already there and unsharding moves no byte. One-sided: a rank may take any unit at any time.
+//
+// Counter protocol (both monotonic, one per rank): kDoneReading = number of updates before which this rank has stopped
+// reading; kPublished = number of updates that this rank has finished. An owner writes its slice only when everybody is
+// done reading; a reader takes a unit only when every owner has published as many updates as the reader has begun.
+class SharedFetch final : public Fetch {
+ public:
+  enum Counter { kDoneReading = 0, kPublished = 1 };
+
+  SharedFetch(Communicator& communicator, std::shared_ptr<SharedSegment> segment, std::chrono::milliseconds timeout)
+      : communicator_(communicator), segment_(std::move(segment)), timeout_(timeout) {}
+
+  const char* name() const override { return "shared"; }
+  bool is_collective() const override { return false; }
+
+  void adopt(const std::vector<FlatParameter*>& flats) override {
+    int64_t offset = 0;
+    for (FlatParameter* flat : flats) {
+      const at::Tensor values = flat->take_initial_values();
+      const auto options = values.options().dtype(flat->dtype());
+      auto keep = segment_;
+      at::Tensor whole = at::from_blob(
+          segment_->data() + offset, {flat->layout().total_numel}, [keep](void*) {}, options);
+      offset += flat_bytes(*flat);
+      wholes_[flat] = whole;
+      make_master(*flat, whole.narrow(0, flat->shard_start(), flat->layout().shard_numel), values, flat->shard_start());
+      resident_bytes_ += static_cast<int64_t>(flat->layout().shard_numel * whole.element_size() +
+                                              (flat->is_own_master() ? 0 : flat->master.nbytes()));
+    }
+    end_update(flats);
+  }
+
+  void unshard(FlatParameter& flat, bool writable) override {
+    if (seen_ < updates_) {
+      communicator_.timed(
+          [&] { segment_->wait_all(kPublished, updates_, timeout_, "the parameters of the last update"); });
+      seen_ = updates_;
+    }
+    const at::Tensor& whole = wholes_.at(&flat);
+    if (!writable) {
+      flat.attach(whole, /*guarded=*/true);
+      return;
+    }
+    at::Tensor copy = pool_.acquire(whole.numel(), flat.dtype(), flat.device());
+    copy.copy_(whole);
+    flat.attach(copy, /*guarded=*/false);
+  }
+
+  void reshard(FlatParameter& flat) override {
+    at::Tensor whole = flat.whole();
+    flat.detach();
+    if (!whole.is_alias_of(wholes_.at(&flat))) {
+      pool_.release(std::move(whole));
+    }
+  }
+
+  void begin_update() override {
+    const uint64_t update = ++updates_;
+    segment_->publish(kDoneReading, update);
+    communicator_.timed(
+        [&] { segment_->wait_all(kDoneReading, update, timeout_, "all ranks to finish reading parameters"); });
+  }
+
+  void end_update(const std::vector<FlatParameter*>&) override { segment_->publish(kPublished, updates_); }
+
+  int64_t resident_bytes() const override { return resident_bytes_ + pool_.allocated_bytes(); }
+
+  static int64_t flat_bytes(const FlatParameter& flat) {
+    return round_up(flat.layout().total_numel * static_cast<int64_t>(c10::elementSize(flat.dtype())),
+                    kFlatAlignmentBytes);
+  }
+
+ private:
+  Communicator& communicator_;
+  std::shared_ptr<SharedSegment> segment_;
+  std::chrono::milliseconds timeout_;
+  BufferPool pool_;
+  std::unordered_map<const FlatParameter*, at::Tensor> wholes_;
+  uint64_t updates_ = 1;  // the initial values are update 1
+  uint64_t seen_ = 0;
+  int64_t resident_bytes_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Fetch> make_shared_fetch(Communicator& communicator, const std::vector<FlatParameter*>& flats) {
+  int64_t bytes = 0;
+  for (const FlatParameter* flat : flats) {
+    if (!flat->device().is_cpu()) {
+      return nullptr;
+    }
+    bytes += SharedFetch::flat_bytes(*flat);
+  }
+  auto backend = communicator.group()->getBackend(c10::DeviceType::CPU);
+  auto* zero = dynamic_cast<ProcessGroupZero*>(backend.get());
+  if (zero == nullptr) {
+    return nullptr;
+  }
+  const int64_t per_rank =
+      round_up((bytes + communicator.world_size() - 1) / communicator.world_size(), kFlatAlignmentBytes);
+  auto segment = zero->allocate_shared(per_rank);
+  if (segment == nullptr) {
+    return nullptr;
+  }
+  return std::make_unique<SharedFetch>(communicator, std::move(segment), zero->default_timeout());
+}
+
+}  // namespace zeropg

@@ -1,0 +1,28 @@
+// A unit: the parameters that are made whole together, while one module (a transformer block, or the root) runs.
+//
+// Life of a unit in stage 3: pre_forward unshards, post_forward reshards, the hook on its outputs unshards again when
+// their gradients arrive, and it is resharded when its last gradient has been taken. In stages 0 to 2 the fetch does
+// nothing and the same path runs.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sharding/fetch.h"
+
+namespace zeropg {
+
+struct Unit {
+  std::string name;
+  std::vector<FlatParameter*> flats;
+  bool is_root = false;
+  bool has_frozen = false;
+  // Kernels that take a writable pointer to weights they only read (RNNs on CPU) cannot run on guarded memory.
+  bool needs_private_copy = false;
+
+  bool is_whole = false;
+  bool is_in_backward = false;    // between the hook on its outputs and its last gradient
+  bool waits_for_inputs = false;  // some input needs a gradient, which may still read frozen parameters
+};
+
+}  // namespace zeropg
