@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <numeric>
+
 #include "backend/transport/waiter.h"
 
 namespace zeropg {
@@ -12,18 +14,21 @@ constexpr c10::SourceLocation kHere{"describe_error", __FILE__, 0};
 
 }  // namespace
 
-std::exception_ptr describe_error(const OperationLabel& label, const std::exception_ptr& error) {
+std::exception_ptr describe_error(Group& group, const OperationLabel& label, const std::exception_ptr& error) {
   try {
-    std::rethrow_exception(error);
+    try {
+      std::rethrow_exception(error);
+    } catch (const c10::DistNetworkError& lost) {
+      std::vector<int32_t> everybody(static_cast<size_t>(group.world_size()));
+      std::iota(everybody.begin(), everybody.end(), 0);
+      throw_if_lost(label, group.peer_states(), everybody);
+      throw;
+    }
   } catch (const c10::Error& known) {
     const std::string text = known.what_without_backtrace();
-    if (text.starts_with("[zeropg rank")) {
-      return error;
-    }
-    const std::string message = c10::str(label.prefix(), ": ", text);
-    return dynamic_cast<const c10::DistNetworkError*>(&known) != nullptr
-               ? std::make_exception_ptr(c10::DistNetworkError(kHere, message))
-               : std::make_exception_ptr(c10::DistBackendError(kHere, message));
+    return text.starts_with("[zeropg rank")
+               ? std::current_exception()
+               : std::make_exception_ptr(c10::DistBackendError(kHere, c10::str(label.prefix(), ": ", text)));
   } catch (const std::exception& other) {
     return std::make_exception_ptr(c10::DistBackendError(kHere, c10::str(label.prefix(), ": ", other.what())));
   }
@@ -52,7 +57,7 @@ void CollectiveChannel::submit(std::unique_ptr<CollectiveJob> job, bool is_synch
   try {
     is_done = run_in_calling_thread(*job);
   } catch (...) {
-    error = describe_error(job->work->label(), std::current_exception());
+    error = describe_error(*group_, job->work->label(), std::current_exception());
   }
   if (is_done || error) {
     finish(std::move(job), error, /*is_engine_thread=*/false);
@@ -95,6 +100,7 @@ Progress CollectiveChannel::run(CollectiveJob& job) {
   group_->throw_if_failed();
   if (!job.start) {
     job.start = std::chrono::steady_clock::now();
+    group_->throw_if_peer_failed(job.work->label());
   }
   bool has_moved = false;
   while (job.current < job.collectives.size()) {
@@ -150,7 +156,7 @@ Activity CollectiveChannel::advance_on_engine_thread() {
     try {
       progress = run(*job);
     } catch (...) {
-      error = describe_error(job->work->label(), std::current_exception());
+      error = describe_error(*group_, job->work->label(), std::current_exception());
     }
     if (error) {
       fail_all_on_engine_thread(error);
@@ -196,7 +202,7 @@ void CollectiveChannel::check_on_engine_thread() {
   try {
     check(*job);
   } catch (...) {
-    fail_all_on_engine_thread(describe_error(job->work->label(), std::current_exception()));
+    fail_all_on_engine_thread(describe_error(*group_, job->work->label(), std::current_exception()));
   }
 }
 

@@ -59,7 +59,8 @@ class CollectiveChannel final : public Channel {
   bool is_held_ = false;                              // guarded by mutex_: a calling thread runs a job
 };
 
-// Turns what stopped an operation into the error that its callers see, which names the operation.
-std::exception_ptr describe_error(const OperationLabel& label, const std::exception_ptr& error);
+// Turns what stopped an operation into the error that its callers see: it names the operation, and the peer that
+// failed, left or died where that is the cause.
+std::exception_ptr describe_error(Group& group, const OperationLabel& label, const std::exception_ptr& error);
 
 }  // namespace zeropg

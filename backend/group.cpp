@@ -77,6 +77,14 @@ void Group::throw_if_failed() const {
   }
 }
 
+void Group::throw_if_peer_failed(const OperationLabel& label) {
+  for (int32_t peer = 0; peer < world_size(); ++peer) {
+    if (peer != rank() && arena().state_of(peer) == RankState::kFailed) {
+      throw_if_lost(label, peer_states(), {});
+    }
+  }
+}
+
 PeerStates Group::peer_states() {
   PeerStates states;
   for (int32_t peer = 0; peer < world_size(); ++peer) {

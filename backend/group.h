@@ -68,9 +68,10 @@ class Group : public std::enable_shared_from_this<Group> {
   void fail(const std::string& message);  // any thread; the first message wins; wakes the peers
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
   std::string failure() const;
-  void throw_if_failed() const;  // DistBackendError
-  PeerStates peer_states();      // system calls
-  void depart();                 // tells the peers that this rank left on purpose, unless it failed; later calls raise
+  void throw_if_failed() const;                            // DistBackendError
+  void throw_if_peer_failed(const OperationLabel& label);  // cheap: before an operation begins
+  PeerStates peer_states();                                // system calls
+  void depart();  // tells the peers that this rank left on purpose, unless it failed; later calls raise
   // "waiting for ranks 1, 3"; a guess from any thread, for messages only.
   std::string who_is_late();
 

@@ -34,6 +34,7 @@ void PointToPoint::start(Message message, bool is_send) {
     std::lock_guard<std::mutex> lock(mutex_);
     group_->throw_if_failed();
     const int32_t peer = message.peer;
+    const OperationLabel label = message.work->label();
     Posted posted{std::move(message), ++order_, std::chrono::steady_clock::now()};
     if (is_send) {
       outboxes_[peer].queue.push_back(std::move(posted));
@@ -41,6 +42,7 @@ void PointToPoint::start(Message message, bool is_send) {
       posted_.push_back(std::move(posted));
     }
     try {
+      group_->throw_if_peer_failed(label);
       advance_locked(finished);
     } catch (...) {
       fail_locked(std::current_exception(), finished);
@@ -349,7 +351,7 @@ void PointToPoint::finish(Finished finished, bool is_engine_thread) {
     c10::intrusive_ptr<ZeroWork> work = std::move(posted.message.work);
     std::exception_ptr described;
     if (error) {
-      described = describe_error(work->label(), error);
+      described = describe_error(*group_, work->label(), error);
       try {
         std::rethrow_exception(described);
       } catch (const c10::Error& known) {

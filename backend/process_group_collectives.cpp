@@ -8,6 +8,14 @@ using c10d::Work;
 
 namespace {
 
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+constexpr OpType kGatherCoalesced = OpType::ALLGATHER_INTO_TENSOR_COALESCED;
+constexpr OpType kReduceScatterCoalesced = OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+#else
+constexpr OpType kGatherCoalesced = OpType::COALESCED;
+constexpr OpType kReduceScatterCoalesced = OpType::COALESCED;
+#endif
+
 Request reduce_request(OpKind op, const at::Tensor& input, const at::Tensor& output, const Reduction& reduction,
                        int64_t block_numel) {
   Request request;
@@ -198,7 +206,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::allgather_into_tensor_coalesced(std::
     call.check_numel(outputs[i], inputs[i].numel() * size_, "output");
     call.add(move_request(OpKind::kAllGather, {call.input(inputs[i])}, {call.output(outputs[i])}, inputs[i]));
   }
-  return submit(std::move(call), OpType::ALLGATHER_INTO_TENSOR_COALESCED, opts.timeout, opts.asyncOp);
+  return submit(std::move(call), kGatherCoalesced, opts.timeout, opts.asyncOp);
 }
 
 c10::intrusive_ptr<Work> ProcessGroupZero::gather(std::vector<std::vector<at::Tensor>>& outputs,
@@ -317,7 +325,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::reduce_scatter_tensor_coalesced(std::
     call.add(reduce_request(OpKind::kReduceScatter, call.input(inputs[i]), call.output(outputs[i]), reduction,
                             outputs[i].numel()));
   }
-  return submit(std::move(call), OpType::REDUCE_SCATTER_TENSOR_COALESCED, opts.timeout, opts.asyncOp);
+  return submit(std::move(call), kReduceScatterCoalesced, opts.timeout, opts.asyncOp);
 }
 
 c10::intrusive_ptr<Work> ProcessGroupZero::alltoall_base(at::Tensor& output, at::Tensor& input,
