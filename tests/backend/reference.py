@@ -1,0 +1,59 @@
+"""The slow truth: what a collective must give, computed from every rank's input by plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+MOVABLE = (*INTEGERS, *FLOATS, *COMPLEX, torch.bool, torch.float8_e4m3fn)
+
+
+def values(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """The input of `rank`: pseudo-random, the same wherever it is computed. Shape [numel]."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (numel,), generator=generator).bool()
+    if dtype in INTEGERS:
+        low = 0 if dtype == torch.uint8 else -100
+        return torch.randint(low, 100, (numel,), generator=generator).to(dtype)
+    if dtype.is_complex:
+        return torch.randn(numel, generator=generator, dtype=dtype)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def reduced(tensors: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType, factor: float = 1.0) -> torch.Tensor:
+    """In rank order; 16-bit floats in fp32 with one rounding at the end, everything else in its own dtype."""
+    dtype = tensors[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    first, *rest = [
+        tensor.to(wide) * factor if op == dist.ReduceOp.PREMUL_SUM else tensor.to(wide) for tensor in tensors
+    ]
+    result = first.clone()
+    for tensor in rest:
+        if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM):
+            result = result | tensor if dtype == torch.bool else result + tensor
+        elif op == dist.ReduceOp.PRODUCT:
+            result = result & tensor if dtype == torch.bool else result * tensor
+        elif op == dist.ReduceOp.MIN:
+            result = torch.minimum(result, tensor)
+        elif op == dist.ReduceOp.MAX:
+            result = torch.maximum(result, tensor)
+        elif op == dist.ReduceOp.BAND:
+            result = result & tensor
+        elif op == dist.ReduceOp.BOR:
+            result = result | tensor
+        else:
+            result = result ^ tensor
+    return (result / len(tensors) if op == dist.ReduceOp.AVG else result).to(dtype)
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    """Bit for bit."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
+    same = torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+    assert same, f"{what}: {actual} instead of {expected}"

@@ -1,0 +1,363 @@
+"""Every collective against plain torch: dtypes, operations, sizes, synchronous and asynchronous, strided tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.backend.reference import COMPLEX, FLOATS, INTEGERS, MOVABLE, assert_same, reduced, values
+from tests.spawn import RankPool
+
+Op = dist.ReduceOp
+BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
+SMALL = (0, 1, 5, 1003)
+LARGE = 700_001  # more chunks and banks than one, and odd
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def run(request: pytest.FixtureRequest, rank_pool: Callable[..., RankPool]) -> Iterator[Callable[..., Any]]:
+    yield rank_pool(request.param).run
+
+
+def operations(dtype: torch.dtype) -> list[Any]:
+    if dtype == torch.bool:
+        return [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, *BITWISE]
+    if dtype in COMPLEX:
+        return [Op.SUM]
+    return [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, *(BITWISE if dtype in INTEGERS else [Op.AVG])]
+
+
+def reductions() -> Iterator[tuple[torch.dtype, Any, int]]:
+    for dtype in (*INTEGERS, *FLOATS, *COMPLEX, torch.bool):
+        for op in operations(dtype):
+            for numel in SMALL:
+                yield dtype, op, numel
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        yield dtype, Op.SUM, LARGE
+
+
+def complete(work: dist.Work | None, is_async: bool) -> None:
+    assert (work is not None) == is_async
+    if work is not None:
+        work.wait()
+        assert work.is_completed()
+
+
+def world() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def check_all_reduce() -> None:
+    rank, size = world()
+    for case, (dtype, op, numel) in enumerate(reductions()):
+        expected = reduced([values(peer, numel, dtype, case) for peer in range(size)], op)
+        for is_async in (False, True):
+            tensor = values(rank, numel, dtype, case)
+            complete(dist.all_reduce(tensor, op=op, async_op=is_async), is_async)
+            assert_same(tensor, expected, (dtype, op, numel))
+
+
+def test_all_reduce_gives_the_same_bits_as_a_sum_in_rank_order(run: Callable[..., Any]) -> None:
+    run(check_all_reduce)
+
+
+def check_forced_algorithms() -> None:
+    import zeropg.backend
+
+    rank, size = world()
+    for name in ("all_reduce_staged", "all_reduce_one_shot"):
+        options = zeropg.backend.BackendOptions(algorithms={"all_reduce": name}, bank_bytes=64 << 10)
+        group = dist.new_group(backend="zeropg", pg_options=options)
+        for numel in (1, 1003, 40_001):
+            tensor = values(rank, numel, torch.bfloat16)
+            dist.all_reduce(tensor, group=group)
+            assert_same(tensor, reduced([values(peer, numel, torch.bfloat16) for peer in range(size)], Op.SUM), name)
+        dist.destroy_process_group(group)
+
+
+def test_forced_algorithms_agree(run: Callable[..., Any]) -> None:
+    run(check_forced_algorithms)
+
+
+def check_premul_sum() -> None:
+    rank, size = world()
+    for dtype in FLOATS:
+        inputs = [values(peer, 1003, dtype) for peer in range(size)]
+        expected = reduced(inputs, Op.PREMUL_SUM, 0.25)
+        for factor in (0.25, torch.tensor([0.25])):
+            tensor = inputs[rank].clone()
+            dist.all_reduce(tensor, op=dist._make_nccl_premul_sum(factor))
+            assert_same(tensor, expected, dtype)
+
+
+def test_premul_sum_multiplies_before_the_sum(run: Callable[..., Any]) -> None:
+    run(check_premul_sum)
+
+
+def check_reduce() -> None:
+    rank, size = world()
+    for case, (dtype, op, numel) in enumerate(reductions()):
+        root = case % size
+        tensor = values(rank, numel, dtype, case)
+        complete(dist.reduce(tensor, root, op=op, async_op=case % 2 == 1), case % 2 == 1)
+        if rank == root:
+            inputs = [values(peer, numel, dtype, case) for peer in range(size)]
+            assert_same(tensor, reduced(inputs, op), (dtype, op, numel))
+        else:
+            assert_same(tensor, values(rank, numel, dtype, case), "only the root's tensor is written")
+
+
+def test_reduce_writes_the_root_only(run: Callable[..., Any]) -> None:
+    run(check_reduce)
+
+
+def check_reduce_scatter() -> None:
+    rank, size = world()
+    for case, (dtype, op, numel) in enumerate(reductions()):
+        inputs = [values(peer, numel * size, dtype, case) for peer in range(size)]
+        expected = reduced([tensor.chunk(size)[rank] if numel else tensor for tensor in inputs], op)
+        for is_async in (False, True):
+            output = torch.empty(numel, dtype=dtype)
+            complete(dist.reduce_scatter_tensor(output, inputs[rank], op=op, async_op=is_async), is_async)
+            assert_same(output, expected, (dtype, op, numel))
+        output = torch.empty(numel, dtype=dtype)
+        dist.reduce_scatter(output, [part.clone() for part in inputs[rank].view(size, numel)], op=op)
+        assert_same(output, expected, (dtype, op, numel, "list"))
+
+
+def test_reduce_scatter_of_a_tensor_and_of_a_list(run: Callable[..., Any]) -> None:
+    run(check_reduce_scatter)
+
+
+def moves() -> Iterator[tuple[torch.dtype, int]]:
+    for dtype in MOVABLE:
+        for numel in SMALL:
+            yield dtype, numel
+    yield torch.float32, LARGE
+
+
+def check_broadcast() -> None:
+    rank, size = world()
+    for case, (dtype, numel) in enumerate(moves()):
+        for is_async in (False, True):
+            root = case % size
+            tensor = values(rank, numel, dtype, case)
+            complete(dist.broadcast(tensor, root, async_op=is_async), is_async)
+            assert_same(tensor, values(root, numel, dtype, case), (dtype, numel))
+
+
+def test_broadcast_moves_any_dtype(run: Callable[..., Any]) -> None:
+    run(check_broadcast)
+
+
+def check_all_gather() -> None:
+    rank, size = world()
+    for case, (dtype, numel) in enumerate(moves()):
+        inputs = [values(peer, numel, dtype, case) for peer in range(size)]
+        for is_async in (False, True):
+            outputs = [torch.empty(numel, dtype=dtype) for _ in range(size)]
+            complete(dist.all_gather(outputs, inputs[rank], async_op=is_async), is_async)
+            for peer in range(size):
+                assert_same(outputs[peer], inputs[peer], (dtype, numel, peer))
+            flat = torch.empty(numel * size, dtype=dtype)
+            complete(dist.all_gather_into_tensor(flat, inputs[rank], async_op=is_async), is_async)
+            assert_same(flat.view(size, numel), torch.stack(inputs), (dtype, numel))
+        whole = torch.empty(size, numel, dtype=dtype)
+        whole[rank] = inputs[rank]
+        dist.all_gather_into_tensor(whole.view(-1), whole[rank])
+        assert_same(whole, torch.stack(inputs), "in place")
+
+
+def test_all_gather_into_lists_and_tensors(run: Callable[..., Any]) -> None:
+    run(check_all_gather)
+
+
+def check_gather_and_scatter() -> None:
+    rank, size = world()
+    for case, (dtype, numel) in enumerate(moves()):
+        root = case % size
+        is_async = case % 2 == 0
+        inputs = [values(peer, numel, dtype, case) for peer in range(size)]
+        outputs = [torch.empty(numel, dtype=dtype) for _ in range(size)] if rank == root else None
+        complete(dist.gather(inputs[rank], outputs, dst=root, async_op=is_async), is_async)
+        for peer, output in enumerate(outputs or []):
+            assert_same(output, inputs[peer], (dtype, numel, peer))
+        output = torch.empty(numel, dtype=dtype)
+        complete(dist.scatter(output, inputs if rank == root else None, src=root, async_op=is_async), is_async)
+        assert_same(output, inputs[rank], (dtype, numel))
+
+
+def test_gather_and_scatter(run: Callable[..., Any]) -> None:
+    run(check_gather_and_scatter)
+
+
+def check_all_to_all() -> None:
+    rank, size = world()
+
+    def rows(sender: int, receiver: int) -> int:
+        return (3 * sender + 5 * receiver) % 7
+
+    for case, dtype in enumerate(MOVABLE):
+        for width in (1, 60_001 if dtype == torch.float32 else 33):
+            sent = [values(rank * size + peer, rows(rank, peer) * width, dtype, case) for peer in range(size)]
+            expected = [values(peer * size + rank, rows(peer, rank) * width, dtype, case) for peer in range(size)]
+            received = [torch.empty_like(tensor) for tensor in expected]
+            dist.all_to_all(received, sent)
+            for peer in range(size):
+                assert_same(received[peer], expected[peer], (dtype, width, peer))
+            flat = torch.empty(sum(rows(peer, rank) for peer in range(size)), width, dtype=dtype)
+            received_rows = [rows(peer, rank) for peer in range(size)]
+            sent_rows = [rows(rank, peer) for peer in range(size)]
+            work = dist.all_to_all_single(
+                flat, torch.cat(sent).view(-1, width), received_rows, sent_rows, async_op=True
+            )
+            work.wait()
+            assert_same(flat.view(-1), torch.cat(expected), (dtype, width))
+        equal = torch.empty(2 * size, dtype=dtype)
+        dist.all_to_all_single(equal, values(rank, 2 * size, dtype))
+        parts = [values(peer, 2 * size, dtype).view(size, 2)[rank] for peer in range(size)]
+        assert_same(equal, torch.cat(parts), dtype)
+
+
+def test_all_to_all_with_equal_and_uneven_splits(run: Callable[..., Any]) -> None:
+    run(check_all_to_all)
+
+
+def check_strided() -> None:
+    rank, size = world()
+    inputs = [values(peer, 12, torch.float32).view(3, 4) for peer in range(size)]
+    for is_async in (False, True):
+        tensor = torch.zeros(4, 3).t()
+        tensor.copy_(inputs[rank])
+        complete(dist.all_reduce(tensor, async_op=is_async), is_async)
+        assert_same(tensor, reduced(inputs, Op.SUM), "transposed")
+        columns = torch.zeros(3, 4, 2)
+        columns[..., 0] = inputs[rank]
+        complete(dist.broadcast(columns[..., 0], size - 1, async_op=is_async), is_async)
+        assert_same(columns[..., 0], inputs[size - 1], "every second element")
+        assert not columns[..., 1].any(), "what lies between is not touched"
+        outputs = [torch.empty(4, 3).t() for _ in range(size)]
+        complete(dist.all_gather(outputs, inputs[rank].t().contiguous().t(), async_op=is_async), is_async)
+        for peer in range(size):
+            assert_same(outputs[peer], inputs[peer], "strided list")
+
+
+def test_strided_tensors_are_handled(run: Callable[..., Any]) -> None:
+    run(check_strided)
+
+
+def check_coalesced() -> None:
+    rank, size = world()
+    shapes = (0, 3, 1003)
+    tensors = [values(rank, numel, torch.float32, numel) for numel in shapes]
+    with dist._coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    for numel, tensor in zip(shapes, tensors, strict=True):
+        assert_same(tensor, reduced([values(p, numel, torch.float32, numel) for p in range(size)], Op.SUM), numel)
+    group = dist.group.WORLD
+    outputs = [torch.empty(numel * size) for numel in shapes]
+    group.allgather_into_tensor_coalesced(outputs, [torch.full((numel,), float(rank)) for numel in shapes]).wait()
+    for numel, output in zip(shapes, outputs, strict=True):
+        assert_same(output, torch.arange(size).float().repeat_interleave(numel), numel)
+    outputs = [torch.empty(numel) for numel in shapes]
+    group.reduce_scatter_tensor_coalesced(outputs, [torch.full((numel * size,), 2.0) for numel in shapes]).wait()
+    for numel, output in zip(shapes, outputs, strict=True):
+        assert_same(output, torch.full((numel,), 2.0 * size), numel)
+    lists = [[torch.empty(numel) for numel in shapes] for _ in range(size)]
+    inputs = [torch.full((numel,), float(rank)) for numel in shapes]
+    group._get_backend(torch.device("cpu")).allgather_coalesced(lists, inputs).wait()
+    for peer in range(size):
+        for numel, output in zip(shapes, lists[peer], strict=True):
+            assert_same(output, torch.full((numel,), float(peer)), (peer, numel))
+
+
+def test_coalesced_calls(run: Callable[..., Any]) -> None:
+    run(check_coalesced)
+
+
+def check_futures() -> None:
+    rank, size = world()
+    tensor = torch.full((1003,), float(rank))
+    work = dist.all_reduce(tensor, async_op=True)
+    future = work.get_future()
+    doubled = future.then(lambda done: done.value()[0] * 2)
+    assert doubled.wait()[0].item() == size * (size - 1)
+    assert future.value()[0].data_ptr() == tensor.data_ptr()
+    assert work.is_success()
+    work = dist.all_gather_into_tensor(torch.empty(size), torch.tensor([1.0]), async_op=True)
+    work.wait()
+    assert work.get_future().wait() is not None, "a future may be asked for after the wait"
+
+    # A callback may wait for another collective, as DDP's PowerSGD hook does, and another one behind it.
+    def reduce_again(done: torch.futures.Future[Any]) -> Any:
+        return dist.all_reduce(done.value()[0], async_op=True).get_future().wait()[0]
+
+    first = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(reduce_again)
+    second = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(lambda done: done.value()[0])
+    assert second.wait().tolist() == [size] * 3
+    assert first.wait().tolist() == [size * size] * 3
+
+
+def test_futures_hold_the_outputs_and_callbacks_may_communicate(run: Callable[..., Any]) -> None:
+    run(check_futures)
+
+
+def check_many_in_flight() -> None:
+    rank, size = world()
+    works = []
+    tensors = [torch.full((1 + 997 * (i % 5),), float(rank + i)) for i in range(100)]
+    for i, tensor in enumerate(tensors):
+        if i % 10 == 9:
+            dist.barrier()
+        works.append(dist.all_reduce(tensor, async_op=True))
+    for work in reversed(works):
+        work.wait()
+    for i, tensor in enumerate(tensors):
+        assert (tensor == sum(peer + i for peer in range(size))).all(), i
+
+
+def test_many_asynchronous_calls_in_flight(run: Callable[..., Any]) -> None:
+    run(check_many_in_flight)
+
+
+def check_never_waited() -> None:
+    for _ in range(50):
+        dist.all_reduce(torch.ones(10_000), async_op=True)
+    dist.barrier()
+
+
+def test_works_that_nobody_waits_for(run: Callable[..., Any]) -> None:
+    run(check_never_waited)
+
+
+def check_sequence_and_stats() -> None:
+    import zeropg.backend
+
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    before = backend._get_sequence_number_for_group() if hasattr(backend, "_get_sequence_number_for_group") else None
+    calls = zeropg.backend.stats().get("all_reduce", {"calls": 0, "bytes": 0})
+    dist.all_reduce(torch.ones(10))
+    after = zeropg.backend.stats()["all_reduce"]
+    assert after["calls"] == calls["calls"] + 1 and after["bytes"] == calls["bytes"] + 40
+    if before is not None:
+        assert backend._get_sequence_number_for_group() == before + 1
+    topology = zeropg.backend.topology()
+    assert topology.world_size == dist.get_world_size() and topology.nodes == [list(range(dist.get_world_size()))]
+
+
+def test_statistics_topology_and_sequence_numbers(run: Callable[..., Any]) -> None:
+    run(check_sequence_and_stats)
+
+
+def check_monitored_barrier() -> None:
+    if not hasattr(dist.Backend, "_ensure_backend_registered"):
+        return  # torch 2.11 refuses every name but gloo
+    dist.monitored_barrier()
+
+
+def test_monitored_barrier(run: Callable[..., Any]) -> None:
+    run(check_monitored_barrier)

@@ -1,0 +1,291 @@
+"""What goes wrong between ranks: one clear error on every living rank, in time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.spawn import run_ranks
+
+Op = dist.ReduceOp
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        result = call()
+        if result is not None:
+            result.wait()
+    except dist.DistBackendError as error:
+        return str(error)
+    return "no error"
+
+
+MISMATCHES: dict[str, tuple[Callable[[int, Any], Any], str]] = {
+    "sizes": (lambda rank, group: dist.all_reduce(torch.ones(10 + rank), group=group), "rank 0: .*40 bytes.*44 bytes"),
+    "dtypes": (
+        lambda rank, group: dist.all_reduce(torch.ones(10).to((torch.float32, torch.int32)[rank % 2]), group=group),
+        r"ranks 0, 2: all_reduce\(Float.*rank 1: all_reduce\(Int",
+    ),
+    "operations": (
+        lambda rank, group: (
+            dist.all_reduce(torch.ones(10), group=group) if rank else dist.broadcast(torch.ones(10), 0, group=group)
+        ),
+        r"ranks 1, 2: all_reduce\(Float, sum, 40 bytes\); rank 0: broadcast\(Float, root 0, 40 bytes\)",
+    ),
+    "reductions": (
+        lambda rank, group: dist.all_reduce(torch.ones(10), op=Op.MAX if rank == 2 else Op.SUM, group=group),
+        "rank 2: all_reduce.*max.*ranks 0, 1: all_reduce.*sum",
+    ),
+    "roots": (lambda rank, group: dist.broadcast(torch.ones(10), rank, group=group), "root 0.*root 1.*root 2"),
+    "factors": (
+        lambda rank, group: dist.all_reduce(torch.ones(10), op=dist._make_nccl_premul_sum(1.0 + rank), group=group),
+        "with factor 1.*with factor 2",
+    ),
+    "barrier": (
+        lambda rank, group: dist.barrier(group) if rank else dist.all_reduce(torch.ones(1), group=group),
+        r"rank 0: all_reduce.*ranks 1, 2: barrier\(\)",
+    ),
+    "asynchronous": (
+        lambda rank, group: dist.all_gather_into_tensor(
+            torch.ones(3 + 3 * rank), torch.ones(1 + rank), group=group, async_op=True
+        ),
+        "4 bytes.*8 bytes",
+    ),
+    "several chunks": (
+        lambda rank, group: dist.all_reduce(torch.ones(1_000_000 * (1 + rank)), group=group),
+        "4000000 bytes.*8000000 bytes",
+    ),
+    "splits": (
+        lambda rank, group: (
+            dist.all_to_all_single(torch.ones(3 + (rank == 0)), torch.ones(3), [1 + (rank == 0), 1, 1], group=group)
+            if rank
+            else dist.all_to_all_single(torch.ones(4), torch.ones(3), [1, 2, 1], group=group)
+        ),
+        "rank 1 sends 4 bytes to this rank, which expects 8",
+    ),
+    "messages": (
+        lambda rank, group: (
+            dist.send(torch.ones(4), 1, group=group)
+            if rank == 0
+            else dist.recv(torch.ones(5), 0, group=group)
+            if rank == 1
+            else dist.all_reduce(torch.ones(1), group=group)
+        ),
+        "",
+    ),
+}
+
+
+def check_mismatches() -> dict[str, tuple[str, str]]:
+    """Each on a group of its own, since a group does not survive a mismatch."""
+    answers = {}
+    for name, (call, _) in MISMATCHES.items():
+        group = dist.new_group()
+        first = error_of(lambda: call(dist.get_rank(), group))  # noqa: B023
+        second = error_of(lambda: dist.all_reduce(torch.ones(1), group=group))  # noqa: B023
+        answers[name] = (first, second)
+        dist.destroy_process_group(group)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size(), "other groups go on"
+    return answers
+
+
+def test_different_calls_are_one_error_on_every_rank() -> None:
+    answers = run_ranks(3, check_mismatches, timeout=60)
+    for name, (_, match) in MISMATCHES.items():
+        for rank, answer in enumerate(answers):
+            first, second = answer[name]
+            assert name == "messages" or first.startswith(f"[zeropg rank {rank}/3] "), (name, first)
+            assert name in ("messages", "splits") or re.search(match, first), (name, first)
+            assert second != "no error", name
+    for name, rank in (("splits", 0), ("messages", 1)):
+        assert re.search(MISMATCHES[name][1], answers[rank][name][0]), answers[rank][name]
+    assert "rank 0 sent 16 bytes with tag 0, this rank receives 20" in answers[1]["messages"][0]
+
+
+def stop_or_kill(sign: int, victim: int, call: str) -> tuple[str, float, str, float]:
+    """`victim` ends in the middle of `call`; the others say what they saw and after how long."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    dist.barrier(group)
+    if rank == victim:
+        os.kill(os.getpid(), sign)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(torch.ones(500_000), group=group),
+        "asynchronous": lambda: dist.all_reduce(torch.ones(500_000), group=group, async_op=True),
+        "receive": lambda: dist.recv(torch.ones(3), victim, group=group),
+        "send": lambda: dist.send(torch.ones(1_000_000), victim, group=group),
+        "barrier": lambda: dist.barrier(group),
+    }
+    start = time.monotonic()
+    first = error_of(calls[call])
+    first_seconds = time.monotonic() - start
+    start = time.monotonic()
+    second = error_of(calls["all_reduce"])
+    second_seconds = time.monotonic() - start
+    dist.destroy_process_group(group)
+    survivors = [peer for peer in range(size) if peer != victim]
+    again = dist.new_group(survivors, use_local_synchronization=True)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=again)
+    assert total.item() == size - 1, "a new group works"
+    return first, first_seconds, second, second_seconds
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "asynchronous", "receive", "send", "barrier"])
+def test_a_killed_rank_is_named_at_once(call: str) -> None:
+    answers = run_ranks(3, stop_or_kill, signal.SIGKILL, 1, call, expect_death=[1])
+    for rank in (0, 2):
+        first, seconds, second, at_once = answers[rank]
+        assert f"[zeropg rank {rank}/3]" in first, first
+        assert "the process of rank 1 died" in first, first
+        assert seconds < 1.5 and at_once < 0.5, (seconds, at_once)
+        assert "died" in second
+    assert not [name for name in os.listdir("/dev/shm") if "zeropg" in name]
+
+
+def stopped_and_continued(call: str) -> Any:
+    """Rank 1 stops itself; rank 0 wakes it when the others have their error."""
+    rank = dist.get_rank()
+    pids: list[Any] = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    dist.barrier(group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    start = time.monotonic()
+    if call == "receive":
+        error = error_of(lambda: dist.recv(torch.ones(3), 1, group=group) if rank != 1 else dist.barrier(group))
+    else:
+        error = error_of(lambda: dist.all_reduce(torch.ones(500_000), group=group, async_op=call == "asynchronous"))
+    seconds = time.monotonic() - start
+    if rank == 0:
+        os.kill(pids[1], signal.SIGCONT)
+    dist.barrier()  # the world's group has a longer deadline
+    return error, seconds
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "asynchronous", "receive"])
+def test_a_stopped_rank_is_named_when_the_deadline_passes(call: str) -> None:
+    answers = run_ranks(3, stopped_and_continued, call)
+    for rank in (0, 2):
+        error, seconds = answers[rank]
+        assert error.startswith(f"[zeropg rank {rank}/3]"), error
+        assert "timed out after 1500 ms" in error and "rank 1" in error, error
+        assert 1.0 < seconds < 4.0, seconds
+    assert "rank" in answers[1][0] and "timed out" in answers[1][0], answers[1]
+
+
+def check_late_rank() -> tuple[str, float]:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        error = error_of(lambda: dist.all_reduce(torch.ones(3), group=group))
+        dist.barrier()
+        return error, time.monotonic() - start
+    dist.barrier()
+    return error_of(lambda: dist.all_reduce(torch.ones(3), group=group)), 0.0
+
+
+def test_a_rank_that_does_not_come_is_named_on_every_rank() -> None:
+    (error, seconds), (other, _) = run_ranks(2, check_late_rank)
+    assert "[zeropg rank 0/2] all_reduce #1 (12 bytes): timed out after 1000 ms" in error and "rank 1" in error, error
+    assert seconds < 3
+    assert "[zeropg rank 0/2] all_reduce #1" in other, other
+
+
+def check_departed() -> str:
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(group)
+        dist.barrier()
+        return ""
+    error = error_of(lambda: dist.all_reduce(torch.ones(3), group=group))
+    dist.barrier()
+    return error
+
+
+def test_a_rank_that_left_is_named() -> None:
+    error = run_ranks(2, check_departed)[0]
+    assert "all_reduce #1 (12 bytes): rank 1 left the group" in error, error
+
+
+def check_abort() -> list[str]:
+    group = dist.new_group()
+    errors = []
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True) if dist.get_rank() == 0 else None
+    receive = dist.irecv(torch.ones(3), 1, group=group) if dist.get_rank() == 0 else None
+    if dist.get_rank() == 0:
+        start = time.monotonic()
+        group.abort()
+        assert time.monotonic() - start < 1
+        errors += [error_of(lambda: work), error_of(lambda: receive)]
+    dist.barrier()
+    errors.append(error_of(lambda: dist.barrier(group)))
+    dist.destroy_process_group(group)
+    again = dist.new_group()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=again)
+    assert total.item() == 2
+    return errors
+
+
+def test_abort_ends_everything_on_both_sides_and_a_new_group_works() -> None:
+    mine, other = run_ranks(2, check_abort)
+    assert len(mine) == 3 and all("the process group was aborted" in error for error in mine), mine
+    assert (
+        "[zeropg rank 1/2]" in other[0] and "rank 0 failed: [zeropg rank 0/2] the process group was aborted" in other[0]
+    )
+
+
+def check_wait_timeout() -> str:
+    if dist.get_rank() == 1:
+        dist.barrier()
+        dist.all_reduce(torch.ones(3))
+        return ""
+    group_work = dist.barrier(async_op=True)
+    group_work.wait()
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    pending = dist.irecv(torch.ones(3), 1)
+    error = error_of(lambda: pending.wait(timedelta(milliseconds=100)))
+    work.wait()
+    return error
+
+
+def test_a_wait_with_too_little_time_raises_and_the_operation_goes_on() -> None:
+    error = run_ranks(2, check_wait_timeout)[0]
+    assert "recv (12 bytes): not complete after the 100 ms that wait() was given" in error, error
+
+
+def init_alone() -> str:
+    import zeropg  # noqa: F401
+
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return ""
+    try:
+        dist.new_group([0], backend="gloo", use_local_synchronization=True)
+        store = dist.PrefixStore("alone", dist.distributed_c10d._get_default_store())
+        from zeropg import _C
+
+        options = _C.BackendOptions()
+        options._timeout = timedelta(seconds=1)
+        _C.ProcessGroupZero(store, 0, 2, options)
+    except dist.DistBackendError as error:
+        dist.barrier()
+        return str(error)
+    return "no error"
+
+
+def test_a_group_that_nobody_joins_is_an_error_in_time() -> None:
+    error = run_ranks(2, init_alone, backend="gloo")[0]
+    assert "rank 1" in error, error
