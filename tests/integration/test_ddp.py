@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.spawn import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests.spawn import RankPool
 
 
 @pytest.fixture(scope="module", params=[2, 3])

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.spawn import RankPool
 from torch import nn
+
+from tests.spawn import RankPool
 
 
 @pytest.fixture(scope="module", params=[2, 4])
