@@ -1,0 +1,1 @@
+"""`python -m zeropg train`: a GPT of about two million parameters, trained, exported and checked end to end."""
