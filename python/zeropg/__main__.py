@@ -1,0 +1,49 @@
+"""`python -m zeropg COMMAND`: one command, one job each.
+
+A command is a module with `main(arguments: list[str]) -> int`, and one line in COMMANDS. Only the module of the command
+that is asked for is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+# name: (module, what it does in one line)
+COMMANDS = {
+    "train": ("zeropg.train.command", "train a small GPT on real text with ZeRO-0 to 3, and export it in 16 bits"),
+}
+
+_EXAMPLES = """
+examples:
+  python -m zeropg train --help                                          what train does, and all its options
+  torchrun --standalone --nproc-per-node 2 -m zeropg train               ZeRO-3 on two processes of this machine
+  torchrun --standalone --nproc-per-node 2 -m zeropg train --stage 1     the same with the optimizer sharded only
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command that `arguments` name (without the program's name); returns the exit status."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(
+            f"zeropg: no command {name!r}; there is {', '.join(COMMANDS)} (see python -m zeropg --help)",
+            file=sys.stderr,
+        )
+        return 2
+    module, _ = COMMANDS[name]
+    status: int = importlib.import_module(module).main(rest)
+    return status
+
+
+def _help() -> str:
+    width = max(len(name) for name in COMMANDS)
+    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(["usage: python -m zeropg COMMAND [options]", "", "commands:", *lines, _EXAMPLES.rstrip()])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
