@@ -32,7 +32,13 @@ class Fetch {
   virtual void begin_update() = 0;
   virtual void end_update(const std::vector<FlatParameter*>& flats) = 0;
 
-  virtual int64_t resident_bytes() const = 0;  // parameters and masters, of this rank
+  // Bytes that this rank holds, its part of shared memory included.
+  struct Memory {
+    int64_t parameters = 0;  // in the dtype of computation
+    int64_t masters = 0;     // beside them; 0 where the parameter is its own master
+    int64_t gathered = 0;    // buffers for units that are whole
+  };
+  virtual Memory memory() const = 0;
 };
 
 std::unique_ptr<Fetch> make_replicated_fetch(Communicator& communicator, const ShardingOptions& options);

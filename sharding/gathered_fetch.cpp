@@ -23,7 +23,8 @@ class GatheredFetch final : public Fetch {
       const at::Tensor values = flat->take_initial_values();
       at::Tensor shard = at::empty({flat->layout().shard_numel}, values.options().dtype(flat->dtype()));
       make_master(*flat, shard, values, flat->shard_start());
-      resident_bytes_ += static_cast<int64_t>(shard.nbytes() + (flat->is_own_master() ? 0 : flat->master.nbytes()));
+      memory_.parameters += static_cast<int64_t>(shard.nbytes());
+      memory_.masters += flat->is_own_master() ? 0 : static_cast<int64_t>(flat->master.nbytes());
       shards_[flat] = shard;
     }
   }
@@ -46,13 +47,13 @@ class GatheredFetch final : public Fetch {
 
   void begin_update() override {}
   void end_update(const std::vector<FlatParameter*>&) override {}
-  int64_t resident_bytes() const override { return resident_bytes_ + pool_.allocated_bytes(); }
+  Memory memory() const override { return {memory_.parameters, memory_.masters, pool_.allocated_bytes()}; }
 
  private:
   Communicator& communicator_;
   BufferPool pool_;
   std::unordered_map<const FlatParameter*, at::Tensor> shards_;
-  int64_t resident_bytes_ = 0;
+  Memory memory_;
 };
 
 }  // namespace

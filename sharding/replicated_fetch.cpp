@@ -25,7 +25,8 @@ class ReplicatedFetch final : public Fetch {
       const int64_t start = slice ? flat->shard_start() : 0;
       make_master(*flat, whole.narrow(0, start, slice ? flat->layout().shard_numel : total), values, start);
       flat->attach(whole, /*guarded=*/false);
-      resident_bytes_ += static_cast<int64_t>(whole.nbytes() + (flat->is_own_master() ? 0 : flat->master.nbytes()));
+      memory_.parameters += static_cast<int64_t>(whole.nbytes());
+      memory_.masters += flat->is_own_master() ? 0 : static_cast<int64_t>(flat->master.nbytes());
     }
   }
 
@@ -50,12 +51,12 @@ class ReplicatedFetch final : public Fetch {
     }
   }
 
-  int64_t resident_bytes() const override { return resident_bytes_; }
+  Memory memory() const override { return memory_; }
 
  private:
   Communicator& communicator_;
   bool updates_slices_;
-  int64_t resident_bytes_ = 0;
+  Memory memory_;
 };
 
 }  // namespace

@@ -385,7 +385,10 @@ double ShardedModule::clip_grad_norm(double max_norm, double norm_type, bool err
 // --- facts ---
 
 std::map<std::string, int64_t> ShardedModule::memory_report() const {
-  return {{"parameters and masters", fetch_->resident_bytes()},
+  const Fetch::Memory memory = fetch_->memory();
+  return {{"parameters", memory.parameters},
+          {"masters", memory.masters},
+          {"gathered", memory.gathered},
           {"gradients", reducer_->gradient_bytes()},
           {"buckets", reducer_->bucket_bytes()}};
 }

@@ -40,8 +40,8 @@ class SharedFetch final : public Fetch {
       offset += flat_bytes(*flat);
       wholes_[flat] = whole;
       make_master(*flat, whole.narrow(0, flat->shard_start(), flat->layout().shard_numel), values, flat->shard_start());
-      resident_bytes_ += static_cast<int64_t>(flat->layout().shard_numel * whole.element_size() +
-                                              (flat->is_own_master() ? 0 : flat->master.nbytes()));
+      memory_.parameters += flat->layout().shard_numel * static_cast<int64_t>(whole.element_size());
+      memory_.masters += flat->is_own_master() ? 0 : static_cast<int64_t>(flat->master.nbytes());
     }
     end_update(flats);
   }
@@ -79,7 +79,7 @@ class SharedFetch final : public Fetch {
 
   void end_update(const std::vector<FlatParameter*>&) override { segment_->publish(kPublished, updates_); }
 
-  int64_t resident_bytes() const override { return resident_bytes_ + pool_.allocated_bytes(); }
+  Memory memory() const override { return {memory_.parameters, memory_.masters, pool_.allocated_bytes()}; }
 
   static int64_t flat_bytes(const FlatParameter& flat) {
     return round_up(flat.layout().total_numel * static_cast<int64_t>(c10::elementSize(flat.dtype())),
@@ -94,7 +94,7 @@ class SharedFetch final : public Fetch {
   std::unordered_map<const FlatParameter*, at::Tensor> wholes_;
   uint64_t updates_ = 1;  // the initial values are update 1
   uint64_t seen_ = 0;
-  int64_t resident_bytes_ = 0;
+  Memory memory_;
 };
 
 }  // namespace

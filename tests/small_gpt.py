@@ -18,7 +18,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm_1 = nn.LayerNorm(width)
-        # No bias: softmax does not see a key's bias, so its gradient is rounding noise, which Adam would scale up to a step.
+        # No bias: softmax does not see a key's bias, so its gradient is rounding noise, which Adam scales up to a step.
         self.attention = nn.Linear(width, 3 * width, bias=False)
         self.projection = nn.Linear(width, width)
         self.norm_2 = nn.LayerNorm(width)

@@ -47,8 +47,7 @@ class ShardedState:
             if not shards_parameters or not torch.is_grad_enabled():
                 core.pre_forward(index, [])
                 return args, kwargs
-            tensors: list[torch.Tensor] = []
-            _map_tensors((args, kwargs), lambda tensor: tensors.append(tensor) or tensor)
+            tensors = _tensors_in((args, kwargs))
             if not any(tensor.requires_grad for tensor in tensors):
                 core.pre_forward(index, [])
                 return args, kwargs
@@ -56,10 +55,7 @@ class ShardedState:
             return _map_tensors((args, kwargs), lambda tensor: next(aliases))
 
         def post_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            tensors: list[torch.Tensor] = []
-            if torch.is_grad_enabled():
-                _map_tensors(output, lambda tensor: tensors.append(tensor) or tensor)
-            core.post_forward(index, tensors)
+            core.post_forward(index, _tensors_in(output) if torch.is_grad_enabled() else [])
 
         self.handles.append(module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True))
         self.handles.append(module.register_forward_hook(post_forward, with_kwargs=True))
@@ -73,9 +69,9 @@ class ShardedState:
         changed = replaced or self.core.changed_parameters()
         if changed:
             raise RuntimeError(
-                f"[zeropg rank {self.core.rank}/{self.core.world_size}] forward: {', '.join(map(repr, changed))} changed "
-                "after fully_shard (replaced, moved, cast, resized, or requires_grad flipped); expected the parameters "
-                "that were sharded. Make such changes before fully_shard; to set values use "
+                f"[zeropg rank {self.core.rank}/{self.core.world_size}] forward: {', '.join(map(repr, changed))} "
+                "changed after fully_shard (replaced, moved, cast, resized, or requires_grad flipped); expected the "
+                "parameters that were sharded. Make such changes before fully_shard; to set values use "
                 "`with zeropg.full_parameters(model, writable=True):` or zeropg.load_full_state_dict."
             )
 
@@ -103,8 +99,19 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
     return value
 
 
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _map_tensors(value, note)
+    return tensors
+
+
 def state_of(model: nn.Module, operation: str) -> ShardedState:
-    """Returns the state of a sharded model; raises ValueError naming `operation` where the model is not (the root of) one."""
+    """Returns the state of a sharded model. Raises ValueError naming `operation` where the model is not one's root."""
     state = getattr(model, "_zeropg_state", None)
     if isinstance(state, ShardedState):
         return state

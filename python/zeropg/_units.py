@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
@@ -64,7 +66,7 @@ def _children_of_module_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def plan_units(
     model: nn.Module, units: Iterable[UnitChoice] | None, ignored_params: Iterable[nn.Parameter] | None
 ) -> list[UnitPlan]:
-    """Gives every parameter to the innermost unit around it; one that several units use goes to the root, which is last."""
+    """Gives every parameter to the innermost unit around it, one that several units use to the root, which is last."""
     ignored = {id(parameter) for parameter in ignored_params or ()}
     chosen = choose_units(model, units)
     plans = [UnitPlan(name, module) for name, module in chosen]
@@ -106,12 +108,9 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         if not any(tensor.is_meta for _, tensor in own):
             continue
-        initialize = getattr(module, "reset_parameters", None)
+        initialize: Callable[[], None] | None = getattr(module, "reset_parameters", None)
         if initialize is None and hasattr(model, "_init_weights"):  # Hugging Face models
-
-            def initialize(module: nn.Module = module) -> None:
-                model._init_weights(module)
-
+            initialize = functools.partial(cast("Callable[[nn.Module], None]", model._init_weights), module)
         if initialize is None:
             meta = ", ".join(f"{name}.{key}" if name else key for key, tensor in own if tensor.is_meta)
             raise ValueError(

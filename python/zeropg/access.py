@@ -17,9 +17,9 @@ from zeropg._state import state_of
 def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[None]:
     """Makes every parameter whole on every rank inside the `with`. All ranks must enter and leave.
 
-    writable: what is written inside becomes the parameters' value. Every rank must write the same: each keeps its own
-      slice. Elements that are not changed keep their masters' full precision. Without it, writing raises where the memory
-      is shared between ranks, and is undefined elsewhere.
+    writable: what is written inside becomes the parameters' value. Every rank must write the same: each keeps its
+      own slice. Elements that are not changed keep their masters' full precision. Without it, writing raises where
+      the memory is shared between ranks, and is undefined elsewhere.
 
     Needs memory for the whole model where parameters are not shared inside the node.
     """
@@ -48,8 +48,9 @@ def full_gradients(model: nn.Module) -> Iterator[None]:
 def local_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
     """Yields (name, tensor, start, stop) for the part of each parameter that this rank owns.
 
-    tensor: 1-D, the master's elements [start, stop) of the flattened parameter; a live view, so writing changes the master
-      (a 16-bit parameter follows at the next step). Over all ranks every parameter is covered exactly once, in every stage.
+    tensor: 1-D, the master's elements [start, stop) of the flattened parameter; a live view, so writing changes the
+      master (a 16-bit parameter follows at the next step). Over all ranks every parameter is covered exactly once, in
+      every stage.
     """
     for group in state_of(model, "local_shards").core.flat_groups:
         yield from group.local_shards
@@ -66,8 +67,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         state.has_said_full_gradients = True
         if state.core.rank == 0:
             warnings.warn(
-                f"[zeropg] no_sync in stage {state.core.stage}: each rank holds whole gradients until the next backward "
-                "outside of it. To keep them sharded, leave no_sync away: every backward then reduces.",
+                f"[zeropg] no_sync in stage {state.core.stage}: each rank holds whole gradients until the next "
+                "backward outside of it. To keep them sharded, leave no_sync away: every backward then reduces.",
                 stacklevel=3,
             )
     before = state.core.synchronizes
@@ -83,8 +84,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales all gradients so that their total norm is at most max_norm; returns the norm before. All ranks must call.
 
-    The norm is that of the averaged gradient of the whole model, summed in fp64 in one order: the same bits on every rank
-    and in every stage.
+    The norm is that of the averaged gradient of the whole model, summed in fp64 in one order: the same bits on every
+    rank and in every stage.
 
     Returns a scalar tensor in the masters' dtype. Raises RuntimeError for a norm that is inf or nan with
     error_if_nonfinite.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
@@ -42,14 +43,15 @@ class FullyShardedModule(nn.Module):
             )
         if not hasattr(self, "_zeropg_state"):
             raise NotImplementedError(
-                "[zeropg] load_state_dict on a unit of a sharded model; call it on the model, or zeropg.load_full_state_dict."
+                "[zeropg] load_state_dict on a unit of a sharded model; call it on the model, or "
+                "zeropg.load_full_state_dict."
             )
         return load_into(self, state_dict, strict, super().load_state_dict)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError(
-            "[zeropg] a sharded model cannot be copied: its memory is shared between ranks. Build a second model and load "
-            "zeropg.full_state_dict(model) into it, or copy before fully_shard; for averages of weights use "
+            "[zeropg] a sharded model cannot be copied: its memory is shared between ranks. Build a second model and "
+            "load zeropg.full_state_dict(model) into it, or copy before fully_shard; for averages of weights use "
             "zeropg.local_shards(model)."
         )
 
@@ -98,8 +100,8 @@ def fully_shard(
 
     Returns the same module, whose class is a subclass of both its own class and `zeropg.FullyShardedModule`.
 
-    Raises ValueError for a module without parameters, a stage other than 0 to 3, both mesh and process_group, or parameters
-    that differ in shape between ranks; NotImplementedError for what is not available.
+    Raises ValueError for a module without parameters, a stage other than 0 to 3, both mesh and process_group, or
+    models that differ between ranks; NotImplementedError for what is not available.
     """
     _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
     for name, value in {
@@ -129,13 +131,12 @@ def fully_shard(
         reduce_dtype=reduce_dtype,
         reshard_after_forward=reshard_after_forward,
     )
-    module._zeropg = core
-    module._zeropg_state = ShardedState(module, core, plans, param_dtype)
+    vars(module).update(_zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype))
     for plan in plans:
-        plan.module._zeropg_is_unit = True
+        vars(plan.module)["_zeropg_is_unit"] = True
         _swap_class(plan.module)
     if core.rank == 0:
-        print(_summary(core, plans, param_dtype, reduce_dtype), file=sys.stderr)
+        print(_summary(core, plans, reduce_dtype), file=sys.stderr)
     return module
 
 
@@ -144,8 +145,8 @@ def _check(module: nn.Module, stage: int, *dtypes: torch.dtype | None) -> None:
         raise TypeError(f"[zeropg] fully_shard: expected a torch.nn.Module, got {type(module).__name__}.")
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(
-            f"[zeropg] fully_shard: a {type(module).__name__} has no forward, so nothing would make its parameters whole; "
-            "shard the model that contains it, or its children one by one."
+            f"[zeropg] fully_shard: a {type(module).__name__} has no forward, so nothing would make its parameters "
+            "whole; shard the model that contains it, or its children one by one."
         )
     if getattr(module, "_zeropg_state", None) is not None:
         raise ValueError(f"[zeropg] fully_shard: this {type(module).__name__} is sharded already; call it once.")
@@ -164,7 +165,8 @@ def _group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> 
     if mesh is not None:
         if mesh.ndim != 1:
             raise ValueError(
-                f"[zeropg] fully_shard: the mesh has {mesh.ndim} dimensions; expected one: pass a slice such as mesh['dp']."
+                f"[zeropg] fully_shard: the mesh has {mesh.ndim} dimensions; expected one: pass a slice such as "
+                "mesh['dp']."
             )
         return mesh.get_group()
     if process_group is not None:
@@ -191,13 +193,13 @@ def _inner_units(module: nn.Module) -> list[nn.Module] | None:
 
 
 def _absorb_inner_calls(module: nn.Module) -> None:
-    """Gives the parameters of submodules that were sharded by themselves back, so that this call shards them as units."""
+    """Gives back the parameters of submodules that were sharded by themselves; this call shards them as units."""
     for child in module.modules():
         state = getattr(child, "_zeropg_state", None)
         if state is not None:
             state.remove()
             state.core.dissolve()
-            del child._zeropg_state, child._zeropg
+            del vars(child)["_zeropg_state"], vars(child)["_zeropg"]
 
 
 def _check_same_on_all_ranks(plans: list[Any], stage: int, group: dist.ProcessGroup) -> None:
@@ -213,12 +215,11 @@ def _check_same_on_all_ranks(plans: list[Any], stage: int, group: dist.ProcessGr
     dist.all_gather_object(everybodys, mine, group=group)
     for rank, theirs in enumerate(everybodys):
         if theirs != everybodys[0]:
-            first = next(
-                (a or b for a, b in zip(theirs + [None], everybodys[0] + [None], strict=False) if a != b), "the number"
-            )
+            first = next(a or b for a, b in zip_longest(theirs, everybodys[0]) if a != b)
             raise ValueError(
-                f"[zeropg rank {group.rank()}/{group.size()}] fully_shard: rank {rank}'s model differs from rank 0's, first "
-                f"at {first}; expected the same stage, units, parameter names, shapes, dtypes and requires_grad everywhere."
+                f"[zeropg rank {group.rank()}/{group.size()}] fully_shard: rank {rank}'s model differs from rank 0's, "
+                f"first at {first}; expected the same stage, units, parameter names, shapes, dtypes and requires_grad "
+                "everywhere."
             )
 
 
@@ -242,18 +243,17 @@ def _swap_class(module: nn.Module) -> None:
         module.__class__ = sharded
 
 
-def _summary(
-    core: _C.ShardedModule, plans: list[Any], param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
-) -> str:
+def _summary(core: _C.ShardedModule, plans: list[Any], reduce_dtype: torch.dtype | None) -> str:
     """One line with every setting that changes numbers."""
     count = sum(parameter.numel() for plan in plans for _, parameter in plan.parameters)
-    masters = sorted(
-        {str(group.master.dtype).removeprefix("torch.") for group in core.flat_groups if group.is_trainable}
-    )
-    own = sorted({str(p.dtype).removeprefix("torch.") for plan in plans for _, p in plan.parameters})
-    reduced = str(reduce_dtype).removeprefix("torch.") if reduce_dtype else "the masters' dtype"
+    computed = {parameter.dtype for plan in plans for _, parameter in plan.parameters}
+    masters = {group.master.dtype for group in core.flat_groups if group.is_trainable}
     return (
-        f"[zeropg] stage {core.stage} over {core.world_size} ranks: {count:,} parameters in {len(plans)} units, computed in "
-        f"{'/'.join(own)}, masters {'/'.join(masters) or 'none'}, gradients averaged in {reduced}; parameters "
-        f"{core.fetch_name}"
+        f"[zeropg] stage {core.stage} over {core.world_size} ranks: {count:,} parameters in {len(plans)} units, "
+        f"computed in {_names(computed)}, masters in {_names(masters)}, gradients averaged in "
+        f"{_names({reduce_dtype} if reduce_dtype else masters)}; parameters {core.fetch_name}"
     )
+
+
+def _names(dtypes: set[torch.dtype]) -> str:
+    return "/".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"

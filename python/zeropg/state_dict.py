@@ -19,8 +19,8 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Returns the model's state dict with whole tensors on the CPU. All ranks must call.
 
-    Parameters come from the masters, in their dtype, or cast to `dtype` (floating tensors, buffers too). Tied parameters
-    share one tensor. One unit is gathered at a time.
+    Parameters come from the masters, in their dtype, or cast to `dtype` (floating tensors, buffers too). Tied
+    parameters share one tensor. One unit is gathered at a time.
 
     rank0_only: the other ranks of the group return {}.
     """

@@ -90,11 +90,11 @@ def _run(options: Options, batches: TrainingBatches, validation: list[Batch]) ->
         f"{options.stage} over {options.backend}; ranks: {dist.get_world_size()}, threads each: {options.threads}"
     )
     zeropg.fully_shard(model, stage=options.stage, param_dtype=options.param_dtype)
-    history = train(model, batches, validation, steps=options.steps, lr=options.lr)
+    history, optimizer = train(model, batches, validation, steps=options.steps, lr=options.lr)
     loss = history.validation[-1][1]
     say(f"validation loss after {options.steps} steps: {loss:.4f} nats/byte, {loss / math.log(2):.3f} bits/byte")
 
-    measured = measured_bytes(model)
+    measured = measured_bytes(model, optimizer)
     formula = zero_formula(options.stage, dist.get_world_size(), parameters, options.param_dtype)
     say(f"\nmemory of the largest of {dist.get_world_size()} ranks:")
     say(memory_table(measured, formula, parameters, history.peak_process_bytes))

@@ -54,12 +54,14 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def train(model: nn.Module, batches: TrainingBatches, validation: list[Batch], *, steps: int, lr: float) -> History:
+def train(
+    model: nn.Module, batches: TrainingBatches, validation: list[Batch], *, steps: int, lr: float
+) -> tuple[History, torch.optim.Optimizer]:
     """Train the sharded `model` for `steps` steps; every rank calls it with its own parts of the text."""
-    optimizer = make_optimizer(model, lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
+    whole_optimizer = make_optimizer(model, lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(whole_optimizer, lambda step: learning_rate_factor(step, steps))
     # The sharded optimizer shares the param_groups of the one it replaces, so the schedule above still steers it.
-    optimizer = zeropg.shard_optimizer(optimizer, model)
+    optimizer = zeropg.shard_optimizer(whole_optimizer, model)
 
     device = next(model.parameters()).device
     history = History()
@@ -81,7 +83,7 @@ def train(model: nn.Module, batches: TrainingBatches, validation: list[Batch], *
         if done % validate_every == 0 or done == steps:
             history.validation.append((done, evaluate(model, validation)))
             meter.resume()
-    return history
+    return history, optimizer
 
 
 def loss_per_byte(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

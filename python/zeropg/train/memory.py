@@ -30,10 +30,13 @@ def resident_bytes() -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def measured_bytes(model: nn.Module) -> dict[str, int]:
+def measured_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes that zeropg holds for the sharded `model`, by class, on the rank that holds most; every rank calls it."""
     core: Any = model._zeropg
     report: dict[str, int] = core.memory_report()
+    state = optimizer.state_dict()["state"].values()  # of this rank alone
+    moments = sum(value.nbytes for entry in state for value in entry.values() if isinstance(value, torch.Tensor))
+    report["optimizer"] = report.pop("masters") + moments
     largest = torch.tensor(list(report.values()), device=next(model.parameters()).device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return dict(zip(report, largest.tolist(), strict=True))
