@@ -261,8 +261,11 @@ TEST(ShmArena, LockSurvivesTheEndOfAnotherRankInTheSameProcess) {
   ChildProcess child([&] {
     ShmArena own(::dup(fd), geometry, 2);
     own.arrive(1);
-    while (own.state_of(1) != RankState::kDeparted) std::this_thread::sleep_for(milliseconds(1));
-    const bool is_right = own.is_process_alive(0) && !own.is_process_alive(1);
+    // A rank says that it departs before it lets go of its lock.
+    while (own.state_of(1) != RankState::kDeparted || own.is_process_alive(1)) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    const bool is_right = own.is_process_alive(0);
     own.arrive(2);
     return is_right;
   });
