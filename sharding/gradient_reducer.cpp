@@ -12,6 +12,9 @@
 namespace zeropg {
 namespace {
 
+// Buckets on the wire at once: one being reduced while the next is filled. More would only hold memory.
+constexpr int64_t kMaxInFlight = 2;
+
 using GradientAccumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
 
 class LambdaPreHook final : public torch::autograd::FunctionPreHook {
@@ -52,6 +55,7 @@ struct GradientReducer::Bucket {
   std::vector<Slot> slots;
   int64_t arrived = 0;
   bool is_launched = false;
+  bool is_finished = false;
   at::Tensor buffer;   // [total_numel]: local gradients; stays open over backwards inside no_sync
   at::Tensor reduced;  // what the running work writes: a slice, or the buffer itself
   c10::intrusive_ptr<c10d::Work> work;
@@ -121,6 +125,7 @@ void GradientReducer::begin_backward(bool synchronize) {
   for (Bucket& bucket : buckets_) {
     bucket.arrived = 0;
     bucket.is_launched = false;
+    bucket.is_finished = false;
     for (Slot& slot : bucket.slots) {
       slot.arrived = false;
     }
@@ -197,6 +202,7 @@ void GradientReducer::take_gradient(Bucket& bucket, Slot& slot) {
               "' got a second gradient after its bucket was sent in the same backward; expected one accumulation per "
               "backward. Use torch.utils.checkpoint with use_reentrant=False.");
   if (!bucket.buffer.defined()) {
+    finish_some();
     open(bucket);
   }
   at::Tensor home = bucket.buffer.narrow(0, parameter_slot.offset, parameter_slot.numel);
@@ -257,6 +263,22 @@ void GradientReducer::launch(Bucket& bucket) {
   }
 }
 
+void GradientReducer::finish_some() {
+  int64_t in_flight = 0;
+  for (const Bucket& bucket : buckets_) {
+    in_flight += bucket.is_launched && !bucket.is_finished ? 1 : 0;
+  }
+  for (Bucket& bucket : buckets_) {
+    if (bucket.is_launched && !bucket.is_finished) {
+      if (in_flight < kMaxInFlight && bucket.work && !bucket.work->isCompleted()) {
+        return;
+      }
+      finish(bucket);
+      --in_flight;
+    }
+  }
+}
+
 void GradientReducer::finish(Bucket& bucket) {
   if (bucket.work) {
     communicator_.wait(bucket.work);
@@ -275,6 +297,7 @@ void GradientReducer::finish(Bucket& bucket) {
   bucket.reduced.reset();
   release_buffer(bucket);
   bucket.is_kept_valid = true;
+  bucket.is_finished = true;
 }
 
 void GradientReducer::finish_backward() {
@@ -285,7 +308,9 @@ void GradientReducer::finish_backward() {
     }
     share_which_slots_have_gradients();
     for (Bucket& bucket : buckets_) {
-      finish(bucket);
+      if (!bucket.is_finished) {
+        finish(bucket);
+      }
     }
   }
   show_gradients();

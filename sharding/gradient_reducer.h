@@ -73,6 +73,7 @@ class GradientReducer {
   void release_buffer(Bucket& bucket);
   void launch_ready();
   void launch(Bucket& bucket);
+  void finish_some();
   void finish(Bucket& bucket);
   void drop_gradients_set_to_none();
   void share_which_slots_have_gradients();
