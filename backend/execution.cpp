@@ -33,8 +33,6 @@ Execution::Execution(Group& group, const Collective& collective, const Operation
   }
 }
 
-Execution::~Execution() { group_.finish_banks(collective_.schedule->banks_used); }
-
 Progress Execution::advance() {
   const std::vector<Step>& steps = collective_.schedule->steps;
   bool has_moved = false;
@@ -48,6 +46,11 @@ Progress Execution::advance() {
     moved_bytes_ = 0;
     has_moved = true;
     note_moved();
+  }
+  if (!has_given_banks_) {
+    // Here and not when this object dies: by then another thread may have begun the group's next operation.
+    has_given_banks_ = true;
+    group_.finish_banks(collective_.schedule->banks_used);
   }
   return Progress::kDone;
 }

@@ -19,7 +19,6 @@ class Execution {
  public:
   // Both must outlive the execution.
   Execution(Group& group, const Collective& collective, const OperationLabel& label);
-  ~Execution();
 
   // Throws DistBackendError when the ranks called different collectives, DistNetworkError when a peer is gone.
   Progress advance();
@@ -52,6 +51,7 @@ class Execution {
   int64_t moved_bytes_ = 0;  // of the current send or receive
   uint64_t barrier_ = 0;     // the count that the current barrier waits for; 0: not arrived yet
   bool is_announced_ = false;
+  bool has_given_banks_ = false;
   std::vector<std::byte> tile_;  // receive_reduce: bytes that do not yet fill an element
   std::vector<double> waiting_seconds_;
   std::vector<int32_t> waiting_for_;                    // since wait_start_
