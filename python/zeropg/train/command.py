@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import os
@@ -49,6 +50,9 @@ def main(arguments: list[str]) -> int:
         # No good-bye to the other ranks: they may be past answering. Each was interrupted, or will see this one gone.
         print(f"[zeropg rank {rank}/{world_size}] train: interrupted", file=sys.stderr)
         return _INTERRUPTED
+    # A model is full of reference cycles, and it holds the group: gloo's threads would outlive this call, and abort the
+    # process if one of them frees a tensor while the interpreter is shut down.
+    gc.collect()
     dist.destroy_process_group()
     return 0
 
