@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 
 #include "backend/transport/doorbell.h"
 #include "backend/transport/waiter.h"
@@ -15,6 +16,16 @@ namespace {
 
 constexpr std::chrono::milliseconds kCheckInterval{50};  // how late a deadline or a dead peer is noticed at most
 constexpr std::chrono::milliseconds kIdleSleep{3'600'000};
+
+// Signals are for the threads of the program; only a fault of this thread is this thread's.
+void block_signals() {
+  sigset_t signals;
+  sigfillset(&signals);
+  for (int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) {
+    sigdelset(&signals, signal);
+  }
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+}
 
 }  // namespace
 
@@ -97,6 +108,7 @@ Activity Engine::advance_all() {
 
 void Engine::run() {
   pthread_setname_np(pthread_self(), "zeropg-engine");
+  block_signals();
   int32_t ranks = ranks_on_node();
   Waiter waiter(ranks);
   auto last_check = std::chrono::steady_clock::now();

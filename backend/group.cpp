@@ -97,11 +97,29 @@ PeerStates Group::peer_states() {
       states.failure = first_cause(arena().failure_of(peer));
     } else if (state == RankState::kDeparted) {
       states.departed.push_back(peer);
-    } else if (!arena().is_process_alive(peer)) {
-      states.dead.push_back(peer);
     }
   }
+  states.dead = dead_peers();
   return states;
+}
+
+// Asks the kernel now and then only: a progress thread that is woken often comes here as often.
+std::vector<int32_t> Group::dead_peers() {
+  constexpr std::chrono::milliseconds kInterval{20};
+  std::lock_guard<std::mutex> lock(liveness_mutex_);
+  const auto now = std::chrono::steady_clock::now();
+  if (now - last_look_ >= kInterval) {
+    last_look_ = now;
+    dead_.clear();
+    for (int32_t peer = 0; peer < world_size(); ++peer) {
+      const RankState state = arena().state_of(peer);
+      if (peer != rank() && state != RankState::kDeparted && state != RankState::kFailed &&
+          !arena().is_process_alive(peer)) {
+        dead_.push_back(peer);
+      }
+    }
+  }
+  return dead_;
 }
 
 void throw_if_lost(const OperationLabel& label, const PeerStates& peers, const std::vector<int32_t>& awaited) {

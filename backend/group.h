@@ -6,6 +6,7 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -100,6 +101,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::map<std::string, OperationStatistics> statistics() const;
 
  private:
+  std::vector<int32_t> dead_peers();
+
   BootstrapResult bootstrap_;
   std::unique_ptr<Transport> transport_;
   const pid_t owner_;
@@ -113,6 +116,9 @@ class Group : public std::enable_shared_from_this<Group> {
   std::map<int64_t, std::function<void()>> abort_hooks_;   // guarded by mutex_
   std::atomic<bool> has_completion_hooks_{false};
   std::function<void(std::function<void()>)> background_;
+  std::mutex liveness_mutex_;
+  std::chrono::steady_clock::time_point last_look_{};  // guarded by liveness_mutex_
+  std::vector<int32_t> dead_;                          // guarded by liveness_mutex_
 
   std::atomic<uint64_t> barriers_{0};
   uint64_t announcements_ = 0;

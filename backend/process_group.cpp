@@ -62,6 +62,7 @@ ProcessGroupZero::ProcessGroupZero(const c10::intrusive_ptr<c10d::Store>& store,
       collectives_(group_, engine_),
       messages_(group_, engine_),
       timeout_ms_(options_->timeout.count()),
+      has_cuda_(make_cuda_backend != nullptr),
       make_cuda_backend_(std::move(make_cuda_backend)) {
   init();
   engine_.add(&collectives_);
@@ -98,9 +99,12 @@ void ProcessGroupZero::close(std::chrono::milliseconds patience) {
     messages_.wait_until_idle(time_left());
   }
   group_->depart();
-  engine_.wake();
-  collectives_.wait_until_idle(kFailPatience);
-  messages_.wait_until_idle(kFailPatience);
+  constexpr std::chrono::milliseconds kNow{0};
+  if (!collectives_.wait_until_idle(kNow) || !messages_.wait_until_idle(kNow)) {
+    engine_.wake();  // fails what is left
+    collectives_.wait_until_idle(kFailPatience);
+    messages_.wait_until_idle(kFailPatience);
+  }
   engine_.remove(&collectives_);
   engine_.remove(&messages_);
   group_->release_retired();
@@ -176,7 +180,36 @@ c10d::Backend* ProcessGroupZero::inner_for(const c10::Device& device) {
     cuda_backend_->setGroupUid(getGroupUid());
     cuda_backend_->setGroupDesc(getGroupDesc());
   }
+  if (is_coalescing_ && !is_cuda_coalescing_) {
+    cuda_backend_->startCoalescing();
+    is_cuda_coalescing_ = true;
+  }
   return cuda_backend_.get();
+}
+
+// c10d does not say for which device the window is: the first CUDA tensor in it opens NCCL's.
+void ProcessGroupZero::startCoalescing() {
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  is_coalescing_ = true;
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZero::endCoalescing() {
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  is_coalescing_ = false;
+  if (std::exchange(is_cuda_coalescing_, false)) {
+    if (auto work = cuda_backend_->endCoalescing()) {
+      coalesced_.push_back(std::move(work));
+    }
+  }
+  return coalesced_.size() == 1 ? std::exchange(coalesced_, {})[0] : combine(std::exchange(coalesced_, {}));
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZero::coalesce(c10::intrusive_ptr<c10d::Work> work) {
+  std::lock_guard<std::mutex> lock(inner_mutex_);
+  if (is_coalescing_) {
+    coalesced_.push_back(work);
+  }
+  return work;
 }
 
 #ifdef C10D_BACKEND_HAS_HOOKS

@@ -96,6 +96,12 @@ class ProcessGroupZero : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int source, int tag) override;
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
+  // Where there is NCCL, which needs it: the operations between start and end begin together there. CPU operations
+  // begin at once and end together.
+  bool supportsCoalescing() const override { return has_cuda_; }
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+
   void setSequenceNumberForGroup() override {}  // starts at 0 on every rank
   uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
   void setTimeout(std::chrono::milliseconds timeout) override;
@@ -125,6 +131,7 @@ class ProcessGroupZero : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> submit(Call call, c10d::OpType type, std::chrono::milliseconds timeout,
                                         bool is_asynchronous);
   c10::intrusive_ptr<ZeroWork> make_work(Call& call, c10d::OpType type, std::chrono::milliseconds timeout);
+  c10::intrusive_ptr<c10d::Work> coalesce(c10::intrusive_ptr<c10d::Work> work);
   Message make_message(Call& call, const at::Tensor& tensor, bool is_send, int peer, int tag);
   c10::intrusive_ptr<c10d::Work> run_barrier(const char* title, int64_t bytes, std::chrono::milliseconds timeout,
                                              bool is_asynchronous);
@@ -144,9 +151,13 @@ class ProcessGroupZero : public c10d::Backend {
   std::atomic<int64_t> timeout_ms_;
   std::atomic<bool> is_closed_{false};
 
+  const bool has_cuda_;
   std::mutex inner_mutex_;
-  BackendFactory make_cuda_backend_;                // guarded by inner_mutex_
-  c10::intrusive_ptr<c10d::Backend> cuda_backend_;  // guarded by inner_mutex_
+  BackendFactory make_cuda_backend_;                       // guarded by inner_mutex_
+  c10::intrusive_ptr<c10d::Backend> cuda_backend_;         // guarded by inner_mutex_
+  bool is_coalescing_ = false;                             // guarded by inner_mutex_
+  bool is_cuda_coalescing_ = false;                        // guarded by inner_mutex_
+  std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;  // of the CPU; guarded by inner_mutex_
 };
 
 }  // namespace zeropg

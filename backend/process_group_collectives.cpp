@@ -78,7 +78,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::submit(Call call, OpType type, std::c
   if (!is_asynchronous) {
     work->wait();
   }
-  return work;
+  return coalesce(work);
 }
 
 c10::intrusive_ptr<Work> ProcessGroupZero::allreduce(std::vector<at::Tensor>& tensors,
@@ -420,7 +420,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::send(std::vector<at::Tensor>& tensors
   Message message = make_message(call, call.only(tensors, "input"), /*is_send=*/true, call.root(destination), tag);
   c10::intrusive_ptr<Work> work = message.work;
   messages_.send(std::move(message));
-  return work;
+  return coalesce(work);
 }
 
 c10::intrusive_ptr<Work> ProcessGroupZero::recv(std::vector<at::Tensor>& tensors, int source, int tag) {
@@ -431,7 +431,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::recv(std::vector<at::Tensor>& tensors
   Message message = make_message(call, call.only(tensors, "output"), /*is_send=*/false, call.root(source), tag);
   c10::intrusive_ptr<Work> work = message.work;
   messages_.receive(std::move(message));
-  return work;
+  return coalesce(work);
 }
 
 c10::intrusive_ptr<Work> ProcessGroupZero::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
@@ -442,7 +442,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::recvAnysource(std::vector<at::Tensor>
   Message message = make_message(call, call.only(tensors, "output"), /*is_send=*/false, Message::kAnySource, tag);
   c10::intrusive_ptr<Work> work = message.work;
   messages_.receive(std::move(message));
-  return work;
+  return coalesce(work);
 }
 
 }  // namespace zeropg

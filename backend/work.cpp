@@ -5,6 +5,7 @@
 #include <ATen/core/jit_type.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
 
 namespace zeropg {
@@ -38,7 +39,33 @@ std::exception_ptr copy_back(const std::vector<std::pair<at::Tensor, at::Tensor>
   }
 }
 
+class CombinedWork final : public c10d::Work {
+ public:
+  explicit CombinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works) : works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isSuccess(); });
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (const auto& work : works_) {
+      work->wait(timeout);
+    }
+    return true;
+  }
+  void synchronize() override {}
+
+ private:
+  const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
 }  // namespace
+
+c10::intrusive_ptr<c10d::Work> combine(std::vector<c10::intrusive_ptr<c10d::Work>> works) {
+  return c10::make_intrusive<CombinedWork>(std::move(works));
+}
 
 ZeroWork::ZeroWork(OperationLabel label, c10d::OpType type, Tensors tensors, std::chrono::milliseconds timeout,
                    std::shared_ptr<CallbackThreads> callbacks, std::function<std::string()> who_is_late)

@@ -73,4 +73,7 @@ class ZeroWork final : public c10d::Work {
   int source_rank_ = -1;
 };
 
+// A work that is complete when all of `works` are, and fails as the first of them that fails.
+c10::intrusive_ptr<c10d::Work> combine(std::vector<c10::intrusive_ptr<c10d::Work>> works);
+
 }  // namespace zeropg

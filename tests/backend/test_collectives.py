@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -292,18 +293,39 @@ def check_futures() -> None:
     work.wait()
     assert work.get_future().wait() is not None, "a future may be asked for after the wait"
 
-    # A callback may wait for another collective, as DDP's PowerSGD hook does, and another one behind it.
+    # A callback may wait for another collective, and holds up no other callback. On a group of its own: in one group
+    # the order of the calls must be the same on every rank, and nobody promises when a callback runs.
+    inner = dist.new_group()
+
     def reduce_again(done: torch.futures.Future[Any]) -> Any:
-        return dist.all_reduce(done.value()[0], async_op=True).get_future().wait()[0]
+        return dist.all_reduce(done.value()[0], group=inner, async_op=True).get_future().wait()[0]
 
     first = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(reduce_again)
-    second = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(lambda done: done.value()[0])
+    second = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(lambda done: done.value()[0].clone())
     assert second.wait().tolist() == [size] * 3
     assert first.wait().tolist() == [size * size] * 3
+    dist.destroy_process_group(inner)
 
 
 def test_futures_hold_the_outputs_and_callbacks_may_communicate(run: Callable[..., Any]) -> None:
     run(check_futures)
+
+
+def check_references() -> None:
+    for is_async in (False, True):
+        dense, column = torch.ones(100_000), torch.ones(10, 2)[:, 0]
+        references = [weakref.ref(tensor.untyped_storage()) for tensor in (dense, column)]
+        works = [dist.all_reduce(tensor, async_op=is_async) for tensor in (dense, column)]
+        for work, tensor in zip(works, (dense, column), strict=True):
+            if work is not None:
+                work.wait()
+                assert work.result()[0].data_ptr() == tensor.data_ptr()
+        del dense, column, tensor
+        assert [reference() for reference in references] == [None, None], "a waited work holds its tensors"
+
+
+def test_a_work_that_was_waited_for_holds_no_tensor(run: Callable[..., Any]) -> None:
+    run(check_references)
 
 
 def check_many_in_flight() -> None:

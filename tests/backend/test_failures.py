@@ -266,6 +266,31 @@ def test_a_wait_with_too_little_time_raises_and_the_operation_goes_on() -> None:
     assert "recv (12 bytes): not complete after the 100 ms that wait() was given" in error, error
 
 
+def check_flight_recorder() -> list[tuple[str, str]]:
+    import pickle
+
+    from torch._C._distributed_c10d import _dump_fr_trace
+
+    dist.all_reduce(torch.ones(3))
+    gathered = dist.all_gather_into_tensor(torch.ones(4), torch.ones(2), async_op=True)
+    assert gathered is not None
+    gathered.wait()
+    pending = dist.irecv(torch.ones(2), 1 - dist.get_rank())
+    entries = pickle.loads(_dump_fr_trace(backend="zeropg"))["entries"][-3:]
+    dist.barrier()
+    dist.send(torch.ones(2), 1 - dist.get_rank())
+    assert pending is not None
+    pending.wait()
+    return [(entry["profiling_name"], entry["state"]) for entry in entries]
+
+
+@pytest.mark.skipif(not hasattr(dist.Backend, "_ensure_backend_registered"), reason="torch 2.15 has the hooks for it")
+def test_the_flight_recorder_knows_what_is_complete() -> None:
+    for names in run_ranks(2, check_flight_recorder):
+        states = [state for _, state in names]
+        assert states == ["completed", "completed", "scheduled"], names
+
+
 def init_alone() -> str:
     import zeropg  # noqa: F401
 

@@ -102,6 +102,26 @@ def test_batched_sends_and_receives(run: Callable[..., Any]) -> None:
     run(check_batch)
 
 
+def check_window() -> None:
+    """What torch does around a batch where NCCL is there."""
+    rank, after, before = ring()
+    received = torch.empty(1003)
+    group, device = dist.group.WORLD, torch.device("cpu")
+    group._start_coalescing(device)
+    dist.irecv(received, before)
+    dist.isend(values(rank, 1003, torch.float32), after)
+    work = group._end_coalescing(device)
+    work.wait()
+    assert work.is_completed()
+    assert_same(received, values(before, 1003, torch.float32), "window")
+    group._start_coalescing(device)
+    group._end_coalescing(device).wait()
+
+
+def test_a_coalescing_window_ends_with_one_work(run: Callable[..., Any]) -> None:
+    run(check_window)
+
+
 def check_beside_collectives() -> None:
     rank, after, before = ring()
     received = torch.empty(4)
