@@ -34,7 +34,7 @@ class GatheredFetch final : public Fetch {
     if (communicator_.world_size() == 1) {
       whole.copy_(shards_.at(&flat));
     } else {
-      communicator_.wait(communicator_.all_gather(whole, shards_.at(&flat)));
+      gather(flat, whole);
     }
     flat.attach(whole, /*guarded=*/false);
   }
@@ -50,6 +50,18 @@ class GatheredFetch final : public Fetch {
   Memory memory() const override { return {memory_.parameters, memory_.masters, pool_.allocated_bytes()}; }
 
  private:
+  void gather(const FlatParameter& flat, const at::Tensor& whole) {
+    try {
+      communicator_.wait(communicator_.all_gather(whole, shards_.at(&flat)));
+    } catch (const std::exception& error) {
+      C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", communicator_.rank(), "/", communicator_.world_size(),
+                                                 "] unshard of ", flat.describe(),
+                                                 " failed; expected all ranks to run the same units in the same order "
+                                                 "(only where ranks share a node on zeropg may paths differ): ",
+                                                 error.what()));
+    }
+  }
+
   Communicator& communicator_;
   BufferPool pool_;
   std::unordered_map<const FlatParameter*, at::Tensor> shards_;

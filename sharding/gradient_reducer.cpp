@@ -119,6 +119,19 @@ int64_t GradientReducer::kept_numel(const Bucket& bucket) const {
   return options_.stage.shards_gradients ? layout.shard_numel : layout.total_numel;
 }
 
+// The part of a slot that this rank keeps; it begins at element `start` of the flattened parameter.
+at::Tensor GradientReducer::kept_part(const Bucket& bucket, const Slot& slot, int64_t* start) const {
+  const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
+  const int64_t begin = kept_start(bucket);
+  const int64_t end = begin + kept_numel(bucket);
+  const int64_t from = std::clamp(parameter_slot.offset, begin, end);
+  const int64_t to = std::clamp(parameter_slot.offset + parameter_slot.numel, begin, end);
+  if (start != nullptr) {
+    *start = std::min(from - std::min(from, parameter_slot.offset), parameter_slot.numel);
+  }
+  return bucket.kept.narrow(0, from - begin, to - from);
+}
+
 void GradientReducer::begin_backward(bool synchronize) {
   synchronize_ = synchronize;
   next_to_launch_ = 0;
@@ -130,35 +143,61 @@ void GradientReducer::begin_backward(bool synchronize) {
       slot.arrived = false;
     }
   }
-  drop_gradients_set_to_none();
+  for (Bucket& bucket : buckets_) {
+    absorb(bucket);
+  }
 }
 
-void GradientReducer::drop_gradients_set_to_none() {
-  for (Bucket& bucket : buckets_) {
-    bool all_dropped = true;
-    for (Slot& slot : bucket.slots) {
-      const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
-      if (parameter_slot.parameter.grad().defined()) {
-        all_dropped = false;
-        continue;
-      }
-      slot.has_gradient = false;
-      slot.is_filled = false;
-    }
-    if (all_dropped) {
-      bucket.is_kept_valid = false;
-      release_buffer(bucket);
-      continue;
-    }
-    if (bucket.is_kept_valid) {
-      const int64_t start = kept_start(bucket);
-      for (const SlotRange& range : bucket.flat->slots_in(start, start + kept_numel(bucket))) {
-        if (!bucket.slots[range.slot].has_gradient) {
-          bucket.kept.narrow(0, range.flat_start - start, range.stop - range.start).zero_();
-        }
-      }
+// Takes over what the user did to `.grad` since the last backward.
+void GradientReducer::absorb(Bucket& bucket) {
+  if (is_showing_full_) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  bool has_any = false;
+  for (Slot& slot : bucket.slots) {
+    const at::Tensor theirs = bucket.flat->slots()[slot.index].parameter.grad();
+    has_any |= theirs.defined();
+    if (!theirs.defined()) {
+      drop(bucket, slot);
+    } else if (!is_same_tensor(theirs, slot.shown)) {
+      replace(bucket, slot, theirs);
     }
   }
+  if (!has_any) {
+    bucket.is_kept_valid = false;
+    release_buffer(bucket);
+  }
+}
+
+void GradientReducer::drop(Bucket& bucket, Slot& slot) {
+  if (slot.has_gradient && bucket.is_kept_valid) {
+    kept_part(bucket, slot, nullptr).zero_();
+  }
+  slot.has_gradient = false;
+  slot.is_filled = false;
+}
+
+void GradientReducer::replace(Bucket& bucket, Slot& slot, const at::Tensor& theirs) {
+  const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
+  const at::Tensor values = (theirs.is_sparse() ? theirs.to_dense() : theirs.detach()).reshape({-1});
+  if (bucket.buffer.defined()) {  // not reduced yet: it takes the place of the sum so far
+    drop(bucket, slot);
+    bucket.buffer.narrow(0, parameter_slot.offset, parameter_slot.numel).copy_(values);
+    slot.is_filled = true;
+  } else {
+    if (!bucket.kept.defined()) {
+      bucket.kept = at::zeros({kept_numel(bucket)}, bucket.flat->master.options());
+    } else if (!bucket.is_kept_valid) {
+      bucket.kept.zero_();
+    }
+    bucket.is_kept_valid = true;
+    int64_t start = 0;
+    const at::Tensor part = kept_part(bucket, slot, &start);
+    part.copy_(values.narrow(0, start, part.numel()));
+    slot.has_gradient = true;
+  }
+  show(bucket, slot);
 }
 
 void GradientReducer::open(Bucket& bucket) {
@@ -381,8 +420,14 @@ void GradientReducer::abandon_backward() {
     bucket.reduced.reset();
     release_buffer(bucket);
     bucket.is_launched = false;
+    bucket.is_kept_valid = false;
     for (Slot& slot : bucket.slots) {
       slot.is_filled = false;
+      slot.has_gradient = false;
+      at::Tensor& gradient = bucket.flat->slots()[slot.index].parameter.mutable_grad();
+      if (is_same_tensor(gradient, slot.shown)) {
+        gradient.reset();
+      }
     }
   }
   next_to_launch_ = 0;
@@ -407,27 +452,12 @@ bool GradientReducer::is_complete(const FlatParameter& flat) const {
 }
 
 at::Tensor GradientReducer::gradient(FlatParameter& flat) {
-  at::NoGradGuard no_grad;
   Bucket& bucket = bucket_of(flat);
-  const int64_t start = kept_start(bucket);
-  for (const SlotRange& range : flat.slots_in(start, start + kept_numel(bucket))) {
-    Slot& slot = bucket.slots[range.slot];
-    const at::Tensor& theirs = flat.slots()[range.slot].parameter.grad();
-    if (!theirs.defined() || is_same_tensor(theirs, slot.shown)) {
-      continue;
-    }
-    if (!bucket.kept.defined()) {
-      bucket.kept = at::zeros({kept_numel(bucket)}, flat.master.options());
-    }
-    bucket.is_kept_valid = true;
-    bucket.kept.narrow(0, range.flat_start - start, range.stop - range.start)
-        .copy_(theirs.detach().reshape({-1}).narrow(0, range.start, range.stop - range.start));
-    show(bucket, slot);
-  }
+  absorb(bucket);
   if (!bucket.is_kept_valid) {
     return at::Tensor();
   }
-  return bucket.kept.narrow(0, flat.master_start - start, flat.master.numel());
+  return bucket.kept.narrow(0, flat.master_start - kept_start(bucket), flat.master.numel());
 }
 
 bool GradientReducer::has_gradient(const FlatParameter& flat, int64_t slot) const {
@@ -437,6 +467,7 @@ bool GradientReducer::has_gradient(const FlatParameter& flat, int64_t slot) cons
 void GradientReducer::zero() {
   at::NoGradGuard no_grad;
   for (Bucket& bucket : buckets_) {
+    absorb(bucket);
     if (bucket.is_kept_valid) {
       bucket.kept.zero_();
     }
@@ -466,9 +497,13 @@ at::Tensor GradientReducer::gather(const Bucket& bucket) {
 
 void GradientReducer::show_full() {
   at::NoGradGuard no_grad;
+  for (Bucket& bucket : buckets_) {
+    absorb(bucket);
+  }
   if (!options_.stage.shards_gradients) {
     return;
   }
+  is_showing_full_ = true;
   for (Bucket& bucket : buckets_) {
     if (!bucket.is_kept_valid) {
       continue;
@@ -485,17 +520,25 @@ void GradientReducer::show_full() {
 }
 
 void GradientReducer::hide_full() {
+  is_showing_full_ = false;
   for (Bucket& bucket : buckets_) {
     for (Slot& slot : bucket.slots) {
-      if (slot.shown.defined() && bucket.flat->slots()[slot.index].parameter.grad().defined()) {
+      if (slot.has_gradient && bucket.flat->slots()[slot.index].parameter.grad().defined()) {
         show(bucket, slot);
       }
     }
   }
 }
 
-bool GradientReducer::has_unreduced_gradients() const {
-  return std::any_of(buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return bucket.buffer.defined(); });
+bool GradientReducer::has_unreduced_gradients() {
+  bool result = false;
+  for (Bucket& bucket : buckets_) {
+    if (bucket.buffer.defined()) {
+      absorb(bucket);
+      result |= bucket.buffer.defined();
+    }
+  }
+  return result;
 }
 
 int64_t GradientReducer::gradient_bytes() const {

@@ -8,7 +8,8 @@
 // autograd accumulates into a fresh tensor (ours is taken away before, so user hooks see the local gradient), which is
 // added to the bucket. Afterwards `.grad` is a stand-in: where gradients are replicated, a view of the averaged
 // gradient; where they are sharded, a tensor of the full shape whose data raises. It is never None after a backward
-// that produced a gradient on any rank; setting it to None drops what has been accumulated.
+// that produced a gradient on any rank; setting it to None drops what has been accumulated, and a tensor that the user
+// puts there takes its place. Both are noticed when the gradient is next needed (absorb).
 #pragma once
 
 #include <torch/csrc/autograd/variable.h>
@@ -39,14 +40,13 @@ class GradientReducer {
   void begin_backward(bool synchronize);
   // Sends what has not been sent, waits, makes gradients visible. Collective when begin_backward said synchronize.
   void finish_backward();
-  // Forgets a backward that raised.
+  // Forgets a backward that raised, and with it all gradients: some are complete and some are not.
   void abandon_backward();
 
   // Whether every slot of `flat` has got its gradient in this backward on this rank.
   bool is_complete(const FlatParameter& flat) const;
 
-  // The averaged gradient of the flat's master range, in the master dtype, or undefined. Takes over tensors that the
-  // user put into `.grad`. Valid until the next backward.
+  // The averaged gradient of the flat's master range, in the master dtype, or undefined. Valid until the next backward.
   at::Tensor gradient(FlatParameter& flat);
   // Whether the optimizer should update this slot: some rank produced a gradient and the user did not drop it.
   bool has_gradient(const FlatParameter& flat, int64_t slot) const;
@@ -58,7 +58,7 @@ class GradientReducer {
   void hide_full();
 
   // Whether gradients wait for a backward outside of no_sync.
-  bool has_unreduced_gradients() const;
+  bool has_unreduced_gradients();
 
   // Bytes of accumulated gradients and of buckets on this rank.
   int64_t gradient_bytes() const;
@@ -75,7 +75,9 @@ class GradientReducer {
   void launch(Bucket& bucket);
   void finish_some();
   void finish(Bucket& bucket);
-  void drop_gradients_set_to_none();
+  void absorb(Bucket& bucket);
+  void drop(Bucket& bucket, Slot& slot);
+  void replace(Bucket& bucket, Slot& slot, const at::Tensor& theirs);
   void share_which_slots_have_gradients();
   void show_gradients();
   void show(Bucket& bucket, Slot& slot);
@@ -84,6 +86,7 @@ class GradientReducer {
   const Bucket& bucket_of(const FlatParameter& flat) const;
   int64_t kept_start(const Bucket& bucket) const;
   int64_t kept_numel(const Bucket& bucket) const;
+  at::Tensor kept_part(const Bucket& bucket, const Slot& slot, int64_t* start) const;
 
   Communicator& communicator_;
   ShardingOptions options_;
@@ -92,6 +95,7 @@ class GradientReducer {
   std::function<void()> on_backward_;
   size_t next_to_launch_ = 0;
   bool synchronize_ = true;
+  bool is_showing_full_ = false;
 };
 
 }  // namespace zeropg

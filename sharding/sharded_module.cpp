@@ -64,7 +64,6 @@ void ShardedModule::build(const std::vector<UnitSource>& sources) {
       flats_.push_back(std::make_unique<FlatParameter>(source.name, group, options_, rank(), world_size()));
       FlatParameter* flat = flats_.back().get();
       unit.flats.push_back(flat);
-      unit.has_frozen |= !flat->is_trainable();
       unit_of_[flat] = static_cast<int64_t>(units_.size());
       all.push_back(flat);
     }
@@ -118,18 +117,25 @@ void ShardedModule::reshard(Unit& unit) {
   unit.is_whole = false;
 }
 
+// A backward that raised ran no callback at its end. Its gradients are incomplete and must not reach the next step.
+void ShardedModule::recover_from_broken_backward() {
+  if (!is_in_backward_ || is_autograd_running()) {
+    return;
+  }
+  is_in_backward_ = false;
+  reducer_->abandon_backward();
+  for (Unit& unit : units_) {
+    unit.is_in_backward = false;
+    unit.waits_for_inputs = false;
+    reshard(unit);
+  }
+}
+
 std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vector<at::Tensor>& inputs) {
   Unit& unit = units_[index];
-  if (unit.is_root && is_in_backward_ && !is_autograd_running()) {
-    // The last backward raised. Its gradients are incomplete and must not reach the next step.
-    reducer_->abandon_backward();
-    is_in_backward_ = false;
-    for (Unit& other : units_) {
-      other.is_in_backward = false;
-      reshard(other);
-    }
-  }
+  recover_from_broken_backward();
   unshard(unit);
+  unit.has_hooked_inputs = false;
   std::vector<at::Tensor> aliases = inputs;
   if (!options_.stage.shards_parameters || !at::GradMode::is_enabled()) {
     return aliases;
@@ -137,7 +143,7 @@ std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vec
   for (at::Tensor& input : aliases) {
     if (input.requires_grad()) {
       input = input.view_as(input);
-      unit.waits_for_inputs = unit.has_frozen;
+      unit.has_hooked_inputs = true;
       input.register_hook([weak = weak_from_this(), index](const at::Tensor& gradient) {
         if (const auto self = weak.lock()) {
           Unit& finished = self->units_[index];
@@ -158,13 +164,15 @@ void ShardedModule::post_forward(int64_t index, const std::vector<at::Tensor>& o
     if (output.requires_grad() && at::GradMode::is_enabled()) {
       needs_backward = true;
       if (unit.is_root || options_.stage.shards_parameters) {
-        output.register_hook([weak = weak_from_this(), index](const at::Tensor& gradient) {
-          if (const auto self = weak.lock()) {
-            self->begin_backward();
-            self->before_unit_backward(self->units_[index]);
-          }
-          return gradient;
-        });
+        output.register_hook(
+            [weak = weak_from_this(), index, waits = unit.has_hooked_inputs](const at::Tensor& gradient) {
+              if (const auto self = weak.lock()) {
+                self->begin_backward();
+                self->units_[index].waits_for_inputs = waits;
+                self->before_unit_backward(self->units_[index]);
+              }
+              return gradient;
+            });
       }
     }
   }
@@ -210,37 +218,37 @@ void ShardedModule::maybe_reshard_in_backward(Unit& unit) {
 }
 
 void ShardedModule::finish_backward() {
-  is_in_backward_ = false;
   for (Unit& unit : units_) {
     unit.is_in_backward = false;
     unit.waits_for_inputs = false;
     reshard(unit);
   }
   reducer_->finish_backward();
+  is_in_backward_ = false;
 }
 
 // --- access between steps ---
 
 void ShardedModule::unshard_all(bool writable) {
-  if (full_depth_++ > 0) {
-    return;
-  }
-  for (Unit& unit : units_) {
-    if (unit.is_whole && options_.stage.shards_parameters) {
-      --full_depth_;
-      reshard(unit);
-      ++full_depth_;
+  TORCH_CHECK(full_depth_ == 0 || is_full_writable_ || !writable, context("full_parameters"),
+              "writable=True inside a full_parameters that is not; make the outer one writable.");
+  recover_from_broken_backward();
+  if (full_depth_ == 0) {
+    for (Unit& unit : units_) {
+      reshard(unit);  // one that a forward left whole may be guarded
+      unshard(unit, writable);
     }
-    unshard(unit, writable);
+    is_full_writable_ = writable;
   }
+  ++full_depth_;
 }
 
-void ShardedModule::reshard_all(bool writes) {
+void ShardedModule::reshard_all() {
   if (--full_depth_ > 0) {
     return;
   }
-  if (writes) {
-    begin_step();
+  if (is_full_writable_) {
+    fetch_->begin_update();
     for (const auto& flat : flats_) {
       write_back(*flat);
     }
@@ -248,7 +256,7 @@ void ShardedModule::reshard_all(bool writes) {
   for (Unit& unit : units_) {
     reshard(unit);
   }
-  if (writes) {
+  if (is_full_writable_) {
     end_step();
   }
 }
@@ -314,6 +322,11 @@ void ShardedModule::dissolve() {
 
 void ShardedModule::begin_step() {
   TORCH_CHECK(!is_in_backward_ || !is_autograd_running(), context("step"), "called inside a backward; call it after.");
+  TORCH_CHECK(full_depth_ == 0, context("step"), "called inside full_parameters; call it after.");
+  recover_from_broken_backward();
+  for (Unit& unit : units_) {
+    reshard(unit);  // a forward without backward leaves units whole, with the values of before the step
+  }
   fetch_->begin_update();
 }
 
@@ -321,12 +334,19 @@ void ShardedModule::end_step() {
   std::vector<FlatParameter*> all;
   for (const auto& flat : flats_) {
     all.push_back(flat.get());
+    for (const ParameterSlot& slot : flat->slots()) {
+      if (slot.parameter.grad().defined()) {
+        slot.parameter.unsafeGetTensorImpl()->bump_version();  // autograd refuses graphs of before the step
+      }
+    }
   }
   at::NoGradGuard no_grad;
   fetch_->end_update(all);
 }
 
 at::Tensor ShardedModule::gradient(int64_t index) {
+  TORCH_CHECK(!is_autograd_running(), context("step"), "called inside a backward; call it after.");
+  recover_from_broken_backward();
   TORCH_CHECK(
       !reducer_->has_unreduced_gradients(), context("step"),
       "gradients were accumulated inside no_sync and have not been reduced; expected the last backward before a "
@@ -338,9 +358,15 @@ bool ShardedModule::has_gradient(int64_t index, int64_t slot) const {
   return reducer_->has_gradient(*flats_[index], slot);
 }
 
-void ShardedModule::zero_gradients() { reducer_->zero(); }
+void ShardedModule::zero_gradients() {
+  recover_from_broken_backward();
+  reducer_->zero();
+}
 
-void ShardedModule::show_full_gradients() { reducer_->show_full(); }
+void ShardedModule::show_full_gradients() {
+  recover_from_broken_backward();
+  reducer_->show_full();
+}
 
 void ShardedModule::hide_full_gradients() { reducer_->hide_full(); }
 

@@ -40,9 +40,8 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool synchronizes() const { return synchronize_; }
 
   // --- access between steps ---
-  void unshard_all(bool writable);  // collective
-  // `write_back`: what this rank changed in its own slices becomes the parameters' value. Collective.
-  void reshard_all(bool write_back);
+  void unshard_all(bool writable);  // collective; nests
+  void reshard_all();               // collective; if writable, what was written becomes the parameters' value
   bool is_inside_full_parameters() const { return full_depth_ > 0; }
   at::Tensor gather_master(int64_t flat);  // [total_numel], master dtype; collective
   // Sets this rank's part of a parameter from its full value. Inside begin_step/end_step.
@@ -88,6 +87,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   void after_gradient(FlatParameter& flat);
   void maybe_reshard_in_backward(Unit& unit);
   void write_back(FlatParameter& flat);
+  void recover_from_broken_backward();
   std::string context(const char* operation) const;  // "[zeropg rank 1/4] clip_grad_norm_: "
 
   Communicator communicator_;
@@ -100,6 +100,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool synchronize_ = true;
   bool is_in_backward_ = false;
   int full_depth_ = 0;
+  bool is_full_writable_ = false;
 };
 
 }  // namespace zeropg

@@ -16,13 +16,13 @@ struct Unit {
   std::string name;
   std::vector<FlatParameter*> flats;
   bool is_root = false;
-  bool has_frozen = false;
   // Kernels that take a writable pointer to weights they only read (RNNs on CPU) cannot run on guarded memory.
   bool needs_private_copy = false;
 
   bool is_whole = false;
-  bool is_in_backward = false;    // between the hook on its outputs and its last gradient
-  bool waits_for_inputs = false;  // some input needs a gradient, which may still read frozen parameters
+  bool is_in_backward = false;     // between the hook on its outputs and its last gradient
+  bool has_hooked_inputs = false;  // in the forward that runs: some input needs a gradient
+  bool waits_for_inputs = false;   // in backward: until those gradients are there, parameters may still be read
 };
 
 }  // namespace zeropg

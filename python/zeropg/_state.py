@@ -23,15 +23,13 @@ class ShardedState:
     plans: list[UnitPlan]
     param_dtype: torch.dtype | None
     handles: list[RemovableHandle] = field(default_factory=list)
-    places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, str]] = field(default_factory=list)
+    # Every module as it was: its dictionaries, which users write to, and copies of them.
+    contents: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     has_said_full_gradients: bool = False
 
     def __post_init__(self) -> None:
-        known = {id(parameter): names[0] for plan in self.plans for names, parameter in plan.parameters}
-        for module in self.model.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) in known:
-                    self.places.append((module._parameters, key, parameter, known[id(parameter)]))
+        for name, module in self.model.named_modules():
+            self.contents.append((name, module, dict(module._parameters), dict(module._modules)))
         for index, plan in enumerate(self.plans):
             self._install(index, plan.module, is_root=plan is self.plans[-1])
 
@@ -64,21 +62,38 @@ class ShardedState:
         return tensor.to(self.param_dtype) if tensor.is_floating_point() else tensor
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError naming parameters that were replaced, moved, resized or (un)frozen since fully_shard."""
-        replaced = [name for owner, key, parameter, name in self.places if owner.get(key) is not parameter]
-        changed = replaced or self.core.changed_parameters()
+        """Raises RuntimeError naming parameters that were replaced, added, moved or (un)frozen since fully_shard."""
+        changed = self._replaced() or self.core.changed_parameters()
         if changed:
             raise RuntimeError(
                 f"[zeropg rank {self.core.rank}/{self.core.world_size}] forward: {', '.join(map(repr, changed))} "
-                "changed after fully_shard (replaced, moved, cast, resized, or requires_grad flipped); expected the "
-                "parameters that were sharded. Make such changes before fully_shard; to set values use "
+                "changed after fully_shard (replaced, added, moved, cast, resized, or requires_grad flipped); expected "
+                "the parameters that were sharded. Make such changes before fully_shard; to set values use "
                 "`with zeropg.full_parameters(model, writable=True):` or zeropg.load_full_state_dict."
             )
+
+    def _replaced(self) -> list[str]:
+        names: list[str] = []
+        for prefix, module, parameters, children in self.contents:
+            for before, after in ((parameters, module._parameters), (children, module._modules)):
+                if before.keys() == after.keys() and all(after[key] is value for key, value in before.items()):
+                    continue
+                for key in {**before, **after}:
+                    old, new = before.get(key), after.get(key)
+                    if old is not new:
+                        names += _parameter_names(".".join(filter(None, (prefix, key))), new if old is None else old)
+        return names
 
     def remove(self) -> None:
         """Takes the hooks off; the core is given up by whoever calls."""
         for handle in self.handles:
             handle.remove()
+
+
+def _parameter_names(name: str, value: nn.Module | torch.Tensor | None) -> list[str]:
+    if isinstance(value, nn.Module):
+        return [f"{name}.{key}" for key, _ in value.named_parameters(remove_duplicate=False)]
+    return [name]
 
 
 def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

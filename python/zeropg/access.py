@@ -18,8 +18,8 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
     """Makes every parameter whole on every rank inside the `with`. All ranks must enter and leave.
 
     writable: what is written inside becomes the parameters' value. Every rank must write the same: each keeps its
-      own slice. Elements that are not changed keep their masters' full precision. Without it, writing raises where
-      the memory is shared between ranks, and is undefined elsewhere.
+      own slice, also after an exception. Elements that are not changed keep their masters' full precision. Without it,
+      writing raises where the memory is shared between ranks, and is undefined elsewhere.
 
     Needs memory for the whole model where parameters are not shared inside the node.
     """
@@ -27,10 +27,8 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
     core.unshard_all(writable)
     try:
         yield
-    except BaseException:
-        core.reshard_all(False)
-        raise
-    core.reshard_all(writable)
+    finally:
+        core.reshard_all()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,437 @@
+"""What users see of gradients: `.grad`, hooks, accumulation, and paths that differ between ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeropg
+from tests.sharding.ranks import STAGES, close, equal, on_ranks, raises
+from tests.small_gpt import SmallGPT, loss_of, make_batches, make_model
+
+DOUBLE = torch.float64
+
+
+def sharded(stage: int, **options: Any) -> SmallGPT:
+    return zeropg.fully_shard(make_model(DOUBLE), stage=stage, **options)
+
+
+def my_part(batch: torch.Tensor) -> torch.Tensor:
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def plain_gradients(batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    model = make_model(DOUBLE)
+    loss_of(model, batch).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    with zeropg.full_gradients(model):
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_gradients(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
+    found = whole_gradients(model)
+    assert found.keys() == wanted.keys()
+    wrong = [name for name in wanted if not close(found[name], wanted[name])]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_grad_after_backward(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    wanted = plain_gradients(batch)
+    loss_of(model, my_part(batch)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.shape == parameter.shape
+        if stage < 2:
+            assert close(parameter.grad, wanted[name]), name
+            continue
+        for read in (lambda g: g.norm(), repr, lambda g: g.mul_(2), lambda g: g.clone(), lambda g: g.numpy()):
+            with raises(RuntimeError, f"the gradient of '{name}' is sharded", "clip_grad_norm_", "full_gradients"):
+                read(parameter.grad)
+    assert_gradients(model, wanted)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_torchs_own_clipping_raises_on_sharded_gradients(stage: int) -> None:
+    model = sharded(stage)
+    loss_of(model, my_part(make_batches(1)[0])).backward()
+    for foreach in (None, False, True):
+        with raises(RuntimeError, "is sharded", "zeropg.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+    with raises(RuntimeError, "is sharded"):
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_gradients_add_up_until_they_are_dropped(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    wanted = plain_gradients(batch)
+    for times in (1, 2, 3):
+        loss_of(model, my_part(batch)).backward()
+        assert_gradients(model, {name: times * gradient for name, gradient in wanted.items()})
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert whole_gradients(model) == {}
+    assert zeropg.clip_grad_norm_(model, 1.0) == 0
+    loss_of(model, my_part(batch)).backward()
+    model.zero_grad(set_to_none=False)
+    assert_gradients(model, {name: torch.zeros_like(gradient) for name, gradient in wanted.items()})
+    loss_of(model, my_part(batch)).backward()
+    assert_gradients(model, wanted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_none_drops_one_parameters_gradient(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    wanted = plain_gradients(batch)
+    loss_of(model, my_part(batch)).backward()
+    model.blocks[1].up.weight.grad = None
+    kept = {name: gradient for name, gradient in wanted.items() if name != "blocks.1.up.weight"}
+    assert_gradients(model, kept)
+    norm = torch.stack([gradient.norm() for gradient in kept.values()]).norm()
+    assert close(zeropg.clip_grad_norm_(model, 1e9), norm)
+    before = zeropg.full_state_dict(model, rank0_only=False)
+    optimizer.step()
+    after = zeropg.full_state_dict(model, rank0_only=False)
+    assert equal(before["blocks.1.up.weight"], after["blocks.1.up.weight"])
+    assert not equal(before["blocks.1.up.bias"], after["blocks.1.up.bias"])
+    wanted = {name: g.clone() for name, g in whole_gradients(model).items()}
+    with zeropg.full_parameters(model, writable=True), torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(before[name])
+    loss_of(model, my_part(batch)).backward()
+    once = plain_gradients(batch)
+    assert_gradients(model, {name: once[name] + wanted.get(name, 0) for name in once})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_user_hooks_see_the_local_gradient(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    local = plain_gradients(my_part(batch))
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        seen[name] = []
+        parameter.register_hook(lambda gradient, name=name: seen[name].append(gradient.clone()))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen[name].append(p.grad.clone()))
+    for times in (1, 2):  # a second backward shows its own gradient, not the sum with the average before
+        loss_of(model, my_part(batch)).backward()
+        for name, gradients in seen.items():
+            assert len(gradients) == 2 * times
+            assert all(close(gradient, local[name]) for gradient in gradients), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_hook_that_changes_the_gradient_is_obeyed(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    model.norm.weight.register_hook(lambda gradient: gradient * 3)
+    loss_of(model, my_part(batch)).backward()
+    wanted = plain_gradients(batch)
+    wanted["norm.weight"] *= 3
+    assert_gradients(model, wanted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_gradient_that_the_user_puts_there_is_used(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    mine = torch.full_like(plain_gradients(batch)["norm.weight"], 2.0)
+    model.norm.weight.grad = mine.clone()  # before any backward
+    assert close(zeropg.clip_grad_norm_(model, 1e9), mine.norm())
+    loss_of(model, my_part(batch)).backward()
+    wanted = plain_gradients(batch)
+    assert_gradients(model, wanted | {"norm.weight": wanted["norm.weight"] + mine})
+    model.norm.weight.grad = mine.clone()  # in place of the reduced one
+    assert_gradients(model, wanted | {"norm.weight": mine})
+    loss_of(model, my_part(batch)).backward()
+    assert_gradients(model, {n: 2 * g for n, g in wanted.items()} | {"norm.weight": wanted["norm.weight"] + mine})
+
+
+class Branches(nn.Module):
+    """Which layers run is decided by the caller."""
+
+    def __init__(self, width: int = 5, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.scale = nn.Parameter(torch.ones(width))
+        self.idle = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, path: list[int]) -> torch.Tensor:
+        for index in path:
+            x = torch.tanh(self.layers[index](x))
+        return (x * self.scale).sum()
+
+
+def make_branches() -> Branches:
+    torch.manual_seed(3)
+    return Branches().double()
+
+
+def branch_gradients(paths: list[list[int]], data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The average over ranks that take `paths`."""
+    model = make_branches()
+    (sum(model(data[rank], path) for rank, path in enumerate(paths)) / len(paths)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+PATHS = {
+    "unused on all ranks": [[0, 1, 3], [0, 1, 3]],
+    "unused on one rank": [[0, 1, 2, 3], [0, 3]],
+    "another order on each rank": [[0, 1, 2, 3], [3, 1, 0, 2]],
+    "disjoint": [[0, 1], [2, 3]],
+    "called twice": [[0, 1, 0, 1], [2, 2, 2, 3]],
+    "nothing but the root on one rank": [[0, 1, 2, 3], []],
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_ranks_may_take_different_paths(stage: int) -> None:
+    torch.manual_seed(5)
+    data = torch.randn(2, 5, dtype=DOUBLE)
+    model = zeropg.fully_shard(make_branches(), stage=stage)
+    for what, paths in PATHS.items():
+        model(data[dist.get_rank()], paths[dist.get_rank()]).backward()
+        wanted = branch_gradients(paths, data)
+        found = whole_gradients(model)
+        assert found.keys() == wanted.keys(), what
+        assert all(close(found[name], wanted[name]) for name in wanted), what
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_parameter_without_gradient_is_not_stepped(stage: int) -> None:
+    data = torch.ones(5, dtype=DOUBLE)
+    model = zeropg.fully_shard(make_branches(), stage=stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+    start = make_branches().state_dict()
+    for path in ([0, 1], [0, 1]):
+        model(data, path).backward()
+        assert model.idle.grad is None and model.layers[2].weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    end = zeropg.full_state_dict(model, rank0_only=False)
+    for name in ("idle", "layers.2.weight", "layers.3.bias"):
+        assert equal(end[name], start[name]), name  # not even decayed
+    assert not equal(end["scale"], start["scale"])
+
+
+class Checkpointed(SmallGPT):
+    """With activation checkpointing around each block."""
+
+    use_reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.place(self.positions[: tokens.shape[1]])
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_activation_checkpointing(stage: int) -> None:
+    batch = make_batches(1)[0]
+    wanted = plain_gradients(batch)
+    for reentrant in (False, True):
+        model = make_model(DOUBLE)
+        model.__class__ = type("Checkpointed", (Checkpointed,), {"use_reentrant": reentrant})
+        zeropg.fully_shard(model, stage=stage)
+        for _ in range(2):
+            loss_of(model, my_part(batch)).backward()
+            assert_gradients(model, wanted)
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_several_forwards_before_their_backwards(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    wanted = plain_gradients(batch)
+    first, second = (loss_of(model, part) for part in my_part(batch).chunk(2))
+    with torch.no_grad():
+        loss_of(model, batch)  # an evaluation in between
+    (second / 2).backward()
+    (first / 2).backward()
+    assert_gradients(model, wanted)
+    model.zero_grad()
+    ((loss_of(model, my_part(batch)) + loss_of(model, my_part(batch))) / 2).backward()
+    assert_gradients(model, wanted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_forward_without_backward_does_not_go_stale(stage: int) -> None:
+    batch = make_batches(1)[0]
+    for whole_after_forward in (False, True):
+        model = sharded(stage, reshard_after_forward=not whole_after_forward)
+        optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        loss_of(model, my_part(batch)).backward()
+        loss_of(model, my_part(batch))
+        optimizer.step()
+        plain = make_model(DOUBLE)
+        plain.load_state_dict(zeropg.full_state_dict(model, rank0_only=False))
+        assert equal(loss_of(model, batch), loss_of(plain, batch))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_no_sync_sums_up_to_the_big_batch(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    wanted = plain_gradients(batch)
+    *early, last = my_part(batch).chunk(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for repetition in range(2):
+            with zeropg.no_sync(model):
+                for part in early:
+                    (loss_of(model, part) / 3).backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            with raises(RuntimeError, "no_sync", "have not been reduced"):
+                optimizer.step()
+            with raises(RuntimeError, "no_sync", "have not been reduced"):
+                zeropg.clip_grad_norm_(model, 1.0)
+            (loss_of(model, last) / 3).backward()
+            assert_gradients(model, {name: (repetition + 1) * gradient for name, gradient in wanted.items()})
+    said = [str(warning.message) for warning in caught if "whole gradients" in str(warning.message)]
+    assert len(said) == (1 if stage >= 2 and dist.get_rank() == 0 else 0), said
+    model.zero_grad()
+    with zeropg.no_sync(model):
+        loss_of(model, early[0]).backward()
+    model.zero_grad()  # drops what no_sync collected, so that a step has nothing to do
+    before = zeropg.full_state_dict(model, rank0_only=False)
+    optimizer.step()
+    after = zeropg.full_state_dict(model, rank0_only=False)
+    assert all(equal(before[name], after[name]) for name in before)
+
+
+class Fuse(torch.autograd.Function):
+    """Raises in backward while `blown` is set."""
+
+    blown = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if Fuse.blown:
+            raise ArithmeticError("fuse")
+        return gradient
+
+
+class Fused(SmallGPT):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.place(self.positions[: tokens.shape[1]])
+        for index, block in enumerate(self.blocks):
+            x = Fuse.apply(block(x)) if index == 1 else block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_backward_that_raised_leaves_no_trace(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = make_model(DOUBLE)
+    model.__class__ = Fused
+    zeropg.fully_shard(model, stage=stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    wanted = plain_gradients(batch)
+    for accumulated in (False, True):
+        if accumulated:
+            loss_of(model, my_part(batch)).backward()
+        Fuse.blown = True
+        with raises(ArithmeticError, "fuse"):
+            loss_of(model, my_part(batch)).backward()
+        Fuse.blown = False
+        optimizer.step()  # nothing to do: the gradients are incomplete
+        assert zeropg.clip_grad_norm_(model, 1.0) == 0
+        with zeropg.full_parameters(model):
+            assert equal(model.norm.weight.detach(), torch.ones(36, dtype=DOUBLE))
+        loss_of(model, my_part(batch)).backward()
+        assert_gradients(model, wanted)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_forward_that_raised_leaves_no_trace(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    handle = model.blocks[1].down.register_forward_pre_hook(lambda *_: 1 / 0)
+    with raises(ZeroDivisionError):
+        loss_of(model, my_part(batch))
+    handle.remove()
+    loss_of(model, my_part(batch)).backward()
+    assert_gradients(model, plain_gradients(batch))
+    optimizer.step()
+    plain = make_model(DOUBLE)
+    plain.load_state_dict(zeropg.full_state_dict(model, rank0_only=False))
+    assert equal(loss_of(model, batch), loss_of(plain, batch))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_autograd_grad_leaves_the_parameters_gradients_alone(stage: int) -> None:
+    model = zeropg.fully_shard(make_branches(), stage=stage)
+    x = torch.ones(5, dtype=DOUBLE, requires_grad=True)
+    (found,) = torch.autograd.grad(model(x, [0, 1, 2, 3]), x)
+    y = torch.ones(5, dtype=DOUBLE, requires_grad=True)
+    (wanted,) = torch.autograd.grad(make_branches()(y, [0, 1, 2, 3]), y)
+    assert close(found, wanted)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_full_gradients_hide_again(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    loss_of(model, my_part(batch)).backward()
+    with raises(KeyError, "inside"), zeropg.full_gradients(model):
+        assert close(model.norm.weight.grad, plain_gradients(batch)["norm.weight"])
+        raise KeyError("inside")
+    if stage >= 2:
+        with raises(RuntimeError, "is sharded"):
+            model.norm.weight.grad.clone()
+    loss_of(model, my_part(batch)).backward()
+    assert_gradients(model, {name: 2 * gradient for name, gradient in plain_gradients(batch).items()})
+
+
+@on_ranks(2, backend="gloo")
+def test_every_stage_over_gloo() -> None:
+    batch = make_batches(1)[0]
+    for stage in STAGES:
+        model = sharded(stage)
+        loss_of(model, my_part(batch)).backward()
+        assert_gradients(model, plain_gradients(batch))
+        model = zeropg.fully_shard(make_model(), stage=stage, param_dtype=torch.bfloat16)
+        loss_of(model, my_part(batch)).backward()
+        assert len(whole_gradients(model)) == len(plain_gradients(batch))
