@@ -37,7 +37,7 @@ FlatParameter::FlatParameter(std::string unit_name, const std::vector<Source>& s
       rank_(rank) {
   at::NoGradGuard no_grad;
   if (!is_trainable_) {
-    master_dtype_ = dtype_;  // never updated, so the parameter is all there is
+    master_dtype_ = original_dtype_;  // never updated, but saved as it came
   }
   std::vector<int64_t> numels;
   for (const Source& source : sources) {

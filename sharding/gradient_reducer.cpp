@@ -64,18 +64,16 @@ struct GradientReducer::Bucket {
 };
 
 GradientReducer::GradientReducer(Communicator& communicator, const ShardingOptions& options,
-                                 std::vector<FlatParameter*> flats)
-    : communicator_(communicator), options_(options) {
-  for (auto flat = flats.rbegin(); flat != flats.rend(); ++flat) {
-    if ((*flat)->is_trainable()) {
-      Bucket bucket;
-      bucket.flat = *flat;
-      bucket.slots.resize((*flat)->slots().size());
-      for (size_t i = 0; i < bucket.slots.size(); ++i) {
-        bucket.slots[i].index = static_cast<int64_t>(i);
-      }
-      buckets_.push_back(std::move(bucket));
+                                 const std::vector<FlatParameter*>& flats, bool may_wait_in_backward)
+    : communicator_(communicator), options_(options), may_wait_in_backward_(may_wait_in_backward) {
+  for (FlatParameter* flat : flats) {
+    Bucket bucket;
+    bucket.flat = flat;
+    bucket.slots.resize(flat->slots().size());
+    for (size_t i = 0; i < bucket.slots.size(); ++i) {
+      bucket.slots[i].index = static_cast<int64_t>(i);
     }
+    buckets_.push_back(std::move(bucket));
   }
 }
 
@@ -309,7 +307,8 @@ void GradientReducer::finish_some() {
   }
   for (Bucket& bucket : buckets_) {
     if (bucket.is_launched && !bucket.is_finished) {
-      if (in_flight < kMaxInFlight && bucket.work && !bucket.work->isCompleted()) {
+      const bool may_wait = may_wait_in_backward_ && in_flight >= kMaxInFlight;
+      if (!may_wait && bucket.work && !bucket.work->isCompleted()) {
         return;
       }
       finish(bucket);
@@ -339,13 +338,14 @@ void GradientReducer::finish(Bucket& bucket) {
   bucket.is_finished = true;
 }
 
-void GradientReducer::finish_backward() {
+bool GradientReducer::finish_backward(uint64_t fingerprint) {
   at::NoGradGuard no_grad;
+  bool is_same = true;
   if (synchronize_) {
     for (; next_to_launch_ < buckets_.size(); ++next_to_launch_) {
       launch(buckets_[next_to_launch_]);
     }
-    share_which_slots_have_gradients();
+    is_same = share_which_slots_have_gradients(fingerprint);
     for (Bucket& bucket : buckets_) {
       if (!bucket.is_finished) {
         finish(bucket);
@@ -353,16 +353,24 @@ void GradientReducer::finish_backward() {
     }
   }
   show_gradients();
+  return is_same;
 }
 
-void GradientReducer::share_which_slots_have_gradients() {
+// One small all-reduce (max). A byte and its complement both keep their value only where all ranks have the same byte.
+bool GradientReducer::share_which_slots_have_gradients(uint64_t fingerprint) {
   std::vector<uint8_t> filled;
   for (const Bucket& bucket : buckets_) {
     for (const Slot& slot : bucket.slots) {
       filled.push_back(slot.is_filled ? 1 : 0);
     }
   }
-  if (communicator_.world_size() > 1 && !filled.empty()) {
+  const size_t slot_count = filled.size();
+  for (int shift = 0; shift < 64; shift += 8) {
+    filled.push_back(static_cast<uint8_t>(fingerprint >> shift));
+    filled.push_back(static_cast<uint8_t>(~(fingerprint >> shift)));
+  }
+  const std::vector<uint8_t> mine = filled;
+  if (communicator_.world_size() > 1 && slot_count > 0) {
     const c10::Device device = buckets_.front().flat->device();
     at::Tensor flags = at::empty({static_cast<int64_t>(filled.size())}, at::kByte);
     std::memcpy(flags.mutable_data_ptr(), filled.data(), filled.size());
@@ -377,6 +385,8 @@ void GradientReducer::share_which_slots_have_gradients() {
       slot.has_gradient |= filled[next++] != 0;
     }
   }
+  return std::equal(filled.begin() + static_cast<int64_t>(slot_count), filled.end(),
+                    mine.begin() + static_cast<int64_t>(slot_count));
 }
 
 void GradientReducer::show_gradients() {

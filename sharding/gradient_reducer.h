@@ -26,9 +26,11 @@ namespace zeropg {
 
 class GradientReducer {
  public:
-  // `flats`: all of the model, in unit order; frozen ones are ignored. The reducer must be installed (install()) once
-  // it is owned by a shared pointer: the hooks keep a weak one.
-  GradientReducer(Communicator& communicator, const ShardingOptions& options, std::vector<FlatParameter*> flats);
+  // `flats`: the trainable ones, in the order in which their buckets are sent: as backward finishes them, so that one
+  // can travel while the next is filled. `may_wait_in_backward`: false where backward itself communicates in an order
+  // that ranks must share; a wait between could be for a rank that waits for this one.
+  GradientReducer(Communicator& communicator, const ShardingOptions& options, const std::vector<FlatParameter*>& flats,
+                  bool may_wait_in_backward);
   ~GradientReducer();
 
   // Puts hooks on the gradient accumulators. `on_backward` is called before the first gradient of a backward is taken,
@@ -38,8 +40,9 @@ class GradientReducer {
 
   // Called once at the start of every backward; `synchronize`: reduce at its end (false inside no_sync).
   void begin_backward(bool synchronize);
-  // Sends what has not been sent, waits, makes gradients visible. Collective when begin_backward said synchronize.
-  void finish_backward();
+  // Sends what has not been sent, waits, makes gradients visible. Collective when begin_backward said synchronize; then
+  // returns whether every rank passed the same `fingerprint`.
+  bool finish_backward(uint64_t fingerprint);
   // Forgets a backward that raised, and with it all gradients: some are complete and some are not.
   void abandon_backward();
 
@@ -78,7 +81,7 @@ class GradientReducer {
   void absorb(Bucket& bucket);
   void drop(Bucket& bucket, Slot& slot);
   void replace(Bucket& bucket, Slot& slot, const at::Tensor& theirs);
-  void share_which_slots_have_gradients();
+  bool share_which_slots_have_gradients(uint64_t fingerprint);
   void show_gradients();
   void show(Bucket& bucket, Slot& slot);
   at::Tensor gather(const Bucket& bucket);  // [total_numel], collective
@@ -90,11 +93,12 @@ class GradientReducer {
 
   Communicator& communicator_;
   ShardingOptions options_;
-  std::vector<Bucket> buckets_;  // in the order in which they are sent: last unit first
+  std::vector<Bucket> buckets_;  // in the order in which they are sent
   BufferPool pool_;
   std::function<void()> on_backward_;
   size_t next_to_launch_ = 0;
   bool synchronize_ = true;
+  bool may_wait_in_backward_;
   bool is_showing_full_ = false;
 };
 

@@ -21,7 +21,8 @@ class ReplicatedFetch final : public Fetch {
       const int64_t total = flat->layout().total_numel;
       at::Tensor whole = at::empty({total}, values.options().dtype(flat->dtype()));
       whole.copy_(values);
-      const bool slice = updates_slices_ && flat->is_trainable();
+      // Frozen parameters are never updated; only a master beside them is worth cutting.
+      const bool slice = updates_slices_ && (flat->is_trainable() || !flat->is_own_master());
       const int64_t start = slice ? flat->shard_start() : 0;
       make_master(*flat, whole.narrow(0, start, slice ? flat->layout().shard_numel : total), values, start);
       flat->attach(whole, /*guarded=*/false);

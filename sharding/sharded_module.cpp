@@ -8,7 +8,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <tuple>
 
 #include "sharding/clip.h"
@@ -36,13 +38,16 @@ std::vector<std::vector<FlatParameter::Source>> group_sources(const std::vector<
 
 }  // namespace
 
-ShardedModule::ShardedModule(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShardingOptions& options)
-    : communicator_(std::move(group)), options_(options) {}
+ShardedModule::ShardedModule(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                             c10::intrusive_ptr<c10d::ProcessGroup> reduction_group, const ShardingOptions& options)
+    : communicator_(std::move(group)), reductions_(std::move(reduction_group)), options_(options) {}
 
 std::shared_ptr<ShardedModule> ShardedModule::create(const std::vector<UnitSource>& units,
                                                      c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                                     c10::intrusive_ptr<c10d::ProcessGroup> reduction_group,
                                                      const ShardingOptions& options) {
-  auto module = std::shared_ptr<ShardedModule>(new ShardedModule(std::move(group), options));
+  auto module =
+      std::shared_ptr<ShardedModule>(new ShardedModule(std::move(group), std::move(reduction_group), options));
   module->build(units);
   module->install_hooks();
   return module;
@@ -83,7 +88,19 @@ void ShardedModule::build(const std::vector<UnitSource>& sources) {
     }
   }
   fetch_->adopt(all);
-  reducer_ = std::make_unique<GradientReducer>(communicator_, options_, all);
+  reducer_ = std::make_unique<GradientReducer>(reductions_, options_, backward_order(), !fetch_->is_collective());
+}
+
+// Backward runs the units from last to first; the root, which holds the embedding, is done at the very end.
+std::vector<FlatParameter*> ShardedModule::backward_order() const {
+  std::vector<FlatParameter*> order;
+  const auto append = [&](const Unit& unit) {
+    std::copy_if(unit.flats.begin(), unit.flats.end(), std::back_inserter(order),
+                 [](const FlatParameter* flat) { return flat->is_trainable(); });
+  };
+  std::for_each(units_.rbegin() + 1, units_.rend(), append);
+  append(units_.back());
+  return order;
 }
 
 void ShardedModule::install_hooks() {
@@ -98,6 +115,9 @@ void ShardedModule::unshard(Unit& unit, bool writable) {
     return;
   }
   at::NoGradGuard no_grad;
+  if (fetch_->is_collective() && full_depth_ == 0) {
+    unshard_order_.push_back(&unit - units_.data());
+  }
   for (FlatParameter* flat : unit.flats) {
     if (!flat->is_attached()) {
       fetch_->unshard(*flat, writable || unit.needs_private_copy);
@@ -124,6 +144,7 @@ void ShardedModule::recover_from_broken_backward() {
   }
   is_in_backward_ = false;
   reducer_->abandon_backward();
+  unshard_order_.clear();
   for (Unit& unit : units_) {
     unit.is_in_backward = false;
     unit.waits_for_inputs = false;
@@ -223,8 +244,27 @@ void ShardedModule::finish_backward() {
     unit.waits_for_inputs = false;
     reshard(unit);
   }
-  reducer_->finish_backward();
+  uint64_t fingerprint = 14695981039346656037ULL;  // FNV-1a
+  for (int64_t unit : unshard_order_) {
+    fingerprint = (fingerprint ^ static_cast<uint64_t>(unit + 1)) * 1099511628211ULL;
+  }
+  const bool is_same_order = reducer_->finish_backward(fingerprint);
   is_in_backward_ = false;
+  std::vector<int64_t> order;
+  order.swap(unshard_order_);
+  if (!is_same_order) {
+    std::string names;
+    for (int64_t unit : order) {
+      names += (names.empty() ? "" : ", ") + (units_[unit].name.empty() ? std::string("(root)") : units_[unit].name);
+    }
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(context("backward"),
+                 "ranks made units whole in different orders, so they mixed their "
+                 "parameters up; expected all ranks to take the same path through the model (only where they "
+                 "share a node on zeropg may paths differ). This rank: ",
+                 names));
+  }
 }
 
 // --- access between steps ---

@@ -27,8 +27,11 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   };
 
   // Takes over all parameters. The last unit is the root. Rank 0's values win. Collective.
+  // `reduction_group`: the same ranks, for gradients alone. Where units are gathered it must be another group: gathers
+  // follow the path through the model, gradients the fixed order of buckets, and the two meet differently on each rank.
   static std::shared_ptr<ShardedModule> create(const std::vector<UnitSource>& units,
                                                c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                               c10::intrusive_ptr<c10d::ProcessGroup> reduction_group,
                                                const ShardingOptions& options);
 
   // --- forward and backward; `unit` is an index into the sources ---
@@ -68,15 +71,17 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   int64_t rank() const { return communicator_.rank(); }
   int64_t world_size() const { return communicator_.world_size(); }
   const char* fetch_name() const { return fetch_->name(); }
-  double communication_seconds() const { return communicator_.seconds(); }
+  double communication_seconds() const { return communicator_.seconds() + reductions_.seconds(); }
   // Bytes of this rank by class: parameters, masters, gathered units, gradients, buckets of the reducer.
   std::map<std::string, int64_t> memory_report() const;
   // Names of parameters that no longer use the storage that sharding gave them, or whose requires_grad was flipped.
   std::vector<std::string> changed_parameters() const;
 
  private:
-  ShardedModule(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShardingOptions& options);
+  ShardedModule(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::ProcessGroup> reduction_group,
+                const ShardingOptions& options);
   void build(const std::vector<UnitSource>& units);
+  std::vector<FlatParameter*> backward_order() const;
   void install_hooks();
 
   void unshard(Unit& unit, bool writable = false);
@@ -91,6 +96,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   std::string context(const char* operation) const;  // "[zeropg rank 1/4] clip_grad_norm_: "
 
   Communicator communicator_;
+  Communicator reductions_;
   ShardingOptions options_;
   std::vector<std::unique_ptr<FlatParameter>> flats_;
   std::vector<Unit> units_;
@@ -99,6 +105,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   std::unique_ptr<GradientReducer> reducer_;
   bool synchronize_ = true;
   bool is_in_backward_ = false;
+  std::vector<int64_t> unshard_order_;  // units, since the last backward; kept where unsharding is collective
   int full_depth_ = 0;
   bool is_full_writable_ = false;
 };

@@ -68,7 +68,8 @@ struct FlatGroup {
 using PySource = std::tuple<std::string, std::vector<std::pair<std::vector<std::string>, at::Tensor>>, bool>;
 
 std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
-                                      const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t stage,
+                                      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                      const c10::intrusive_ptr<c10d::ProcessGroup>& reduction_group, int64_t stage,
                                       std::optional<c10::ScalarType> param_dtype,
                                       std::optional<c10::ScalarType> reduce_dtype, bool reshard_after_forward) {
   std::vector<ShardedModule::UnitSource> sources;
@@ -84,7 +85,7 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
   options.param_dtype = param_dtype;
   options.reduce_dtype = reduce_dtype;
   options.reshard_after_forward = reshard_after_forward;
-  return ShardedModule::create(sources, group, options);
+  return ShardedModule::create(sources, group, reduction_group, options);
 }
 
 }  // namespace
@@ -122,8 +123,9 @@ void bind_sharding(py::module_& m) {
       });
 
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
-      .def(py::init(&create), py::arg("units"), py::arg("process_group"), py::kw_only(), py::arg("stage"),
-           py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("reshard_after_forward"), ReleaseGil())
+      .def(py::init(&create), py::arg("units"), py::arg("process_group"), py::arg("reduction_group"), py::kw_only(),
+           py::arg("stage"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("reshard_after_forward"),
+           ReleaseGil())
       .def("pre_forward", &ShardedModule::pre_forward, ReleaseGil())
       .def("post_forward", &ShardedModule::post_forward, ReleaseGil())
       .def("set_synchronize", &ShardedModule::set_synchronize)

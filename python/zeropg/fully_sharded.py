@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -126,6 +126,7 @@ def fully_shard(
     core = _C.ShardedModule(
         [(plan.name, plan.parameters, plan.needs_private_copy) for plan in plans],
         group,
+        _reduction_group(group, stage, device),
         stage=stage,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
@@ -177,6 +178,15 @@ def _group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> 
             'torch.distributed.init_process_group("zeropg") first (under torchrun, also with one process).'
         )
     return dist.distributed_c10d._get_default_group()
+
+
+def _reduction_group(group: dist.ProcessGroup, stage: int, device: torch.device) -> dist.ProcessGroup:
+    """A second group of the same ranks where units are gathered: gradients must not queue up between gathers."""
+    if stage < 3 or group.size() == 1 or isinstance(group._get_backend(device), _C.ProcessGroupZero):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    second = dist.new_group(ranks, backend=dist.get_backend_config(group), use_local_synchronization=True)
+    return cast("dist.ProcessGroup", second)  # this rank is a member
 
 
 def _default_device(group: dist.ProcessGroup) -> torch.device:
