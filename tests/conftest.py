@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,24 +14,41 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tests.spawn import RankPool
 
 # What says most in the least time runs first.
-ORDER = (
+ORDER = [
     "test_layout.py",
     "test_install.py",
+    "test_stubs.py",
     "test_cpp.py",
     "test_spawn.py",
     "backend",
     "sharding",
     "train",
     "integration",
+]
+# Where one version of torch can differ from another: the few minutes that `make smoke` takes.
+SMOKE = (
+    "test_layout.py",
+    "test_install.py",
+    "test_cpp.py",
+    "backend",
+    "sharding/test_same_losses.py",
+    "integration/test_ddp.py",
+    "integration/test_fsdp2.py",
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+
     def key(item: pytest.Item) -> tuple[bool, int]:
-        folder = item.path.relative_to(os.path.dirname(__file__)).parts[0]
-        return item.get_closest_marker("slow") is not None, ORDER.index(folder) if folder in ORDER else len(ORDER)
+        first = item.path.relative_to(tests).parts[0]
+        return item.get_closest_marker("slow") is not None, ORDER.index(first) if first in ORDER else len(ORDER)
 
     items.sort(key=key)  # stable: the order inside a suite stays
+    for item in items:
+        if any(item.path.is_relative_to(tests / path) for path in SMOKE):
+            item.add_marker("smoke")
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,6 @@ SOURCES = sorted(path.relative_to(ROOT / "tests").with_suffix("") for path in (R
 BINARIES = [path for path in SOURCES if (BUILD / "tests" / path).is_file()]
 TIMEOUT_SECONDS = 300
 
-pytestmark = pytest.mark.smoke
-
 
 @pytest.mark.parametrize("binary", BINARIES or [None], ids=str)
 def test_cpp(binary: Path | None) -> None:

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.smoke
-
 ONE_RANK = """
 import sys, torch, torch.distributed as dist
 assert "zeropg" not in sys.modules, "import torch loaded the package"

@@ -14,8 +14,6 @@ import pytest
 
 from tests.test_cpp import BUILD, ROOT
 
-pytestmark = pytest.mark.smoke
-
 # Folder -> the folders (and their subfolders, unless those have a line of their own) that its files may include.
 # backend/topology.h is pure data: it may be read below the backend too.
 ALLOWED = {

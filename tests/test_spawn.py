@@ -53,7 +53,6 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.smoke
 def test_run_ranks_returns_each_ranks_result_and_leaves_no_process() -> None:
     results = run_ranks(3, _sum_of_ranks, 10, backend="gloo")
     assert [value for value, _ in results] == [33, 33, 33]
