@@ -88,3 +88,32 @@ def check_losses(hook: str, dtype: torch.dtype, tolerance: float) -> None:
 )
 def test_ddp_has_gloos_losses(run: Callable[..., Any], hook: str, dtype: torch.dtype, tolerance: float) -> None:
     run(check_losses, hook, dtype, tolerance)
+
+
+def gpt_losses(backend: str) -> list[float]:
+    from zeropg.train.gpt import GPT, GPTConfig
+
+    group = dist.new_group(backend=backend)
+    torch.manual_seed(0)
+    model = DDP(GPT(GPTConfig(layers=2, width=32, heads=2, context=32)), process_group=group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(dist.get_rank()))
+    result = []
+    for _ in range(10):
+        logits = model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        result.append(loss.item())
+    return result
+
+
+def check_gpt() -> None:
+    ours, gloos = gpt_losses("zeropg"), gpt_losses("gloo")
+    assert ours == pytest.approx(gloos, rel=1e-5), (ours, gloos)
+    assert ours[-1] < 0.9 * ours[0], ours
+
+
+def test_ddp_trains_the_gpt_with_gloos_losses(run: Callable[..., Any]) -> None:
+    run(check_gpt)

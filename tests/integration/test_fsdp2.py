@@ -82,6 +82,39 @@ def test_fsdp2_has_gloos_losses(run: Callable[..., Any], hybrid: bool, mixed: bo
     run(check_losses, hybrid, mixed)
 
 
+def gpt_losses(backend: str) -> list[float]:
+    from torch.distributed.fsdp import fully_shard
+    from zeropg.train.gpt import GPT, GPTConfig
+
+    mesh = mesh_of(backend, False)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=32, heads=2, context=32))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(dist.get_rank()))
+    result = []
+    for _ in range(10):
+        logits = model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        result.append(loss.item())
+    return result
+
+
+def check_gpt() -> None:
+    ours, gloos = gpt_losses("zeropg"), gpt_losses("gloo")
+    assert ours == pytest.approx(gloos, rel=1e-5), (ours, gloos)
+    assert ours[-1] < 0.9 * ours[0], ours
+
+
+def test_fsdp2_trains_the_gpt_with_gloos_losses(run: Callable[..., Any]) -> None:
+    run(check_gpt)
+
+
 def check_state_dict() -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
     from torch.distributed.fsdp import fully_shard
