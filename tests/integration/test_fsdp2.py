@@ -84,6 +84,7 @@ def test_fsdp2_has_gloos_losses(run: Callable[..., Any], hybrid: bool, mixed: bo
 
 def gpt_losses(backend: str) -> list[float]:
     from torch.distributed.fsdp import fully_shard
+
     from zeropg.train.gpt import GPT, GPTConfig
 
     mesh = mesh_of(backend, False)
