@@ -229,11 +229,12 @@ std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_p
   const int fd = share_descriptor(
       group_->descriptors(), [&] { return SharedSegment::create(size_, bytes_per_rank); }, timeout);
   OperationLabel label{.rank = rank_, .world_size = size_, .title = "zeropg:shared_segment"};
-  return std::make_shared<SharedSegment>(fd, rank_, size_, bytes_per_rank, [group = group_, label] {
+  return std::make_shared<SharedSegment>(fd, rank_, size_, bytes_per_rank, [group = group_, label](int32_t awaited) {
     group->throw_if_failed();
-    PeerStates peers = group->peer_states();
-    peers.departed.clear();  // a rank that is done may leave while others still read what it published
-    throw_if_lost(label, peers, peers.dead);
+    const PeerStates peers = group->peer_states();
+    std::vector<int32_t> needed = peers.dead;  // others may leave while ranks still read what they published
+    needed.push_back(awaited);
+    throw_if_lost(label, peers, needed);
   });
 }
 

@@ -22,8 +22,9 @@ class SharedSegment {
   // outlives it. The constructor brings this rank's own part into memory, so its pages lie near the rank's CPU and a
   // lack of memory is an error here, not a SIGBUS later.
   static int create(int32_t world_size, int64_t bytes_per_rank);
-  // `check` is called now and then while waiting; it throws when the group was aborted or a rank of it failed.
-  SharedSegment(int fd, int32_t rank, int32_t world_size, int64_t bytes_per_rank, std::function<void()> check);
+  // `check` is called now and then with the rank that is waited for; it throws when the group was aborted, a rank of it
+  // failed, or that rank has left.
+  SharedSegment(int fd, int32_t rank, int32_t world_size, int64_t bytes_per_rank, std::function<void(int32_t)> check);
   ~SharedSegment();
   SharedSegment(const SharedSegment&) = delete;
   SharedSegment& operator=(const SharedSegment&) = delete;
@@ -54,7 +55,7 @@ class SharedSegment {
   int64_t bytes_per_rank_ = 0;
   std::unique_ptr<SealedMapping> mapping_;
   std::byte* data_ = nullptr;
-  std::function<void()> check_;
+  std::function<void(int32_t)> check_;
 };
 
 }  // namespace zeropg

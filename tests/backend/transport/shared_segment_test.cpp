@@ -16,7 +16,7 @@ namespace {
 using std::chrono::milliseconds;
 
 std::vector<std::unique_ptr<SharedSegment>> make_ranks(int32_t world_size, int64_t bytes_per_rank,
-                                                       std::function<void()> check = {}) {
+                                                       std::function<void(int32_t)> check = {}) {
   const Descriptor fd(SharedSegment::create(world_size, bytes_per_rank));
   std::vector<std::unique_ptr<SharedSegment>> ranks;
   for (int32_t rank = 0; rank < world_size; ++rank) {
@@ -103,7 +103,7 @@ TEST(SharedSegment, DeadlineNamesTheLateRanks) {
 
 TEST(SharedSegment, CheckEndsAWait) {
   std::atomic<bool> is_aborted{false};
-  auto ranks = make_ranks(2, 64, [&] {
+  auto ranks = make_ranks(2, 64, [&](int32_t) {
     if (is_aborted) C10_THROW_ERROR(DistBackendError, "aborted");
   });
   std::thread aborter([&] {
