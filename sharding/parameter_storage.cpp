@@ -77,6 +77,14 @@ bool ParameterStorage::is_used_by(const at::Tensor& parameter) const {
   return parameter.has_storage() && parameter.storage().unsafeGetStorageImpl() == storage_.get();
 }
 
+bool is_sharded(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) {
+    return false;
+  }
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  return storage.*member_of(ThrowOnRead{}) || storage._mutable_data_ptr_no_checks().get_deleter() == &delete_owner;
+}
+
 at::Tensor make_unreadable(at::IntArrayRef sizes, const at::TensorOptions& options, const std::string& message) {
   at::NoGradGuard no_grad;
   at::Tensor tensor = at::empty({0}, options.requires_grad(false));

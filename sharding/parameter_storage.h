@@ -34,6 +34,9 @@ class ParameterStorage {
   bool is_attached_ = false;
 };
 
+// Whether a ParameterStorage, of whatever model, holds the tensor's data.
+bool is_sharded(const at::Tensor& tensor);
+
 // A tensor of the parameter's shape whose data cannot be read: stands in for a gradient that is sharded.
 at::Tensor make_unreadable(at::IntArrayRef sizes, const at::TensorOptions& options, const std::string& message);
 

@@ -122,6 +122,8 @@ void bind_sharding(py::module_& m) {
         self.module->load_parameter(self.index, slot, value);
       });
 
+  m.def("is_sharded", &is_sharded, py::arg("tensor"), "Whether the tensor is a parameter of a sharded model.");
+
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
       .def(py::init(&create), py::arg("units"), py::arg("process_group"), py::arg("reduction_group"), py::kw_only(),
            py::arg("stage"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("reshard_after_forward"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +86,10 @@ class ShardedState:
                         names += _parameter_names(".".join(filter(None, (prefix, key))), new if old is None else old)
         return names
 
+    def ignored_parameters(self) -> Iterator[nn.Parameter]:
+        known = {id(parameter) for plan in self.plans for _, parameter in plan.parameters}
+        return (parameter for parameter in self.model.parameters() if id(parameter) not in known)
+
     def remove(self) -> None:
         """Takes the hooks off; the core is given up by whoever calls."""
         for handle in self.handles:
@@ -97,7 +103,7 @@ def _parameter_names(name: str, value: nn.Module | torch.Tensor | None) -> list[
 
 
 def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Replaces the tensors in nested tuples, lists and dicts (and their subclasses, as Hugging Face's outputs)."""
+    """Replaces the tensors in nested tuples, lists, dicts (also Hugging Face's outputs) and dataclasses."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple):
@@ -109,8 +115,19 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
         items = [_map_tensors(item, function) for item in value]
         return value if all(new is old for new, old in zip(items, value, strict=True)) else items
     if isinstance(value, dict):
-        mapped = {key: _map_tensors(item, function) for key, item in value.items()}
-        return value if all(mapped[key] is value[key] for key in mapped) else mapped
+        changed = {key: new for key, old in value.items() if (new := _map_tensors(old, function)) is not old}
+        if changed:
+            value = copy.copy(value)  # keeps the class
+            for key, new in changed.items():
+                value[key] = new
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {key: new for key, old in fields.items() if (new := _map_tensors(old, function)) is not old}
+        if changed:
+            value = copy.copy(value)
+            for key, new in changed.items():
+                object.__setattr__(value, key, new)  # also where the class is frozen
     return value
 
 

@@ -117,11 +117,24 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                 f"[zeropg] fully_shard: {meta} are on the meta device and {type(module).__name__} has no "
                 "reset_parameters() to give them values; add it, or build the model on a real device."
             )
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = []  # swap_tensors refuses a tensor with weak references
         for key, tensor in own:
-            if tensor.is_meta:
-                fresh = torch.empty_like(tensor, device=device)
-                if isinstance(tensor, nn.Parameter):
-                    torch.utils.swap_tensors(tensor, nn.Parameter(fresh, requires_grad=tensor.requires_grad))
-                else:
-                    module._buffers[key] = fresh
+            if not tensor.is_meta:
+                continue
+            # Not a number, so that what nobody initialises is noticed below.
+            fresh = torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 0, device=device)
+            if isinstance(tensor, nn.Parameter):
+                torch.utils.swap_tensors(tensor, nn.Parameter(fresh, requires_grad=tensor.requires_grad))
+            else:
+                module._buffers[key] = fresh
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
         initialize()
+        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if tensor.is_floating_point() and tensor.isnan().any():
+                raise ValueError(
+                    f"[zeropg] fully_shard: {f'{name}.{key}' if name else key} was on the meta device, and "
+                    f"{type(module).__name__}.{initialize.__name__}() leaves it without values; set it there, or build "
+                    "the model on a real device."
+                )

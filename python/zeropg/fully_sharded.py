@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeropg._native import _C
 from zeropg._state import ShardedState
-from zeropg._units import UnitChoice, materialize, plan_units
+from zeropg._units import UnitChoice, UnitPlan, materialize, plan_units
 
 _STAGES = (0, 1, 2, 3)
 
@@ -32,6 +32,9 @@ class FullyShardedModule(nn.Module):
             super().zero_grad(set_to_none=True)
         else:
             state.core.zero_gradients()
+            for parameter in state.ignored_parameters():
+                if parameter.grad is not None:
+                    parameter.grad = torch.zeros_like(parameter.grad)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's, from full tensors, in every stage; masters take the values at full precision. Collective."""
@@ -121,7 +124,15 @@ def fully_shard(
             f"[zeropg] fully_shard: the {type(module).__name__} has no parameters to shard; expected at least one "
             "(ignored_params do not count)."
         )
-    _check_same_on_all_ranks(plans, stage, group)
+    _check_parameters(plans)
+    options = {
+        "stage": stage,
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+        "buffer_dtype": buffer_dtype,
+        "reshard_after_forward": reshard_after_forward,
+    }
+    _check_same_on_all_ranks(module, plans, options, group)
     _prepare_buffers(module, buffer_dtype, group)
     core = _C.ShardedModule(
         [(plan.name, plan.parameters, plan.needs_private_copy) for plan in plans],
@@ -212,36 +223,63 @@ def _absorb_inner_calls(module: nn.Module) -> None:
             del vars(child)["_zeropg_state"], vars(child)["_zeropg"]
 
 
-def _check_same_on_all_ranks(plans: list[Any], stage: int, group: dist.ProcessGroup) -> None:
+def _check_parameters(plans: list[UnitPlan]) -> None:
+    for plan in plans:
+        for names, parameter in plan.parameters:
+            if _C.is_sharded(parameter):
+                raise ValueError(
+                    f"[zeropg] fully_shard: parameter {names[0]!r} belongs to a sharded model already; shard a "
+                    "submodule before the model that contains it, and each model once."
+                )
+            if parameter.is_complex() and parameter.requires_grad:
+                raise NotImplementedError(
+                    f"[zeropg] fully_shard: parameter {names[0]!r} is complex; train its real view "
+                    "(torch.view_as_real), freeze it, or name it in ignored_params."
+                )
+
+
+def _check_same_on_all_ranks(
+    module: nn.Module, plans: list[UnitPlan], options: dict[str, Any], group: dist.ProcessGroup
+) -> None:
     """Ranks with different models would read each other's memory wrongly; say so before anything is shared."""
-    mine = [
-        (stage, plan.name, names, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
-        for plan in plans
-        for names, parameter in plan.parameters
-    ]
     if group.size() == 1:
         return
+    mine = [f"{key}={value}" for key, value in options.items()]
+    for plan in plans:
+        for names, parameter in plan.parameters:
+            mine.append(f"{_describe(names[0], parameter)}, names {names}, in unit {plan.name!r}")
+    mine += [f"buffer {_describe(name, buffer)}" for name, buffer in module.named_buffers()]
     everybodys: list[Any] = [None] * group.size()
     dist.all_gather_object(everybodys, mine, group=group)
     for rank, theirs in enumerate(everybodys):
-        if theirs != everybodys[0]:
-            first = next(a or b for a, b in zip_longest(theirs, everybodys[0]) if a != b)
-            raise ValueError(
-                f"[zeropg rank {group.rank()}/{group.size()}] fully_shard: rank {rank}'s model differs from rank 0's, "
-                f"first at {first}; expected the same stage, units, parameter names, shapes, dtypes and requires_grad "
-                "everywhere."
-            )
+        for a, b in zip_longest(theirs, everybodys[0], fillvalue="nothing more"):
+            if a != b:
+                raise ValueError(
+                    f"[zeropg rank {group.rank()}/{group.size()}] fully_shard: rank {rank} has {a} where rank 0 "
+                    f"has {b}; expected the same arguments, units, parameters and buffers on every rank."
+                )
+
+
+def _describe(name: str, tensor: torch.Tensor) -> str:
+    kind = "trainable" if tensor.requires_grad else "not trainable"
+    return f"{name!r} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {kind}"
 
 
 def _prepare_buffers(module: nn.Module, buffer_dtype: torch.dtype | None, group: dist.ProcessGroup) -> None:
+    """Casts floating buffers and gives all the values of rank 0; one with several names stays one."""
+    done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old one is kept, so that its id is not used again
     for child in module.modules():
         for key, buffer in child._buffers.items():
             if buffer is None:
                 continue
-            if buffer_dtype is not None and buffer.is_floating_point():
-                buffer = child._buffers[key] = buffer.to(buffer_dtype)
-            if group.size() > 1:
-                dist.broadcast(buffer, group_src=0, group=group)
+            if id(buffer) not in done:
+                dtype = buffer_dtype if buffer_dtype is not None and buffer.is_floating_point() else buffer.dtype
+                prepared = buffer.to(dtype)
+                if group.size() > 1:
+                    prepared = prepared.contiguous()  # itself, but for a transposed or expanded one
+                    dist.broadcast(prepared, group_src=0, group=group)
+                done[id(buffer)] = (buffer, prepared)
+            child._buffers[key] = done[id(buffer)][1]
 
 
 def _swap_class(module: nn.Module) -> None:

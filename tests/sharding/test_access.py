@@ -1,0 +1,218 @@
+"""Whole parameters, local shards and state dicts: what goes in comes out, in every stage."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeropg
+from tests.sharding.ranks import STAGES, close, equal, on_ranks, raises
+from tests.small_gpt import SmallGPT, loss_of, make_batches, make_model
+
+BF16 = torch.bfloat16
+
+
+def sharded(stage: int, **options: Any) -> SmallGPT:
+    return zeropg.fully_shard(make_model(), stage=stage, **options)
+
+
+def masters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return zeropg.full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_full_parameters_are_readable_inside_and_only_there(stage: int) -> None:
+    model, plain = sharded(stage), make_model()
+    with zeropg.full_parameters(model):
+        for name, parameter in plain.named_parameters():
+            assert equal(model.get_parameter(name).detach(), parameter.detach())
+        with zeropg.full_parameters(model):  # nested
+            assert equal(model.norm.weight.clone(), plain.norm.weight)
+        assert equal(model.norm.weight.clone(), plain.norm.weight)
+        batch = make_batches(1)[0]
+        assert equal(loss_of(model, batch), loss_of(plain, batch))  # a forward inside
+        assert equal(model.norm.weight.clone(), plain.norm.weight)
+    if stage == 3:
+        with raises(RuntimeError, "is sharded"):
+            model.norm.weight.clone()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_what_is_written_inside_full_parameters_stays(stage: int) -> None:
+    for options in ({}, {"param_dtype": BF16}):
+        model = sharded(stage, **options)
+        with zeropg.full_parameters(model, writable=True), torch.no_grad():
+            model.norm.weight.fill_(1.5)
+            model.blocks[0].up.weight[3:, ::2] = -2.0
+            with zeropg.full_parameters(model, writable=True):
+                model.head.weight.zero_()
+        wanted = make_model().state_dict()
+        wanted["norm.weight"].fill_(1.5)
+        wanted["blocks.0.up.weight"][3:, ::2] = -2.0
+        wanted["head.weight"].zero_()  # the embedding's too: they are tied
+        found = masters(model)
+        assert all(equal(found[name], wanted[name]) for name in wanted), "what was not written kept its fp32 value"
+        with zeropg.full_parameters(model):
+            assert all(equal(p.detach(), wanted[name].to(p.dtype)) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_an_exception_inside_full_parameters_passes_through(stage: int) -> None:
+    model = sharded(stage)
+    with raises(KeyError, "mine"), zeropg.full_parameters(model, writable=True), torch.no_grad():
+        model.norm.weight.fill_(3)
+        raise KeyError("mine")
+    assert equal(masters(model)["norm.weight"], torch.full((36,), 3.0))
+    if stage == 3:
+        with raises(RuntimeError, "is sharded"):
+            model.norm.weight.clone()
+    loss_of(model, make_batches(1)[0]).backward()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_steps_and_writes_are_refused_where_they_would_be_lost(stage: int) -> None:
+    model = sharded(stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loss_of(model, make_batches(1)[0]).backward()
+    with zeropg.full_parameters(model):
+        with raises(RuntimeError, "full_parameters", "make the outer one writable"):
+            zeropg.full_parameters(model, writable=True).__enter__()
+        with raises(RuntimeError, "step", "inside full_parameters"):
+            optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_local_shards_cover_everything_once(world_size: int, rank_pool: Any) -> None:
+    for shards in zip(*rank_pool(world_size).run(collect_shards), strict=True):
+        wanted = {name: p.detach().flatten() for name, p in make_model().named_parameters()}
+        covered = {name: torch.zeros(p.numel(), dtype=torch.int) for name, p in wanted.items()}
+        for per_rank in shards:
+            for name, tensor, start, stop in per_rank:
+                assert tensor.ndim == 1 and tensor.numel() == stop - start > 0
+                assert equal(tensor, wanted[name][start:stop])
+                covered[name][start:stop] += 1
+        assert all((count == 1).all() for count in covered.values())
+
+
+def collect_shards() -> list[list[tuple[str, torch.Tensor, int, int]]]:
+    result = []
+    for stage in STAGES:
+        for options in ({}, {"param_dtype": BF16}):
+            model = make_model()
+            model.norm.requires_grad_(not options)  # frozen parameters are covered as well
+            zeropg.fully_shard(model, stage=stage, **options)
+            shards = [(name, t.float().clone(), *span) for name, t, *span in zeropg.local_shards(model)]
+            result.append(shards)
+    return result
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_local_shards_are_live(stage: int) -> None:
+    model = sharded(stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    shards = {name: tensor for name, tensor, _, _ in zeropg.local_shards(model)}
+    before = {name: tensor.clone() for name, tensor in shards.items()}
+    loss_of(model, make_batches(1)[0]).backward()
+    optimizer.step()
+    whole = masters(model)
+    for name, tensor, start, stop in zeropg.local_shards(model):
+        assert equal(shards[name], tensor) and not equal(before[name], tensor)
+        assert equal(tensor, whole[name].flatten()[start:stop])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_full_state_dict(stage: int) -> None:
+    wanted = make_model().state_dict()
+    for options in ({}, {"param_dtype": BF16}):
+        model = sharded(stage, **options)
+        state = zeropg.full_state_dict(model)
+        if dist.get_rank() == 0:
+            assert list(state) == list(wanted)
+            assert all(equal(state[name], value) for name, value in wanted.items()), "fp32 masters are what is saved"
+            assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+            state["norm.weight"].zero_()  # a copy
+        else:
+            assert state == {}
+        assert equal(masters(model)["norm.weight"], torch.ones(36))
+        half = zeropg.full_state_dict(model, dtype=BF16, rank0_only=False)
+        assert all(equal(half[name], value.to(BF16)) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_load_full_state_dict_keeps_every_bit(stage: int) -> None:
+    wanted = make_model(seed=7).state_dict()
+    for options in ({}, {"param_dtype": BF16}):
+        model = sharded(stage, **options)
+        zeropg.load_full_state_dict(model, wanted if dist.get_rank() == 0 else {}, broadcast_from_rank0=True)
+        assert all(equal(masters(model)[name], value) for name, value in wanted.items())
+        with zeropg.full_parameters(model):
+            assert all(equal(p.detach(), wanted[name].to(p.dtype)) for name, p in model.named_parameters())
+        result = zeropg.load_full_state_dict(model, {"norm.weight": torch.full((36,), 0.1)}, strict=False)
+        assert "norm.bias" in result.missing_keys and not result.unexpected_keys
+        found = masters(model)
+        assert equal(found.pop("norm.weight"), torch.full((36,), 0.1))
+        assert all(equal(value, wanted[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_strict_loading_names_what_is_wrong(stage: int) -> None:
+    model = sharded(stage)
+    good = make_model(seed=7).state_dict()
+    for broadcast in (False, True):
+        missing = {name: value for name, value in good.items() if name != "norm.bias"}
+        with raises(RuntimeError, "Missing key", '"norm.bias"'):
+            zeropg.load_full_state_dict(model, missing, broadcast_from_rank0=broadcast)
+        with raises(RuntimeError, "Unexpected key", '"stranger"'):
+            zeropg.load_full_state_dict(model, good | {"stranger": torch.ones(1)}, broadcast_from_rank0=broadcast)
+        with raises(RuntimeError, "size mismatch", "norm.weight"):
+            zeropg.load_full_state_dict(model, good | {"norm.weight": torch.ones(7)}, broadcast_from_rank0=broadcast)
+    with raises(NotImplementedError, "assign=True"):
+        model.load_state_dict(good, assign=True)
+    with raises(NotImplementedError, "unit of a sharded model", "load_full_state_dict"):
+        model.blocks[0].load_state_dict({})
+    zeropg.load_full_state_dict(model, good)
+    assert equal(masters(model)["norm.bias"], good["norm.bias"])
+
+
+@on_ranks(2)
+def test_a_state_dict_of_another_stage_and_dtype_loads() -> None:
+    state = masters(sharded(3, param_dtype=BF16))
+    for stage in STAGES:
+        model = zeropg.fully_shard(make_model(torch.float64, seed=7), stage=stage)
+        model.load_state_dict(state)
+        assert all(close(value, state[name]) for name, value in masters(model).items())
+
+
+@on_ranks(2, backend="gloo")
+def test_access_over_gloo() -> None:
+    for stage in STAGES:
+        for options in ({}, {"param_dtype": BF16}):
+            model = sharded(stage, **options)
+            with zeropg.full_parameters(model, writable=True), torch.no_grad():
+                model.norm.weight.fill_(1.5)
+            wanted = make_model().state_dict() | {"norm.weight": torch.full((36,), 1.5)}
+            assert all(equal(masters(model)[name], value) for name, value in wanted.items())
+            optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+            batch = make_batches(1)[0]
+            loss_of(model, batch).backward()
+            loss_of(model, batch)  # leaves the root whole, which a step must notice
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                optimizer.step()
+            plain = make_model()
+            plain.load_state_dict(masters(model))
+            assert close(loss_of(model, batch), loss_of(plain, batch), 1e-12 if not options else 1e-2)

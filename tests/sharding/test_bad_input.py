@@ -1,0 +1,223 @@
+"""What users get wrong and what fails under them: one clear error on every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeropg
+from tests.sharding.ranks import STAGES, close, on_ranks, raises
+from tests.small_gpt import loss_of, make_batches, make_model
+from tests.spawn import RankPool
+
+
+@on_ranks(2)
+def test_wrong_arguments() -> None:
+    linear = nn.Linear(3, 3)
+    for stage in (4, -1, None, "3"):
+        with raises(ValueError, "stage is", "expected 0, 1, 2 or 3"):
+            zeropg.fully_shard(linear, stage=stage)
+    for key in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        for dtype in (torch.int32, "bf16"):
+            with raises(TypeError, "expected a floating dtype"):
+                zeropg.fully_shard(linear, **{key: dtype})
+    for key in ("offload_params", "offload_optimizer", "compression"):
+        with raises(NotImplementedError, key, "not available"):
+            zeropg.fully_shard(linear, **{key: "nvme"})
+    with raises(TypeError, "expected a torch.nn.Module, got Tensor"):
+        zeropg.fully_shard(torch.ones(3))
+    with raises(ValueError, "ModuleList has no forward"):
+        zeropg.fully_shard(nn.ModuleList([linear]))
+    with raises(TypeError):
+        zeropg.fully_shard(linear, stag=3)
+    with raises(NotImplementedError, "complex", "weight"):
+        zeropg.fully_shard(nn.Linear(3, 3, dtype=torch.complex64))
+    for model in (nn.ReLU(), nn.Sequential(), nn.BatchNorm1d(3, affine=False)):
+        with raises(ValueError, "has no parameters to shard", type(model).__name__):
+            zeropg.fully_shard(model)
+    with raises(ValueError, "has no parameters to shard", "ignored_params"):
+        zeropg.fully_shard(linear, ignored_params=linear.parameters())
+    assert type(linear) is nn.Linear, "a refused model is as before"
+
+
+@on_ranks(2)
+def test_groups_and_meshes() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    with raises(ValueError, "both mesh and process_group"):
+        zeropg.fully_shard(nn.Linear(3, 3), mesh=mesh, process_group=dist.group.WORLD)
+    with raises(ValueError, "the mesh has 2 dimensions", "mesh['dp']"):
+        zeropg.fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")))
+    groups = [mesh.get_group(), dist.new_group([0, 1], backend="gloo"), dist.new_group([0, 1])]
+    batch = make_batches(1)[0]
+    for options in ({"mesh": mesh}, *({"process_group": group} for group in groups)):
+        model = zeropg.fully_shard(make_model(seed=dist.get_rank()), **options)
+        assert close(loss_of(model, batch), loss_of(make_model(), batch), 1e-6)
+        loss_of(model, batch).backward()
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    model = zeropg.fully_shard(make_model(seed=dist.get_rank()), process_group=alone)
+    assert close(loss_of(model, batch), loss_of(make_model(seed=dist.get_rank()), batch), 1e-6)
+    loss_of(model, batch).backward()
+
+
+def test_without_a_process_group() -> None:
+    with raises(ValueError, "not initialised", 'init_process_group("zeropg")'):
+        zeropg.fully_shard(nn.Linear(3, 3))
+
+
+@on_ranks(2)
+def test_a_model_that_is_not_sharded_is_refused_by_every_function() -> None:
+    plain = nn.Linear(3, 3)
+    functions: dict[str, Callable[[Any], Any]] = {
+        "full_parameters": lambda model: zeropg.full_parameters(model).__enter__(),
+        "full_gradients": lambda model: zeropg.full_gradients(model).__enter__(),
+        "local_shards": lambda model: next(zeropg.local_shards(model)),
+        "no_sync": lambda model: zeropg.no_sync(model).__enter__(),
+        "clip_grad_norm_": lambda model: zeropg.clip_grad_norm_(model, 1.0),
+        "full_state_dict": zeropg.full_state_dict,
+        "load_full_state_dict": lambda model: zeropg.load_full_state_dict(model, {}),
+    }
+    for name, function in functions.items():
+        with raises(ValueError, f"{name}: this Linear is not a sharded model", "zeropg.fully_shard(model)"):
+            function(plain)
+        with raises(TypeError, f"{name}: expected a module, got list"):
+            function([plain])
+    with raises((TypeError, ValueError), "not sharded"):
+        zeropg.shard_optimizer(torch.optim.SGD(plain.parameters(), lr=1.0), plain)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_sharding_twice(stage: int) -> None:
+    model = zeropg.fully_shard(make_model(), stage=stage)
+    with raises(ValueError, "SmallGPT is sharded already"):
+        zeropg.fully_shard(model, stage=stage)
+    with raises(ValueError, "'norm_1.weight' belongs to a sharded model already", "shard a submodule before"):
+        zeropg.fully_shard(model.blocks[0], stage=stage)
+    with raises(ValueError, "'0.1.weight' belongs to a sharded model already"):
+        zeropg.fully_shard(nn.Sequential(nn.Sequential(nn.ReLU(), model.blocks[1].up)), stage=stage)
+    loss_of(model, make_batches(1)[0]).backward()
+
+
+@on_ranks(3)
+def test_models_that_differ_between_ranks() -> None:
+    odd = dist.get_rank() == 1
+
+    def frozen(model: nn.Module) -> nn.Module:
+        model[0].requires_grad_(not odd)
+        return model
+
+    def buffered(model: nn.Module) -> nn.Module:
+        model.register_buffer("extra", torch.ones(3 + odd))
+        return model
+
+    def two(width: int = 3, **options: Any) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, width, **options), nn.Linear(width, 3))
+
+    cases: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+        "shape": (lambda: two(3 + odd), {}, "'0.weight' [4, 3] float32"),
+        "missing": (lambda: two(bias=not odd), {}, "'0.bias'"),
+        "dtype": (lambda: two().double() if odd else two(), {}, "float64"),
+        "frozen": (lambda: frozen(two()), {}, "not trainable"),
+        "more": (lambda: nn.Sequential(*two(), *(two() if odd else [])), {}, "'2.weight'"),
+        "buffer": (lambda: buffered(two()), {}, "'extra' [4]"),
+        "stage": (two, {"stage": 2 + odd}, "stage=3"),
+        "units": (two, {"units": [nn.Linear] if odd else []}, "unit '0'"),
+        "reduce_dtype": (two, {"reduce_dtype": torch.bfloat16 if odd else None}, "reduce_dtype=torch.bfloat16"),
+        "param_dtype": (two, {"param_dtype": torch.bfloat16 if odd else None}, "param_dtype=torch.bfloat16"),
+    }
+    for make, options, what in cases.values():
+        with raises(ValueError, "rank 1 has", "where rank 0 has", what, f"rank {dist.get_rank()}/3"):
+            zeropg.fully_shard(make(), **options)
+
+
+# --- ranks that fail ---
+
+DEADLINE_SECONDS = 6.0
+OWN_GROUP = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # over the store of the pool, which no death takes away
+
+
+def train_and_fail(stage: int, moment: str, how: str, backend: str) -> str:
+    """Trains; on rank 1 something happens at `moment`. Returns this rank's error and how long it took."""
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, timeout=timedelta(seconds=DEADLINE_SECONDS))
+    model = zeropg.fully_shard(make_model(), stage=stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+    victim = dist.get_rank() == 1
+    armed = [False]
+
+    def fail(*_: Any) -> None:
+        if victim and armed[0]:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("mine")
+
+    if moment == "forward":
+        model.blocks[1].up.register_forward_pre_hook(fail)
+    elif moment == "backward":
+        model.blocks[1].up.weight.register_hook(fail)
+    else:
+        optimizer.register_step_pre_hook(fail)
+    batch = make_batches(1)[0]
+    begin = time.monotonic()
+    try:
+        for step in range(4):
+            armed[0] = step == 1
+            loss_of(model, batch).backward()
+            zeropg.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    except Exception as error:
+        seconds = time.monotonic() - begin
+        assert seconds < DEADLINE_SECONDS + 4, f"{seconds} s"
+        if victim:
+            dist.destroy_process_group()  # as at the end of a program that raised
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
+def test_a_rank_that_fails_is_named_by_all_others(moment: str, how: str) -> None:
+    stage = 1 if (moment, how) == ("backward", "raise") else 3
+    died = (1,) if how == "kill" else ()
+    with RankPool(3, backend=None, env=OWN_GROUP) as pool:
+        results = pool.run(train_and_fail, stage, moment, how, "zeropg", timeout=40, expect_death=died)
+    assert results[1] == (None if how == "kill" else "ArithmeticError: mine")
+    for rank in (0, 2):
+        assert "rank 1" in results[rank] and f"[zeropg rank {rank}/3]" in results[rank], results[rank]
+        assert results[rank].startswith("DistBackendError"), results[rank]
+
+
+def test_a_rank_that_dies_under_gloo_leaves_nobody_hanging() -> None:
+    with RankPool(2, backend=None, env=OWN_GROUP) as pool:
+        results = pool.run(train_and_fail, 3, "backward", "kill", "gloo", timeout=40, expect_death=(1,))
+    assert results[0] is not None and results[0] != "nothing raised"
+
+
+@on_ranks(2, backend="gloo")
+def test_paths_that_differ_are_an_error_where_units_are_gathered() -> None:
+    model = zeropg.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), units=[nn.Linear])
+    first, second = (model[0], model[1]) if dist.get_rank() == 0 else (model[1], model[0])
+    with raises(RuntimeError, "different orders", "same path", "0, 1" if dist.get_rank() == 0 else "1, 0"):
+        second(first(torch.ones(1, 4))).sum().backward()
+
+
+@on_ranks(2)
+def test_a_second_model_works_after_every_refusal() -> None:
+    for stage in STAGES:
+        model = make_model()
+        with raises(ValueError, "units contains"):
+            zeropg.fully_shard(model, stage=stage, units=["nowhere"])
+        zeropg.fully_shard(model, stage=stage)
+        loss_of(model, make_batches(1)[0]).backward()
