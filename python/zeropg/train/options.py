@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sharding.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=_positive, default=700, help="optimizer steps (default 700)")
+    training.add_argument("--steps", type=_positive, default=560, help="optimizer steps (default 560)")
     training.add_argument(
         "--batch", type=_positive, default=8, help="windows of text per step, over all ranks (default 8)"
     )
