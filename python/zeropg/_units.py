@@ -9,9 +9,12 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import _WeightNorm
 
 # What a caller may give as a unit: a submodule, its name, or a class all of whose instances are meant.
 UnitChoice = nn.Module | str | type[nn.Module]
+
+_WANT_WRITABLE_WEIGHTS = (nn.RNNBase, _WeightNorm)  # the latter on torch 2.11
 
 
 @dataclass
@@ -24,8 +27,8 @@ class UnitPlan:
 
     @property
     def needs_private_copy(self) -> bool:
-        """RNN kernels on CPU ask for a writable pointer to weights, which memory shared with other ranks refuses."""
-        return any(isinstance(module, nn.RNNBase) for module in self.module.modules())
+        """Some CPU kernels ask for a writable pointer to weights, which memory shared with other ranks refuses."""
+        return any(isinstance(module, _WANT_WRITABLE_WEIGHTS) for module in self.module.modules())
 
 
 def choose_units(model: nn.Module, units: Iterable[UnitChoice] | None) -> list[tuple[str, nn.Module]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -397,6 +398,7 @@ def llama_loss(model: nn.Module, step: int) -> torch.Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 @on_ranks(2, timeout=120)
 def test_a_llama_of_transformers() -> None:
     for implementation in ("eager", "sdpa"):
@@ -411,6 +413,7 @@ def test_a_llama_of_transformers() -> None:
             assert_trains_as_plain(make, llama_loss, stages=(3,) if checkpointing else (2, 3))
 
 
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 @on_ranks(2, timeout=120)
 def test_a_llama_on_meta_and_its_generate() -> None:
     with torch.device("meta"):
@@ -426,6 +429,7 @@ def test_a_llama_on_meta_and_its_generate() -> None:
     )
 
 
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 @on_ranks(2, timeout=120)
 def test_a_lora_of_peft() -> None:
     from peft import LoraConfig, get_peft_model
