@@ -51,11 +51,22 @@ bool is_reducing(OpKind op) {
   return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
 }
 
-std::vector<std::byte*> addresses(const std::vector<at::Tensor>& tensors) {
+std::vector<std::byte*> output_addresses(const std::vector<at::Tensor>& tensors) {
   std::vector<std::byte*> result;
   result.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) {
-    result.push_back(static_cast<std::byte*>(tensor.data_ptr()));
+    result.push_back(static_cast<std::byte*>(tensor.mutable_data_ptr()));
+  }
+  return result;
+}
+
+// Asks for no write access, which tensors that are guarded against writes refuse; no schedule writes into an input
+// that is not an output too.
+std::vector<std::byte*> input_addresses(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::byte*> result;
+  result.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    result.push_back(static_cast<std::byte*>(const_cast<void*>(tensor.const_data_ptr())));
   }
   return result;
 }
@@ -113,8 +124,8 @@ Collective Planner::plan(const Request& request) {
     collective.factor =
         request.reduce_op == ReduceOp::kAverage ? std::complex<double>(options_.world_size) : request.factor;
   }
-  collective.inputs = addresses(request.inputs);
-  collective.outputs = addresses(request.outputs);
+  collective.inputs = input_addresses(request.inputs);
+  collective.outputs = output_addresses(request.outputs);
   return collective;
 }
 

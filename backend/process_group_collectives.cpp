@@ -405,8 +405,10 @@ Message ProcessGroupZero::make_message(Call& call, const at::Tensor& tensor, boo
   request.bytes = static_cast<int64_t>(data.nbytes());
   call.add(std::move(request));
   const OpType type = is_send ? OpType::SEND : peer == Message::kAnySource ? OpType::RECVANYSOURCE : OpType::RECV;
+  // A tensor that is guarded against writes can still be sent: a message that is sent is only read.
+  void* address = is_send ? const_cast<void*>(data.const_data_ptr()) : data.mutable_data_ptr();
   return Message{.work = make_work(call, type, c10d::kUnsetTimeout),
-                 .data = static_cast<std::byte*>(data.data_ptr()),
+                 .data = static_cast<std::byte*>(address),
                  .bytes = static_cast<int64_t>(data.nbytes()),
                  .peer = peer,
                  .tag = tag};

@@ -80,6 +80,31 @@ def test_a_wrong_call_raises(run: Callable[..., Any], name: str) -> None:
     run(check_call, name)
 
 
+def check_guarded() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    guarded = torch.arange(2.0) + 10 * rank
+    expected = guarded.clone()
+    torch._C._set_throw_on_mutable_data_ptr(guarded)
+    gathered = torch.empty(2 * size)
+    dist.all_gather_into_tensor(gathered, guarded)
+    assert gathered.view(size, 2)[rank].tolist() == expected.tolist()
+    scattered = torch.empty(1)
+    dist.reduce_scatter_tensor(scattered, guarded)
+    exchanged = torch.empty(2)
+    dist.all_to_all_single(exchanged, guarded)
+    peer = (rank + 1) % size
+    received = torch.empty(2)
+    works = [dist.isend(guarded, peer), dist.irecv(received, peer)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert received.tolist() == gathered.view(size, 2)[peer].tolist()
+
+
+def test_a_tensor_that_is_guarded_against_writes_can_be_an_input(run: Callable[..., Any]) -> None:
+    run(check_guarded)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
