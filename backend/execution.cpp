@@ -76,8 +76,12 @@ bool Execution::run(const Step& step) {
       return run_receive(step);
     case StepKind::kReceiveReduce:
       return run_receive_reduce(step);
+    case StepKind::kEncode:
+    case StepKind::kDecode:
+    case StepKind::kDecodeAdd:
+      break;  // no algorithm plans these yet
   }
-  return true;
+  TORCH_INTERNAL_ASSERT(false, label_.prefix(), ": a step that the engine does not know");
 }
 
 bool Execution::run_barrier() {
@@ -158,6 +162,8 @@ std::byte* Execution::address(const Region& region) const {
       return scratch_ + region.offset_bytes;
     case Space::kStaging:
       return group_.arena().staging(region.index, group_.physical_bank(region.bank)) + region.offset_bytes;
+    case Space::kResidual:
+      break;
   }
   return nullptr;
 }

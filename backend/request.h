@@ -5,13 +5,25 @@
 
 #include <complex>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "backend/collectives/collective.h"
 #include "backend/collectives/reduce.h"
+#include "compression/compressor.h"
 
 namespace zeropg {
+
+class ResidualStore;
+
+// How a request's bytes may be compressed on the way. c10d's calls carry none; the sharded module and hooks submit it.
+struct Compression {
+  std::shared_ptr<const Compressor> codec;   // life shared with whoever configured it
+  std::shared_ptr<ResidualStore> residuals;  // life shared with the model; null: no error feedback
+  std::string key;                           // of the residuals: whose data this is, e.g. a bucket's name
+  int64_t start = 0;                         // first element of the data inside what `key` names
+};
 
 // Tensors are contiguous, on the CPU, laid out as CollectiveSpec says; `dtype` is that of the data that is reduced.
 struct Request {
@@ -27,6 +39,7 @@ struct Request {
   bool output_is_list = false;
   std::vector<int64_t> send_bytes;     // all_to_all
   std::vector<int64_t> receive_bytes;  // all_to_all
+  Compression compression;             // codec is null: bytes travel as they are
 };
 
 // How an operation is called in errors, statistics and traces.

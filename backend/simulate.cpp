@@ -16,12 +16,13 @@ namespace {
 constexpr std::byte kPoison{0xcb};  // memory that no step has written yet
 
 const char* kind_name(StepKind kind) {
-  constexpr const char* kNames[] = {"copy", "reduce", "barrier", "send", "receive", "receive_reduce"};
+  constexpr const char* kNames[] = {"copy",           "reduce", "barrier", "send",      "receive",
+                                    "receive_reduce", "encode", "decode",  "decode_add"};
   return kNames[static_cast<size_t>(kind)];
 }
 
 std::string to_string(const Region& region) {
-  constexpr const char* kNames[] = {"input", "output", "scratch", "staging"};
+  constexpr const char* kNames[] = {"input", "output", "scratch", "staging", "residual"};
   std::ostringstream text;
   text << kNames[static_cast<size_t>(region.space)] << '[' << region.index << ']';
   if (region.space == Space::kStaging) text << " bank " << int{region.bank};
@@ -223,6 +224,10 @@ class Simulation {
       case StepKind::kReceive:
       case StepKind::kReceiveReduce:
         return receive(rank);
+      case StepKind::kEncode:
+      case StepKind::kDecode:
+      case StepKind::kDecodeAdd:
+        return fail(rank, "there is no codec in the simulator");
     }
   }
 
@@ -369,6 +374,8 @@ class Simulation {
         }
         buffer = bank_of(rank, region).bytes;
         break;
+      case Space::kResidual:
+        fail(rank, "there is no codec in the simulator");
     }
     if (region.offset_bytes < 0 || bytes < 0 || region.offset_bytes > int64_t(buffer.size()) - bytes) {
       fail(rank, std::to_string(bytes) + " bytes at " + to_string(region) + " are outside its " +

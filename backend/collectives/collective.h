@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backend/collectives/schedule.h"
+#include "compression/compressor.h"
 
 namespace zeropg {
 
@@ -49,6 +50,11 @@ struct CollectiveSpec {
   bool output_is_list = false;
   std::vector<int64_t> send_bytes{};     // all_to_all: to each peer
   std::vector<int64_t> receive_bytes{};  // all_to_all: from each peer
+  // Ranks of each node, ascending, nodes by their first rank. Empty: all ranks are on one node.
+  std::vector<std::vector<int32_t>> nodes{};
+  int64_t window_bytes = 0;           // as mailbox_bytes, to peers on other nodes
+  const Compressor* codec = nullptr;  // of the hops between nodes (of all hops on one node); outlives the schedule
+  bool has_residuals = false;         // Space::kResidual exists
 };
 
 }  // namespace zeropg

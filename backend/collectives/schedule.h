@@ -3,8 +3,8 @@
 // An algorithm is a pure function (specification, rank) -> Schedule. Three things consume a schedule: the engine runs
 // it on shared memory and transports, the simulator runs all ranks of it in one process, the tests check it as a list.
 //
-// Steps of one rank run in list order. Ranks meet only in kBarrier (every rank of the group) and in kSend / kReceive
-// (pairs; a stream of bytes per ordered pair, so the n-th byte sent is the n-th byte received).
+// Steps of one rank run in list order. Ranks meet only in kBarrier (every rank of the node) and in kSend / kReceive
+// (pairs of any nodes; a stream of bytes per ordered pair, so the n-th byte sent is the n-th byte received).
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,13 @@ namespace zeropg {
 
 // Where bytes live.
 enum class Space : uint8_t {
-  kInput,    // the caller's input tensors; Region::index says which
-  kOutput,   // the caller's output tensors; may alias the input (in-place collectives)
-  kScratch,  // private memory of this rank, Schedule::scratch_bytes long
-  kStaging,  // memory that all ranks of the node share: one slot per rank (Region::index) and two banks of
-             // CollectiveSpec::bank_bytes each (Region::bank)
+  kInput,     // the caller's input tensors; Region::index says which
+  kOutput,    // the caller's output tensors; may alias the input (in-place collectives)
+  kScratch,   // private memory of this rank, Schedule::scratch_bytes long
+  kStaging,   // memory that all ranks of the node share: one slot per rank (Region::index, its rank in the group) and
+              // two banks of CollectiveSpec::bank_bytes each (Region::bank). Slots of other nodes cannot be reached
+  kResidual,  // what this rank's encodings have lost so far (error feedback): Region::index is the hop, the offset
+              // counts from the start of the request's range
 };
 
 struct Region {
@@ -36,6 +38,11 @@ enum class StepKind : uint8_t {
   kSend,           // source -> peer
   kReceive,        // destination <- peer
   kReceiveReduce,  // destination <- op(destination, bytes from peer)
+  // With CollectiveSpec::codec, on floats. `bytes` counts the floats' bytes, their encoding is as long as the codec
+  // says.
+  kEncode,     // destination <- encoding of source + residual; residual <- what the encoding lost
+  kDecode,     // destination <- decoded source
+  kDecodeAdd,  // destination <- destination + decoded source
 };
 
 struct Step {
@@ -44,6 +51,7 @@ struct Step {
   int32_t peer = -1;      // rank in the group
   Region destination{};
   Region source{};
+  Region residual{};  // encode: of the space kResidual, or any other for none
   int64_t bytes = 0;  // a multiple of the element size in reducing steps
   int32_t first_source = 0;
   int32_t source_count = 0;
