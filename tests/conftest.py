@@ -24,6 +24,7 @@ ORDER = [
     "sharding",
     "train",
     "integration",
+    "lab",
 ]
 # Where one version of torch can differ from another: the few minutes that `make smoke` takes.
 SMOKE = (

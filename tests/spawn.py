@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -43,6 +44,31 @@ class RanksFailed(AssertionError):
         self.failures = failures
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a pool run: this machine. tests/lab has another, with simulated hosts."""
+
+    address: str = "127.0.0.1"  # of the store
+
+    def enter(self, rank: int) -> None:
+        """Called first in the process of each rank."""
+
+    def open_store(self, timeout: float) -> Any:
+        """A store that outlives every rank, with its `port`; `close_store` ends it."""
+        import torch.distributed as dist
+
+        return dist.TCPStore(self.address, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
+
+    def close_store(self, store: Any) -> None:
+        """A TCPStore ends with its last reference."""
+
+    def environment(self, rank: int) -> dict[str, str]:
+        return {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+THIS_MACHINE = Place()
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],
@@ -52,6 +78,7 @@ def run_ranks(
     backend: str | None = "zeropg",
     expect_death: Collection[int] = (),
     fresh: bool = False,
+    place: Place = THIS_MACHINE,
 ) -> list[Any]:
     """Calls function(*args) on ranks 0..world_size-1 and returns the list of their results.
 
@@ -60,8 +87,9 @@ def run_ranks(
     timeout: seconds for the whole call; then every rank's stacks are dumped into the error and all are killed.
     expect_death: ranks whose death (a signal) is part of the test; their result is None.
     fresh: start new interpreters instead of forking, for variables that torch reads when it is loaded.
+    place: where the ranks run; HostsPlace(lab) of tests/lab spreads them over simulated hosts.
     """
-    with RankPool(world_size, backend=backend, env=env, fresh=fresh) as pool:
+    with RankPool(world_size, backend=backend, env=env, fresh=fresh, place=place) as pool:
         return pool.run(function, *args, timeout=timeout, expect_death=expect_death)
 
 
@@ -75,8 +103,10 @@ class RankPool:
         backend: str | None = "zeropg",
         env: Mapping[str, str] | None = None,
         fresh: bool = False,
+        place: Place = THIS_MACHINE,
     ) -> None:
         self.world_size = world_size
+        self._place = place
         self._backend = backend
         self._env = dict(env or {})
         # `fork` is the one method that must not be used: pytest's process has threads.
@@ -136,15 +166,12 @@ class RankPool:
             raise RanksFailed(self.world_size, failures)
 
     def _start(self, timeout: float) -> None:
-        import torch.distributed as dist
-
         self._folder = tempfile.TemporaryDirectory(prefix="zeropg-ranks-")
-        # The store lives here, not in rank 0: it must survive the death of any rank.
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
+        self._store = self._place.open_store(timeout)
         for rank in range(self.world_size):
             ours, theirs = self._context.Pipe()
             settings = (rank, self.world_size, self._backend, self._store.port, self._env, self._output(rank))
-            process = self._context.Process(target=_serve, args=(theirs, *settings), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self._place, *settings), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -201,15 +228,24 @@ class RankPool:
             connection.close()
         if self._processes:
             self._folder.cleanup()
+            self._place.close_store(self._store)
             del self._store
         self._processes, self._connections = [], []
 
 
 def _serve(
-    connection: Connection, rank: int, world_size: int, backend: str | None, port: int, env: dict[str, str], output: str
+    connection: Connection,
+    place: Place,
+    rank: int,
+    world_size: int,
+    backend: str | None,
+    port: int,
+    env: dict[str, str],
+    output: str,
 ) -> None:
     """The life of one rank: runs what comes through the connection until told to stop."""
     os.setpgid(0, 0)
+    place.enter(rank)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
@@ -218,9 +254,9 @@ def _serve(
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in local.items()})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"})
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)})
+    os.environ.update({"MASTER_ADDR": place.address, "MASTER_PORT": str(port)})
+    os.environ.update(place.environment(rank))
     os.environ.update(env)
 
     import torch.distributed as dist
@@ -229,7 +265,8 @@ def _serve(
         call, timeout, function, args = request
         try:
             if backend is not None and not dist.is_initialized():
-                _init_process_group(backend, rank, world_size, port, call, timeout)
+                store = dist.TCPStore(place.address, port, None, False, timedelta(seconds=timeout))
+                _init_process_group(backend, rank, world_size, store, call, timeout)
             answer = pickle.dumps((False, function(*args)))
         except BaseException:
             answer = pickle.dumps((True, traceback.format_exc()))
@@ -246,13 +283,11 @@ def _die_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _init_process_group(backend: str, rank: int, world_size: int, port: int, call: int, timeout: float) -> None:
+def _init_process_group(backend: str, rank: int, world_size: int, store: Any, call: int, timeout: float) -> None:
     import torch.distributed as dist
 
     if "zeropg" in backend:
         import zeropg  # noqa: F401  (a build folder on PYTHONPATH has no entry points)
-    limit = timedelta(seconds=timeout)
-    store = dist.TCPStore("127.0.0.1", port, None, False, limit)
     # Shorter than the caller's patience, so that the group's own error is seen, which says more than a kill.
     dist.init_process_group(
         backend,

@@ -1,0 +1,320 @@
+"""Hosts on this machine: namespaces with a network, processes, a host name and a /dev/shm of their own, on one switch.
+
+    with Lab(hosts=2, rate="1gbit") as lab:
+        jobs = lab.torchrun("train.py", "--steps", "3", nproc_per_node=2)  # 2 x 2 ranks
+        sent = lab.interface_bytes(0).tx
+        lab.cut(1)  # pull its cable
+
+Each host has one network interface, eth0 with address 10.77.0.<host + 1>, on a veth pair to a bridge in a namespace of
+its own: nothing touches the machine's network. `rate` limits every link in both directions (`tc tbf`).
+
+The namespaces have no names. They live as long as a process of ours that waits for the end of its standard input, so
+they go, with every process in them, when the Lab is closed and also when the test is killed: there is nothing to clean
+up. Root is not needed where the kernel lets users make namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.test_cpp import BUILD, ROOT
+
+TOOLS = ("ip", "tc", "unshare", "nsenter")
+SWITCH_ADDRESS = "10.77.0.254"
+TRIAL_RATE = "tbf rate 1gbit burst 9kb latency 1ms"
+ENTER_USER = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
+MAKE_USER = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+
+# Process 1 of a host. /sys is mounted anew since it shows the interfaces of the namespace that mounted it; cgroups
+# stay. Orphans leave no zombies: SIGCHLD is ignored.
+HOST = """
+set -e
+hostname {name}
+mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+mkdir /dev/shm/cgroup
+mount --rbind /sys/fs/cgroup /dev/shm/cgroup
+mount -t sysfs sysfs /sys
+mount --move /dev/shm/cgroup /sys/fs/cgroup
+rmdir /dev/shm/cgroup
+echo '{names}' > /dev/shm/hosts
+mount --bind /dev/shm/hosts /etc/hosts
+rm /dev/shm/hosts
+ip link set lo up
+trap '' CHLD
+echo ready
+exec cat
+"""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    tx: int
+    rx: int
+
+
+@dataclass
+class Host:
+    """A namespace of each kind, and the process that holds them: `unshare`, whose child is process 1 of the host."""
+
+    name: str
+    address: str
+    process: subprocess.Popen[str]
+
+    def enter(self) -> list[str]:
+        """The command line that runs what follows it in this host."""
+        pid = self.process.pid
+        kinds = ["--net", "--mount", "--uts", "--ipc", f"--pid=/proc/{pid}/ns/pid_for_children"]
+        return ["nsenter", "-t", str(pid), *ENTER_USER, *kinds, f"--wdns={ROOT}"]
+
+
+@dataclass
+class Finished:
+    """One process of a job."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Job:
+    """Processes in several hosts, started together."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
+        self.processes = list(processes)
+
+    def wait(self, timeout: float) -> list[Finished]:
+        """What each process wrote and returned; kills those that are still there after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        done = []
+        for process in self.processes:
+            try:
+                out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, err = process.communicate()
+                err += f"\n(killed after {timeout} s)"
+            done.append(Finished(process.returncode, out, err))
+        return done
+
+
+class Lab:
+    """`hosts` simulated hosts. `rate`, of each link and direction, as `tc` writes it ("100mbit"); None: no limit."""
+
+    def __init__(self, hosts: int = 2, rate: str | None = None) -> None:
+        self._count = hosts
+        self._rate = rate
+        self._switch: subprocess.Popen[str] | None = None
+        self.hosts: list[Host] = []
+
+    def __enter__(self) -> Lab:
+        try:
+            self._switch = _hold([*_unshare("--net"), "sh", "-c", "echo ready; exec cat"])
+            batch = [
+                "link add br0 type bridge",
+                "link set br0 up",
+                f"addr add {SWITCH_ADDRESS}/24 dev br0",
+                "link set lo up",
+            ]
+            self._run_in_switch("ip", "-batch", "-", stdin="\n".join(batch))
+            for index in range(self._count):
+                self.hosts.append(self._make_host(index))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for host in self.hosts:
+            _release(host.process)
+        if self._switch is not None:
+            _release(self._switch)
+
+    @property
+    def switch_pid(self) -> int:
+        """A process whose network namespace is the switch's, which is connected to every host."""
+        assert self._switch is not None
+        return self._switch.pid
+
+    # --- running ---
+
+    def run(self, host: int, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Starts a command in a host, with text pipes; `lab.torchrun` and `Job` wait for it."""
+        return subprocess.Popen(
+            [*self.hosts[host].enter(), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=self.environment(host) | dict(env or {}),
+        )
+
+    def torchrun(
+        self, *arguments: str, nproc_per_node: int = 2, rendezvous: str = "static", env: Mapping[str, str] | None = None
+    ) -> Job:
+        """Starts torchrun with `arguments` (a script and its own, or -m and a module) on every host."""
+        common = ["--nnodes", str(len(self.hosts)), "--nproc-per-node", str(nproc_per_node)]
+        if rendezvous == "static":
+            common += ["--master-addr", self.hosts[0].address, "--master-port", "29500"]
+        else:
+            common += [
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-id",
+                "lab",
+                "--rdzv-endpoint",
+                f"{self.hosts[0].address}:29400",
+            ]
+        return Job(
+            [
+                self.run(
+                    index,
+                    [
+                        *(sys.executable, "-m", "torch.distributed.run", *common, "--node-rank", str(index)),
+                        *("--local-addr", host.address, *arguments),
+                    ],
+                    env=env,
+                )
+                for index, host in enumerate(self.hosts)
+            ]
+        )
+
+    def ranks(self, *command: str, nproc_per_node: int = 2, env: Mapping[str, str] | None = None) -> Job:
+        """Starts the command once per rank, with torchrun's variables and no agent that ends ranks when one fails."""
+        world_size = nproc_per_node * len(self.hosts)
+        processes = []
+        for rank in range(world_size):
+            host, local_rank = divmod(rank, nproc_per_node)
+            variables = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": host}
+            variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": nproc_per_node}
+            variables |= {"MASTER_ADDR": self.hosts[0].address, "MASTER_PORT": 29500}
+            text = {name: str(value) for name, value in variables.items()}
+            processes.append(self.run(host, command, env=text | dict(env or {})))
+        return Job(processes)
+
+    def environment(self, host: int) -> dict[str, str]:
+        """The variables of every process in a host."""
+        mine = {"ZEROPG_HOST_ID": f"lab-{self.hosts[host].name}", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        path = os.environ.get("PYTHONPATH") or str(BUILD / "python")
+        return os.environ | mine | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+    # --- the network ---
+
+    def interface_bytes(self, host: int) -> Bytes:
+        """What the host's eth0 has sent and received since the lab was made, headers and acknowledgements included."""
+        for line in Path(f"/proc/{self.hosts[host].process.pid}/net/dev").read_text().splitlines():
+            name, _, figures = line.partition(":")
+            if name.strip() == "eth0":
+                columns = figures.split()
+                return Bytes(tx=int(columns[8]), rx=int(columns[0]))
+        raise AssertionError(f"{self.hosts[host].name} has no eth0")
+
+    def cut(self, host: int) -> None:
+        """Pulls the host's cable."""
+        self._run_in_switch("ip", "link", "set", f"port{host}", "down")
+
+    def heal(self, host: int) -> None:
+        self._run_in_switch("ip", "link", "set", f"port{host}", "up")
+
+    def kill(self, host: int) -> None:
+        """Ends every process of the host at once (SIGKILL), and its network with them; returns when they are gone."""
+        _release(self.hosts[host].process)
+
+    def listening(self, host: int) -> list[tuple[str, int]]:
+        """Address and port of every TCP socket of the host that accepts connections from other hosts."""
+        found = set()
+        for version in ("tcp", "tcp6"):
+            path = Path(f"/proc/{self.hosts[host].process.pid}/net/{version}")
+            for line in path.read_text().splitlines()[1:] if path.exists() else []:
+                _, local, _, state, *_ = line.split()
+                address, port = local.split(":")
+                if state == "0A" and not address.endswith("0100007F"):
+                    found.add((self.hosts[host].address, int(port, 16)))
+        return sorted(found)
+
+    def _make_host(self, index: int) -> Host:
+        names = "127.0.0.1 localhost\n" + "".join(f"10.77.0.{i + 1} host{i}\n" for i in range(self._count))
+        name, address = f"host{index}", f"10.77.0.{index + 1}"
+        kinds = ("--net", "--pid", "--mount", "--uts", "--ipc", "--mount-proc", "--fork", "--kill-child")
+        script = HOST.format(name=name, names=names)
+        process = _hold([*self._enter_switch(), "unshare", *kinds, "sh", "-c", script])
+        host = Host(name, address, process)
+        pid, port = process.pid, f"port{index}"
+        batch = [f"link add {port} type veth peer name eth0 netns {pid}", f"link set {port} master br0 up"]
+        self._run_in_switch("ip", "-batch", "-", stdin="\n".join(batch))
+        inside = [f"addr add {address}/24 dev eth0", "link set eth0 up"]
+        _run([*host.enter(), "ip", "-batch", "-"], stdin="\n".join(inside))
+        if self._rate is not None:
+            shape = ("root", "tbf", "rate", self._rate, "burst", "256kb", "latency", "50ms")
+            _run([*host.enter(), "tc", "qdisc", "add", "dev", "eth0", *shape])
+            self._run_in_switch("tc", "qdisc", "add", "dev", port, *shape)
+        return host
+
+    def _enter_switch(self) -> list[str]:
+        return ["nsenter", "-t", str(self.switch_pid), *ENTER_USER, "--net"]
+
+    def _run_in_switch(self, *command: str, stdin: str = "") -> str:
+        return _run([*self._enter_switch(), *command], stdin)
+
+
+def missing() -> str | None:
+    """Why there can be no lab on this machine; None where it can."""
+    absent = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if absent:
+        return f"no {', '.join(absent)} (Debian: iproute2, util-linux)"
+    trial = (
+        "ip link add name b type bridge; ip link add name p type veth peer name q; tc qdisc add dev p root "
+        + TRIAL_RATE
+    )
+    command = [*_unshare("--net", "--pid", "--mount", "--uts", "--ipc", "--mount-proc", "--fork"), "sh", "-ec", trial]
+    try:
+        _run(command)
+    except LabError as error:
+        return f"namespaces with veth, bridge and tbf need root, or a kernel that allows them to users: {error}"
+    return None
+
+
+class LabError(RuntimeError):
+    """A command that sets the lab up failed."""
+
+
+def _unshare(*kinds: str) -> list[str]:
+    return ["unshare", *MAKE_USER, *kinds]
+
+
+def _run(command: Sequence[str], stdin: str = "") -> str:
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=30)
+    if done.returncode != 0:
+        raise LabError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _hold(command: Sequence[str]) -> subprocess.Popen[str]:
+    """Starts a command that says "ready" and then lives until its standard input ends."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    assert process.stdout is not None and process.stderr is not None
+    if process.stdout.readline() != "ready\n":
+        process.kill()
+        raise LabError(f"{' '.join(command)}: {process.stderr.read().strip()}")
+    return process
+
+
+def _release(process: subprocess.Popen[Any]) -> None:
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+    process.wait(timeout=30)

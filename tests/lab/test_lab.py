@@ -1,0 +1,141 @@
+"""The lab keeps its promises: proven with gloo, so that what zeropg does there can be believed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.lab.lab import Lab
+from tests.lab.place import HostsPlace
+from tests.spawn import RankPool
+
+pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
+MEGABYTES_4 = 4 << 20
+
+
+def reduce_and_tell(numel: int) -> tuple[str, float, float]:
+    tensor = torch.full((numel,), float(dist.get_rank()))
+    dist.barrier()
+    start = time.perf_counter()
+    dist.all_reduce(tensor)
+    return socket.gethostname(), tensor.unique().item(), time.perf_counter() - start
+
+
+def test_ranks_of_two_hosts_reduce_at_the_rate_of_their_links(lab: Lab, lab_pool: Callable[[str], RankPool]) -> None:
+    pool = lab_pool("gloo")
+    pool.run(reduce_and_tell, 1)
+    before = [lab.interface_bytes(host) for host in (0, 1)]
+    results = pool.run(reduce_and_tell, MEGABYTES_4)  # 16 MiB in fp32
+    after = [lab.interface_bytes(host) for host in (0, 1)]
+
+    assert [host for host, _, _ in results] == ["host0", "host0", "host1", "host1"]
+    assert {value for _, value, _ in results} == {6.0}
+    # A ring of 4 ranks crosses the cable once in each direction, with 2 (n - 1) / n of the data.
+    expected = 4 * MEGABYTES_4 * 2 * 3 / 4
+    for host in (0, 1):
+        sent, received = (getattr(after[host], way) - getattr(before[host], way) for way in ("tx", "rx"))
+        assert expected <= sent <= 1.2 * expected
+        assert expected <= received <= 1.2 * expected
+    burst = 256 << 10
+    assert max(seconds for _, _, seconds in results) > 0.9 * (expected - burst) / 125e6
+
+
+SCRIPT = """
+import os, socket, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+tensor = torch.tensor([float(dist.get_rank())])
+dist.all_reduce(tensor)
+print(socket.gethostname(), dist.get_rank(), os.environ["LOCAL_RANK"], tensor.item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_torchrun_meets_on_the_first_host(lab: Lab, tmp_path: Path, rendezvous: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    hosts = lab.torchrun(str(script), nproc_per_node=1, rendezvous=rendezvous).wait(timeout=90)
+    assert [host.returncode for host in hosts] == [0, 0], hosts
+    assert {host.stdout.split()[0] for host in hosts} == {"host0", "host1"}
+    assert all(host.stdout.split()[2:] == ["0", "1.0"] for host in hosts), hosts
+
+
+def test_hosts_share_nothing_but_files_and_the_switch(lab: Lab) -> None:
+    theirs = lab.run(0, ["sleep", "60"])
+    tell = "hostname; ls /sys/class/net; ls /dev/shm | wc -l; ps ax -o comm="
+    out, err = lab.run(1, ["sh", "-c", tell]).communicate(timeout=20)
+    assert out.split()[:4] == ["host1", "eth0", "lo", "0"], err
+    assert "cat" in out and "sleep" not in out
+    theirs.kill()
+    theirs.wait()
+
+
+def test_a_cut_host_is_silent_until_it_heals(needs_lab: None) -> None:
+    server = (
+        "import socket, time; s = socket.create_server(('10.77.0.2', 7000)); print('up', flush=True); time.sleep(60)"
+    )
+    client = "import socket; socket.create_connection(('10.77.0.2', 7000), timeout=1).close()"
+    with Lab(hosts=2) as lab:
+        listening = lab.run(1, [sys.executable, "-c", server])
+        assert listening.stdout is not None and listening.stdout.readline() == "up\n"
+        assert lab.listening(1) == [("10.77.0.2", 7000)]
+        reachable = []
+        for change in (lab.cut, lab.heal):
+            change(1)
+            reachable.append(lab.run(0, [sys.executable, "-c", client]).wait(timeout=20) == 0)
+        assert reachable == [False, True]
+
+
+def sleep_long() -> None:
+    time.sleep(60)
+
+
+def test_killing_a_host_kills_its_ranks_only(needs_lab: None) -> None:
+    with Lab(hosts=2) as lab, RankPool(2, backend=None, place=HostsPlace(lab, per_host=1)) as pool:
+        assert pool.run(socket.gethostname) == ["host0", "host1"]
+        lab.kill(1)
+        assert pool.run(socket.gethostname, expect_death=[1]) == ["host0", None]
+
+
+def test_nothing_is_left_when_the_test_is_killed(needs_lab: None, tmp_path: Path) -> None:
+    program = """
+import sys, time
+from tests.lab.lab import Lab
+with Lab(hosts=2) as lab:
+    lab.run(0, ["sleep", "3600.125"])
+    print("up", flush=True)
+    time.sleep(60)
+"""
+    root = str(Path(__file__).parents[2])
+    test = subprocess.Popen([sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, text=True)
+    assert test.stdout is not None and test.stdout.readline() == "up\n"
+    deadline = time.monotonic() + 20
+    while not processes_with("3600.125") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert processes_with("3600.125")
+    os.kill(test.pid, signal.SIGKILL)
+    test.wait()
+    while processes_with("3600.125") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not processes_with("3600.125")
+
+
+def processes_with(argument: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if argument.encode() in path.read_bytes():
+                found.append(str(path))
+        except OSError:
+            continue
+    return found
