@@ -330,14 +330,19 @@ at::Tensor ShardedModule::gather_master(int64_t index) {
   return whole;
 }
 
-void ShardedModule::load_parameter(int64_t index, int64_t slot_index, const at::Tensor& value) {
+void ShardedModule::load_parameter(int64_t index, int64_t slot_index, const at::Tensor& value, int64_t first) {
   at::NoGradGuard no_grad;
   FlatParameter& flat = *flats_[index];
   const at::Tensor values = value.detach().reshape({-1});
+  const ParameterSlot& slot = flat.slots().at(slot_index);
+  TORCH_CHECK_VALUE(first >= 0 && values.numel() <= slot.numel - first, context("load"), "elements [", first, ", ",
+                    first + values.numel(), ") of '", slot.names.front(), "', which has ", slot.numel);
   for (const SlotRange& range : flat.slots_in(flat.master_start, flat.master_start + flat.master.numel())) {
-    if (range.slot == slot_index) {
-      const int64_t start = range.flat_start - flat.master_start;
-      const at::Tensor part = values.narrow(0, range.start, range.stop - range.start);
+    const int64_t from = std::max(range.start, first);
+    const int64_t to = std::min(range.stop, first + values.numel());
+    if (range.slot == slot_index && from < to) {
+      const int64_t start = range.flat_start + (from - range.start) - flat.master_start;
+      const at::Tensor part = values.narrow(0, from - first, to - from);
       flat.master.narrow(0, start, part.numel()).copy_(part);
       if (flat.parameter_out.defined()) {
         flat.parameter_out.narrow(0, start, part.numel()).copy_(flat.master.narrow(0, start, part.numel()));

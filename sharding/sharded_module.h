@@ -47,8 +47,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   void reshard_all();               // collective; if writable, what was written becomes the parameters' value
   bool is_inside_full_parameters() const { return full_depth_ > 0; }
   at::Tensor gather_master(int64_t flat);  // [total_numel], master dtype; collective
-  // Sets this rank's part of a parameter from its full value. Inside begin_step/end_step.
-  void load_parameter(int64_t flat, int64_t slot, const at::Tensor& value);
+  // Sets what this rank updates of elements [start, start + value.numel()) of the flattened parameter, at the master's
+  // precision. Inside begin_step/end_step.
+  void load_parameter(int64_t flat, int64_t slot, const at::Tensor& value, int64_t start = 0);
 
   // Gives the parameters back to the user, whole and in their own dtype. The module is of no use afterwards.
   // Collective.

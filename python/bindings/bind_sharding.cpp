@@ -118,9 +118,14 @@ void bind_sharding(py::module_& m) {
            })
       .def(
           "gather_master", [](const FlatGroup& self) { return self.module->gather_master(self.index); }, ReleaseGil())
-      .def("load", [](const FlatGroup& self, int64_t slot, const at::Tensor& value) {
-        self.module->load_parameter(self.index, slot, value);
-      });
+      .def(
+          "load",
+          [](const FlatGroup& self, int64_t slot, const at::Tensor& value, int64_t start) {
+            self.module->load_parameter(self.index, slot, value, start);
+          },
+          py::arg("slot"), py::arg("value"), py::arg("start") = 0, ReleaseGil(),
+          "Sets the masters that this rank updates of elements [start, start + value.numel()) of the flattened "
+          "parameter; between begin_step and end_step of the core.");
 
   m.def("is_sharded", &is_sharded, py::arg("tensor"), "Whether the tensor is a parameter of a sharded model.");
 

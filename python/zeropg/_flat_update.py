@@ -8,7 +8,7 @@ over unsharded parameters. All show their state in `state`, the dictionary that 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,8 +90,20 @@ class Updater(Protocol):
     def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
         """Updates every segment that has a gradient; owners maps id(parameter) to an index of groups."""
 
-    def put(self, index: int, entries: dict[str, Any], group: Group) -> None:
-        """Sets the state of segment `index`: flat tensors of its numel, numbers as torch keeps them."""
+    def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Yields (key, first element, values) of the state per element of elements [start, stop) of segment `index`.
+
+        In pieces, in order within a key; each is valid until the next is asked for.
+        """
+
+    def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:
+        """Sets the state of segment `index` that is not per element, as torch keeps it; before any `write` to it."""
+
+    def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:
+        """Copies `values` into elements [start, start + len(values)) of segment `index`; the rest of a key is zero.
+
+        Raises ValueError for a key that the optimizer does not keep with the options of `group`.
+        """
 
     def clear(self) -> None:
         """Forgets all state, as before the first step."""
@@ -149,20 +161,21 @@ class FusedUpdater:
                     if slots[-1] not in self._state.get(self.segments[index].parameter, ()):
                         self._show(index, slots)
 
-    def put(self, index: int, entries: dict[str, Any], group: Group) -> None:
-        segment = self.segments[index]
-        kernel, _, slots = self._settings(group)
-        if unknown := {key for key in entries.keys() - {*slots, "step"} if entries[key] is not None}:
-            raise ValueError(
-                f"[zeropg] optimizer state of {segment.name} has {sorted(unknown)}, but {kernel.name} with these "
-                f"param_groups keeps {sorted(slots)}; load it into the class and options that it was saved from"
-            )
-        present = [slot for slot in slots if entries.get(slot) is not None]
-        for slot in present:
-            self._slot(slot)[segment.start : segment.stop].copy_(_checked(segment, slot, entries[slot]))
-        if present:
-            self._steps[index] = _number(entries.get("step", 1))
-            self._show(index, slots)
+    def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+        yield from _views(self._state.get(self.segments[index].parameter, {}), start, stop)
+
+    def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:
+        given = {key: value for key, value in numbers.items() if value is not None}
+        self._slots_for(index, group, given.keys() - {"step"})
+        self._steps[index] = _number(given.get("step", 0))
+
+    def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:
+        slots = self._slots_for(index, group, {key})
+        first = self.segments[index].start + start
+        self._slot(key)[first : first + values.numel()].copy_(values)
+        if self._steps[index] == 0:  # SGD keeps none: its state says that the first step is over
+            self._steps[index] = 1
+        self._show(index, slots)
 
     def clear(self) -> None:
         for slot in self._slots.values():
@@ -177,6 +190,17 @@ class FusedUpdater:
         values = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)) | group
         hyperparameters = {key: _number(values[key]) for key in kernel.hyperparameters}
         return kernel, hyperparameters, kernel.state_slots(hyperparameters)
+
+    def _slots_for(self, index: int, group: Group, keys: Set[str]) -> list[str]:
+        """Returns the state slots of a segment, which `keys` must be among."""
+        kernel, _, slots = self._settings(group)
+        if unknown := keys - set(slots):
+            raise ValueError(
+                f"[zeropg] optimizer state of {self.segments[index].name} has {sorted(unknown)}, but {kernel.name} "
+                f"with these param_groups keeps {sorted(slots)}; load it into the class and options that it was saved "
+                "from"
+            )
+        return slots
 
     def _slot(self, name: str) -> torch.Tensor:
         if name not in self._slots:
@@ -228,17 +252,25 @@ class TorchUpdater:
                 self._state[segment.parameter] = self._optimizer.state[view]
         self._publish(stepping)
 
-    def put(self, index: int, entries: dict[str, Any], group: Group) -> None:
-        segment = self.segments[index]
-        self._optimizer.state[self._views[index]] = self._state[segment.parameter] = {
-            key: _checked(segment, key, value).to(self._flat.master, copy=True)
-            if is_per_element(key, value)
-            else (value.clone() if isinstance(value, torch.Tensor) else value)
-            for key, value in entries.items()
-        }
+    def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+        yield from _views(self._state.get(self.segments[index].parameter, {}), start, stop)
+
+    def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:
+        self._entries(index).update(_copied(numbers))
+
+    def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:
+        entries = self._entries(index)
+        if key not in entries:
+            entries[key] = self._flat.master.new_zeros(self.segments[index].numel)
+        entries[key][start : start + values.numel()].copy_(values)
 
     def clear(self) -> None:
         self._optimizer.state.clear()
+
+    def _entries(self, index: int) -> dict[str, Any]:
+        entries: dict[str, Any] = self._optimizer.state[self._views[index]]
+        self._state[self.segments[index].parameter] = entries
+        return entries
 
     def _publish(self, stepping: Sequence[int]) -> None:
         out, master = self._flat.parameter_out, self._flat.master.detach()
@@ -270,12 +302,21 @@ class WholeUpdater:
         ]
         self._step(self._optimizer)
 
-    def put(self, index: int, entries: dict[str, Any], group: Group) -> None:
+    def zero_gradients(self) -> None:
+        torch._foreach_zero_([s.parameter.grad for s in self.segments if s.parameter.grad is not None])
+
+    def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+        yield from _views(self._optimizer.state.get(self.segments[index].parameter, {}), start, stop)
+
+    def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:
+        self._optimizer.state[self.segments[index].parameter].update(_copied(numbers))
+
+    def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:
         parameter = self.segments[index].parameter
-        self._optimizer.state[parameter] = {
-            key: value.detach().reshape(parameter.shape).clone() if is_per_element(key, value) else value
-            for key, value in entries.items()
-        }
+        entries = self._optimizer.state[parameter]
+        if key not in entries:
+            entries[key] = torch.zeros(parameter.shape, dtype=values.dtype, device=parameter.device)
+        entries[key].view(-1)[start : start + values.numel()].copy_(values)
 
     def clear(self) -> None:
         for segment in self.segments:
@@ -301,7 +342,18 @@ def detached_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return copy
 
 
-def _checked(segment: Segment, key: str, value: torch.Tensor) -> torch.Tensor:
+def _views(entries: Mapping[str, Any], start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+    for key, value in entries.items():
+        if is_per_element(key, value):
+            yield key, start, value.view(-1)[start:stop]
+
+
+def _copied(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in numbers.items()}
+
+
+def checked(segment: Segment, key: str, value: torch.Tensor) -> torch.Tensor:
+    """Returns `value` [numel of the segment], flat; raises ValueError for another shape."""
     if value.shape != (segment.numel,):
         raise ValueError(
             f"[zeropg] optimizer state {key} of {segment.name} has shape {list(value.shape)}, expected "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from zeropg._flat_update import FusedUpdater, Group, Segment, TorchUpdater, Updater, WholeUpdater, is_per_element
+from zeropg._flat_update import FusedUpdater, Group, TorchUpdater, Updater, WholeUpdater, checked, is_per_element
 
 _FUSED = {torch.optim.Adam: "adam", torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd"}
 _ELEMENTWISE = (
@@ -145,6 +146,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none=True)
         else:
             self._core.zero_gradients()
+            for updater in self._updaters:
+                if isinstance(updater, WholeUpdater):
+                    updater.zero_gradients()
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds parameters of the sharded model that no group holds yet; all ranks must do so alike."""
@@ -198,29 +202,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {s.name: (s.offset, s.offset + s.numel) for updater in self._updaters for s in updater.segments}
 
     def local_state(self) -> Iterator[StateShard]:
-        """Yields the state that this rank saves (live views): over all ranks each element once, in every stage."""
-        for updater, segment, key, value in self._entries():
-            start, stop = updater.owned.get(segment.name, (0, 0))
-            if is_per_element(key, value) and start < stop:
-                yield StateShard(
-                    segment.name, key, value.view(-1)[start - segment.offset : stop - segment.offset], start, stop
-                )
+        """Yields the state that this rank saves, in pieces: over all ranks each element once, in every stage.
+
+        The pieces of one (name, key) come in order. Each tensor is valid until the next is asked for, and only read:
+        it is a live view, or a buffer that the next piece overwrites. Does not communicate.
+        """
+        for updater in self._updaters:
+            for index, segment in enumerate(updater.segments):
+                start, stop = updater.owned.get(segment.name, (0, 0))
+                if start < stop:
+                    first, last = start - segment.offset, stop - segment.offset
+                    for key, at, values in updater.read(index, first, last):
+                        begin = segment.offset + at
+                        yield StateShard(segment.name, key, values, begin, begin + values.numel())
 
     def local_scalars(self) -> Iterator[tuple[str, str, Any]]:
         """Yields (parameter name, key, value) of state that is one number per parameter, such as `step`."""
-        for _, segment, key, value in self._entries():
-            if not is_per_element(key, value):
-                yield segment.name, key, value.clone() if isinstance(value, torch.Tensor) else value
+        for updater in self._updaters:
+            for segment in updater.segments:
+                for key, value in self.state.get(segment.parameter, {}).items():
+                    if not is_per_element(key, value):
+                        yield segment.name, key, value.clone() if isinstance(value, torch.Tensor) else value
 
-    def load_local_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces all state.
+    def load_local_state(self, shards: Iterable[StateShard], scalars: Iterable[tuple[str, str, Any]] = ()) -> None:
+        """Replaces all state: the inverse of `local_state` and `local_scalars`. Does not communicate.
 
         Args:
-            states: by parameter name and state key: flat tensors of this rank's `local_ranges`, numbers as in
-                `local_scalars`. Names that this rank owns nothing of are ignored.
+            shards: pieces in any order and cut that cover this rank's `local_ranges` once for every key; what lies
+                outside of them is ignored. Copied before the next piece is asked for.
+            scalars: as in `local_scalars`.
+
+        Raises:
+            ValueError: a key that this optimizer does not keep, a tensor whose length is not stop - start, or pieces
+                that leave elements out. All state is then as before the first step.
         """
-        by_name = {s.name: s.parameter for updater in self._updaters for s in updater.segments}
-        self._put({by_name[name]: dict(entries) for name, entries in states.items() if name in by_name}, is_local=True)
+        self._clear()
+        try:
+            self._load(shards, scalars)
+        except BaseException:
+            self._clear()
+            raise
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
@@ -236,27 +257,66 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
 
-    def _entries(self) -> Iterator[tuple[Updater, Segment, str, Any]]:
-        for updater in self._updaters:
-            for segment in updater.segments:
-                for key, value in self.state.get(segment.parameter, {}).items():
-                    yield updater, segment, key, value
-
     def _owners(self) -> dict[int, int]:
         return {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
 
-    def _put(self, states: Mapping[torch.Tensor, dict[str, Any]], *, is_local: bool) -> None:
+    def _clear(self) -> None:
         self.state.clear()
-        owners = self._owners()
-        by_id = {id(parameter): entries for parameter, entries in states.items()}
         for updater in self._updaters:
             updater.clear()
+
+    def _places(self) -> Iterator[tuple[Updater, int, Group]]:
+        """Yields (updater, index of the segment, its param group) of every segment that a param group holds."""
+        owners = self._owners()
+        for updater in self._updaters:
             for index, segment in enumerate(updater.segments):
-                entries = by_id.get(id(segment.parameter))
-                if entries and id(segment.parameter) in owners:
-                    if not is_local:
-                        entries = {key: segment.local(key, value) for key, value in entries.items()}
-                    updater.put(index, entries, self.param_groups[owners[id(segment.parameter)]])
+                if id(segment.parameter) in owners:
+                    yield updater, index, self.param_groups[owners[id(segment.parameter)]]
+
+    def _load(self, shards: Iterable[StateShard], scalars: Iterable[tuple[str, str, Any]]) -> None:
+        numbers: dict[str, dict[str, Any]] = defaultdict(dict)
+        for name, key, value in scalars:
+            numbers[name][key] = value
+        places = {updater.segments[index].name: (updater, index, group) for updater, index, group in self._places()}
+        for name, (updater, index, group) in places.items():
+            if name in numbers:
+                updater.put_numbers(index, numbers[name], group)
+        missing: dict[tuple[str, str], int] = {}
+        for name, key, tensor, start, stop in shards:
+            if name not in places:
+                continue
+            updater, index, group = places[name]
+            segment = updater.segments[index]
+            first, last = max(start, segment.offset), min(stop, segment.offset + segment.numel)
+            if first >= last:
+                continue
+            if tensor.shape != (stop - start,):
+                raise ValueError(
+                    f"[zeropg] load_local_state: {key} of {name} has shape {list(tensor.shape)}, expected "
+                    f"[{stop - start}] for its elements {start} to {stop}"
+                )
+            updater.write(index, key, first - segment.offset, tensor[first - start : last - start], group)
+            missing[name, key] = missing.get((name, key), segment.numel) - (last - first)
+        for (name, key), numel in missing.items():
+            if numel:
+                raise ValueError(
+                    f"[zeropg] load_local_state: the pieces of {key} of {name} miss the elements of this rank by "
+                    f"{numel}, expected each once; local_ranges() says which they are"
+                )
+
+    def _put(self, states: Mapping[torch.Tensor, dict[str, Any]], *, is_local: bool) -> None:
+        self._clear()
+        by_id = {id(parameter): entries for parameter, entries in states.items()}
+        for updater, index, group in self._places():
+            segment = updater.segments[index]
+            entries = by_id.get(id(segment.parameter), {})
+            if entries and not is_local:
+                entries = {key: segment.local(key, value) for key, value in entries.items()}
+            tensors = {key: value for key, value in entries.items() if is_per_element(key, value)}
+            if entries:
+                updater.put_numbers(index, {k: v for k, v in entries.items() if k not in tensors}, group)
+            for key, value in tensors.items():
+                updater.write(index, key, 0, checked(segment, key, value.detach().reshape(-1)), group)
 
     def _share_with(self, optimizer: torch.optim.Optimizer) -> None:
         for name in vars(optimizer):
