@@ -10,17 +10,19 @@ export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 JOBS := $(shell nproc)
 RANKS ?= 2
+RESULTS := benchmarks/results
 
 SOURCES := $(shell find compression backend sharding python CMakeLists.txt setup.py pyproject.toml \
              -type f -not -path '*/__pycache__/*' -not -name '*.md' 2>/dev/null)
 CXX_FILES := $(shell find compression backend sharding python/bindings tests \
                -name '*.cpp' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
 
-.PHONY: help train test smoke lint format build wheel venv clean
+.PHONY: help train bench test smoke lint format build wheel venv clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train      set up everything in $(VENV), then train a small GPT over zeropg on $(RANKS) ranks (RANKS=4)"
+	@echo "make bench      measure beside gloo, DDP, FSDP2 and torch.optim into $(RESULTS), with plots   (a quiet machine)"
 	@echo "make test       set up everything, then run every test      (ARGS='-k all_reduce -x' goes to pytest)"
 	@echo "make smoke      the tests marked smoke, for other versions   (make smoke TORCH=2.11.0)"
 	@echo "make lint       clang-format, ruff, mypy                     (make format repairs the first two)"
@@ -30,6 +32,15 @@ help:
 
 train: $(BUILD)/installed.stamp
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) -m zeropg train $(ARGS)
+
+# ARGS=--even-if-busy goes on where others use the CPUs, and marks what comes out.
+bench: $(BUILD)/installed.stamp
+	$(BIN)/python -m pip install -q -r requirements/bench.txt
+	@mkdir -p $(RESULTS)
+	$(BIN)/python -m zeropg bench collectives -n $(RANKS) --op all $(ARGS) \
+	  --output $(RESULTS)/collectives_$(RANKS)_ranks.json --plot $(RESULTS)/collectives_$(RANKS)_ranks.svg
+	$(BIN)/python -m zeropg bench train -n $(RANKS) $(ARGS) \
+	  --output $(RESULTS)/train_step_$(RANKS)_ranks.json --plot $(RESULTS)/train_step_$(RANKS)_ranks.svg
 
 test: build $(BUILD)/installed.stamp
 	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest tests $(ARGS)

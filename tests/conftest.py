@@ -23,6 +23,7 @@ ORDER = [
     "backend",
     "sharding",
     "train",
+    "tools",
     "integration",
     "lab",
 ]

@@ -1,0 +1,157 @@
+"""What all suites share: starting ranks, the header, the judgement whether a machine is quiet, medians, files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zeropg import _machine
+
+BUSY = 3  # exit status: measured or refused, but nothing is claimed
+WRONG = 1  # exit status: a result was wrong, so nothing was timed
+
+# Others may use this share of the CPUs that we may use. Daemons of an idle machine stay far below it.
+_BUSY_SHARE = 0.10
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, *, output: str) -> None:
+    """The options that every suite has."""
+    common = parser.add_argument_group("output")
+    common.add_argument("--output", type=Path, metavar="FILE", help=f"write the figures as JSON, e.g. {output}")
+    common.add_argument("--plot", type=Path, metavar="FILE", help="draw them too (.svg or .png); needs matplotlib")
+    common.add_argument(
+        "--even-if-busy",
+        action="store_true",
+        help="measure and claim ratios although others use the CPUs; the output is marked",
+    )
+
+
+@dataclass
+class Quiet:
+    """Judges whether others leave the machine alone, before and during a measurement."""
+
+    even_if_busy: bool
+    limit_cpus: float = field(default_factory=lambda: _BUSY_SHARE * _machine.usable_cpus())
+    others_before: float = 0.0
+    others_during: float = 0.0
+
+    def look(self) -> bool:
+        """Samples for a second before anything runs; False: the suite should refuse."""
+        self.others_before = _machine.others_load_now()
+        return self.even_if_busy or self.others_before <= self.limit_cpus
+
+    @property
+    def is_quiet(self) -> bool:
+        return max(self.others_before, self.others_during) <= self.limit_cpus
+
+    @property
+    def may_claim(self) -> bool:
+        """Whether ratios may be printed at all."""
+        return self.is_quiet or self.even_if_busy
+
+    def refusal(self) -> str:
+        others = max(self.others_before, self.others_during)
+        return (
+            f"others keep {others:.2f} CPUs busy, more than the {self.limit_cpus:.2f} that leave a ratio meaningful; "
+            "wait for a quiet machine, or measure anyway with --even-if-busy"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "busy": not self.is_quiet,
+            "others_cpus_before": round(self.others_before, 3),
+            "others_cpus_during": round(self.others_during, 3),
+            "others_cpus_limit": round(self.limit_cpus, 3),
+        }
+
+
+def header(command: str, quiet: Quiet, **more: Any) -> dict[str, Any]:
+    """What stands above every table and in every file: the command, `more`, the machine, and its load."""
+    return {"command": command, **more, **_machine.describe(), **quiet.as_dict()}
+
+
+def print_header(facts: dict[str, Any]) -> None:
+    """One `# key: value` line each; the first line says so when the machine was busy."""
+    if facts["busy"]:
+        print("# BUSY: others used the CPUs meanwhile; these figures prove nothing")
+    for key, value in facts.items():
+        print(f"# {key}: {value}")
+
+
+def command_line(suite: str, arguments: Sequence[str]) -> str:
+    """The command that runs `suite` again."""
+    return shlex.join(["python", "-m", "zeropg", "bench", suite, *arguments])
+
+
+def is_a_rank() -> bool:
+    """Whether this process was started by torchrun (or by `start_ranks`)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_ranks(ranks: int, arguments: Sequence[str], *, quiet_output: bool = False) -> int:
+    """Runs `python -m zeropg ARGUMENTS` on `ranks` processes of this machine; returns the exit status of the worst.
+
+    One thread per rank. With `quiet_output`, what the ranks print is shown only when one fails.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    run = subprocess.run(
+        [*launcher, "-m", "zeropg", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE if quiet_output else None,
+        stderr=subprocess.STDOUT if quiet_output else None,
+        text=True,
+    )
+    if run.returncode != 0 and quiet_output:
+        print(run.stdout, file=sys.stderr)
+    return run.returncode
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the smallest and the largest of the values."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def ratios(measured: Sequence[float], baseline: Sequence[float]) -> Spread:
+    """Round by round `measured / baseline`: what a slow minute did to both cancels out."""
+    return Spread.of([a / b for a, b in zip(measured, baseline, strict=True)])
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Writes `content` where a reader never sees half of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(file.suffix + ".tmp")
+    draft.write_text(json.dumps(content, indent=2) + "\n")
+    draft.replace(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """What `write_json` wrote."""
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content
+
+
+def own_cpu_seconds() -> float:
+    """CPU time of this process and of all that it started and waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

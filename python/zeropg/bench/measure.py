@@ -1,0 +1,264 @@
+"""The ranks' part of `bench collectives`: check, warm up, time, in turns; rank 0 prints each row when it is done."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zeropg  # noqa: F401  (registers the backend where the package is not installed)
+from zeropg import _machine
+from zeropg.bench.cases import CASES, DTYPES, Buffers, Case, Group, Shape
+from zeropg.bench.harness import Spread
+
+_TIMEOUT = timedelta(seconds=120)
+_LEAST_ITERATIONS = 3
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures on the ranks of the environment; every rank calls it. Rank 0's return value holds everything."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)  # for agreement; the peers have groups of their own
+    start = time.strftime("%Y-%m-%d %H:%M:%S")
+    peers = {name: dist.new_group(backend=name, timeout=_TIMEOUT) for name in options.peers}
+    bench = _Bench(options, peers)
+    load, own = _machine.OthersLoad(), time.process_time()
+    for shape, case in _points(options):
+        bench.run(case, shape)
+    bench.print_footer()
+    spent = torch.tensor([time.process_time() - own], dtype=torch.float64)
+    dist.all_reduce(spent)
+    others = load.stop(spent.item())
+    devices: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(devices, _device())
+    result = {
+        "start_time": start,
+        "ranks": dist.get_world_size(),
+        "devices": devices,
+        "results": bench.results,
+        "others_cpus_during": others,
+    }
+    del bench, peers
+    dist.destroy_process_group()
+    return result
+
+
+def _points(options: argparse.Namespace) -> Iterator[tuple[Shape, Case]]:
+    """Every row of every table, in order."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for name in options.op:
+        case = CASES[name]
+        if name == "barrier":
+            yield Shape(0, torch.float32, "none", rank, world_size), case
+            continue
+        for dtype in (DTYPES[name] for name in options.datatype):
+            for redop in options.redop if case.reduces else ["none"]:
+                seen = set()
+                size = options.b
+                while size <= options.e:
+                    count = max(1, size // dtype.itemsize // (world_size if case.blocks else 1))
+                    if count not in seen:  # small sizes may hold the same whole number of elements
+                        seen.add(count)
+                        yield Shape(count, dtype, redop, rank, world_size), case
+                    size *= options.f
+
+
+class _Bench:
+    """Runs points one after another and keeps their rows per peer."""
+
+    def __init__(self, options: argparse.Namespace, peers: dict[str, Group]) -> None:
+        self.options = options
+        self.peers = peers
+        self.meeting = next(iter(peers.values()))  # whose barrier starts every iteration, for all peers alike
+        self.results: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
+        self._is_leader = dist.get_rank() == 0
+        self._table = ""
+
+    def run(self, case: Case, shape: Shape) -> None:
+        """Measures one point with every peer, in and out of place."""
+        size = shape.count * shape.dtype.itemsize * (shape.world_size if case.blocks else 1)
+        rows: dict[str, dict[str, Any]] = {name: self._row(case, shape, size) for name in self.peers}
+        for in_place in case.in_place:
+            place = "in_place" if in_place else "out_of_place"
+            buffers = case.make(shape, in_place)
+            wrong = {name: self._check(group, buffers) for name, group in self.peers.items()}
+            able = [name for name, count in wrong.items() if count == 0]
+            copy_us, times = self._time(able, buffers, size)
+            for name, count in wrong.items():
+                row = rows[name]
+                if name in times:
+                    row[place], row[f"{place}_per_iter"] = self._figures(case, size, times[name], copy_us)
+                elif count is not None:  # wrong: nothing to time
+                    row[place] = {"time": 0.0, "alg_bw": 0.0, "bus_bw": 0.0, "nwrong": count}
+        for name, row in rows.items():
+            if row["in_place"] or row["out_of_place"]:
+                self.results[name].append(row)
+            self._print(name, case, row)
+
+    def _row(self, case: Case, shape: Shape, size: int) -> dict[str, Any]:
+        dtype = next(name for name, dtype in DTYPES.items() if dtype == shape.dtype)
+        return {
+            "size": size,
+            "count": shape.count,
+            "type": dtype,
+            "redop": shape.redop,
+            "root": str(shape.root if case.rooted else -1),
+            "out_of_place": None,
+            "in_place": None,
+            "actual_iterations": self.options.iterations * self.options.rounds,
+            "experiment_name": case.name,
+        }
+
+    def _check(self, group: Group, buffers: Buffers) -> int | None:
+        """Wrong elements over all ranks; None where the peer has no such operation for this dtype."""
+        buffers.fill()
+        refused = 0
+        try:
+            buffers.call(group)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            if isinstance(error, dist.DistError):  # a failure between ranks, not a refusal
+                raise
+            refused = 1
+        answer = torch.tensor([refused, 0 if refused else buffers.wrong()])
+        dist.all_reduce(answer)
+        if 0 < answer[0] < dist.get_world_size():
+            raise RuntimeError(f"only {int(answer[0])} of {dist.get_world_size()} ranks refused the operation")
+        return None if answer[0] else int(answer[1])
+
+    def _time(self, names: list[str], buffers: Buffers, size: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """[rounds] medians of copying `size` bytes on all ranks at once, and per peer [rounds, iterations]; in us."""
+        source = torch.zeros(max(1, size), dtype=torch.uint8)
+        copy = torch.empty_like(source)
+        calls: dict[str, Callable[[], Any]] = {"": lambda: copy.copy_(source)}
+        for name in names:
+            group = self.peers[name]
+            calls[name] = functools.partial(buffers.call, group)
+        iterations = {name: self._iterations(call) for name, call in calls.items()}
+        turns: dict[str, list[Tensor]] = {name: [] for name in calls}
+        for turn in range(self.options.rounds):
+            order = list(calls) if turn % 2 == 0 else list(calls)[::-1]
+            for name in order:
+                buffers.fill()
+                for _ in range(self.options.w):
+                    calls[name]()
+                turns[name].append(self._turn(calls[name], iterations[name]))
+        times = {name: torch.stack(turns[name]) for name in calls}
+        for mine in times.values():
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX)  # an operation takes as long as its slowest rank
+        return times.pop("").median(dim=1).values, times
+
+    def _turn(self, call: Callable[[], Any], iterations: int) -> Tensor:
+        times = torch.empty(iterations, dtype=torch.float64)
+        for iteration in range(iterations):
+            self.meeting.barrier().wait()
+            start = time.perf_counter_ns()
+            call()
+            times[iteration] = (time.perf_counter_ns() - start) / 1000
+        return times
+
+    def _iterations(self, call: Callable[[], Any]) -> int:
+        """As many as asked for, or fewer where a turn would take too long; the same on every rank."""
+        call()
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        seconds = torch.tensor([time.perf_counter() - start])
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        fitting = int(self.options.turn_seconds / max(seconds.item(), 1e-9))
+        wanted: int = self.options.iterations
+        return min(wanted, max(_LEAST_ITERATIONS, fitting))
+
+    def _figures(self, case: Case, size: int, times: Tensor, copy_us: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+        world_size = dist.get_world_size()
+        every = times.flatten().sort().values
+        p50 = every[len(every) // 2].item()
+        algbw = size / p50 / 1000
+        # Copying `size` bytes reads and writes each once. The fastest round: a bound must be one.
+        bound_us = copy_us.min().item() / 2
+        mean, deviation = every.mean().item(), every.std(correction=0).item()
+        timing = {"time": p50, "alg_bw": algbw, "bus_bw": algbw * case.bus_factor(world_size), "nwrong": 0}
+        details = {
+            "min_us": every[0].item(),
+            "max_us": every[-1].item(),
+            "avg_us": mean,
+            "p50_us": p50,
+            "p95_us": every[min(len(every) - 1, -(-len(every) * 95 // 100) - 1)].item(),
+            "p99_us": every[min(len(every) - 1, -(-len(every) * 99 // 100) - 1)].item(),
+            "stdev_us": deviation,
+            "cv_pct": 100 * deviation / mean if mean > 0 else 0.0,
+            "round_medians_us": times.median(dim=1).values.tolist(),
+            "percent_of_bound": 100 * bound_us * case.least_bytes(world_size) / p50,
+            "percent_of_staged_bound": 100 * bound_us * case.staged_bytes(world_size) / p50,
+        }
+        return timing, details
+
+    def _print(self, name: str, case: Case, row: dict[str, Any]) -> None:
+        if not self._is_leader:
+            return
+        if self._table != case.name:
+            self._table = case.name
+            print(_heading(case.name), flush=True)
+        columns = f"{row['size']:12} {row['count']:12} {row['type']:>9} {row['redop']:>6} {row['root']:>6}"
+        for place in ("out_of_place", "in_place"):
+            timing = row[place]
+            if timing is None:
+                columns += f" {'N/A':>9} {'N/A':>7} {'N/A':>7} {'N/A':>6}"
+            else:
+                columns += (
+                    f" {timing['time']:9.2f} {timing['alg_bw']:7.2f} {timing['bus_bw']:7.2f} {timing['nwrong']:6}"
+                )
+        details = row.get("in_place_per_iter") or row.get("out_of_place_per_iter")
+        if details is None:
+            columns += f" {'-':>9} {'-':>7} {'-':>7}"
+        else:
+            columns += f" {details['p99_us']:9.2f} {details['percent_of_bound']:7.1f}"
+            columns += f" {details['percent_of_staged_bound']:7.1f}"
+        print(f"{columns}  {name}", flush=True)
+
+    def print_footer(self) -> None:
+        """nccl-tests' last lines, per peer."""
+        if not self._is_leader:
+            return
+        for name, rows in self.results.items():
+            timings = [row[place] for row in rows for place in ("out_of_place", "in_place") if row[place]]
+            wrong = sum(timing["nwrong"] for timing in timings)
+            bandwidth = Spread.of([timing["bus_bw"] for timing in timings] or [0.0])
+            print(f"# {name}: Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+            average = sum(timing["bus_bw"] for timing in timings) / max(1, len(timings))
+            print(f"# {name}: Avg bus bandwidth    : {average:g} (best {bandwidth.high:.2f})", flush=True)
+
+
+def _heading(name: str) -> str:
+    """nccl-tests' heading, above the widths of `_Bench._print`."""
+    places = "".join(f" {'time':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>6}" for _ in range(2))
+    units = "".join(f" {'(us)':>9} {'(GB/s)':>7} {'(GB/s)':>7} {'':6}" for _ in range(2))
+    return "\n".join(
+        [
+            f"#\n# {name}",
+            f"#{'out-of-place':>82}{'in-place':>33}",
+            f"#{'size':>11} {'count':>12} {'type':>9} {'redop':>6} {'root':>6}{places} {'p99':>9} {'%bound':>7}"
+            f" {'%staged':>7}  peer",
+            f"#{'(B)':>11} {'(elements)':>12} {'':9} {'':6} {'':6}{units} {'(us)':>9}",
+        ]
+    )
+
+
+def _device() -> dict[str, Any]:
+    return {
+        "rank": dist.get_rank(),
+        "group": 0,
+        "pid": os.getpid(),
+        "hostname": socket.gethostname(),
+        "device": 0,
+        "device_hex": "",
+        "device_info": f"cpu {_machine.cpu_model()}",
+    }

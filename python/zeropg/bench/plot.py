@@ -1,0 +1,103 @@
+"""Draws what the suites measured. matplotlib is asked for only here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLORS = ("#0b6e99", "#d9730d", "#448361", "#9065b0")  # readable on white and on black
+
+
+def plot_collectives(document: dict[str, Any], file: Path) -> None:
+    """Size against bus bandwidth on log axes, one panel per operation, the first dtype and reduction of each."""
+    peers = {document["backend"]: document["results"]} | {
+        name: peer["results"] for name, peer in document["peers"].items()
+    }
+    operations = [name for name in _operations(document["results"]) if name != "barrier"]
+    figure, panels = _figure(len(operations))
+    for name, axes in zip(operations, panels, strict=True):
+        for (peer, rows), color in zip(peers.items(), _COLORS, strict=False):
+            points = _points(rows, name)
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=peer)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("bytes")
+        axes.set_ylabel("bus bandwidth, GB/s")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    _save(figure, document["header"], f"{document['config']['ranks']} ranks", file)
+
+
+def plot_train(document: dict[str, Any], file: Path) -> None:
+    """Bars: the step beside the baseline, CPU seconds beside the baseline, and bytes per parameter."""
+    table = document["table"]
+    names = list(table)
+    figure, panels = _figure(3)
+    for key, title, axes in zip(
+        ("step_over_ddp", "cpu_over_ddp", "memory_bytes_per_parameter"),
+        ("step, DDP over gloo = 1", "CPU seconds, DDP over gloo = 1", "bytes per parameter and rank"),
+        panels,
+        strict=True,
+    ):
+        values = [table[name][key] for name in names]
+        heights = [value["median"] if isinstance(value, dict) else value or 0.0 for value in values]
+        colors = [_COLORS[0] if name.startswith("zeropg") else _COLORS[1] for name in names]
+        axes.barh(names[::-1], heights[::-1], color=colors[::-1])
+        axes.set_title(title, fontsize=10)
+        axes.grid(axis="x", alpha=0.3)
+    _save(figure, document["header"], f"{document['header']['ranks']} ranks", file)
+
+
+def plot_bars(document: dict[str, Any], key: str, title: str, file: Path) -> None:
+    """One bar per entry of `document["table"]`, of its `key`."""
+    table = document["table"]
+    figure, (axes,) = _figure(1)
+    names = list(table)[::-1]
+    colors = [_COLORS[0] if "zeropg" in name else _COLORS[1] for name in names]
+    axes.barh(names, [table[name][key] for name in names], color=colors)
+    axes.set_title(title, fontsize=10)
+    axes.grid(axis="x", alpha=0.3)
+    _save(figure, document["header"], "", file)
+
+
+def _figure(count: int) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure  # not pyplot: no display, no global state
+
+    columns = min(3, max(1, count))
+    rows = -(-max(1, count) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.2 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    flat = list(panels.flat)
+    for spare in flat[count:]:
+        spare.set_visible(False)
+    return figure, flat[:count]
+
+
+def _save(figure: Figure, header: dict[str, Any], what: str, file: Path) -> None:
+    words = [what, header["cpu"], f"torch {header['torch']}", f"commit {header['commit']}", header["time"]]
+    mark = "BUSY MACHINE, PROVES NOTHING: " if header["busy"] else ""
+    figure.suptitle(mark + ", ".join(word for word in words if word), fontsize=8, color="red" if mark else "black")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+
+
+def _operations(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row["experiment_name"] for row in rows))
+
+
+def _points(rows: list[dict[str, Any]], operation: str) -> list[tuple[int, float]]:
+    """(bytes, bus bandwidth) of an operation: its first dtype and reduction, in place where there is that."""
+    rows = [row for row in rows if row["experiment_name"] == operation]
+    kept = [row for row in rows if (row["type"], row["redop"]) == (rows[0]["type"], rows[0]["redop"])]
+    points = []
+    for row in kept:
+        timing = row["in_place"] or row["out_of_place"]
+        if timing and timing["bus_bw"] > 0:
+            points.append((row["size"], timing["bus_bw"]))
+    return points
