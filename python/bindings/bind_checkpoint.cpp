@@ -9,7 +9,9 @@
 #include <vector>
 
 #include "python/bindings/bindings.h"
+#include "sharding/checkpoint/checksum.h"
 #include "sharding/checkpoint/layout.h"
+#include "sharding/checkpoint/reader.h"
 #include "sharding/checkpoint/safetensors.h"
 #include "sharding/checkpoint/writer.h"
 
@@ -42,6 +44,22 @@ py::tuple parse(const py::bytes& head, uint64_t file_bytes) {
   }
   return py::make_tuple(tensors, header.metadata, header.data_offset);
 }
+
+using Piece = std::tuple<uint64_t, uint64_t, uint32_t>;  // start, stop, checksum
+
+std::vector<Piece> pieces_of(const FileWriter& writer) {
+  std::vector<Piece> result;
+  for (const ChecksumPiece& piece : writer.checksums()) result.emplace_back(piece.start, piece.stop, piece.crc);
+  return result;
+}
+
+std::vector<uint32_t> join(const std::vector<Piece>& pieces, uint64_t file_bytes, uint64_t chunk_bytes) {
+  std::vector<ChecksumPiece> parts;
+  for (const auto& [start, stop, crc] : pieces) parts.push_back({start, stop, crc});
+  return join_pieces(std::move(parts), file_bytes, chunk_bytes);
+}
+
+uint32_t checksum(const py::bytes& bytes) { return crc32c(as_bytes(static_cast<std::string_view>(bytes))); }
 
 }  // namespace
 
@@ -91,10 +109,30 @@ void bind_checkpoint(py::module_& m) {
             writer.write(offset, view);
           },
           py::arg("offset"), py::arg("bytes"))
+      .def("keep_checksums", &FileWriter::keep_checksums, py::arg("chunk_bytes"))
+      .def("checksums", &pieces_of, "[(start, stop, CRC-32C)] of what was written, in pieces inside one chunk each.")
       .def("sync", &FileWriter::sync, release_gil())
       .def("close", &FileWriter::close, release_gil())
       .def_property_readonly("path", &FileWriter::path)
       .def_property_readonly("bytes", &FileWriter::bytes);
+
+  py::class_<FileReader>(m, "FileReader", "Reads ranges of a file, whole chunks with their checksums verified.")
+      .def(py::init(torch::wrap_pybind_function_no_gil(
+               [](const std::string& path, uint64_t bytes, uint64_t chunk_bytes, std::vector<uint32_t> checksums) {
+                 return std::make_unique<FileReader>(path, bytes, chunk_bytes, std::move(checksums));
+               })),
+           py::arg("path"), py::arg("bytes"), py::arg("chunk_bytes"), py::arg("checksums"))
+      .def("read",
+           torch::wrap_pybind_function_no_gil([](FileReader& reader, uint64_t offset, at::ScalarType dtype,
+                                                 const at::Tensor& flat) { reader.read(offset, dtype, flat); }),
+           py::arg("offset"), py::arg("dtype"), py::arg("flat"))
+      .def("read_bytes", torch::wrap_pybind_function([](FileReader& reader, uint64_t offset, uint64_t bytes) {
+             return py::bytes(reader.read_bytes(offset, bytes));
+           }),
+           py::arg("offset"), py::arg("bytes"));
+  m.def("crc32c", torch::wrap_pybind_function(checksum), py::arg("bytes"));
+  m.def("join_checksums", torch::wrap_pybind_function_no_gil(join), py::arg("pieces"), py::arg("file_bytes"),
+        py::arg("chunk_bytes"), "One checksum per chunk of a file from the pieces of all its writers.");
 }
 
 }  // namespace zeropg

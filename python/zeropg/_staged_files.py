@@ -1,4 +1,4 @@
-"""Files of one directory that all ranks write together and rank 0 puts in place at once."""
+"""Files of one export that all ranks write together and rank 0 puts in place at once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 from zeropg._commit import INDEX_NAME, commit, remove_dead_leftovers, temporary_name, write_small_file
 from zeropg._native import _C
+from zeropg._parallel_files import ByteRange, FileSpec, ParallelFiles
 
 
 class StagedFiles:
@@ -24,8 +23,8 @@ class StagedFiles:
         self.directory = directory
         self._layout = layout
         self._token = token
-        self._writers: list[_C.FileWriter] = []
-        self._staging: _C.StagingBuffer | None = None
+        specs = [FileSpec(self._temporary(file.name), file.bytes, file.header) for file in layout.files]
+        self._files = ParallelFiles(specs)
         self._companions: list[str] = []
         self._has_index = False
         self._made_directory = False
@@ -33,7 +32,7 @@ class StagedFiles:
     @property
     def is_open(self) -> bool:
         """This rank can write: it made the files or sees them on a shared file system."""
-        return bool(self._writers)
+        return self._files.is_open
 
     def create(self, reserved_names: list[str]) -> None:
         """Makes all weight files with their full size and their headers.
@@ -47,31 +46,15 @@ class StagedFiles:
         for name in [*reserved_names, *(file.name for file in self._layout.files)]:
             if (self.directory / name).is_dir():
                 raise IsADirectoryError(errno.EISDIR, f"'{self.directory / name}' is a directory; remove or rename it")
-        for file in self._layout.files:
-            self._writers.append(_C.FileWriter.create(self._temporary(file.name), file.bytes))
-        for writer, file in zip(self._writers, self._layout.files, strict=True):
-            writer.write_bytes(0, file.header)
+        self._files.create()
 
     def open(self) -> bool:
         """Opens the files that rank 0 made; False when this rank does not see them (no shared file system)."""
-        writers = []
-        for file in self._layout.files:
-            try:
-                writers.append(_C.FileWriter.open(self._temporary(file.name), file.bytes))
-            except FileNotFoundError:
-                return False
-        self._writers = writers
-        return True
+        return self._files.open()
 
-    def write(self, place: _C.TensorPlace, start: int, flat: torch.Tensor, dtype: torch.dtype) -> None:
-        """Writes `flat` ([numel], any dtype and device) as elements from `start` on of the tensor at `place`."""
-        if self._staging is None:
-            self._staging = _C.StagingBuffer()
-        self._writers[place.file].write(place.offset + start * dtype.itemsize, flat, dtype, self._staging)
-
-    def write_bytes(self, file: int, offset: int, data: bytes) -> None:
-        """Writes bytes that another rank has cast."""
-        self._writers[file].write_bytes(offset, data)
+    def write(self, part: ByteRange) -> None:
+        """Writes values at their place; `part.file` is an index into the layout's files."""
+        self._files.write(part)
 
     def add_companion(self, name: str, content: bytes) -> None:
         """Stages a small file that goes with the weights (rank 0); left out when the directory holds it already."""
@@ -88,8 +71,7 @@ class StagedFiles:
 
     def finish(self) -> None:
         """What this rank wrote is on the disk when this returns."""
-        for writer in self._writers:
-            writer.sync()
+        self._files.sync()
 
     def commit(self) -> None:
         """Puts everything in place (rank 0 only, after every rank has finished)."""
@@ -105,10 +87,7 @@ class StagedFiles:
         """Closes the files; removes what was not committed, whichever rank made it."""
         # Any rank may remove: were rank 0 still renaming, it would meet a missing file and report it, and the order of
         # its renames keeps the older export whole.
-        for writer in self._writers:
-            with suppress(OSError):
-                writer.close()
-        self._writers = []
+        self._files.close()
         if is_committed:
             return
         for name in [*(file.name for file in self._layout.files), *self._companions, INDEX_NAME]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,11 +13,12 @@ import torch.distributed as dist
 from zeropg._agreement import collective_device, peers_needed, together
 from zeropg._commit import INDEX_NAME
 from zeropg._export_plan import ExportPlan, companion_files, index_json, make_plan
+from zeropg._parallel_files import ByteRange
+from zeropg._progress import progress
 from zeropg._staged_files import StagedFiles
+from zeropg._stream import stream_to_first
 
 _OPERATION = "save_16bit_weights"
-_STREAM_BYTES = 16 << 20  # per broadcast, on every rank; only where the directory is not shared
-_PROGRESS_DELAY = 1.0  # seconds
 
 
 def save_16bit_weights(
@@ -114,11 +113,12 @@ class _Export:
         is_first = self._group.rank() == 0
         self._together(lambda: self._create(dtype) if is_first else None)
         sees_files = self._together(lambda: is_first or self._files.open())
-        with _progress(self._plan.layout.tensor_bytes // self._group.size(), is_shown=is_first) as self._advance:
+        share = self._plan.layout.tensor_bytes // self._group.size()
+        with progress(_OPERATION, share, is_shown=is_first) as self._advance:
             self._together(lambda: self._write_own() if sees_files[self._group.rank()] else None)
             for rank, sees in enumerate(sees_files):
                 if not sees:
-                    self._stream_to_first(rank)
+                    stream_to_first(self._group, _OPERATION, rank, self._own_ranges, self._files.write)
             totals = self._sum_written()
             self._together(lambda: self._finish(totals))
         self._together(lambda: self._files.commit() if is_first else None)
@@ -135,8 +135,8 @@ class _Export:
         if len(self._plan.layout.files) > 1:
             self._files.add_index(index_json(self._plan))
 
-    def _own_ranges(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yields (tensor's index, first element, flat tensor): this rank's masters, the part that is exported."""
+    def _own_ranges(self) -> Iterator[ByteRange]:
+        """Yields this rank's masters, the part that is exported."""
         names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         for name, flat, start, stop in _local_shards(self._model):
             index = self._plan.index_of.get(name)
@@ -144,58 +144,20 @@ class _Export:
                 continue  # the model's _keys_to_ignore_on_save
             if index is None or flat.numel() != stop - start or stop > self._plan.tensors[index].value.numel():
                 raise RuntimeError(f"the shard [{start}, {stop}) of '{name}' does not fit the model's parameters")
-            yield index, start, flat
+            yield self._range(index, start, flat)
             self._written[index] += stop - start
 
+    def _range(self, index: int, start: int, flat: torch.Tensor) -> ByteRange:
+        dtype, place = self._plan.tensors[index].dtype, self._plan.layout.places[index]
+        return ByteRange(place.file, place.offset + start * dtype.itemsize, flat, dtype)
+
     def _write_own(self) -> None:
-        for index, start, flat in self._own_ranges():
-            self._write(index, start, flat)
+        for part in self._own_ranges():
+            self._write(part)
 
-    def _write(self, index: int, start: int, flat: torch.Tensor) -> None:
-        dtype = self._plan.tensors[index].dtype
-        self._files.write(self._plan.layout.places[index], start, flat, dtype)
-        self._advance(flat.numel() * dtype.itemsize)
-
-    def _stream_to_first(self, sender: int) -> None:
-        # By broadcasts, since every backend has them on every device; rank 0 writes what arrives. A failing rank goes
-        # on taking part, so that nobody waits for it, and tells afterwards.
-        failure: Exception | None = None
-        device = collective_device(self._group)
-        ranges = self._chunks() if self._group.rank() == sender else None
-        while True:
-            data = torch.empty(0, dtype=torch.uint8)
-            where = torch.full((3,), -1, dtype=torch.int64)  # file, offset, bytes; -1: the end
-            try:
-                if ranges is not None and (chunk := next(ranges, None)) is not None:
-                    where, data = chunk
-            except Exception as error:
-                failure = error
-            where = where.to(device)
-            with peers_needed(self._group, _OPERATION, failure):
-                dist.broadcast(where, group=self._group, group_src=sender)
-            file, offset, size = where.tolist()
-            if size < 0:
-                break
-            data = data.to(device) if ranges is not None else torch.empty(size, dtype=torch.uint8, device=device)
-            with peers_needed(self._group, _OPERATION, failure):
-                dist.broadcast(data, group=self._group, group_src=sender)
-            if self._group.rank() == 0 and failure is None:
-                try:
-                    self._files.write_bytes(file, offset, data.cpu().numpy().tobytes())
-                except Exception as error:
-                    failure = error
-        self._together(lambda: _raise(failure))
-
-    def _chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields ([file, offset, bytes], the bytes) of this rank's ranges, cast, for a rank that cannot write them."""
-        for index, start, flat in self._own_ranges():
-            dtype, place = self._plan.tensors[index].dtype, self._plan.layout.places[index]
-            offset = place.offset + start * dtype.itemsize
-            for part in torch.split(flat.detach(), _STREAM_BYTES // dtype.itemsize):
-                data = part.to(dtype).contiguous().view(torch.uint8)
-                if data.numel() > 0:
-                    yield torch.tensor([place.file, offset, data.numel()]), data
-                offset += data.numel()
+    def _write(self, part: ByteRange) -> None:
+        self._files.write(part)
+        self._advance(part.size_bytes)
 
     def _sum_written(self) -> list[int]:
         totals = self._written.to(collective_device(self._group))
@@ -212,32 +174,5 @@ class _Export:
                     "this is a fault of zeropg, please report it"
                 )
             if total == 0 and self._group.rank() == 0:
-                self._write(index, 0, tensor.value.detach().reshape(-1))
+                self._write(self._range(index, 0, tensor.value.detach().reshape(-1)))
         self._files.finish()
-
-
-def _raise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
-
-
-@contextmanager
-def _progress(total_bytes: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with the bytes just written; shows a bar on a terminal once it takes a second."""
-    bar: Any = None
-    if is_shown and sys.stderr is not None and sys.stderr.isatty():
-        with suppress(ImportError):
-            from tqdm import tqdm
-
-            options = {"unit": "B", "unit_scale": True, "delay": _PROGRESS_DELAY, "leave": False}
-            bar = tqdm(total=total_bytes, desc=_OPERATION, **options)
-
-    def advance(written_bytes: int) -> None:
-        if bar is not None:
-            bar.update(written_bytes)
-
-    try:
-        yield advance
-    finally:
-        if bar is not None:
-            bar.close()

@@ -53,7 +53,8 @@ FileWriter::FileWriter(FileWriter&& other) noexcept
       bytes_(other.bytes_),
       descriptor_(std::exchange(other.descriptor_, -1)),
       direct_descriptor_(std::exchange(other.direct_descriptor_, -1)),
-      is_direct_possible_(other.is_direct_possible_) {}
+      is_direct_possible_(other.is_direct_possible_),
+      checksums_(std::move(other.checksums_)) {}
 
 FileWriter::~FileWriter() {
   if (direct_descriptor_ >= 0) ::close(direct_descriptor_);
@@ -109,6 +110,11 @@ void FileWriter::check_range(uint64_t offset, uint64_t bytes) const {
 
 void FileWriter::write(uint64_t offset, std::span<const std::byte> bytes) {
   check_range(offset, bytes.size());
+  write_buffered(offset, bytes);
+  if (checksums_) checksums_->add(offset, bytes);
+}
+
+void FileWriter::write_buffered(uint64_t offset, std::span<const std::byte> bytes) {
   while (!bytes.empty()) {
     const size_t request = std::min<uint64_t>(bytes.size(), kMaxTransferBytes);
     const ssize_t written =
@@ -137,6 +143,7 @@ void FileWriter::write(uint64_t offset, const at::Tensor& flat, c10::ScalarType 
     at::Tensor staged = at::from_blob(chunk, {static_cast<int64_t>(count)}, at::TensorOptions().dtype(dtype));
     staged.copy_(flat.narrow(0, static_cast<int64_t>(done), static_cast<int64_t>(count)));
     write_staged(at_byte, {chunk, count * element_bytes});
+    if (checksums_) checksums_->add(at_byte, {chunk, count * element_bytes});
     done += count;
   }
 }
@@ -145,11 +152,11 @@ void FileWriter::write_staged(uint64_t offset, std::span<const std::byte> bytes)
   const uint64_t head = std::min<uint64_t>((kBlockBytes - offset % kBlockBytes) % kBlockBytes, bytes.size());
   const uint64_t body = (bytes.size() - head) / kBlockBytes * kBlockBytes;
   if (body < kDirectMinimumBytes || !write_direct(offset + head, bytes.subspan(head, body))) {
-    return write(offset, bytes);
+    return write_buffered(offset, bytes);
   }
   // Blocks that this range shares with its neighbours, perhaps another rank's, go through the page cache.
-  write(offset, bytes.first(head));
-  write(offset + head + body, bytes.subspan(head + body));
+  write_buffered(offset, bytes.first(head));
+  write_buffered(offset + head + body, bytes.subspan(head + body));
 }
 
 bool FileWriter::write_direct(uint64_t offset, std::span<const std::byte> bytes) {
@@ -163,7 +170,7 @@ bool FileWriter::write_direct(uint64_t offset, std::span<const std::byte> bytes)
         [&] { return ::pwrite(direct_descriptor_, bytes.data(), bytes.size(), static_cast<off_t>(offset)); });
     if (written >= 0) {
       // A short direct write ends anywhere, so the rest may be unaligned: the page cache takes it.
-      write(offset + static_cast<uint64_t>(written), bytes.subspan(static_cast<size_t>(written)));
+      write_buffered(offset + static_cast<uint64_t>(written), bytes.subspan(static_cast<size_t>(written)));
       return true;
     }
     if (errno != EINVAL && errno != EOPNOTSUPP) fail("write", errno, offset);

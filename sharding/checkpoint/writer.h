@@ -7,21 +7,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
-#include <stdexcept>
 #include <string>
+#include <vector>
+
+#include "sharding/checkpoint/checksum.h"
+#include "sharding/checkpoint/file_error.h"
 
 namespace zeropg {
-
-// A failed system call on a file; OSError in Python.
-class FileError : public std::runtime_error {
- public:
-  FileError(const std::string& what, int code) : std::runtime_error(what), code_(code) {}
-  int code() const { return code_; }
-
- private:
-  int code_;
-};
 
 // Where tensors are cast before they are written: one per rank and export, reused, so that an export of any size
 // touches few fresh pages. Page-aligned, so that a chunk placed at (file offset modulo the block) may be written with
@@ -57,6 +51,12 @@ class FileWriter {
   // Writes `flat` ([numel], any device and dtype) as `dtype` at `offset`: cast as Tensor::to does (to nearest, ties to
   // even) chunk by chunk in `staging`. Waits for the copy from a device; returns when the bytes are with the kernel.
   void write(uint64_t offset, const at::Tensor& flat, c10::ScalarType dtype, StagingBuffer& staging);
+  // From here on the checksums of all that this writer writes are kept.
+  void keep_checksums(uint64_t chunk_bytes) { checksums_.emplace(chunk_bytes); }
+  // Empty without keep_checksums.
+  std::vector<ChecksumPiece> checksums() const {
+    return checksums_ ? checksums_->pieces() : std::vector<ChecksumPiece>();
+  }
   // Data and size are on the disk when this returns.
   void sync();
   // Closes and reports what only close() can tell (network file systems). Idempotent.
@@ -70,6 +70,7 @@ class FileWriter {
   [[noreturn]] void fail(const char* action, int code, uint64_t offset) const;
   void check_range(uint64_t offset, uint64_t bytes) const;
   void reserve();
+  void write_buffered(uint64_t offset, std::span<const std::byte> bytes);
   void write_staged(uint64_t offset, std::span<const std::byte> bytes);
   bool write_direct(uint64_t offset, std::span<const std::byte> bytes);
 
@@ -78,6 +79,7 @@ class FileWriter {
   int descriptor_ = -1;
   int direct_descriptor_ = -1;  // O_DIRECT; -1: not tried or not supported here
   bool is_direct_possible_ = true;
+  std::optional<ChunkChecksums> checksums_;
 };
 
 }  // namespace zeropg

@@ -522,11 +522,11 @@ def test_transformers_loads_a_llama(rank_pool, tmp_path, tie, options):
 
 
 def test_a_bar_shows_on_a_terminal_only(monkeypatch, capsys):
-    import zeropg.export
+    import zeropg._progress
 
-    monkeypatch.setattr(zeropg.export, "_PROGRESS_DELAY", 0)
+    monkeypatch.setattr(zeropg._progress, "_DELAY", 0)
     for is_terminal, is_first in ((False, True), (True, False), (True, True)):
         monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
-        with zeropg.export._progress(10, is_shown=is_first) as advance:
+        with zeropg._progress.progress("save_16bit_weights", 10, is_shown=is_first) as advance:
             advance(10)
         assert ("save_16bit_weights" in capsys.readouterr().err) == (is_terminal and is_first)
