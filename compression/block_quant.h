@@ -1,0 +1,32 @@
+// Symmetric integers in blocks: each block of floats has one scale, largest magnitude / 127 (8 bits) or / 7 (4 bits),
+// and each float is its code, the nearest multiple of the scale. 4.06 bits per float at 4 bits and blocks of 256.
+//
+// Source: block-wise quantization as in Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (section 2.1),
+// with linear codes as in DeepSpeed's ZeRO++ (section 3.3). The format and every edge case: README.md.
+#pragma once
+
+#include "compression/block_quant_kernels.h"
+#include "compression/compressor.h"
+
+namespace zeropg {
+
+class BlockQuant final : public Compressor {
+ public:
+  // `bits`: 4 or 8. `block`: elements per scale, a multiple of 32 up to kLargestQuantBlock. std::invalid_argument.
+  // `set` is for tests: it changes the speed, never the bits.
+  BlockQuant(int64_t bits, int64_t block, const BlockQuantSet& set = usable_block_quant_sets().back());
+
+  std::string description() const override;
+  int64_t block_elements() const override { return block_; }
+  int64_t encoded_bytes(int64_t count) const override;
+  void encode(std::span<const float> values, std::span<float> residual, std::span<std::byte> encoded) const override;
+  void decode(std::span<const std::byte> encoded, std::span<float> values) const override;
+  void decode_add(std::span<const std::byte> encoded, std::span<float> values) const override;
+
+ private:
+  int64_t bits_;
+  int64_t block_;
+  BlockQuantKernels kernels_{};
+};
+
+}  // namespace zeropg

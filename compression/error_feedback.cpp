@@ -1,0 +1,73 @@
+#include "compression/error_feedback.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+namespace zeropg {
+
+namespace {
+
+int64_t size_of(const std::shared_ptr<std::vector<float>>& values) { return static_cast<int64_t>(values->size()); }
+
+}  // namespace
+
+std::vector<ResidualSegment> ResidualStore::reserve(const std::string& name, int32_t hop, int64_t start, int64_t stop) {
+  std::vector<ResidualSegment> result;
+  if (start >= stop) return result;
+  std::lock_guard<std::mutex> lock(mutex_);
+  Segments& known = segments_[Key(name, hop)];
+  auto next = known.upper_bound(start);
+  if (next != known.begin() && std::prev(next)->first + size_of(std::prev(next)->second) > start) --next;
+  for (int64_t position = start; position < stop;) {
+    if (next == known.end() || next->first > position) {
+      const int64_t end = next == known.end() ? stop : std::min(stop, next->first);
+      next = known.emplace_hint(next, position, std::make_shared<std::vector<float>>(end - position, 0.0f));
+    }
+    result.push_back({name, hop, next->first, next->second});
+    position = next->first + size_of(next->second);
+    ++next;
+  }
+  return result;
+}
+
+std::vector<ResidualSegment> ResidualStore::segments() const {
+  std::vector<ResidualSegment> result;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [key, segments] : segments_) {
+    for (const auto& [start, values] : segments) result.push_back({key.first, key.second, start, values});
+  }
+  return result;
+}
+
+void ResidualStore::load(const std::string& name, int32_t hop, int64_t start, std::span<const float> values) {
+  if (!std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); })) {
+    throw std::invalid_argument("residuals of '" + name + "': a value is not finite, expected what a run has saved");
+  }
+  const int64_t stop = start + static_cast<int64_t>(values.size());
+  for (const ResidualSegment& segment : reserve(name, hop, start, stop)) {
+    const int64_t from = std::max(start, segment.start);
+    const int64_t to = std::min(stop, segment.start + size_of(segment.values));
+    std::copy(values.begin() + (from - start), values.begin() + (to - start),
+              segment.values->begin() + (from - segment.start));
+  }
+}
+
+void ResidualStore::scale(float factor) {
+  for (const ResidualSegment& segment : segments()) {
+    for (float& value : *segment.values) value *= factor;
+  }
+}
+
+void ResidualStore::clear() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  segments_.clear();
+}
+
+int64_t ResidualStore::bytes() const {
+  int64_t bytes = 0;
+  for (const ResidualSegment& segment : segments()) bytes += 4 * size_of(segment.values);
+  return bytes;
+}
+
+}  // namespace zeropg

@@ -1,0 +1,72 @@
+#include "compression/registry.h"
+
+#include <cmath>
+#include <stdexcept>
+
+#include "compression/block_quant.h"
+
+namespace zeropg {
+
+namespace {
+
+// Takes the parameters one by one; what remains is unknown to the compressor.
+class Reader {
+ public:
+  Reader(std::string_view name, const CompressorParameters& parameters) : name_(name), rest_(parameters) {}
+
+  int64_t integer(const std::string& key, int64_t default_value) {
+    const auto entry = rest_.find(key);
+    if (entry == rest_.end()) return default_value;
+    const double value = entry->second;
+    rest_.erase(entry);
+    if (value != std::floor(value) || std::abs(value) > 1e15) {
+      throw std::invalid_argument(name_ + ": " + key + " is " + std::to_string(value) + ", expected an integer");
+    }
+    return static_cast<int64_t>(value);
+  }
+
+  void finish() const {
+    if (rest_.empty()) return;
+    throw std::invalid_argument(name_ + " has no parameter '" + rest_.begin()->first + "'");
+  }
+
+ private:
+  std::string name_;
+  CompressorParameters rest_;
+};
+
+struct Entry {
+  std::string_view name;
+  std::shared_ptr<const Compressor> (*make)(Reader& reader);
+};
+
+constexpr Entry kCompressors[] = {
+    {"block_quant",
+     [](Reader& reader) -> std::shared_ptr<const Compressor> {
+       const int64_t bits = reader.integer("bits", 8);
+       return std::make_shared<BlockQuant>(bits, reader.integer("block", 256));
+     }},
+};
+
+}  // namespace
+
+std::shared_ptr<const Compressor> make_compressor(std::string_view name, const CompressorParameters& parameters) {
+  for (const Entry& entry : kCompressors) {
+    if (entry.name != name) continue;
+    Reader reader(name, parameters);
+    auto compressor = entry.make(reader);
+    reader.finish();
+    return compressor;
+  }
+  std::string known;
+  for (const std::string_view each : compressor_names()) known += (known.empty() ? "" : ", ") + std::string(each);
+  throw std::invalid_argument("no compressor is named '" + std::string(name) + "', expected one of " + known);
+}
+
+std::vector<std::string_view> compressor_names() {
+  std::vector<std::string_view> names;
+  for (const Entry& entry : kCompressors) names.push_back(entry.name);
+  return names;
+}
+
+}  // namespace zeropg
