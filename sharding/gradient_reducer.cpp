@@ -64,8 +64,8 @@ struct GradientReducer::Bucket {
 };
 
 GradientReducer::GradientReducer(Communicator& communicator, const ShardingOptions& options,
-                                 const std::vector<FlatParameter*>& flats, bool may_wait_in_backward)
-    : communicator_(communicator), options_(options), may_wait_in_backward_(may_wait_in_backward) {
+                                 const std::vector<FlatParameter*>& flats, DuringBackward during_backward)
+    : communicator_(communicator), options_(options), during_backward_(during_backward) {
   for (FlatParameter* flat : flats) {
     Bucket bucket;
     bucket.flat = flat;
@@ -255,7 +255,7 @@ void GradientReducer::take_gradient(Bucket& bucket, Slot& slot) {
     ++bucket.arrived;
   }
   parameter_slot.parameter.mutable_grad().reset();
-  if (synchronize_) {
+  if (synchronize_ && during_backward_ != DuringBackward::kCollect) {
     launch_ready();
   }
 }
@@ -307,7 +307,7 @@ void GradientReducer::finish_some() {
   }
   for (Bucket& bucket : buckets_) {
     if (bucket.is_launched && !bucket.is_finished) {
-      const bool may_wait = may_wait_in_backward_ && in_flight >= kMaxInFlight;
+      const bool may_wait = during_backward_ == DuringBackward::kSendAndWait && in_flight >= kMaxInFlight;
       if (!may_wait && bucket.work && !bucket.work->isCompleted()) {
         return;
       }

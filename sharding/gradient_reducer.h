@@ -26,11 +26,15 @@ namespace zeropg {
 
 class GradientReducer {
  public:
+  // What may be done with buckets while backward runs. Where backward itself communicates, in an order that ranks must
+  // share, a wait could be for a rank that waits for this one; and where it does so in the reducer's own group, sending
+  // would mix with it differently on each rank.
+  enum class DuringBackward { kSendAndWait, kSend, kCollect };
+
   // `flats`: the trainable ones, in the order in which their buckets are sent: as backward finishes them, so that one
-  // can travel while the next is filled. `may_wait_in_backward`: false where backward itself communicates in an order
-  // that ranks must share; a wait between could be for a rank that waits for this one.
+  // can travel while the next is filled.
   GradientReducer(Communicator& communicator, const ShardingOptions& options, const std::vector<FlatParameter*>& flats,
-                  bool may_wait_in_backward);
+                  DuringBackward during_backward);
   ~GradientReducer();
 
   // Puts hooks on the gradient accumulators. `on_backward` is called before the first gradient of a backward is taken,
@@ -98,7 +102,7 @@ class GradientReducer {
   std::function<void()> on_backward_;
   size_t next_to_launch_ = 0;
   bool synchronize_ = true;
-  bool may_wait_in_backward_;
+  DuringBackward during_backward_;
   bool is_showing_full_ = false;
 };
 

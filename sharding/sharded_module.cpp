@@ -88,7 +88,11 @@ void ShardedModule::build(const std::vector<UnitSource>& sources) {
     }
   }
   fetch_->adopt(all);
-  reducer_ = std::make_unique<GradientReducer>(reductions_, options_, backward_order(), !fetch_->is_collective());
+  using DuringBackward = GradientReducer::DuringBackward;
+  const DuringBackward during_backward = !fetch_->is_collective()                       ? DuringBackward::kSendAndWait
+                                         : reductions_.group() != communicator_.group() ? DuringBackward::kSend
+                                                                                        : DuringBackward::kCollect;
+  reducer_ = std::make_unique<GradientReducer>(reductions_, options_, backward_order(), during_backward);
 }
 
 // Backward runs the units from last to first; the root, which holds the embedding, is done at the very end.

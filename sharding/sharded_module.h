@@ -27,8 +27,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   };
 
   // Takes over all parameters. The last unit is the root. Rank 0's values win. Collective.
-  // `reduction_group`: the same ranks, for gradients alone. Where units are gathered it must be another group: gathers
-  // follow the path through the model, gradients the fixed order of buckets, and the two meet differently on each rank.
+  // `reduction_group`: the same ranks, for gradients. Gathers follow the path through the model and gradients the fixed
+  // order of buckets, so the two meet differently on each rank: where units are gathered over the same group,
+  // gradients are collected and sent after backward.
   static std::shared_ptr<ShardedModule> create(const std::vector<UnitSource>& units,
                                                c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                c10::intrusive_ptr<c10d::ProcessGroup> reduction_group,
@@ -43,9 +44,8 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool synchronizes() const { return synchronize_; }
 
   // --- access between steps ---
-  void unshard_all(bool writable);  // collective; nests
-  void reshard_all();               // collective; if writable, what was written becomes the parameters' value
-  bool is_inside_full_parameters() const { return full_depth_ > 0; }
+  void unshard_all(bool writable);         // collective; nests
+  void reshard_all();                      // collective; if writable, what was written becomes the parameters' value
   at::Tensor gather_master(int64_t flat);  // [total_numel], master dtype; collective
   // Sets what this rank updates of elements [start, start + value.numel()) of the flattened parameter, at the master's
   // precision. Inside begin_step/end_step.

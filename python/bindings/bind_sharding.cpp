@@ -149,7 +149,6 @@ void bind_sharding(py::module_& m) {
       .def("communication_seconds", &ShardedModule::communication_seconds)
       .def("memory_report", &ShardedModule::memory_report)
       .def("changed_parameters", &ShardedModule::changed_parameters)
-      .def_property_readonly("is_inside_full_parameters", &ShardedModule::is_inside_full_parameters)
       .def_property_readonly("stage", [](const ShardedModule& self) { return self.options().stage.number; })
       .def_property_readonly("rank", &ShardedModule::rank)
       .def_property_readonly("world_size", &ShardedModule::world_size)

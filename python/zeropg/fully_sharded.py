@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import Any, NoReturn, cast
 
@@ -106,25 +107,23 @@ def fully_shard(
     Raises ValueError for a module without parameters, a stage other than 0 to 3, both mesh and process_group, or
     models that differ between ranks; NotImplementedError for what is not available.
     """
-    _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
-    for name, value in {
-        "offload_params": offload_params,
-        "offload_optimizer": offload_optimizer,
-        "compression": compression,
-    }.items():
-        if value is not None:
-            raise NotImplementedError(f"[zeropg] fully_shard: {name} is not available in this version; leave it None.")
     group = _group(mesh, process_group)
-    _absorb_inner_calls(module)
-    device = next((p.device for p in module.parameters() if not p.is_meta), _default_device(group))
-    materialize(module, device)
-    plans = plan_units(module, _inner_units(module) if units is None else units, ignored_params)
-    if not any(plan.parameters for plan in plans):
-        raise ValueError(
-            f"[zeropg] fully_shard: the {type(module).__name__} has no parameters to shard; expected at least one "
-            "(ignored_params do not count)."
-        )
-    _check_parameters(plans)
+    with _failing_together(group):
+        _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
+        for name, value in {
+            "offload_params": offload_params,
+            "offload_optimizer": offload_optimizer,
+            "compression": compression,
+        }.items():
+            if value is not None:
+                raise NotImplementedError(
+                    f"[zeropg] fully_shard: {name} is not available in this version; leave it None."
+                )
+        _absorb_inner_calls(module)
+        device = next((p.device for p in module.parameters() if not p.is_meta), _default_device(group))
+        materialize(module, device)
+        plans = plan_units(module, _inner_units(module) if units is None else units, ignored_params)
+        _check_parameters(module, plans)
     options = {
         "stage": stage,
         "param_dtype": param_dtype,
@@ -193,11 +192,16 @@ def _group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> 
 
 def _reduction_group(group: dist.ProcessGroup, stage: int, device: torch.device) -> dist.ProcessGroup:
     """A second group of the same ranks where units are gathered: gradients must not queue up between gathers."""
-    if stage < 3 or group.size() == 1 or isinstance(group._get_backend(device), _C.ProcessGroupZero):
+    if stage < 3 or group.size() == 1 or _shares_memory(group, device):
         return group
     ranks = dist.get_process_group_ranks(group)
     second = dist.new_group(ranks, backend=dist.get_backend_config(group), use_local_synchronization=True)
     return cast("dist.ProcessGroup", second)  # this rank is a member
+
+
+def _shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    backend = group._get_backend(device)
+    return device.type == "cpu" and isinstance(backend, _C.ProcessGroupZero) and len(backend.topology().nodes) == 1
 
 
 def _default_device(group: dist.ProcessGroup) -> torch.device:
@@ -223,7 +227,12 @@ def _absorb_inner_calls(module: nn.Module) -> None:
             del vars(child)["_zeropg_state"], vars(child)["_zeropg"]
 
 
-def _check_parameters(plans: list[UnitPlan]) -> None:
+def _check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
+    if not any(plan.parameters for plan in plans):
+        raise ValueError(
+            f"[zeropg] fully_shard: the {type(module).__name__} has no parameters to shard; expected at least one "
+            "(ignored_params do not count)."
+        )
     for plan in plans:
         for names, parameter in plan.parameters:
             if _C.is_sharded(parameter):
@@ -238,6 +247,24 @@ def _check_parameters(plans: list[UnitPlan]) -> None:
                 )
 
 
+@contextmanager
+def _failing_together(group: dist.ProcessGroup) -> Iterator[None]:
+    """What this rank raises in here, the others raise where they compare their models, instead of waiting for it."""
+    try:
+        yield
+    except Exception as error:
+        if group.size() > 1:
+            with suppress(Exception):  # the first error says more
+                _exchange(f"{type(error).__name__}: {error}", group)
+        raise
+
+
+def _exchange(mine: list[str] | str, group: dist.ProcessGroup) -> list[Any]:
+    everybodys: list[Any] = [None] * group.size()
+    dist.all_gather_object(everybodys, mine, group=group)
+    return everybodys
+
+
 def _check_same_on_all_ranks(
     module: nn.Module, plans: list[UnitPlan], options: dict[str, Any], group: dist.ProcessGroup
 ) -> None:
@@ -249,8 +276,13 @@ def _check_same_on_all_ranks(
         for names, parameter in plan.parameters:
             mine.append(f"{_describe(names[0], parameter)}, names {names}, in unit {plan.name!r}")
     mine += [f"buffer {_describe(name, buffer)}" for name, buffer in module.named_buffers()]
-    everybodys: list[Any] = [None] * group.size()
-    dist.all_gather_object(everybodys, mine, group=group)
+    everybodys = _exchange(mine, group)
+    for rank, theirs in enumerate(everybodys):
+        if isinstance(theirs, str):
+            raise ValueError(
+                f"[zeropg rank {group.rank()}/{group.size()}] fully_shard: rank {rank} raised {theirs}; expected every "
+                "rank to pass a model that can be sharded."
+            )
     for rank, theirs in enumerate(everybodys):
         for a, b in zip_longest(theirs, everybodys[0], fillvalue="nothing more"):
             if a != b:

@@ -141,6 +141,20 @@ def test_models_that_differ_between_ranks() -> None:
             zeropg.fully_shard(make(), **options)
 
 
+@on_ranks(3)
+def test_a_model_that_one_rank_cannot_shard_is_an_error_on_all_at_once() -> None:
+    odd = dist.get_rank() == 1
+    cases: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+        (lambda: nn.ReLU() if odd else nn.Linear(3, 3), {}, "the ReLU has no parameters to shard"),
+        (lambda: nn.Linear(3, 3, dtype=torch.complex64 if odd else torch.float32), {}, "is complex"),
+        (lambda: nn.Linear(3, 3), {"stage": 7 if odd else 3}, "stage is 7"),
+    ]
+    for make, options, what in cases:
+        others = () if odd else ("rank 1 raised", f"rank {dist.get_rank()}/3")
+        with raises((ValueError, NotImplementedError), what, *others):
+            zeropg.fully_shard(make(), **options)
+
+
 # --- ranks that fail ---
 
 DEADLINE_SECONDS = 6.0
