@@ -20,6 +20,8 @@ def test_the_stub_names_every_class_function_and_member() -> None:
             stub[node.name] = {m.name for m in members if not m.name.startswith("__")} | set(fields)
         elif isinstance(node, ast.FunctionDef):
             stub[node.name] = set()
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            stub[node.target.id] = set()
     core = {
         name: {m for m in vars(value) if not m.startswith("__")} - {"_pybind11_conduit_v1_"}
         if isinstance(value, type)

@@ -9,5 +9,6 @@ void bind_backend(pybind11::module_& m);
 void bind_checkpoint(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_sharding(pybind11::module_& m);
+void bind_tools(pybind11::module_& m);
 
 }  // namespace zeropg

@@ -243,3 +243,14 @@ def plan_layout(
 
 def shutdown_all() -> None:
     """Shuts every group of this process down; called at the interpreter's exit."""
+
+built_with_cuda: bool
+
+def copy_bytes(destination: torch.Tensor, source: torch.Tensor, is_streaming: bool) -> None:
+    """Copies a tensor's bytes, past the caches if is_streaming."""
+
+def probe_host_id() -> str:
+    """Equal for two processes exactly when they can share memory."""
+
+def reduction_instruction_sets() -> list[str]:
+    """Those that this processor runs; the last one is used."""

@@ -26,8 +26,11 @@ def cgroup_cpu_limit() -> float | None:
     """The tightest CPU limit of this process's cgroups (v2 or v1), in CPUs; None: unlimited."""
     limits = []
     for folder in _cgroup_folders("cpu"):
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
-        quota, period = quota or _read(folder / "cpu.cfs_quota_us"), period or _read(folder / "cpu.cfs_period_us")
+        quota, _, period = read_text(folder / "cpu.max").partition(" ")
+        quota, period = (
+            quota or read_text(folder / "cpu.cfs_quota_us"),
+            period or read_text(folder / "cpu.cfs_period_us"),
+        )
         if quota.isdigit() and period.isdigit() and int(period) > 0:
             limits.append(int(quota) / int(period))
     return min(limits, default=None)
@@ -37,7 +40,7 @@ def cgroup_memory_limit() -> int | None:
     """The tightest memory limit of this process's cgroups, in bytes; None: unlimited."""
     limits = []
     for folder in _cgroup_folders("memory"):
-        text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        text = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
         if text.isdigit() and int(text) < 1 << 60:  # v1 writes a huge number for "none"
             limits.append(int(text))
     return min(limits, default=None)
@@ -45,13 +48,13 @@ def cgroup_memory_limit() -> int | None:
 
 def memory_bytes() -> tuple[int, int]:
     """(total, available) bytes of this machine's memory, as the kernel estimates them."""
-    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE))
+    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB$", read_text(Path("/proc/meminfo")), re.MULTILINE))
     return int(found.get("MemTotal", 0)) * 1024, int(found.get("MemAvailable", 0)) * 1024
 
 
 def cpu_model() -> str:
     """The processor's name, e.g. "AMD EPYC 9654"."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
@@ -61,7 +64,7 @@ def busy_cpu_seconds() -> float | None:
     User, system and stolen time. Interrupts are left out: loopback traffic of the one who measures would count there,
     and is not in that process's own times.
     """
-    words = _read(Path("/proc/stat")).partition("\n")[0].split()
+    words = read_text(Path("/proc/stat")).partition("\n")[0].split()
     if len(words) < 9 or words[0] != "cpu":
         return None
     user, nice, system, _, _, _, _, steal = (int(word) for word in words[1:9])
@@ -130,7 +133,7 @@ def commit() -> str:
 def _cgroup_folders(controller: str) -> list[Path]:
     """This process's cgroup and those above it: v2's, and v1's of `controller`."""
     folders: list[Path] = []
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in read_text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             root = _CGROUP
@@ -143,7 +146,8 @@ def _cgroup_folders(controller: str) -> list[Path]:
     return folders
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The stripped content of a file of the kernel; "" where it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -203,9 +203,7 @@ def test_state_of_another_optimizer_class_is_refused_by_name() -> None:
     steps(other, adamw, 0, 1)
     saved = adamw.state_dict()
     saved["param_groups"] = optimizer.state_dict()["param_groups"]
-    with pytest.raises(
-        ValueError, match=r"0\.weight has \['exp_avg'\], but sgd .* \['momentum_buffer'\]"
-    ):
+    with pytest.raises(ValueError, match=r"0\.weight has \['exp_avg'\], but sgd .* \['momentum_buffer'\]"):
         optimizer.load_state_dict(saved)
 
 

@@ -1,0 +1,45 @@
+// What the tools (doctor, bench, simulate) need of the core beyond what training uses.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend/collectives/copy.h"
+#include "backend/collectives/reduce_kernels.h"
+#include "backend/topology_probe.h"
+#include "python/bindings/bindings.h"
+
+namespace zeropg {
+namespace {
+
+std::vector<std::string> reduction_instruction_sets() {
+  std::vector<std::string> names;
+  for (const InstructionSet& set : usable_instruction_sets()) {
+    names.emplace_back(set.name);
+  }
+  return names;
+}
+
+void copy_tensor(const at::Tensor& destination, const at::Tensor& source, bool is_streaming) {
+  TORCH_CHECK_VALUE(destination.is_cpu() && source.is_cpu() && destination.is_contiguous() && source.is_contiguous() &&
+                        destination.nbytes() == source.nbytes(),
+                    "[zeropg] copy_bytes: expected two contiguous CPU tensors of the same size");
+  copy_bytes(destination.mutable_data_ptr(), source.const_data_ptr(), static_cast<int64_t>(source.nbytes()),
+             is_streaming);
+}
+
+}  // namespace
+
+void bind_tools(pybind11::module_& m) {
+  namespace py = pybind11;
+#ifdef ZEROPG_WITH_CUDA
+  m.attr("built_with_cuda") = true;
+#else
+  m.attr("built_with_cuda") = false;
+#endif
+  m.def("reduction_instruction_sets", &reduction_instruction_sets,
+        "Those that this processor runs; the last one is used.");
+  m.def("probe_host_id", &probe_host_id, "Equal for two processes exactly when they can share memory.");
+  m.def("copy_bytes", &copy_tensor, py::arg("destination"), py::arg("source"), py::arg("is_streaming"),
+        py::call_guard<py::gil_scoped_release>(), "Copies a tensor's bytes, past the caches if is_streaming.");
+}
+
+}  // namespace zeropg
