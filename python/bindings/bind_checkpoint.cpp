@@ -129,7 +129,9 @@ void bind_checkpoint(py::module_& m) {
       .def("read_bytes", torch::wrap_pybind_function([](FileReader& reader, uint64_t offset, uint64_t bytes) {
              return py::bytes(reader.read_bytes(offset, bytes));
            }),
-           py::arg("offset"), py::arg("bytes"));
+           py::arg("offset"), py::arg("bytes"))
+      .def_property_readonly("path", &FileReader::path)
+      .def_property_readonly("bytes", &FileReader::bytes);
   m.def("crc32c", torch::wrap_pybind_function(checksum), py::arg("bytes"));
   m.def("join_checksums", torch::wrap_pybind_function_no_gil(join), py::arg("pieces"), py::arg("file_bytes"),
         py::arg("chunk_bytes"), "One checksum per chunk of a file from the pieces of all its writers.");

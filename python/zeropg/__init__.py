@@ -10,6 +10,7 @@ import _zeropg_register
 from zeropg import _native as _native  # checks versions before anything loads the core
 from zeropg.access import clip_grad_norm_, full_gradients, full_parameters, local_shards, no_sync
 from zeropg.backend import BackendOptions, Topology, stats, topology
+from zeropg.checkpoint import load_checkpoint, save_checkpoint
 from zeropg.export import save_16bit_weights
 from zeropg.fully_sharded import FullyShardedModule, fully_shard
 from zeropg.optim import shard_optimizer
@@ -26,10 +27,12 @@ __all__ = [
     "full_parameters",
     "full_state_dict",
     "fully_shard",
+    "load_checkpoint",
     "load_full_state_dict",
     "local_shards",
     "no_sync",
     "save_16bit_weights",
+    "save_checkpoint",
     "shard_optimizer",
     "stats",
     "topology",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ def together(group: dist.ProcessGroup, operation: str, action: Callable[[], Any]
     try:
         report: dict[str, Any] = {"value": action()}
     except Exception as error:
-        report = {"error": _describe(error), "message": _message(error), "errno": getattr(error, "errno", None)}
+        report = failure_report(error)
         cause: Exception | None = error
     else:
         cause = None
@@ -53,8 +53,23 @@ def together(group: dist.ProcessGroup, operation: str, action: Callable[[], Any]
         reports = [json.loads(text) for text in _gather_texts(group, json.dumps(report))]
     failed = {rank: entry for rank, entry in enumerate(reports) if "error" in entry}
     if failed:
-        raise _joint_error(group, operation, failed) from cause
+        raise_failures(group.rank(), group.size(), operation, failed, cause)
     return [entry["value"] for entry in reports]
+
+
+def check_same(group: dist.ProcessGroup, operation: str, announced: list[dict[str, str]]) -> None:
+    """Raises ValueError, naming the first argument that is not the same on all ranks and the ranks that differ.
+
+    announced: per rank, what was passed by the argument's name; the same list on every rank.
+    """
+    for key, value in announced[0].items():
+        others = [rank for rank, entry in enumerate(announced) if entry[key] != value]
+        if others:
+            raise ValueError(
+                f"[zeropg rank {group.rank()}/{group.size()}] {operation}: {key} is {value!r} on rank 0, but "
+                f"{announced[others[0]][key]!r} on rank {others[0]} (ranks that differ: "
+                f"{', '.join(map(str, others))}); pass the same on every rank"
+            )
 
 
 @contextmanager
@@ -70,6 +85,18 @@ def peers_needed(group: dist.ProcessGroup, operation: str, own_failure: Exceptio
         ) from (own_failure or error)
 
 
+def failure_report(error: Exception) -> dict[str, Any]:
+    """What the other ranks are told about an exception: a JSON value."""
+    return {"error": _describe(error), "message": _message(error), "errno": getattr(error, "errno", None)}
+
+
+def raise_failures(
+    rank: int, world_size: int, operation: str, failed: dict[int, dict[str, Any]], cause: Exception | None
+) -> NoReturn:
+    """Raises one exception for the reports of the ranks that failed; the same words on every rank."""
+    raise _joint_error(f"[zeropg rank {rank}/{world_size}] {operation}", failed) from cause
+
+
 def _describe(error: Exception) -> str:
     return next((name for name, kind in _EXCEPTIONS.items() if isinstance(error, kind)), type(error).__name__)
 
@@ -81,7 +108,7 @@ def _message(error: Exception) -> str:
     return str(error)
 
 
-def _joint_error(group: dist.ProcessGroup, operation: str, failed: dict[int, dict[str, Any]]) -> Exception:
+def _joint_error(context: str, failed: dict[int, dict[str, Any]]) -> Exception:
     ranks_by_message: dict[str, list[str]] = {}
     for rank, entry in failed.items():
         kind = "" if entry["error"] in _EXCEPTIONS else f"{entry['error']}: "
@@ -90,7 +117,7 @@ def _joint_error(group: dist.ProcessGroup, operation: str, failed: dict[int, dic
         f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}: {message}"
         for message, ranks in ranks_by_message.items()
     )
-    text = f"[zeropg rank {group.rank()}/{group.size()}] {operation}: {what}"
+    text = f"{context}: {what}"
     first = next(iter(failed.values()))
     error = _EXCEPTIONS.get(str(first["error"]), RuntimeError)(text)
     if isinstance(error, OSError):

@@ -128,9 +128,12 @@ def companion_files(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, byt
 
 def _collect(model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[ExportTensor], dict[str, str]]:
     """Returns the tensors in the order of `state_dict()`, and the written name by each other name of a tied one."""
+    for prefix, module in model.named_modules():
+        if has_extra_state(module):
+            warnings.warn(f"the extra state of module '{prefix}' is not exported: it is no tensor", stacklevel=2)
     names_of: dict[int, list[str]] = {}
     values: dict[int, torch.Tensor] = {}
-    for name, value in _named_tensors(model):
+    for name, value in named_tensors(model):
         names_of.setdefault(id(value), []).append(name)
         values[id(value)] = value
     tied_patterns = _tied_patterns(model)
@@ -147,11 +150,12 @@ def _collect(model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[ExportTen
     return tensors, aliases
 
 
-def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    # The order and the names of state_dict(), without asking it: hooks may make it raise on sharded parameters.
+def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields parameters and persistent buffers under all their names, in the order of `state_dict()`.
+
+    Without asking that: hooks may make it raise on sharded parameters.
+    """
     for prefix, module in model.named_modules(remove_duplicate=False):
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            warnings.warn(f"the extra state of module '{prefix}' is not exported: it is no tensor", stacklevel=2)
         dot = f"{prefix}." if prefix else ""
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -159,6 +163,10 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield dot + name, buffer
+
+
+def has_extra_state(module: torch.nn.Module) -> bool:
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
 def _tied_patterns(model: torch.nn.Module) -> list[re.Pattern[str]]:

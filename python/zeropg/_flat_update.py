@@ -93,7 +93,8 @@ class Updater(Protocol):
     def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Yields (key, first element, values) of the state per element of elements [start, stop) of segment `index`.
 
-        In pieces, in order within a key; each is valid until the next is asked for.
+        In pieces, in order within a key; each is valid until the next is asked for. Of an empty range, one empty piece
+        per key, without reading: it shows the dtype.
         """
 
     def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zeropg._native import _C
 from zeropg._units import UnitPlan
+
+if TYPE_CHECKING:
+    from zeropg.checkpoint import PendingCheckpoint
 
 
 @dataclass
@@ -28,6 +31,7 @@ class ShardedState:
     # Every module as it was: its dictionaries, which users write to, and copies of them.
     contents: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     has_said_full_gradients: bool = False
+    pending_save: PendingCheckpoint | None = None  # the last save_checkpoint(async_save=True)
 
     def __post_init__(self) -> None:
         for name, module in self.model.named_modules():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeropg._agreement import collective_device, peers_needed, together
+from zeropg._agreement import check_same, collective_device, peers_needed, together
 from zeropg._commit import INDEX_NAME
 from zeropg._export_plan import ExportPlan, companion_files, index_json, make_plan
 from zeropg._parallel_files import ByteRange
@@ -62,14 +62,14 @@ def save_16bit_weights(
     group: dist.ProcessGroup = core.process_group
     plan: ExportPlan | None = None
 
-    def announce() -> dict[str, str]:
+    def announce() -> dict[str, Any]:
         nonlocal plan
         plan = make_plan(model, directory, dtype, max_shard_size)
-        return {**plan.arguments, "token": secrets.token_hex(8)}
+        return {"arguments": plan.arguments, "token": secrets.token_hex(8)}
 
-    announced = together(group, _OPERATION, announce)
+    announced: list[dict[str, Any]] = together(group, _OPERATION, announce)
     assert plan is not None  # otherwise the line above has raised
-    _check_same(group, announced, list(plan.arguments))
+    check_same(group, _OPERATION, [entry["arguments"] for entry in announced])
     files = StagedFiles(plan.directory, plan.layout, announced[0]["token"])
     export = _Export(model, group, plan, files)
     try:
@@ -83,17 +83,6 @@ def _local_shards(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, i
 
     shards: Iterator[tuple[str, torch.Tensor, int, int]] = zeropg.local_shards(model)
     return shards
-
-
-def _check_same(group: dist.ProcessGroup, announced: list[dict[str, str]], keys: list[str]) -> None:
-    for key in keys:
-        others = [str(rank) for rank, entry in enumerate(announced) if entry[key] != announced[0][key]]
-        if others:
-            raise ValueError(
-                f"[zeropg rank {group.rank()}/{group.size()}] {_OPERATION}: {key} is {announced[0][key]!r} on rank 0, "
-                f"but {announced[int(others[0])][key]!r} on rank {others[0]} (ranks that differ: {', '.join(others)}); "
-                "pass the same on every rank"
-            )
 
 
 class _Export:

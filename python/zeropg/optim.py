@@ -216,10 +216,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         begin = segment.offset + at
                         yield StateShard(segment.name, key, values, begin, begin + values.numel())
 
+    def local_keys(self) -> Iterator[tuple[str, str, torch.dtype]]:
+        """Yields (parameter name, key, dtype) of what `local_state` yields, without reading it."""
+        for updater in self._updaters:
+            for index, segment in enumerate(updater.segments):
+                start, stop = updater.owned.get(segment.name, (0, 0))
+                if start < stop:
+                    at = start - segment.offset
+                    yield from ((segment.name, key, empty.dtype) for key, _, empty in updater.read(index, at, at))
+
     def local_scalars(self) -> Iterator[tuple[str, str, Any]]:
-        """Yields (parameter name, key, value) of state that is one number per parameter, such as `step`."""
+        """Yields (parameter name, key, value) of state that is one number per parameter, such as `step`.
+
+        Of each parameter that this rank saves elements of.
+        """
         for updater in self._updaters:
             for segment in updater.segments:
+                start, stop = updater.owned.get(segment.name, (0, 0))
+                if start == stop:
+                    continue
                 for key, value in self.state.get(segment.parameter, {}).items():
                     if not is_per_element(key, value):
                         yield segment.name, key, value.clone() if isinstance(value, torch.Tensor) else value
