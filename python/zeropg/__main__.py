@@ -13,12 +13,14 @@ import sys
 COMMANDS = {
     "bench": ("zeropg.bench.command", "measure collectives and training steps beside their peers"),
     "doctor": ("zeropg.doctor.command", "say what is built, what this machine can use, and why not"),
+    "plan": ("zeropg.plan.command", "memory and traffic of a run per rank, before anything is allocated"),
     "train": ("zeropg.train.command", "train a small GPT on real text with ZeRO-0 to 3, and export it in 16 bits"),
 }
 
 _EXAMPLES = """
 examples:
   python -m zeropg doctor                                                what this machine can use, and why not
+  python -m zeropg plan --params 7e9 --ranks 8 --stage 0,1,2,3           what each stage would hold and send
   python -m zeropg bench collectives -n 2                                all-reduce from 8 B to 64 MiB, beside gloo
   python -m zeropg train --help                                          what train does, and all its options
   torchrun --standalone --nproc-per-node 2 -m zeropg train               ZeRO-3 on two processes of this machine

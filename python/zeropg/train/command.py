@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropg
+from zeropg.plan.formulas import Settings, paper_bytes
+from zeropg.plan.shape import shape_of
 from zeropg.train.export import check_export, export, generate, load_plain
 from zeropg.train.gpt import GPT
 from zeropg.train.loop import Batch, train
-from zeropg.train.memory import measured_bytes, memory_table, zero_formula
+from zeropg.train.memory import measured_bytes, memory_table, planned_bytes
 from zeropg.train.options import Options, parse
 from zeropg.train.report import figures, plot_losses
 from zeropg.train.text import TrainingBatches, load_text, validation_batches
@@ -93,15 +95,24 @@ def _run(options: Options, batches: TrainingBatches, validation: list[Batch]) ->
         f"GPT of {parameters:,} parameters in {str(options.param_dtype).removeprefix('torch.')}; ZeRO stage "
         f"{options.stage} over {options.backend}; ranks: {dist.get_world_size()}, threads each: {options.threads}"
     )
+    settings = Settings(
+        stage=options.stage,
+        ranks=dist.get_world_size(),
+        nodes=dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        param_dtype=options.param_dtype,
+        device=options.device,
+        backend=options.backend,
+    )
+    planned = planned_bytes(shape_of(model), settings)
     zeropg.fully_shard(model, stage=options.stage, param_dtype=options.param_dtype)
     history, optimizer = train(model, batches, validation, steps=options.steps, lr=options.lr)
     loss = history.validation[-1][1]
     say(f"validation loss after {options.steps} steps: {loss:.4f} nats/byte, {loss / math.log(2):.3f} bits/byte")
 
     measured = measured_bytes(model, optimizer)
-    formula = zero_formula(options.stage, dist.get_world_size(), parameters, options.param_dtype)
+    formula = paper_bytes(options.stage, dist.get_world_size(), parameters, options.param_dtype)
     say(f"\nmemory of the largest of {dist.get_world_size()} ranks:")
-    say(memory_table(measured, formula, parameters, history.peak_process_bytes))
+    say(memory_table(measured, planned, formula, parameters, history.peak_process_bytes))
 
     file = export(model, options.output)
     plain = load_plain(file, options.model, options.param_dtype, device)
@@ -117,6 +128,7 @@ def _run(options: Options, batches: TrainingBatches, validation: list[Batch]) ->
         "parameters": parameters,
         "exported_loss_nats_per_byte": exported_loss,
         "memory_bytes": measured,
+        "memory_planned_bytes": planned,
         "memory_formula_bytes": formula,
         "total_seconds": time.perf_counter() - start,
     }

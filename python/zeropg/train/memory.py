@@ -1,4 +1,4 @@
-"""Where the memory of a rank goes, measured, beside what the ZeRO paper says it should be."""
+"""Where the memory of a rank goes, measured, beside what was planned and what the ZeRO paper says."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-MIB = 2**20
+from zeropg.plan.formulas import Settings, bytes_per_kind, memory
+from zeropg.plan.shape import ModelShape
 
-# ZeRO (arXiv:1910.02054), section 3: which class each stage begins to shard.
-_SHARDED_FROM_STAGE = {"optimizer": 1, "gradients": 2, "parameters": 3}
+MIB = 2**20
 
 
 def resident_bytes() -> int:
@@ -42,37 +42,37 @@ def measured_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return dict(zip(report, largest.tolist(), strict=True))
 
 
-def zero_formula(stage: int, world_size: int, parameters: int, param_dtype: torch.dtype) -> dict[str, int]:
-    """Bytes per rank of training `parameters` numbers with Adam, by class, as the ZeRO paper counts them.
-
-    With 16-bit parameters: 2 bytes of weight and 2 of gradient, 12 of optimizer state (float32 master, mean, variance).
-    With float32: 4, 4 and 8, since the weight is its own master. What a stage shards is divided by the ranks.
-    """
-    width = param_dtype.itemsize
-    bytes_each = {"parameters": width, "gradients": width, "optimizer": 12 if width == 2 else 2 * width}
-    return {
-        name: parameters * each // (world_size if stage >= _SHARDED_FROM_STAGE[name] else 1)
-        for name, each in bytes_each.items()
-    }
+def planned_bytes(shape: ModelShape, settings: Settings) -> dict[str, int]:
+    """What `python -m zeropg plan` says of the classes of `measured_bytes`, before anything is allocated."""
+    kinds = bytes_per_kind(memory(shape, settings))
+    kinds["optimizer"] += kinds.pop("masters")
+    return {name: kinds[name] for name in ("parameters", "gradients", "optimizer", "buckets", "gathered")}
 
 
-def memory_table(measured: dict[str, int], formula: dict[str, int], parameters: int, process_bytes: int) -> str:
-    """A table of `measured` bytes per class beside `formula`, then what no formula covers.
+def memory_table(
+    measured: dict[str, int], planned: dict[str, int], formula: dict[str, int], parameters: int, process_bytes: int
+) -> str:
+    """A table of `measured` bytes per class beside `planned` and the paper's `formula`, then what no formula covers.
 
-    The classes of the formula come first and are summed. Others that the core reports (gathered units, staging) and the
+    The classes of the formula come first and are summed. Others that the core reports (gathered units, buckets) and the
     whole process follow.
     """
-    rows = [_row(name, measured.get(name, 0), formula[name], parameters) for name in formula]
-    rows.append(_row("sum", sum(measured.get(name, 0) for name in formula), sum(formula.values()), parameters))
-    rows += [_row(name, measured[name], None, parameters) for name in measured if name not in formula]
-    rows.append(("whole process (PSS)", _mib(process_bytes), "", ""))
-    head = ("", "measured", "ZeRO's formula", "bytes/parameter")
-    return "\n".join("  {:<20} {:>12} {:>16} {:>17}".format(*row) for row in [head, *rows])
+    rows = [_row(name, measured.get(name, 0), planned[name], formula[name], parameters) for name in formula]
+    total, planned_total = (sum(source.get(name, 0) for name in formula) for source in (measured, planned))
+    rows.append(_row("sum", total, planned_total, sum(formula.values()), parameters))
+    rows += [
+        _row(name, measured[name], planned.get(name), None, parameters) for name in measured if name not in formula
+    ]
+    rows.append(("whole process (PSS)", _mib(process_bytes), "", "", ""))
+    head = ("", "measured", "planned", "ZeRO's formula", "bytes/parameter")
+    return "\n".join("  {:<20} {:>12} {:>12} {:>16} {:>17}".format(*row) for row in [head, *rows])
 
 
-def _row(name: str, measured: int, formula: int | None, parameters: int) -> tuple[str, str, str, str]:
-    expected = "" if formula is None else _mib(formula)
-    return name, _mib(measured), expected, f"{measured / parameters:.2f}"
+def _row(
+    name: str, measured: int, planned: int | None, formula: int | None, parameters: int
+) -> tuple[str, str, str, str, str]:
+    expected, ideal = ("" if value is None else _mib(value) for value in (planned, formula))
+    return name, _mib(measured), expected, ideal, f"{measured / parameters:.2f}"
 
 
 def _mib(count: int) -> str:

@@ -1,0 +1,1 @@
+"""What a training run will take, before anything is allocated: the one source of these formulas."""

@@ -1,0 +1,236 @@
+"""`python -m zeropg plan`: its formulas against the paper, and against what training really holds."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeropg
+from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
+from tests.spawn import run_ranks
+from zeropg import __main__ as program
+from zeropg._native import _C
+from zeropg.plan.formulas import OPTIMIZER_SLOTS, Settings, bytes_per_kind, memory, paper_bytes, traffic
+from zeropg.plan.shape import Flat, ModelShape, Unit, shape_of, shape_of_config, shape_of_gpt
+from zeropg.train.memory import measured_bytes, resident_bytes
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_formula_gives_the_figures_of_the_zero_paper(stage, gigabytes):
+    assert sum(paper_bytes(stage, 64, 7_500_000_000, torch.bfloat16).values()) / 1e9 == pytest.approx(
+        gigabytes, abs=0.06
+    )
+
+
+@pytest.mark.parametrize(("stage", "bytes_each"), [(0, 16), (1, 12), (2, 10), (3, 8)])
+def test_formula_of_float32_on_two_ranks(stage, bytes_each):
+    assert sum(paper_bytes(stage, 2, 1000, torch.float32).values()) == 1000 * bytes_each
+
+
+@pytest.mark.parametrize(("stage", "float32", "bfloat16"), [(0, 16, 18), (1, 12, 12), (2, 10, 10), (3, 8, 9)])
+def test_plan_counts_as_the_readme_of_sharding_on_two_ranks(stage, float32, bfloat16):
+    shape = shape_of_gpt(10_000_000)
+    for dtype, each in ((None, float32), (torch.bfloat16, bfloat16)):
+        kinds = bytes_per_kind(memory(shape, Settings(stage=stage, ranks=2, param_dtype=dtype)))
+        held = sum(kinds[name] for name in ("parameters", "masters", "optimizer", "gradients"))
+        assert held / shape.parameters == pytest.approx(each, rel=1e-3)
+
+
+def train_and_measure(
+    stage: int, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, backend: str
+) -> Any:
+    """(planned, measured) bytes per kind of the small GPT after three steps."""
+    model = make_model()
+    settings = Settings(
+        stage=stage, ranks=dist.get_world_size(), param_dtype=param_dtype, reduce_dtype=reduce_dtype, backend=backend
+    )
+    planned = bytes_per_kind(memory(shape_of(model), settings))
+    planned["optimizer"] += planned.pop("masters")
+    zeropg.fully_shard(model, stage=stage, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
+    for batch in make_batches(3):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return planned, measured_bytes(model, optimizer)
+
+
+def check(planned: dict[str, int], measured: dict[str, int]) -> None:
+    for kind in ("parameters", "gradients"):
+        assert measured[kind] == planned[kind], kind
+    # Measured are the parameters' moments; planned is what is allocated, padding included.
+    assert 0.98 * planned["optimizer"] <= measured["optimizer"] <= planned["optimizer"]
+    # How many buckets and units live at once depends on the ranks' timing; the plan says the most.
+    for kind in ("buckets", "gathered"):
+        assert measured[kind] <= planned[kind], kind
+        assert measured[kind] >= 0.5 * planned[kind], kind
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 2)])
+def test_plan_matches_what_the_core_holds(rank_pool, world_size, stage):
+    pool = rank_pool(world_size)
+    for param_dtype, reduce_dtype in ((None, None), (torch.bfloat16, None), (torch.bfloat16, torch.bfloat16)):
+        planned, measured = pool.run(train_and_measure, stage, param_dtype, reduce_dtype, "zeropg", timeout=90)[0]
+        check(planned, measured)
+
+
+def test_plan_matches_what_the_core_holds_where_units_are_gathered():
+    planned, measured = run_ranks(2, train_and_measure, 3, torch.bfloat16, None, "gloo", backend="gloo", timeout=90)[0]
+    assert planned["gathered"] > 0
+    for kind in ("parameters", "gradients", "gathered"):
+        assert 0.5 * planned[kind] <= measured[kind] <= planned[kind]
+
+
+class Wide(nn.Module):
+    """Mostly parameters, hardly any activations: 24 million in eight blocks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x
+
+
+def held_bytes() -> int:
+    """The proportional set size without what malloc keeps of memory that was freed."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return resident_bytes()
+
+
+def train_wide(width: int, stage: int) -> tuple[int, int, int]:
+    """Proportional set size before the model and after three steps, and what is planned."""
+    before = held_bytes()
+    model = Wide(width)
+    planned = sum(h.bytes for h in memory(shape_of(model), Settings(stage=stage, ranks=dist.get_world_size())))
+    zeropg.fully_shard(model, stage=stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+    for _ in range(3):
+        model(torch.ones(2, width)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()  # both ranks hold everything while both look
+    after = held_bytes()
+    dist.barrier()
+    return before, after, planned
+
+
+def train_wide_twice(stage: int) -> tuple[int, int, int]:
+    train_wide(64, stage)  # what the first training of a process loads, however small, is not the model's
+    return train_wide(1728, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_plan_matches_what_processes_really_hold(stage):
+    """Within a quarter: activations and what torch's kernels keep come on top."""
+    for before, after, planned in run_ranks(2, train_wide_twice, stage, timeout=90):
+        assert 0.85 * planned < after - before < 1.25 * planned, (planned / 2**20, (after - before) / 2**20)
+
+
+def test_optimizers_state_is_what_the_kernels_say():
+    values = {"momentum": 0.9, "amsgrad": 0.0, "nesterov": 0.0, "dampening": 0.0, "maximize": 0.0}
+    for name in _C.optimizer_names():
+        kernel = _C.make_optimizer(name)
+        hyperparameters = {key: values.get(key, 0.5) for key in kernel.hyperparameters}
+        slots = len(kernel.state_slots(hyperparameters))
+        assert slots == OPTIMIZER_SLOTS[f"{name}-momentum" if f"{name}-momentum" in OPTIMIZER_SLOTS else name]
+
+
+def test_traffic_reaches_the_lower_bounds():
+    shape = ModelShape("one matrix", (Unit("a", (Flat((1 << 20,), torch.float32),)), Unit("", ())))
+    size = 4 << 20
+    for ranks, nodes in ((4, 1), (8, 2), (6, 3)):
+        local = ranks // nodes
+        settings = Settings(stage=0, ranks=ranks, nodes=nodes)
+        padded = shape.units[0].flats[0].total_numel(ranks) * 4
+        assert padded == pytest.approx(size, rel=1e-3)
+        (row,) = traffic(shape, settings)
+        assert row.inside_bytes == pytest.approx(2 * padded * (local - 1) / local)
+        assert row.between_bytes * local == pytest.approx(2 * padded * (nodes - 1) / nodes)
+        compressed = traffic(shape, replace(settings, compression_bits=4))[0]
+        assert compressed.inside_bytes == row.inside_bytes
+        if nodes > 1:
+            assert compressed.between_bytes / row.between_bytes == pytest.approx(130 / 1024)
+
+
+def test_stages_move_what_zero_says():
+    """Stage 3 where units are gathered moves half as much again as stage 0; stages 1 and 2 as much, or less."""
+    shape = shape_of_gpt(1_000_000_000)
+
+    def total(stage: int) -> float:
+        return sum(row.inside_bytes for row in traffic(shape, Settings(stage=stage, ranks=4, device="cuda")))
+
+    assert total(2) == pytest.approx(total(0), rel=1e-6)
+    assert total(1) == pytest.approx(1.5 * total(0), rel=1e-6)  # its gradients are all-reduced
+    assert 1.3 * total(0) < total(3) <= 1.5 * total(0)
+    shared = traffic(shape, Settings(stage=3, ranks=4))
+    assert sum(row.inside_bytes for row in shared if row.what.startswith("parameters")) == 0
+
+
+def test_offloaded_state_leaves_the_device():
+    shape = shape_of_gpt(10_000_000)
+    settings = Settings(stage=3, ranks=2, param_dtype=torch.bfloat16, device="cuda", offload_optimizer="nvme")
+    tiers = {holding.kind: holding.tier for holding in memory(shape, settings)}
+    assert tiers["optimizer"] == tiers["masters"] == "nvme" and tiers["parameters"] == "device"
+
+
+@pytest.mark.parametrize("parameters", [1, 1000, 124_000_000, 7_000_000_000, 175_000_000_000])
+def test_assumed_shapes_have_the_parameters_that_were_asked_for(parameters):
+    assert shape_of_gpt(parameters).parameters == parameters
+    assert len(shape_of_gpt(175_000_000_000).units) == pytest.approx(97, abs=3)  # GPT-3 has 96 layers
+
+
+def test_a_config_gives_the_shape_without_weights(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=100
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    shape = shape_of_config(str(tmp_path))
+    whole = transformers.LlamaForCausalLM(config)
+    assert shape.parameters == sum(p.numel() for p in whole.parameters())
+    assert [unit.name for unit in shape.units] == ["model.layers.0", "model.layers.1", "model.layers.2", ""]
+    with pytest.raises(ValueError, match="--model"):
+        shape_of_config(str(tmp_path / "missing"))
+
+
+def test_command_prints_one_plan_a_table_and_json(capsys):
+    assert program.main(["plan", "--params", "7e9", "--ranks", "8", "--param-dtype", "bf16"]) == 0
+    output = capsys.readouterr().out
+    assert "stage 3 on 8 ranks" in output and "masters" in output and "all ranks" not in output
+    assert program.main(["plan", "--params", "1B", "--ranks", "1,2", "--stage", "0,3", "--memory", "8G"]) == 1
+    table = capsys.readouterr().out
+    assert sum(line.endswith("  no") for line in table.splitlines()) == 4 and "stage" in table
+    assert program.main(["plan", "--params", "1B", "--ranks", "2", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["model"]["parameters"] == 1_000_000_000 and plan["plans"][0]["memory"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give the model's size"),
+        (["--params", "1e9", "--model", "x"], "one of them"),
+        (["--params", "many"], "'many' is no number"),
+        (["--params", "1e9", "--stage", "4"], "expected 0 to 3"),
+        (["--params", "1e9", "--nodes", "4", "--ranks", "2"], "each node has at least one rank"),
+        (["--params", "1e9", "--param-dtype", "int3"], "'int3'"),
+        (["--params", "0"], "expected at least one"),
+    ],
+)
+def test_wrong_options_are_one_clear_error(capsys, arguments, words):
+    with pytest.raises(SystemExit) as exit_:
+        program.main(["plan", *arguments])
+    assert exit_.value.code == 2 and words in capsys.readouterr().err
