@@ -12,9 +12,9 @@ JOBS := $(shell nproc)
 RANKS ?= 2
 RESULTS := benchmarks/results
 
-SOURCES := $(shell find compression backend sharding python CMakeLists.txt setup.py pyproject.toml \
+SOURCES := $(shell find compression backend sharding cpp python CMakeLists.txt setup.py pyproject.toml \
              -type f -not -path '*/__pycache__/*' -not -name '*.md' 2>/dev/null)
-CXX_FILES := $(shell find compression backend sharding python/bindings tests \
+CXX_FILES := $(shell find compression backend sharding cpp python/bindings tests \
                -name '*.cpp' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
 
 .PHONY: help train bench test smoke lint format build wheel venv clean

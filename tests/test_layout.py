@@ -1,6 +1,6 @@
 """The architecture, checked: includes point one way, and nothing in the tree or the build knows where it was built.
 
-python -> sharding -> backend -> { compression, backend/transport }
+{ python, cpp } -> sharding -> backend -> { compression, backend/transport }
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ ALLOWED = {
     "backend/collectives": {"backend/collectives", "backend/topology.h", "compression"},
     "backend": {"backend", "backend/collectives", "backend/transport", "compression"},
     "sharding": {"sharding", "backend", "backend/collectives", "backend/transport", "compression"},
+    "cpp": {"cpp", "sharding", "backend"},
+    "cpp/zeropg": set(),  # what programs include: it names itself and torch in angle brackets
     "python/bindings": {
         "python/bindings",
         "sharding",
@@ -34,13 +36,13 @@ ALLOWED = {
 TORCH = re.compile(r"<(torch|ATen|c10|pybind11)/|<Python\.h>")
 PYTHON = re.compile(r"<(torch/extension\.h|torch/csrc/utils/|torch/csrc/autograd/python|pybind11/|Python\.h)")
 FORBIDDEN_FOLDERS = {"common", "util", "utils", "misc", "helpers"}
-ROOM_FOLDERS = ("compression", "backend", "sharding", "python", "tests", "benchmarks")
+ROOM_FOLDERS = ("compression", "backend", "sharding", "cpp", "python", "tests", "benchmarks")
 
 
 def sources() -> list[Path]:
     return [
         path.relative_to(ROOT)
-        for folder in ("compression", "backend", "sharding", "python/bindings")
+        for folder in ("compression", "backend", "sharding", "cpp", "python/bindings")
         for path in sorted((ROOT / folder).rglob("*"))
         if path.suffix in {".h", ".cpp", ".cu", ".cuh"}
     ]
