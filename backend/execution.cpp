@@ -148,8 +148,9 @@ void Execution::reduce_step(const Step& step) {
   for (int32_t i = 0; i < step.source_count; ++i) {
     sources.push_back(address(collective_.schedule->sources[step.first_source + i]));
   }
+  const ReduceOp op = step.has_partial_sources ? op_over_partial_results(collective_.reduce_op) : collective_.reduce_op;
   reduce(address(step.destination), sources.data(), step.source_count, step.bytes / collective_.spec.element_bytes,
-         collective_.dtype, collective_.reduce_op, collective_.factor, step.is_final);
+         collective_.dtype, op, collective_.factor, step.is_final);
 }
 
 std::byte* Execution::address(const Region& region) const {

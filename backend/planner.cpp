@@ -115,6 +115,8 @@ Collective Planner::plan(const Request& request) {
       .output_is_list = request.output_is_list,
       .send_bytes = request.send_bytes,
       .receive_bytes = request.receive_bytes,
+      .nodes = options_.nodes,
+      .window_bytes = options_.window_bytes,
   };
   collective.schedule = schedule_for(collective.spec);
   collective.dtype_id = static_cast<int32_t>(request.dtype);

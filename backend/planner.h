@@ -34,6 +34,8 @@ struct PlannerOptions {
   int32_t world_size = 1;
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
+  std::vector<std::vector<int32_t>> nodes{};      // Topology::nodes; empty: all ranks are on one node
+  int64_t window_bytes = 0;                       // between nodes; the same on all ranks
   std::map<std::string, std::string> algorithms;  // operation -> forced algorithm
 };
 

@@ -9,6 +9,8 @@
 #include <string>
 #include <utility>
 
+#include "backend/collectives/placement.h"
+
 namespace zeropg {
 
 namespace {
@@ -48,7 +50,7 @@ struct Bank {
 struct Mailbox {
   struct Piece {
     std::vector<std::byte> bytes;
-    double arrival_us;
+    double arrival_us;  // of its first byte between nodes, of its last one within a node
   };
   std::deque<Piece> pieces;
   int64_t used_bytes = 0;
@@ -59,8 +61,10 @@ struct RankState {
   size_t step = 0;
   int64_t moved_bytes = 0;  // of the current send or receive
   bool is_at_barrier = false;
-  int32_t banks_used = 0;  // by the operations that are done
-  double message_end_us = 0;
+  int32_t banks_used = 0;         // by the operations that are done
+  double message_arrival_us = 0;  // of the current send
+  double sending_until_us = 0;    // between nodes, as the next one
+  double receiving_until_us = 0;
   std::vector<std::byte> scratch;
   std::vector<std::byte> received;
 };
@@ -71,6 +75,7 @@ class Simulation {
  public:
   Simulation(const SimulatorOptions& options, const std::vector<SimulatedOperation>& operations)
       : options_(options), operations_(operations), random_(options.seed), ranks_(options.world_size) {
+    place_ranks();
     check_operations();
     banks_.resize(2 * size_t(options.world_size));
     for (Bank& bank : banks_) bank.bytes.assign(options.bank_bytes, kPoison);
@@ -99,6 +104,27 @@ class Simulation {
   }
 
  private:
+  void place_ranks() {
+    const CollectiveSpec spec{.world_size = options_.world_size, .nodes = options_.nodes};
+    const Placement placement(spec);
+    for (int32_t node = 0; node < placement.node_count(); ++node) {
+      nodes_.emplace_back();
+      for (int32_t i = 0; i < placement.node_size(node); ++i) nodes_.back().push_back(placement.rank_at(node, i));
+    }
+    for (int32_t rank = 0; rank < options_.world_size; ++rank) node_of_.push_back(placement.node_of(rank));
+  }
+
+  bool is_near(int32_t rank, int32_t peer) const { return node_of_[rank] == node_of_[peer]; }
+  int64_t capacity(int32_t from, int32_t to) const {
+    return is_near(from, to) ? options_.mailbox_bytes : options_.window_bytes;
+  }
+  SimulatedLink link(int32_t from, int32_t to) const {
+    if (options_.link) return options_.link(from, to);
+    if (is_near(from, to)) return {};
+    const auto ranks = static_cast<double>(nodes_[node_of_[from]].size());
+    return {.latency_us = options_.model.hop_us, .bytes_per_us = options_.model.network_bytes_per_us / ranks};
+  }
+
   void check_operations() const {
     for (const SimulatedOperation& operation : operations_) {
       const auto world_size = static_cast<size_t>(options_.world_size);
@@ -107,10 +133,12 @@ class Simulation {
                                     " schedules and " + std::to_string(operation.tensors.size()) +
                                     " sets of tensors, expected one per rank of " + std::to_string(world_size));
       }
-      for (const Schedule& schedule : operation.schedules) {
-        if (schedule.banks_used == operation.schedules[0].banks_used) continue;
-        throw SimulationError(schedule.algorithm + ": ranks use " + std::to_string(schedule.banks_used) + " and " +
-                              std::to_string(operation.schedules[0].banks_used) +
+      for (int32_t rank = 0; rank < options_.world_size; ++rank) {
+        const Schedule& schedule = operation.schedules[rank];
+        const Schedule& first = operation.schedules[nodes_[node_of_[rank]][0]];
+        if (schedule.banks_used == first.banks_used) continue;
+        throw SimulationError(schedule.algorithm + ": ranks of a node use " + std::to_string(schedule.banks_used) +
+                              " and " + std::to_string(first.banks_used) +
                               " banks, so that their next operations would not agree on one");
       }
     }
@@ -180,7 +208,7 @@ class Simulation {
     const Step& step = step_of(rank);
     if (step.kind == StepKind::kSend) {
       const auto mailbox = mailboxes_.find({rank, step.peer});
-      return mailbox == mailboxes_.end() || mailbox->second.used_bytes < options_.mailbox_bytes;
+      return mailbox == mailboxes_.end() || mailbox->second.used_bytes < capacity(rank, step.peer);
     }
     if (step.kind == StepKind::kReceive || step.kind == StepKind::kReceiveReduce) {
       const auto mailbox = mailboxes_.find({step.peer, rank});
@@ -233,7 +261,7 @@ class Simulation {
 
   void spend(int32_t rank, int64_t read_bytes, int64_t written_bytes) {
     traffic_[rank].memory_bytes += read_bytes + written_bytes;
-    traffic_[rank].time_us += (read_bytes + written_bytes) / options_.memory.bytes_per_us;
+    traffic_[rank].time_us += (read_bytes + written_bytes) / options_.model.bytes_per_us;
   }
 
   void copy(int32_t rank) {
@@ -272,22 +300,24 @@ class Simulation {
     if (step.bytes % size != 0) {
       fail(rank, std::string("it cuts through an element of ") + dtype_name(operation.dtype));
     }
-    reduce(destination, sources.data(), static_cast<int32_t>(sources.size()), step.bytes / size, operation.dtype,
-           operation.reduce_op, operation.factor, step.is_final);
+    const ReduceOp op = step.has_partial_sources ? op_over_partial_results(operation.reduce_op) : operation.reduce_op;
+    reduce(destination, sources.data(), static_cast<int32_t>(sources.size()), step.bytes / size, operation.dtype, op,
+           operation.factor, step.is_final);
     traffic_[rank].reduced_bytes += static_cast<int64_t>(sources.size()) * step.bytes;
   }
 
   void arrive(int32_t rank) {
     ranks_[rank].is_at_barrier = true;
     ++traffic_[rank].barriers;
-    for (const RankState& state : ranks_) {
-      if (!state.is_at_barrier) return;
-    }
+    const std::vector<int32_t>& node = nodes_[node_of_[rank]];
     double latest_us = 0;
-    for (const Traffic& traffic : traffic_) latest_us = std::max(latest_us, traffic.time_us);
-    for (Bank& bank : banks_) bank.accesses.clear();
-    for (int32_t each = 0; each < options_.world_size; ++each) {
-      traffic_[each].time_us = latest_us + options_.memory.barrier_us;
+    for (const int32_t each : node) {
+      if (!ranks_[each].is_at_barrier) return;
+      latest_us = std::max(latest_us, traffic_[each].time_us);
+    }
+    for (const int32_t each : node) {
+      for (int bank = 0; bank < 2; ++bank) banks_[2 * each + bank].accesses.clear();
+      traffic_[each].time_us = latest_us + options_.model.barrier_us;
       ranks_[each].is_at_barrier = false;
       finish_step(each);
     }
@@ -298,19 +328,43 @@ class Simulation {
     const Step& step = step_of(rank);
     RankState& state = ranks_[rank];
     check_peer(rank);
-    const SimulatedLink link = options_.link ? options_.link(rank, step.peer) : SimulatedLink{};
     if (state.moved_bytes == 0) {
-      traffic_[rank].time_us += step.bytes / link.bytes_per_us;
       traffic_[rank].sent_bytes[step.peer] += step.bytes;
+      state.message_arrival_us = start_message(rank, step.peer, step.bytes);
     }
     Mailbox& mailbox = mailboxes_[{rank, step.peer}];
-    const int64_t room = std::min(step.bytes - state.moved_bytes, options_.mailbox_bytes - mailbox.used_bytes);
+    const int64_t room = std::min(step.bytes - state.moved_bytes, capacity(rank, step.peer) - mailbox.used_bytes);
     const int64_t bytes = draw(2) == 0 ? room : 1 + draw(room);
     const std::byte* source = resolve(rank, step.source, step.bytes, false) + state.moved_bytes;
-    mailbox.pieces.push_back({{source, source + bytes}, traffic_[rank].time_us + link.latency_us});
+    mailbox.pieces.push_back({{source, source + bytes}, state.message_arrival_us});
     mailbox.used_bytes += bytes;
     state.moved_bytes += bytes;
     if (state.moved_bytes == step.bytes) finish_step(rank);
+  }
+
+  // When it begins to arrive; within a node, where the sender copies it, when it has arrived.
+  double start_message(int32_t rank, int32_t peer, int64_t bytes) {
+    const auto [latency_us, bytes_per_us] = link(rank, peer);
+    double& now_us = traffic_[rank].time_us;
+    if (is_near(rank, peer)) {
+      now_us += bytes / bytes_per_us;
+      return now_us + latency_us;
+    }
+    double& until_us = ranks_[rank].sending_until_us;
+    const double start_us = std::max(now_us, until_us);
+    until_us = start_us + bytes / bytes_per_us;
+    return start_us + latency_us;
+  }
+
+  void take_time_to_receive(int32_t rank, int32_t peer, double arrival_us, int64_t bytes) {
+    double& now_us = traffic_[rank].time_us;
+    if (is_near(rank, peer)) {
+      now_us = std::max(now_us, arrival_us);
+      return;
+    }
+    double& until_us = ranks_[rank].receiving_until_us;
+    until_us = std::max(until_us, arrival_us) + bytes / link(peer, rank).bytes_per_us;
+    now_us = std::max(now_us, until_us);
   }
 
   void receive(int32_t rank) {
@@ -322,7 +376,7 @@ class Simulation {
     Mailbox::Piece& piece = mailbox.pieces.front();
     const int64_t bytes = std::min<int64_t>(step.bytes - state.moved_bytes, piece.bytes.size());
     std::memcpy(state.received.data() + state.moved_bytes, piece.bytes.data(), bytes);
-    traffic_[rank].time_us = std::max(traffic_[rank].time_us, piece.arrival_us);
+    take_time_to_receive(rank, step.peer, piece.arrival_us, bytes);
     piece.bytes.erase(piece.bytes.begin(), piece.bytes.begin() + bytes);
     if (piece.bytes.empty()) mailbox.pieces.pop_front();
     mailbox.used_bytes -= bytes;
@@ -372,6 +426,7 @@ class Simulation {
         if (region.index < 0 || region.index >= options_.world_size || region.bank > 1) {
           fail(rank, "there is no " + to_string(region));
         }
+        if (!is_near(rank, region.index)) fail(rank, to_string(region) + " is on another node");
         buffer = bank_of(rank, region).bytes;
         break;
       case Space::kResidual:
@@ -407,6 +462,8 @@ class Simulation {
 
   const SimulatorOptions& options_;
   const std::vector<SimulatedOperation>& operations_;
+  std::vector<std::vector<int32_t>> nodes_;
+  std::vector<int32_t> node_of_;
   std::mt19937_64 random_;
   std::vector<RankState> ranks_;
   std::vector<Bank> banks_;  // two per slot
@@ -420,6 +477,20 @@ class Simulation {
 
 std::vector<Traffic> simulate(const SimulatorOptions& options, const std::vector<SimulatedOperation>& operations) {
   return Simulation(options, operations).run();
+}
+
+std::vector<std::vector<int64_t>> bytes_between_nodes(const std::vector<Traffic>& traffic,
+                                                      const std::vector<std::vector<int32_t>>& nodes) {
+  std::vector<std::vector<int64_t>> bytes(nodes.size(), std::vector<int64_t>(nodes.size(), 0));
+  for (size_t from = 0; from < nodes.size(); ++from) {
+    for (size_t to = 0; to < nodes.size(); ++to) {
+      if (from == to) continue;
+      for (const int32_t sender : nodes[from]) {
+        for (const int32_t receiver : nodes[to]) bytes[from][to] += traffic[sender].sent_bytes[receiver];
+      }
+    }
+  }
+  return bytes;
 }
 
 }  // namespace zeropg

@@ -1,8 +1,9 @@
 // Runs the schedules of all ranks of a group in one process, with real bytes and no threads.
 //
 // It proves what a machine can only make likely: which rank runs next is drawn from a seed, so that ranks get ahead of
-// each other as far as the schedule lets them; a deadlock, a race on staging memory, a step outside its buffer or bytes
-// that nobody receives is an error that says where. It counts what every rank moves and estimates the time.
+// each other as far as the schedule lets them; a deadlock, a race on staging memory, a step outside its buffer or into
+// another node's memory, or bytes that nobody receives is an error that says where. It counts what every rank moves and
+// estimates the time.
 #pragma once
 
 #include <complex>
@@ -20,7 +21,8 @@
 
 namespace zeropg {
 
-// The alpha-beta model of the way from one rank to another.
+// The alpha-beta model of the way from one rank to another. Between nodes a message travels while its sender goes on;
+// what one rank sends to other nodes, or receives from them, travels one message after the other.
 struct SimulatedLink {
   double latency_us = 1;
   double bytes_per_us = 10'000;
@@ -30,9 +32,12 @@ struct SimulatorOptions {
   int32_t world_size = 1;
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
-  uint64_t seed = 0;   // of the interleaving of ranks; results and times do not depend on it
-  CostModel memory{};  // barriers, copies and reductions
-  // Empty: every link is a default SimulatedLink. Mailboxes are taken as deep enough not to slow a sender down.
+  uint64_t seed = 0;  // of the interleaving of ranks; results and times do not depend on it
+  CostModel model{};  // of barriers, copies, reductions, and of links between nodes where `link` is empty
+  std::vector<std::vector<int32_t>> nodes{};  // as in CollectiveSpec; empty: one node
+  int64_t window_bytes = 0;                   // as mailbox_bytes, between nodes
+  // Empty: within a node a default SimulatedLink, between nodes the model's, shared equally by the ranks of the node.
+  // Mailboxes and windows are taken as deep enough not to slow a sender down.
   std::function<SimulatedLink(int32_t from, int32_t to)> link{};
 };
 
@@ -60,6 +65,10 @@ struct Traffic {
   std::vector<int64_t> staged_read_bytes;  // from the staging slot of each rank
   double time_us = 0;                      // until this rank was done
 };
+
+// The bytes that went from each node to each other one: [from][to].
+std::vector<std::vector<int64_t>> bytes_between_nodes(const std::vector<Traffic>& traffic,
+                                                      const std::vector<std::vector<int32_t>>& nodes);
 
 // A fault of a schedule; the message names operation, rank and step.
 class SimulationError : public std::runtime_error {

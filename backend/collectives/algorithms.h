@@ -10,7 +10,9 @@ namespace zeropg {
 // CollectiveSpec::rank, because all ranks have to choose the same algorithm.
 struct Cost {
   double barriers = 0;
-  double memory_bytes = 0;  // read plus written
+  double memory_bytes = 0;   // read plus written
+  double network_hops = 0;   // messages between nodes that wait for each other
+  double network_bytes = 0;  // through the busiest link of a node, in one direction
 };
 
 // Every rank stages its input, and after one barrier reduces the inputs of all: fewest barriers.
@@ -46,5 +48,38 @@ Cost cost_all_to_all_pairwise(const CollectiveSpec& spec);
 
 Schedule plan_barrier(const CollectiveSpec& spec);
 Cost cost_barrier(const CollectiveSpec& spec);
+
+// The following are for groups of several nodes. Gather, scatter and all-to-all above serve those too.
+
+// Reduce-scatter in the nodes, exchange of the shares between nodes, all-gather in the nodes. One shot: all partial
+// sums go to all nodes. Reduce: the completed shares go to the root's node only.
+bool supports_all_reduce_hierarchical(const CollectiveSpec& spec);
+Schedule plan_all_reduce_hierarchical(const CollectiveSpec& spec);
+Cost cost_all_reduce_hierarchical(const CollectiveSpec& spec);
+Schedule plan_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec);
+Cost cost_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec);
+Schedule plan_reduce_hierarchical(const CollectiveSpec& spec);
+Cost cost_reduce_hierarchical(const CollectiveSpec& spec);
+
+// Every block crosses to its node as partial sums, once from each other node.
+bool supports_reduce_scatter_hierarchical(const CollectiveSpec& spec);
+Schedule plan_reduce_scatter_hierarchical(const CollectiveSpec& spec);
+Cost cost_reduce_scatter_hierarchical(const CollectiveSpec& spec);
+
+// Every block crosses to each other node once.
+bool supports_all_gather_hierarchical(const CollectiveSpec& spec);
+Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec);
+Cost cost_all_gather_hierarchical(const CollectiveSpec& spec);
+
+// A binomial tree or a chain of nodes.
+bool supports_broadcast_nodes(const CollectiveSpec& spec);
+Schedule plan_broadcast_tree(const CollectiveSpec& spec);
+Cost cost_broadcast_tree(const CollectiveSpec& spec);
+Schedule plan_broadcast_chain(const CollectiveSpec& spec);
+Cost cost_broadcast_chain(const CollectiveSpec& spec);
+
+// A dissemination among the first ranks of the nodes.
+Schedule plan_barrier_dissemination(const CollectiveSpec& spec);
+Cost cost_barrier_dissemination(const CollectiveSpec& spec);
 
 }  // namespace zeropg

@@ -9,19 +9,16 @@ namespace zeropg {
 Schedule plan_all_gather_staged(const CollectiveSpec& spec) {
   constexpr std::string_view kName = "all_gather_staged";
   if (spec.world_size == 1) return plan_alone(kName, spec);
-  const int64_t chunk_bytes = cut_chunk(spec, 1).bytes;
-  const int64_t chunks = part_count(spec.bytes, chunk_bytes);
-  Schedule schedule = make_schedule(kName, chunks);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const auto [offset, bytes] = part_of(spec.bytes, chunk_bytes, chunk);
-    add_copy(schedule, staging(spec.rank, chunk, 0), input(offset), bytes);
-    add_barrier(schedule);
+  const auto stage = [&](Schedule& schedule, int64_t chunk, Range range) {
+    add_copy(schedule, staging(spec.rank, chunk, 0), input(range.offset_bytes), range.bytes);
+  };
+  const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
     for (int32_t rank = 0; rank < spec.world_size; ++rank) {
-      const Region source = rank == spec.rank ? input(offset) : staging(rank, chunk, 0);
-      add_copy(schedule, output_block(spec, rank, offset), source, bytes);
+      const Region source = rank == spec.rank ? input(range.offset_bytes) : staging(rank, chunk, 0);
+      add_copy(schedule, output_block(spec, rank, range.offset_bytes), source, range.bytes);
     }
-  }
-  return schedule;
+  };
+  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, stage, take);
 }
 
 Cost cost_all_gather_staged(const CollectiveSpec& spec) {

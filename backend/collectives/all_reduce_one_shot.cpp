@@ -13,20 +13,13 @@ namespace zeropg {
 Schedule plan_all_reduce_one_shot(const CollectiveSpec& spec) {
   constexpr std::string_view kName = "all_reduce_one_shot";
   if (spec.world_size == 1) return plan_alone(kName, spec);
-  const int64_t chunk_bytes = cut_chunk(spec, 1).bytes;
-  const int64_t chunks = part_count(spec.bytes, chunk_bytes);
-  Schedule schedule = make_schedule(kName, chunks);
-  std::vector<Region> sources(spec.world_size);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const auto [offset, bytes] = part_of(spec.bytes, chunk_bytes, chunk);
-    add_copy(schedule, staging(spec.rank, chunk, 0), input(offset), bytes);
-    add_barrier(schedule);
-    for (int32_t rank = 0; rank < spec.world_size; ++rank) {
-      sources[rank] = rank == spec.rank ? input(offset) : staging(rank, chunk, 0);
-    }
-    add_reduce(schedule, output(offset), sources, bytes);
-  }
-  return schedule;
+  const auto stage = [&](Schedule& schedule, int64_t chunk, Range range) {
+    add_copy(schedule, staging(spec.rank, chunk, 0), input(range.offset_bytes), range.bytes);
+  };
+  const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
+    add_reduce(schedule, output(range.offset_bytes), contributions(spec, chunk, range.offset_bytes), range.bytes);
+  };
+  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, stage, take);
 }
 
 Cost cost_all_reduce_one_shot(const CollectiveSpec& spec) {

@@ -2,13 +2,14 @@
 //
 // It cannot deadlock, whatever the counts: order the steps of all ranks by (distance, piece, send before receive). A
 // receive waits for the send of the same distance and piece, a send for the receive of an earlier piece of the same
-// pair: always for something earlier in that order. Pieces are half a mailbox, so that one is written while one is
-// read. The barrier at the start only serves the announcement; no staging is used.
+// pair: always for something earlier in that order. Pieces are half a mailbox, or half a window between nodes, so that
+// one is written while one is read. The barrier at the start only serves the announcement; no staging is used.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
 #include "backend/collectives/algorithms.h"
+#include "backend/collectives/placement.h"
 #include "backend/collectives/steps.h"
 
 namespace zeropg {
@@ -51,14 +52,19 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
   const std::vector<Region> sources = block_starts(Space::kInput, spec.input_is_list, spec.send_bytes);
   const std::vector<Region> destinations = block_starts(Space::kOutput, spec.output_is_list, spec.receive_bytes);
   add_copy(schedule, destinations[spec.rank], sources[spec.rank], spec.send_bytes[spec.rank]);
-  const int64_t piece_bytes = std::max<int64_t>(1, spec.mailbox_bytes / 2);
+  const Placement placement(spec);
+  const auto piece_bytes = [&](int32_t peer) {
+    const bool is_near = placement.node_of(peer) == placement.node();
+    return std::max<int64_t>(1, (is_near ? spec.mailbox_bytes : spec.window_bytes) / 2);
+  };
   for (int32_t distance = 1; distance < spec.world_size; ++distance) {
     const int32_t to = (spec.rank + distance) % spec.world_size;
     const int32_t from = (spec.rank - distance + spec.world_size) % spec.world_size;
-    const int64_t pieces = part_count(std::max(spec.send_bytes[to], spec.receive_bytes[from]), piece_bytes);
+    const int64_t pieces = std::max(part_count(spec.send_bytes[to], piece_bytes(to)),
+                                    part_count(spec.receive_bytes[from], piece_bytes(from)));
     for (int64_t piece = 0; piece < pieces; ++piece) {
-      const Range sent = part_of(spec.send_bytes[to], piece_bytes, piece);
-      const Range received = part_of(spec.receive_bytes[from], piece_bytes, piece);
+      const Range sent = part_of(spec.send_bytes[to], piece_bytes(to), piece);
+      const Range received = part_of(spec.receive_bytes[from], piece_bytes(from), piece);
       add_send(schedule, to, advance(sources[to], sent.offset_bytes), sent.bytes);
       add_receive(schedule, from, advance(destinations[from], received.offset_bytes), received.bytes);
     }

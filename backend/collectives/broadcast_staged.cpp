@@ -9,17 +9,15 @@ namespace zeropg {
 Schedule plan_broadcast_staged(const CollectiveSpec& spec) {
   constexpr std::string_view kName = "broadcast_staged";
   if (spec.world_size == 1) return plan_alone(kName, spec);
-  const int64_t chunk_bytes = cut_chunk(spec, 1).bytes;
-  const int64_t chunks = part_count(spec.bytes, chunk_bytes);
-  Schedule schedule = make_schedule(kName, chunks);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const auto [offset, bytes] = part_of(spec.bytes, chunk_bytes, chunk);
-    const Region place = staging(spec.root, chunk, 0);
-    if (spec.rank == spec.root) add_copy(schedule, place, input(offset), bytes);
-    add_barrier(schedule);
-    if (spec.rank != spec.root) add_copy(schedule, output(offset), place, bytes);
-  }
-  return schedule;
+  const auto stage = [&](Schedule& schedule, int64_t chunk, Range range) {
+    if (spec.rank != spec.root) return;
+    add_copy(schedule, staging(spec.root, chunk, 0), input(range.offset_bytes), range.bytes);
+  };
+  const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
+    if (spec.rank == spec.root) return;
+    add_copy(schedule, output(range.offset_bytes), staging(spec.root, chunk, 0), range.bytes);
+  };
+  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, stage, take);
 }
 
 Cost cost_broadcast_staged(const CollectiveSpec& spec) {

@@ -43,6 +43,9 @@ int64_t element_bytes(DType dtype);
 const char* dtype_name(DType dtype);      // "bfloat16", ...
 const char* reduce_op_name(ReduceOp op);  // "premul_sum", ...
 
+// How results of `op` over some of the sources are joined: as the sources themselves, but multiplied no more.
+inline ReduceOp op_over_partial_results(ReduceOp op) { return op == ReduceOp::kPremulSum ? ReduceOp::kSum : op; }
+
 // Refused: the bitwise operations on floats, order on complex numbers, averages and factors on integers and bool.
 bool is_supported(DType dtype, ReduceOp op);
 

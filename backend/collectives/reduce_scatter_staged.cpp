@@ -12,24 +12,22 @@ Schedule plan_reduce_scatter_staged(const CollectiveSpec& spec) {
   constexpr std::string_view kName = "reduce_scatter_staged";
   if (spec.world_size == 1) return plan_alone(kName, spec);
   const int64_t piece_bytes = cut_chunk(spec, spec.world_size - 1).bytes;
-  const int64_t chunks = part_count(spec.bytes, piece_bytes);
-  Schedule schedule = make_schedule(kName, chunks);
-  std::vector<Region> sources(spec.world_size);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const auto [offset, bytes] = part_of(spec.bytes, piece_bytes, chunk);
+  const auto stage = [&](Schedule& schedule, int64_t chunk, Range range) {
     for (int32_t owner = 0; owner < spec.world_size; ++owner) {
       if (owner == spec.rank) continue;
       const int64_t place = piece_for_peer(spec.rank, owner) * piece_bytes;
-      add_copy(schedule, staging(spec.rank, chunk, place), input_block(spec, owner, offset), bytes);
+      add_copy(schedule, staging(spec.rank, chunk, place), input_block(spec, owner, range.offset_bytes), range.bytes);
     }
-    add_barrier(schedule);
+  };
+  std::vector<Region> sources(spec.world_size);
+  const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
     for (int32_t rank = 0; rank < spec.world_size; ++rank) {
-      sources[rank] = rank == spec.rank ? input_block(spec, rank, offset)
+      sources[rank] = rank == spec.rank ? input_block(spec, rank, range.offset_bytes)
                                         : staging(rank, chunk, piece_for_peer(rank, spec.rank) * piece_bytes);
     }
-    add_reduce(schedule, output(offset), sources, bytes);
-  }
-  return schedule;
+    add_reduce(schedule, output(range.offset_bytes), sources, range.bytes);
+  };
+  return plan_staged_once(kName, spec, piece_bytes, stage, take);
 }
 
 Cost cost_reduce_scatter_staged(const CollectiveSpec& spec) {

@@ -1,29 +1,55 @@
 #include "backend/collectives/registry.h"
 
+#include "backend/collectives/placement.h"
 #include "backend/collectives/steps.h"
 
 namespace zeropg {
 
 namespace {
 
-bool always(const CollectiveSpec&) { return true; }
-bool has_mailboxes(const CollectiveSpec& spec) { return spec.world_size == 1 || spec.mailbox_bytes > 0; }
+bool has_one_node(const CollectiveSpec& spec) { return is_one_node(spec); }
+bool has_many_nodes(const CollectiveSpec& spec) { return !is_one_node(spec) && spec.window_bytes > 0; }
+bool has_mailboxes(const CollectiveSpec& spec) {
+  if (spec.world_size == 1) return true;
+  return spec.mailbox_bytes > 0 && (is_one_node(spec) || spec.window_bytes > 0);
+}
 // Staging banks that hold an element of the own tensor, or one for each peer.
-bool has_bank(const CollectiveSpec& spec) { return spec.world_size == 1 || can_cut_chunk(spec, 1); }
-bool has_wide_bank(const CollectiveSpec& spec) { return spec.world_size == 1 || can_cut_chunk(spec, spec.world_size); }
+bool has_bank(const CollectiveSpec& spec) {
+  return spec.world_size == 1 || (is_one_node(spec) && can_cut_chunk(spec, 1));
+}
+bool has_wide_bank(const CollectiveSpec& spec) {
+  return spec.world_size == 1 || (is_one_node(spec) && can_cut_chunk(spec, spec.world_size));
+}
+bool has_bank_or_window(const CollectiveSpec& spec) {
+  return spec.world_size == 1 ||
+         (can_cut_chunk(spec, largest_node_size(spec)) && (is_one_node(spec) || spec.window_bytes > 0));
+}
 
 constexpr Algorithm kAlgorithms[] = {
     {"all_reduce_one_shot", OpKind::kAllReduce, plan_all_reduce_one_shot, has_bank, cost_all_reduce_one_shot},
     {"all_reduce_staged", OpKind::kAllReduce, plan_all_reduce_staged, has_wide_bank, cost_all_reduce_staged},
+    {"all_reduce_hierarchical", OpKind::kAllReduce, plan_all_reduce_hierarchical, supports_all_reduce_hierarchical,
+     cost_all_reduce_hierarchical},
+    {"all_reduce_hierarchical_one_shot", OpKind::kAllReduce, plan_all_reduce_hierarchical_one_shot,
+     supports_all_reduce_hierarchical, cost_all_reduce_hierarchical_one_shot},
     {"reduce_staged", OpKind::kReduce, plan_reduce_staged, has_bank, cost_reduce_staged},
+    {"reduce_hierarchical", OpKind::kReduce, plan_reduce_hierarchical, supports_all_reduce_hierarchical,
+     cost_reduce_hierarchical},
     {"reduce_scatter_staged", OpKind::kReduceScatter, plan_reduce_scatter_staged, has_wide_bank,
      cost_reduce_scatter_staged},
+    {"reduce_scatter_hierarchical", OpKind::kReduceScatter, plan_reduce_scatter_hierarchical,
+     supports_reduce_scatter_hierarchical, cost_reduce_scatter_hierarchical},
     {"all_gather_staged", OpKind::kAllGather, plan_all_gather_staged, has_bank, cost_all_gather_staged},
-    {"gather_staged", OpKind::kGather, plan_gather_staged, has_bank, cost_gather_staged},
-    {"scatter_staged", OpKind::kScatter, plan_scatter_staged, has_wide_bank, cost_scatter_staged},
+    {"all_gather_hierarchical", OpKind::kAllGather, plan_all_gather_hierarchical, supports_all_gather_hierarchical,
+     cost_all_gather_hierarchical},
+    {"gather_staged", OpKind::kGather, plan_gather_staged, has_bank_or_window, cost_gather_staged},
+    {"scatter_staged", OpKind::kScatter, plan_scatter_staged, has_bank_or_window, cost_scatter_staged},
     {"broadcast_staged", OpKind::kBroadcast, plan_broadcast_staged, has_bank, cost_broadcast_staged},
+    {"broadcast_tree", OpKind::kBroadcast, plan_broadcast_tree, supports_broadcast_nodes, cost_broadcast_tree},
+    {"broadcast_chain", OpKind::kBroadcast, plan_broadcast_chain, supports_broadcast_nodes, cost_broadcast_chain},
     {"all_to_all_pairwise", OpKind::kAllToAll, plan_all_to_all_pairwise, has_mailboxes, cost_all_to_all_pairwise},
-    {"barrier", OpKind::kBarrier, plan_barrier, always, cost_barrier},
+    {"barrier", OpKind::kBarrier, plan_barrier, has_one_node, cost_barrier},
+    {"barrier_dissemination", OpKind::kBarrier, plan_barrier_dissemination, has_many_nodes, cost_barrier_dissemination},
 };
 
 }  // namespace

@@ -48,7 +48,9 @@ enum class StepKind : uint8_t {
 struct Step {
   StepKind kind = StepKind::kBarrier;
   bool is_final = false;  // reduce: this result is complete, so an average divides here
-  int32_t peer = -1;      // rank in the group
+  // reduce: the sources are results of other reductions, so a premul_sum does not multiply them again
+  bool has_partial_sources = false;
+  int32_t peer = -1;  // rank in the group
   Region destination{};
   Region source{};
   Region residual{};  // encode: of the space kResidual, or any other for none

@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "backend/collectives/placement.h"
+
 namespace zeropg {
 
 namespace {
@@ -17,16 +19,19 @@ std::string known_names() {
 }
 
 [[noreturn]] void throw_unsupported(std::string_view who, const CollectiveSpec& spec) {
-  throw std::invalid_argument(std::string(who) + " does not support world_size " + std::to_string(spec.world_size) +
-                              " with staging banks of " + std::to_string(spec.bank_bytes) + " bytes, mailboxes of " +
-                              std::to_string(spec.mailbox_bytes) + " bytes and elements of " +
-                              std::to_string(spec.element_bytes) + " bytes; enlarge the staging banks or mailboxes");
+  throw std::invalid_argument(
+      std::string(who) + " does not support world_size " + std::to_string(spec.world_size) + " on " +
+      std::to_string(node_count(spec)) + " nodes with staging banks of " + std::to_string(spec.bank_bytes) +
+      " bytes, mailboxes of " + std::to_string(spec.mailbox_bytes) + " bytes, windows between nodes of " +
+      std::to_string(spec.window_bytes) + " bytes and elements of " + std::to_string(spec.element_bytes) +
+      " bytes; enlarge what is too small, or do not force this algorithm");
 }
 
 }  // namespace
 
 double estimate_us(const Cost& cost, const CostModel& model) {
-  return cost.barriers * model.barrier_us + cost.memory_bytes / model.bytes_per_us;
+  return cost.barriers * model.barrier_us + cost.memory_bytes / model.bytes_per_us + cost.network_hops * model.hop_us +
+         cost.network_bytes / model.network_bytes_per_us;
 }
 
 const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view forced, const CostModel& model) {

@@ -7,10 +7,12 @@
 
 namespace zeropg {
 
-// The alpha-beta model of this node. All ranks of a group must use the same one.
+// The alpha-beta model of a node and of the links between nodes. All ranks of a group must use the same one.
 struct CostModel {
-  double barrier_us = 2;         // an uncontended barrier with a yield or two in it
-  double bytes_per_us = 20'000;  // copy speed of one core in the cache, read plus written
+  double barrier_us = 2;                // an uncontended barrier with a yield or two in it
+  double bytes_per_us = 20'000;         // copy speed of one core in the cache, read plus written
+  double hop_us = 30;                   // a small message to another node through the kernel's TCP, with a wake-up
+  double network_bytes_per_us = 1'250;  // 10 Gb/s
 };
 
 double estimate_us(const Cost& cost, const CostModel& model);

@@ -64,10 +64,12 @@ void add_copy(Schedule& schedule, Region destination, Region source, int64_t byt
   schedule.steps.push_back({.kind = StepKind::kCopy, .destination = destination, .source = source, .bytes = bytes});
 }
 
-void add_reduce(Schedule& schedule, Region destination, std::span<const Region> sources, int64_t bytes) {
+void add_reduce(Schedule& schedule, Region destination, std::span<const Region> sources, int64_t bytes,
+                Reduction reduction) {
   if (bytes == 0) return;
   schedule.steps.push_back({.kind = StepKind::kReduce,
-                            .is_final = true,
+                            .is_final = reduction != Reduction::kOfRanks,
+                            .has_partial_sources = reduction == Reduction::kOfNodes,
                             .destination = destination,
                             .bytes = bytes,
                             .first_source = static_cast<int32_t>(schedule.sources.size()),
@@ -119,6 +121,27 @@ Schedule plan_alone(std::string_view algorithm, const CollectiveSpec& spec) {
       break;
   }
   return schedule;
+}
+
+Schedule plan_staged_once(std::string_view algorithm, const CollectiveSpec& spec, int64_t chunk_bytes,
+                          const ChunkSteps& stage, const ChunkSteps& take) {
+  const int64_t chunks = part_count(spec.bytes, chunk_bytes);
+  Schedule schedule = make_schedule(algorithm, chunks);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const Range range = part_of(spec.bytes, chunk_bytes, chunk);
+    stage(schedule, chunk, range);
+    add_barrier(schedule);
+    take(schedule, chunk, range);
+  }
+  return schedule;
+}
+
+std::vector<Region> contributions(const CollectiveSpec& spec, int64_t chunk, int64_t offset_bytes) {
+  std::vector<Region> sources;
+  for (int32_t rank = 0; rank < spec.world_size; ++rank) {
+    sources.push_back(rank == spec.rank ? input(offset_bytes) : staging(rank, chunk, 0));
+  }
+  return sources;
 }
 
 int32_t piece_for_peer(int32_t owner, int32_t peer) { return peer < owner ? peer : peer - 1; }

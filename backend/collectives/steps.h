@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -42,9 +43,17 @@ Region input_block(const CollectiveSpec& spec, int32_t peer, int64_t offset_byte
 Region output_block(const CollectiveSpec& spec, int32_t peer, int64_t offset_bytes);
 Region advance(Region region, int64_t offset_bytes);
 
+// Which part of a reduction over several levels a step is.
+enum class Reduction : uint8_t {
+  kComplete,  // of all ranks' inputs
+  kOfRanks,   // of inputs; the results of other nodes are still to come
+  kOfNodes,   // of such results, and complete
+};
+
 // Each adds one step; those without bytes are left out.
 void add_copy(Schedule& schedule, Region destination, Region source, int64_t bytes);
-void add_reduce(Schedule& schedule, Region destination, std::span<const Region> sources, int64_t bytes);  // final
+void add_reduce(Schedule& schedule, Region destination, std::span<const Region> sources, int64_t bytes,
+                Reduction reduction = Reduction::kComplete);
 void add_barrier(Schedule& schedule);
 void add_send(Schedule& schedule, int32_t peer, Region source, int64_t bytes);
 void add_receive(Schedule& schedule, int32_t peer, Region destination, int64_t bytes);
@@ -54,6 +63,16 @@ void add_receive(Schedule& schedule, int32_t peer, Region destination, int64_t b
 Schedule make_schedule(std::string_view algorithm, int64_t chunks);
 // The schedule of a group of one rank: a reduction of one source (premul_sum still scales it) or a copy; no barrier.
 Schedule plan_alone(std::string_view algorithm, const CollectiveSpec& spec);
+
+// A collective that passes each chunk through staging once: `stage` adds the steps before the chunk's barrier, `take`
+// those after it; both get the chunk and its range of the block. One barrier and one bank per chunk of `chunk_bytes`.
+using ChunkSteps = std::function<void(Schedule& schedule, int64_t chunk, Range range)>;
+Schedule plan_staged_once(std::string_view algorithm, const CollectiveSpec& spec, int64_t chunk_bytes,
+                          const ChunkSteps& stage, const ChunkSteps& take);
+
+// What all ranks of a one-node group contribute, in rank order, where each staged it at the start of its slot: the own
+// contribution is read from the input.
+std::vector<Region> contributions(const CollectiveSpec& spec, int64_t chunk, int64_t offset_bytes);
 
 // The piece of the slot of `owner` that is meant for `peer`, where a slot has one piece for each rank but its owner.
 int32_t piece_for_peer(int32_t owner, int32_t peer);

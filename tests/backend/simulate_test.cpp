@@ -186,7 +186,7 @@ TEST(SimulateTest, EstimatesTheSameTimeInAnyInterleaving) {
   for (uint64_t seed = 0; seed < 8; ++seed) {
     Group group(2);
     group.options.seed = seed;
-    group.options.memory = {.barrier_us = 5, .bytes_per_us = 2};
+    group.options.model = {.barrier_us = 5, .bytes_per_us = 2};
     group.options.link = [](int32_t, int32_t) { return SimulatedLink{.latency_us = 10, .bytes_per_us = 4}; };
     add_copy(group.schedules[0], staging(0, 0, 0), input(0), kBytes);  // 2 * 64 / 2 = 64 us
     for (Schedule& schedule : group.schedules) add_barrier(schedule);  // at 69 us

@@ -36,23 +36,33 @@ std::set<int64_t> numels(int32_t world_size, int64_t bank_bytes) {
 
 TEST_P(AlgorithmTest, GivesTheRightBytesInEveryWorldAndSize) {
   for (int32_t world_size = 1; world_size <= kLargestWorld; ++world_size) {
-    for (const int64_t numel : numels(world_size, 512)) {
-      run({.world_size = world_size, .numel = numel, .root = world_size / 2, .bank_bytes = 512, .seed = 1});
+    for (const Nodes& nodes : placements_of(algorithm(), world_size)) {
+      for (const int64_t numel : numels(world_size, 512)) {
+        run({.world_size = world_size,
+             .numel = numel,
+             .root = world_size / 2,
+             .bank_bytes = 512,
+             .seed = 1,
+             .nodes = nodes});
+      }
     }
   }
 }
 
 TEST_P(AlgorithmTest, TakesListsAndWorksInPlace) {
   for (int32_t world_size = 1; world_size <= kLargestWorld; world_size += 2) {
-    for (const int64_t numel : {0, 1, 37, 300}) {
-      for (const int variant : {1, 2, 3}) {
-        run({.world_size = world_size,
-             .numel = numel,
-             .root = world_size - 1,
-             .bank_bytes = 256 * 4,
-             .is_list = (variant & 1) != 0,
-             .is_in_place = (variant & 2) != 0,
-             .seed = 2});
+    for (const Nodes& nodes : placements_of(algorithm(), world_size)) {
+      for (const int64_t numel : {0, 1, 37, 300}) {
+        for (const int variant : {1, 2, 3}) {
+          run({.world_size = world_size,
+               .numel = numel,
+               .root = world_size - 1,
+               .bank_bytes = 256 * 4,
+               .is_list = (variant & 1) != 0,
+               .is_in_place = (variant & 2) != 0,
+               .seed = 2,
+               .nodes = nodes});
+        }
       }
     }
   }
@@ -61,8 +71,10 @@ TEST_P(AlgorithmTest, TakesListsAndWorksInPlace) {
 TEST_P(AlgorithmTest, ServesEveryRoot) {
   if (!has_root(algorithm().op)) return;
   for (int32_t world_size = 1; world_size <= kLargestWorld; ++world_size) {
-    for (int32_t root = 0; root < world_size; ++root) {
-      run({.world_size = world_size, .numel = 333, .root = root, .bank_bytes = 512, .seed = 3});
+    for (const Nodes& nodes : placements_of(algorithm(), world_size)) {
+      for (int32_t root = 0; root < world_size; ++root) {
+        run({.world_size = world_size, .numel = 333, .root = root, .bank_bytes = 512, .seed = 3, .nodes = nodes});
+      }
     }
   }
 }
@@ -70,19 +82,51 @@ TEST_P(AlgorithmTest, ServesEveryRoot) {
 TEST_P(AlgorithmTest, DoesNotDependOnWhoIsFirst) {
   for (uint64_t seed = 10; seed < 30; ++seed) {
     for (const int32_t world_size : {2, 3, 4, 8}) {
-      run({.world_size = world_size, .numel = 1001, .root = 1, .bank_bytes = 512, .mailbox_bytes = 13, .seed = seed});
+      for (const Nodes& nodes : placements_of(algorithm(), world_size)) {
+        run({.world_size = world_size,
+             .numel = 1001,
+             .root = 1,
+             .bank_bytes = 512,
+             .mailbox_bytes = 13,
+             .seed = seed,
+             .nodes = nodes,
+             .window_bytes = 48 + static_cast<int64_t>(seed * seed)});
+      }
     }
   }
 }
 
 TEST_P(AlgorithmTest, UsesBanksSmallerThanACacheLinePerRank) {
-  run({.world_size = 17, .numel = 100, .bank_bytes = 68, .mailbox_bytes = 1, .seed = 4});
+  for (const Nodes& nodes : placements_of(algorithm(), 17)) {
+    run({.world_size = 17, .numel = 100, .bank_bytes = 68, .mailbox_bytes = 1, .seed = 4, .nodes = nodes});
+  }
+}
+
+// Three elements: the partial sums of two chunks and a completed slice.
+TEST_P(AlgorithmTest, RunsWithTheSmallestWindow) {
+  for (const int32_t world_size : {2, 3, 6}) {
+    for (const Nodes& nodes : placements_of(algorithm(), world_size)) {
+      for (uint64_t seed = 40; seed < 44; ++seed) {
+        run({.world_size = world_size,
+             .numel = 97,
+             .root = 1,
+             .bank_bytes = 128,
+             .mailbox_bytes = 1,
+             .seed = seed,
+             .nodes = nodes,
+             .window_bytes = is_reduction(algorithm().op) ? 12 : 3});
+      }
+    }
+  }
 }
 
 TEST_P(AlgorithmTest, WritesEveryOutputByteOnceAndNoneBeforeTheRanksHaveMet) {
   for (const int32_t world_size : {1, 2, 3, 8, 17}) {
+    const std::vector<Nodes> served = placements_of(algorithm(), world_size);
+    if (served.empty()) continue;  // one rank is not several nodes
     for (const int64_t numel : {0, 1, 37, 2000}) {
-      const CollectiveShape shape{.world_size = world_size, .numel = numel, .bank_bytes = 1024, .is_list = true};
+      const CollectiveShape shape{
+          .world_size = world_size, .numel = numel, .bank_bytes = 1024, .is_list = true, .nodes = served.back()};
       const Collective collective(algorithm(), shape);
       SCOPED_TRACE(collective.describe());
       for (int32_t rank = 0; rank < world_size; ++rank) {
@@ -93,6 +137,7 @@ TEST_P(AlgorithmTest, WritesEveryOutputByteOnceAndNoneBeforeTheRanksHaveMet) {
         bool has_met = world_size == 1;
         for (const Step& step : schedule.steps) {
           has_met |= step.kind == StepKind::kBarrier;
+          EXPECT_TRUE(has_met || step.kind != StepKind::kSend);
           if (step.destination.space != Space::kOutput) continue;
           EXPECT_TRUE(has_met);
           EXPECT_GT(step.bytes, 0);
@@ -114,7 +159,8 @@ TEST_P(AlgorithmTest, WritesEveryOutputByteOnceAndNoneBeforeTheRanksHaveMet) {
 }
 
 TEST_P(AlgorithmTest, MeetsEquallyOftenOnEveryRankAndKeepsToCacheLines) {
-  const CollectiveShape shape{.world_size = 5, .numel = 5000, .root = 2, .bank_bytes = 1024};
+  const CollectiveShape shape{
+      .world_size = 5, .numel = 5000, .root = 2, .bank_bytes = 1024, .nodes = placements_of(algorithm(), 5).back()};
   const Collective collective(algorithm(), shape);
   std::set<int64_t> barriers;
   for (const Schedule& schedule : collective.schedules()) {
@@ -132,6 +178,7 @@ TEST_P(AlgorithmTest, MeetsEquallyOftenOnEveryRankAndKeepsToCacheLines) {
 
 // Floating-point sums are the same on every rank and run because sources come in rank order.
 TEST_P(AlgorithmTest, ReducesInRankOrder) {
+  if (!placements_of(algorithm(), 2)[0].empty()) return;  // between nodes: hierarchical_test.cpp
   for (const int32_t world_size : {2, 5}) {
     const Collective collective(algorithm(), {.world_size = world_size, .numel = 3000, .root = 1});
     for (int32_t rank = 0; rank < world_size; ++rank) {
@@ -153,6 +200,7 @@ TEST_P(AlgorithmTest, ReducesInRankOrder) {
 TEST_P(AlgorithmTest, CostsWhatItsFormulaSays) {
   if (algorithm().op == OpKind::kAllToAll) return;  // its counts differ between ranks
   for (const int32_t world_size : {2, 4, 8}) {
+    if (!placements_of(algorithm(), world_size)[0].empty()) continue;  // between nodes: hierarchical_test.cpp
     const CollectiveShape shape{.world_size = world_size, .numel = 4096, .bank_bytes = 4096};
     const Collective collective(algorithm(), shape);
     const std::vector<Traffic> traffic = simulate(simulator_options(shape), {collective.operation()});
@@ -232,7 +280,17 @@ TEST(BackToBackTest, RandomCollectivesShareTheStagingOfOneGroup) {
   for (int32_t world_size = 1; world_size <= kLargestWorld; ++world_size) {
     for (uint64_t seed = 0; seed < 6; ++seed) {
       std::mt19937_64 random(100 * world_size + seed);
-      CollectiveShape shape{.world_size = world_size, .bank_bytes = 1024, .mailbox_bytes = 48};
+      const std::vector<Nodes> all = placements(world_size);
+      CollectiveShape shape{.world_size = world_size,
+                            .bank_bytes = 1024,
+                            .mailbox_bytes = 48,
+                            .nodes = all[random() % all.size()],
+                            .window_bytes = 64};
+      std::vector<Algorithm> serving;
+      for (const Algorithm& algorithm : algorithms()) {
+        const std::vector<Nodes> served = placements_of(algorithm, world_size);
+        if (std::find(served.begin(), served.end(), shape.nodes) != served.end()) serving.push_back(algorithm);
+      }
       std::vector<Collective> collectives;
       collectives.reserve(12);
       std::vector<SimulatedOperation> operations;
@@ -242,7 +300,7 @@ TEST(BackToBackTest, RandomCollectivesShareTheStagingOfOneGroup) {
         shape.is_list = random() % 2 == 0;
         shape.is_in_place = random() % 2 == 0;
         shape.seed = random();
-        const Algorithm& algorithm = algorithms()[random() % algorithms().size()];
+        const Algorithm& algorithm = serving[random() % serving.size()];
         collectives.emplace_back(algorithm, shape);
         operations.push_back(collectives.back().operation());
       }

@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <string>
@@ -17,6 +18,7 @@
 namespace zeropg {
 
 using Bytes = std::vector<std::byte>;
+using Nodes = std::vector<std::vector<int32_t>>;
 
 struct CollectiveShape {
   int32_t world_size = 1;
@@ -27,7 +29,39 @@ struct CollectiveShape {
   bool is_list = false;
   bool is_in_place = false;
   uint64_t seed = 0;
+  Nodes nodes{};  // empty: one node
+  int64_t window_bytes = 1024;
 };
+
+inline Nodes nodes_of_sizes(const std::vector<int32_t>& sizes) {
+  Nodes nodes;
+  int32_t rank = 0;
+  for (const int32_t size : sizes) {
+    nodes.emplace_back();
+    for (int32_t i = 0; i < size; ++i) nodes.back().push_back(rank++);
+  }
+  return nodes;
+}
+
+// Rank r on node r % count: no two neighbours share one.
+inline Nodes nodes_in_turn(int32_t world_size, int32_t count) {
+  Nodes nodes(count);
+  for (int32_t rank = 0; rank < world_size; ++rank) nodes[rank % count].push_back(rank);
+  return nodes;
+}
+
+// Ways to place `world_size` ranks on one node or more, those first that differ most.
+inline std::vector<Nodes> placements(int32_t world_size) {
+  if (world_size == 1) return {{}};
+  std::vector<Nodes> all{{}, nodes_in_turn(world_size, std::min(world_size, 3))};
+  if (world_size > 2) all.push_back(nodes_of_sizes({1, world_size - 1}));
+  if (world_size <= 8) all.push_back(nodes_of_sizes(std::vector<int32_t>(world_size, 1)));
+  if (world_size > 3) {
+    all.push_back(nodes_of_sizes({world_size / 2, world_size - world_size / 2}));
+    all.push_back(nodes_in_turn(world_size, world_size / 2));
+  }
+  return all;
+}
 
 inline bool is_reduction(OpKind op) {
   return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
@@ -41,7 +75,24 @@ inline SimulatorOptions simulator_options(const CollectiveShape& shape) {
   return {.world_size = shape.world_size,
           .bank_bytes = shape.bank_bytes,
           .mailbox_bytes = shape.mailbox_bytes,
-          .seed = shape.seed};
+          .seed = shape.seed,
+          .nodes = shape.nodes,
+          .window_bytes = shape.window_bytes};
+}
+
+// The placements, among all for this world, that the algorithm serves.
+inline std::vector<Nodes> placements_of(const Algorithm& algorithm, int32_t world_size) {
+  std::vector<Nodes> served;
+  for (Nodes& nodes : placements(world_size)) {
+    const CollectiveSpec spec{.op = algorithm.op,
+                              .world_size = world_size,
+                              .bank_bytes = 1 << 20,
+                              .mailbox_bytes = 1 << 20,
+                              .nodes = nodes,
+                              .window_bytes = 1 << 20};
+    if (algorithm.supports(spec)) served.push_back(std::move(nodes));
+  }
+  return served;
 }
 
 class Collective {
@@ -79,10 +130,21 @@ class Collective {
     return schedules_[0].algorithm + " world_size " + std::to_string(shape_.world_size) + " numel " +
            std::to_string(shape_.numel) + " root " + std::to_string(shape_.root) + " bank " +
            std::to_string(shape_.bank_bytes) + (shape_.is_list ? " list" : "") +
-           (shape_.is_in_place ? " in place" : "") + " seed " + std::to_string(shape_.seed);
+           (shape_.is_in_place ? " in place" : "") + " seed " + std::to_string(shape_.seed) + " window " +
+           std::to_string(shape_.window_bytes) + " nodes" + describe_nodes();
   }
 
  private:
+  std::string describe_nodes() const {
+    std::string text;
+    for (const auto& node : shape_.nodes) {
+      text += " [";
+      for (const int32_t rank : node) text += ' ' + std::to_string(rank);
+      text += " ]";
+    }
+    return text.empty() ? " 1" : text;
+  }
+
   struct Memory {
     std::vector<Bytes> inputs;
     std::vector<Bytes> inputs_before;
@@ -119,6 +181,8 @@ class Collective {
     spec.mailbox_bytes = shape_.mailbox_bytes;
     spec.input_is_list = shape_.is_list;
     spec.output_is_list = shape_.is_list;
+    spec.nodes = shape_.nodes;
+    spec.window_bytes = shape_.window_bytes;
     specs_.assign(shape_.world_size, spec);
     for (int32_t rank = 0; rank < shape_.world_size; ++rank) specs_[rank].rank = rank;
     if (algorithm.op != OpKind::kAllToAll) return;

@@ -71,6 +71,46 @@ TEST(SelectTest, EveryRankChoosesTheSame) {
   for (spec.rank = 0; spec.rank < 8; ++spec.rank) EXPECT_EQ(select_algorithm(spec).name, name);
 }
 
+CollectiveSpec over_nodes(int64_t bytes, int32_t node_count) {
+  CollectiveSpec spec = all_reduce(2 * node_count, bytes);
+  for (int32_t node = 0; node < node_count; ++node) spec.nodes.push_back({2 * node, 2 * node + 1});
+  spec.window_bytes = 1 << 20;
+  return spec;
+}
+
+TEST(SelectTest, EveryOperationHasAnAlgorithmOverNodes) {
+  for (int op = 0; op <= static_cast<int>(OpKind::kBarrier); ++op) {
+    CollectiveSpec spec = over_nodes(64, 2);
+    spec.op = static_cast<OpKind>(op);
+    EXPECT_EQ(select_algorithm(spec).op, spec.op);
+  }
+}
+
+TEST(SelectTest, BetweenNodesSmallTensorsTakeFewHopsAndLargeOnesFewBytes) {
+  for (const int32_t nodes : {3, 4, 8}) {
+    EXPECT_EQ(select_algorithm(over_nodes(8, nodes)).name, "all_reduce_hierarchical_one_shot");
+    EXPECT_EQ(select_algorithm(over_nodes(64 << 20, nodes)).name, "all_reduce_hierarchical");
+    CollectiveSpec broadcast = over_nodes(8, nodes);
+    broadcast.op = OpKind::kBroadcast;
+    EXPECT_EQ(select_algorithm(broadcast).name, "broadcast_tree");
+    broadcast.bytes = 64 << 20;
+    EXPECT_EQ(select_algorithm(broadcast).name, "broadcast_chain");
+  }
+}
+
+TEST(SelectTest, AnAlgorithmOfOneNodeIsRefusedOverNodesAndTheOtherWayRound) {
+  expect_words(message_of(over_nodes(8, 2), "all_reduce_staged"),
+               {"all_reduce_staged does not support world_size 4 on 2 nodes", "do not force"});
+  expect_words(message_of(all_reduce(4, 8), "all_reduce_hierarchical"),
+               {"all_reduce_hierarchical does not support world_size 4 on 1 nodes"});
+}
+
+TEST(SelectTest, NoWindowBetweenNodesIsAnError) {
+  CollectiveSpec spec = over_nodes(8, 2);
+  spec.window_bytes = 0;
+  expect_words(message_of(spec, ""), {"all_reduce does not support", "windows between nodes of 0 bytes"});
+}
+
 TEST(SelectTest, AForcedNameHoldsForItsOperationOnly) {
   EXPECT_EQ(select_algorithm(all_reduce(4, 8), "all_reduce_staged").name, "all_reduce_staged");
   EXPECT_EQ(select_algorithm(all_reduce(4, 8), "broadcast_staged").name, "all_reduce_one_shot");
