@@ -39,6 +39,8 @@ bench: $(BUILD)/installed.stamp
 	@mkdir -p $(RESULTS)
 	$(BIN)/python -m zeropg bench collectives -n $(RANKS) --op all $(ARGS) \
 	  --output $(RESULTS)/collectives_$(RANKS)_ranks.json --plot $(RESULTS)/collectives_$(RANKS)_ranks.svg
+	$(BIN)/python -m zeropg bench optimizer $(ARGS) \
+	  --output $(RESULTS)/optimizer_1_thread.json --plot $(RESULTS)/optimizer_1_thread.svg
 	$(BIN)/python -m zeropg bench train -n $(RANKS) $(ARGS) \
 	  --output $(RESULTS)/train_step_$(RANKS)_ranks.json --plot $(RESULTS)/train_step_$(RANKS)_ranks.svg
 

@@ -16,7 +16,6 @@ from zeropg import __main__ as program
 from zeropg import _machine
 from zeropg.bench import harness
 from zeropg.bench.cases import CASES, DTYPES, REDUCTIONS, Shape, pattern, reduced
-from zeropg.bench.collectives import byte_count
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 QUICK = ["--rounds", "2", "--iterations", "2", "-w", "1", "--even-if-busy"]
@@ -110,9 +109,30 @@ def test_train_measures_an_implementation_beside_the_baseline(tmp_path):
     assert table["zeropg stage 3"]["step_ms"] > 0
 
 
+def test_optimizer_steps_agree_and_are_timed(tmp_path):
+    file = tmp_path / "optimizer.json"
+    for name in ("adamw", "sgd"):
+        small = ["--optimizer", name, "--numel", "20K", "--rounds", "2", "--even-if-busy", "--output", str(file)]
+        assert program.main(["bench", "optimizer", *small]) == 0
+        tables = json.loads(file.read_text())["tables"]
+        assert set(tables) == {"float32", "bfloat16"}
+        for rows in tables.values():
+            assert rows["zeropg fused"]["times_zeropgs"]["median"] == 1.0
+            assert {name for name in rows} == {"zeropg fused", "torch fused", "torch foreach", "torch for-loop"}
+
+
+def test_an_optimizer_that_computes_something_else_is_not_timed(monkeypatch, capsys):
+    from zeropg.bench import optimizer
+
+    real = optimizer._theirs
+    monkeypatch.setattr(optimizer, "_theirs", lambda name, start, *rest: real(name, start + 1e-3, *rest))
+    assert program.main(["bench", "optimizer", "--numel", "1K", "--even-if-busy"]) == harness.WRONG
+    assert "differs from torch's plain loop" in capsys.readouterr().err
+
+
 def test_a_busy_machine_is_refused_before_anything_runs(monkeypatch, capsys):
     monkeypatch.setattr(_machine, "others_load_now", lambda seconds=1.0: 1.5)
-    for suite in ("collectives", "train"):
+    for suite in ("collectives", "train", "optimizer"):
         assert program.main(["bench", suite]) == harness.BUSY
         assert "others keep 1.50 CPUs busy" in capsys.readouterr().err
 
@@ -130,11 +150,6 @@ def test_others_load_does_not_count_ones_own_work():
     mine = time.process_time() - start
     others = load.stop(mine)
     assert 0 <= others <= (os.cpu_count() or 1)
-
-
-@pytest.mark.parametrize(("text", "count"), [("8", 8), ("64K", 65536), ("4M", 4 << 20), ("1gb", 1 << 30)])
-def test_sizes_are_read_with_their_units(text, count):
-    assert byte_count(text) == count
 
 
 @pytest.mark.parametrize(

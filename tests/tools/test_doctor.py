@@ -14,7 +14,7 @@ from zeropg import __main__ as program
 from zeropg import _machine
 from zeropg._native import _C
 from zeropg.doctor import network, node, self_test, storage
-from zeropg.doctor.finding import Finding, size
+from zeropg.doctor.finding import Finding
 
 
 def find(findings, topic: str) -> Finding:
@@ -108,11 +108,6 @@ def test_cgroup_limits_are_read_up_the_tree(monkeypatch, tmp_path):
     assert _machine.cgroup_cpu_limit() == 1.5
     assert _machine.cgroup_memory_limit() == 1 << 20
     assert _machine.usable_cpus() <= 1.5
-
-
-@pytest.mark.parametrize(("count", "text"), [(5, "5 bytes"), (1536, "1.5 KiB"), (8 << 20, "8 MiB"), (1 << 41, "2 TiB")])
-def test_sizes_are_written_for_people(count, text):
-    assert size(count) == text
 
 
 def test_the_core_names_its_instruction_sets_and_this_host():

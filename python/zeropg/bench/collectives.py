@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import zeropg
+from zeropg._quantities import byte_count
 from zeropg.bench import harness
 from zeropg.bench.cases import CASES, DTYPES, REDUCTIONS
 
@@ -222,14 +223,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if options.e < options.b:
         parser.error(f"-e {options.e} is less than -b {options.b}")
     return options
-
-
-def byte_count(text: str) -> int:
-    """A size in bytes: a number with an optional K, M or G (powers of 1024)."""
-    found = re.fullmatch(r"(\d+)([KMG]?)B?", text.strip().upper())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or 64K, 4M, 1G")
-    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
 
 
 def _choice(known: tuple[str, ...]) -> Any:

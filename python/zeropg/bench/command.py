@@ -8,6 +8,7 @@ import sys
 # name: (module, what it measures in one line)
 SUITES = {
     "collectives": ("zeropg.bench.collectives", "operations of the process group beside gloo, in nccl-tests' columns"),
+    "optimizer": ("zeropg.bench.optimizer", "fused optimizer steps beside torch.optim and the memory's bandwidth"),
     "train": ("zeropg.bench.train_step", "a training step and its memory beside DDP and FSDP2"),
 }
 
@@ -19,6 +20,7 @@ and ends with status 3, unless --even-if-busy says otherwise; the output is then
 examples:
   python -m zeropg bench collectives -n 2                       all-reduce, 8 B to 64 MiB, zeropg beside gloo
   python -m zeropg bench collectives --op all -d all -e 1M      every operation and dtype
+  python -m zeropg bench optimizer --threads 2                  AdamW beside torch.optim's three forms
   python -m zeropg bench train --rounds 3                       stages 0 to 3 beside DDP and FSDP2
   make bench                                                    the whole set, with plots, into benchmarks/results
 """

@@ -54,16 +54,19 @@ def plot_train(document: dict[str, Any], file: Path) -> None:
     _save(figure, document["header"], f"{document['header']['ranks']} ranks", file)
 
 
-def plot_bars(document: dict[str, Any], key: str, title: str, file: Path) -> None:
-    """One bar per entry of `document["table"]`, of its `key`."""
-    table = document["table"]
-    figure, (axes,) = _figure(1)
-    names = list(table)[::-1]
-    colors = [_COLORS[0] if "zeropg" in name else _COLORS[1] for name in names]
-    axes.barh(names, [table[name][key] for name in names], color=colors)
-    axes.set_title(title, fontsize=10)
-    axes.grid(axis="x", alpha=0.3)
-    _save(figure, document["header"], "", file)
+def plot_optimizer(document: dict[str, Any], file: Path) -> None:
+    """Bars per dtype: bytes per second of each contestant, and what the memory allows as a line."""
+    figure, panels = _figure(len(document["tables"]))
+    for (dtype, rows), axes in zip(document["tables"].items(), panels, strict=True):
+        names = list(rows)[::-1]
+        colors = [_COLORS[0] if name.startswith("zeropg") else _COLORS[1] for name in names]
+        axes.barh(names, [rows[name]["gbps"] for name in names], color=colors)
+        axes.axvline(next(iter(rows.values()))["bound_gbps"], color="gray", linestyle="--", label="memory bound")
+        axes.set_title(f"{document['header']['optimizer']}, {dtype}", fontsize=10)
+        axes.set_xlabel("GB/s")
+        axes.grid(axis="x", alpha=0.3)
+        axes.legend(fontsize=8)
+    _save(figure, document["header"], f"{document['header']['threads']} threads", file)
 
 
 def _figure(count: int) -> tuple[Figure, list[Axes]]:

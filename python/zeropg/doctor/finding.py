@@ -28,12 +28,3 @@ class Finding:
 
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
-
-
-def size(count: float) -> str:
-    """Bytes for people: "1.5 GiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

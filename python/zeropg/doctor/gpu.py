@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zeropg.doctor.finding import Finding, size
+from zeropg._quantities import size
+from zeropg.doctor.finding import Finding
 
 
 def check() -> Iterator[Finding]:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from zeropg import _machine
 from zeropg._native import _C
-from zeropg.doctor.finding import Finding, size
+from zeropg._quantities import size
+from zeropg.doctor.finding import Finding
 
 _TYPICAL_SHM = 64 << 20  # Docker's default for /dev/shm
 _WORD = b"zeropg!!"

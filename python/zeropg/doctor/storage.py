@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zeropg import _machine
-from zeropg.doctor.finding import Finding, size
+from zeropg._quantities import size
+from zeropg.doctor.finding import Finding
 
 _BLOCK = 4096
 _IO_URING_SETUP = 425  # the same number on every architecture

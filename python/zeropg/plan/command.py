@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from zeropg import _machine
-from zeropg.doctor.finding import size
+from zeropg._quantities import byte_count, count, size
 from zeropg.plan.formulas import OPTIMIZER_SLOTS, Holding, Settings, memory, traffic, with_ranks
 from zeropg.plan.shape import ModelShape, shape_of_config, shape_of_gpt
 
@@ -186,7 +185,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
         allow_abbrev=False,
     )
     model = parser.add_argument_group("model")
-    model.add_argument("--params", type=_count, help="number of parameters: 7e9, 350M")
+    model.add_argument("--params", type=count, help="number of parameters: 7e9, 350M")
     model.add_argument("--layers", type=int, help="with --params: units (default: as GPTs of that size have)")
     model.add_argument("--model", help="a folder with a Hugging Face config.json, or a model's name")
     run = parser.add_argument_group("run")
@@ -204,7 +203,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
     )
     run.add_argument("--no-sync", action="store_true", help="accumulate gradients over several backwards")
     compare = parser.add_argument_group("beside it")
-    compare.add_argument("--memory", type=_bytes, help="of a node, or with --device cuda of a GPU: 64G")
+    compare.add_argument("--memory", type=byte_count, help="of a node, or with --device cuda of a GPU: 64G")
     compare.add_argument("--node-gbps", type=float, help="1e9 bytes/s that a node can send: adds seconds per step")
     compare.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(arguments)
@@ -217,23 +216,6 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
     if options.node_gbps is not None and not options.node_gbps > 0:
         parser.error(f"--node-gbps {options.node_gbps} is not positive")
     return options, parser
-
-
-def _count(text: str) -> int:
-    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}.get(text[-1:].upper(), 1)
-    try:
-        number = float(text[:-1] if factor != 1 else text) * factor
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; write 7e9, 7B or 350M") from None
-    if not 1 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} parameters; expected at least one")
-    return round(number)
-
-
-def _bytes(text: str) -> int:
-    from zeropg.bench.collectives import byte_count
-
-    return byte_count(text)
 
 
 def _dtype(text: str) -> torch.dtype:
