@@ -115,7 +115,7 @@ Collective Planner::plan(const Request& request) {
       .output_is_list = request.output_is_list,
       .send_bytes = request.send_bytes,
       .receive_bytes = request.receive_bytes,
-      .nodes = options_.nodes,
+      .nodes = nodes_,
       .window_bytes = options_.window_bytes,
   };
   collective.schedule = schedule_for(collective.spec);

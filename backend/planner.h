@@ -34,8 +34,7 @@ struct PlannerOptions {
   int32_t world_size = 1;
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
-  std::vector<std::vector<int32_t>> nodes{};      // Topology::nodes; empty: all ranks are on one node
-  int64_t window_bytes = 0;                       // between nodes; the same on all ranks
+  int64_t window_bytes = 0;
   std::map<std::string, std::string> algorithms;  // operation -> forced algorithm
 };
 
@@ -45,12 +44,15 @@ class Planner {
   // Throws ValueError naming the known ones when `algorithms` names an unknown operation or algorithm.
   explicit Planner(PlannerOptions options);
 
+  // Which ranks share a node, known once the group has met. Before the first plan; empty: all of them.
+  void set_nodes(std::vector<std::vector<int32_t>> nodes) { nodes_ = std::move(nodes); }
   Collective plan(const Request& request);
 
  private:
   std::shared_ptr<const Schedule> schedule_for(const CollectiveSpec& spec);
 
   const PlannerOptions options_;
+  std::vector<std::vector<int32_t>> nodes_;
   std::mutex mutex_;
   std::map<std::vector<int64_t>, std::shared_ptr<const Schedule>> cache_;  // guarded by mutex_
   size_t cached_steps_ = 0;                                                // guarded by mutex_
