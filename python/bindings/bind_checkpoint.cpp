@@ -71,6 +71,8 @@ void bind_checkpoint(py::module_& m) {
       // With two arguments Python picks the subclass (FileNotFoundError, PermissionError ...) by errno.
       const py::object arguments = py::make_tuple(error.code(), error.what());
       PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    } catch (const c10::ValueError& error) {
+      PyErr_SetString(PyExc_ValueError, error.what_without_backtrace());
     }
   });
 
@@ -117,19 +119,15 @@ void bind_checkpoint(py::module_& m) {
       .def_property_readonly("bytes", &FileWriter::bytes);
 
   py::class_<FileReader>(m, "FileReader", "Reads ranges of a file, whole chunks with their checksums verified.")
-      .def(py::init(torch::wrap_pybind_function_no_gil(
-               [](const std::string& path, uint64_t bytes, uint64_t chunk_bytes, std::vector<uint32_t> checksums) {
-                 return std::make_unique<FileReader>(path, bytes, chunk_bytes, std::move(checksums));
-               })),
-           py::arg("path"), py::arg("bytes"), py::arg("chunk_bytes"), py::arg("checksums"))
-      .def("read",
-           torch::wrap_pybind_function_no_gil([](FileReader& reader, uint64_t offset, at::ScalarType dtype,
-                                                 const at::Tensor& flat) { reader.read(offset, dtype, flat); }),
-           py::arg("offset"), py::arg("dtype"), py::arg("flat"))
-      .def("read_bytes", torch::wrap_pybind_function([](FileReader& reader, uint64_t offset, uint64_t bytes) {
-             return py::bytes(reader.read_bytes(offset, bytes));
-           }),
-           py::arg("offset"), py::arg("bytes"))
+      .def(py::init<std::string, uint64_t, uint64_t, std::vector<uint32_t>>(), py::arg("path"), py::arg("bytes"),
+           py::arg("chunk_bytes"), py::arg("checksums"), release_gil())
+      .def("read", &FileReader::read, py::arg("offset"), py::arg("dtype"), py::arg("flat"), release_gil())
+      .def(
+          "read_bytes",
+          [](FileReader& reader, uint64_t offset, uint64_t bytes) {
+            return py::bytes(reader.read_bytes(offset, bytes));
+          },
+          py::arg("offset"), py::arg("bytes"))
       .def_property_readonly("path", &FileReader::path)
       .def_property_readonly("bytes", &FileReader::bytes);
   m.def("crc32c", torch::wrap_pybind_function(checksum), py::arg("bytes"));

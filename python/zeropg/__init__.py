@@ -14,7 +14,7 @@ from zeropg.checkpoint import load_checkpoint, save_checkpoint
 from zeropg.export import save_16bit_weights
 from zeropg.fully_sharded import FullyShardedModule, fully_shard
 from zeropg.optim import shard_optimizer
-from zeropg.state_dict import full_state_dict, load_full_state_dict
+from zeropg.state_dict import full_optimizer_state_dict, full_state_dict, load_full_state_dict
 
 _zeropg_register.register()
 
@@ -24,6 +24,7 @@ __all__ = [
     "Topology",
     "clip_grad_norm_",
     "full_gradients",
+    "full_optimizer_state_dict",
     "full_parameters",
     "full_state_dict",
     "fully_shard",

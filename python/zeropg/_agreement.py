@@ -85,6 +85,21 @@ def peers_needed(group: dist.ProcessGroup, operation: str, own_failure: Exceptio
         ) from (own_failure or error)
 
 
+def broadcast_text(group: dist.ProcessGroup, operation: str, text: str | None) -> str:
+    """Returns rank 0's `text` on every rank. Collective."""
+    device = collective_device(group)
+    data = torch.frombuffer(bytearray((text or "").encode()), dtype=torch.uint8) if text else torch.empty(0)
+    length = torch.tensor([data.numel()], dtype=torch.int64, device=device)
+    with peers_needed(group, operation):
+        dist.broadcast(length, group=group, group_src=0)
+        size = int(length)
+        if size == 0:
+            return ""
+        data = data.to(device) if group.rank() == 0 else torch.empty(size, dtype=torch.uint8, device=device)
+        dist.broadcast(data, group=group, group_src=0)
+    return data.cpu().numpy().tobytes().decode()
+
+
 def failure_report(error: Exception) -> dict[str, Any]:
     """What the other ranks are told about an exception: a JSON value."""
     return {"error": _describe(error), "message": _message(error), "errno": getattr(error, "errno", None)}

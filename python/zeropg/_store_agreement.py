@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from zeropg._agreement import failure_report, raise_failures
 
 _BEAT_SECONDS = 1.0
+_PATIENCE_SECONDS = 60.0  # that a rank may go without a sign of life
 _POLL_SECONDS = 0.01
 _MAX_POLL_SECONDS = 0.2
 _GOOD_BYE_SECONDS = 5.0
@@ -39,17 +40,14 @@ class StoreAgreement:
         store: a connection that nobody else uses.
         name: the same on all ranks, never used before in this store.
         operation: the public function's name, for messages.
-        patience: seconds that a rank may go without a sign of life.
     """
 
-    def __init__(
-        self, store: Store, name: str, rank: int, world_size: int, operation: str, patience: float = 60.0
-    ) -> None:
+    def __init__(self, store: Store, name: str, rank: int, world_size: int, operation: str) -> None:
         self._store = PrefixStore(f"zeropg/{name}", store)
         self._rank = rank
         self._world_size = world_size
         self._operation = operation
-        self._patience = patience
+        self._patience = _PATIENCE_SECONDS
         self._step = 0
         self._is_over = threading.Event()
 

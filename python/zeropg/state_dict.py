@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeropg._agreement import broadcast_text, collective_device, peers_needed, together
+from zeropg._checkpoint_plan import local_signatures, optimizer_kind, plan_model, plan_optimizer
 from zeropg._native import _C
 from zeropg._state import ShardedState, state_of
+from zeropg._structure import decode, dtype_name, dtype_of, fetch_scalar
 from zeropg.access import full_parameters
+from zeropg.optim import ShardedOptimizer
 
 
 def full_state_dict(
@@ -50,6 +55,52 @@ def _target(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and value.is_floating_point() else value.dtype
 
 
+def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
+    """Returns the whole state of a sharded optimizer under the user's parameter names. All ranks must call.
+
+    The layout is that of FSDP's full optimizer state dict: `{"state": {name: {key: value}}, "param_groups": [{"params":
+    [names], "lr": ...}]}`. State per element is a CPU tensor of the parameter's shape; parameters that never had a
+    gradient have no entry. One tensor is gathered at a time.
+
+    rank0_only: the other ranks of the group return {}.
+    """
+    operation = "full_optimizer_state_dict"
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise TypeError(
+            f"[zeropg] {operation}: got a {type(optimizer).__name__}, expected what zeropg.shard_optimizer returned"
+        )
+    state = state_of(optimizer._model, operation)
+    group = state.core.process_group
+    model = plan_model(state)
+    announced = together(group, operation, lambda: local_signatures(optimizer, model))
+    plan = plan_optimizer(optimizer_kind(optimizer), [], model, announced)
+    own: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
+    for name, key, values, start, _ in optimizer.local_state():
+        saved_name = model.tensors[model.index_of[name]].name
+        own.setdefault((saved_name, key), []).append((start, values.detach().to("cpu", copy=True)))
+
+    keeps = group.rank() == 0 or not rank0_only
+    result: dict[str, dict[str, Any]] = {}
+    for (name, key), index in plan.entries.items():
+        shape = model.tensors[model.index_of[name]].value.shape
+        whole = torch.zeros(shape.numel(), dtype=plan.dtypes[index])
+        for start, values in own.pop((name, key), ()):
+            whole[start : start + values.numel()] = values
+        # Every element is one rank's and zero bytes elsewhere; as bytes, so that the sum keeps every bit.
+        summed = whole.view(torch.uint8).to(collective_device(group))
+        with peers_needed(group, operation):
+            dist.all_reduce(summed, group=group)
+        if keeps:
+            result.setdefault(name, {})[key] = summed.cpu().view(whole.dtype).view(shape)
+    if not keeps:
+        return {}
+    for name, numbers in plan.numbers.items():
+        result.setdefault(name, {}).update({key: decode(value, fetch_scalar) for key, value in numbers.items()})
+    name_of = {id(tensor.value): tensor.name for tensor in model.tensors}
+    groups = [{**g, "params": [name_of[id(parameter)] for parameter in g["params"]]} for g in optimizer.param_groups]
+    return {"state": result, "param_groups": groups}
+
+
 def load_full_state_dict(
     model: nn.Module,
     state_dict: dict[str, torch.Tensor],
@@ -71,20 +122,35 @@ def load_full_state_dict(
 
 def _broadcast(state_dict: dict[str, torch.Tensor], state: ShardedState) -> dict[str, torch.Tensor]:
     group = state.core.process_group
-    rank = state.core.rank
-    layout = [[(key, value.shape, value.dtype) for key, value in state_dict.items()] if rank == 0 else None]
-    dist.broadcast_object_list(layout, group_src=0, group=group)
+    operation = "load_full_state_dict"
+    is_first = state.core.rank == 0
+
+    def describe() -> str | None:
+        return json.dumps([_described(key, value) for key, value in state_dict.items()]) if is_first else None
+
+    described: list[str | None] = []
+    together(group, operation, lambda: described.append(describe()))
     received: dict[str, torch.Tensor] = {}
     device = next(state.model.parameters()).device
-    for key, shape, dtype in layout[0] or []:
+    for key, shape, dtype in json.loads(broadcast_text(group, operation, described[0])):
         value = (
             state_dict[key].detach().to(device).contiguous()
-            if rank == 0
-            else torch.empty(shape, dtype=dtype, device=device)
+            if is_first
+            else torch.empty(shape, dtype=dtype_of(dtype), device=device)
         )
-        dist.broadcast(value, group_src=0, group=group)
+        with peers_needed(group, operation):
+            dist.broadcast(value, group_src=0, group=group)
         received[key] = value
     return received
+
+
+def _described(key: str, value: Any) -> tuple[str, list[int], str]:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"'{key}' is a {type(value).__name__}; with broadcast_from_rank0 every entry must be a tensor: give each "
+            "rank the whole dict instead"
+        )
+    return key, list(value.shape), dtype_name(value.dtype)
 
 
 def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_plain: Callable[..., Any]) -> Any:
