@@ -98,6 +98,11 @@ def test_bfloat16_with_fp32_masters(program: Path, tmp_path: Path, plain_losses:
     assert losses(outputs[0]) == pytest.approx(plain_losses, rel=0.1)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_loading_accumulating_and_errors(program: Path, tmp_path: Path, stage: int) -> None:
+    train(program, tmp_path, "rest", stage)
+
+
 def test_wrong_options_are_clear(program: Path, tmp_path: Path) -> None:
     ranks = [start([program, "zeropg", str(stage)], rank, 2, tmp_path / "s") for rank, stage in enumerate((2, 4))]
     errors = [process.communicate(timeout=60)[1] for process in ranks]

@@ -1,12 +1,13 @@
 // Trains a small net from C++ and prints the loss of every step:
 //   train <mode> <stage> <rank> <world size> <store file>
 // Modes: plain (one process, no sharding, the whole batch), zeropg, bfloat16 (computed in it), foreign (over a backend
-// that zeropg does not know), two_groups (the same, with a second group for gradients).
+// that zeropg does not know), two_groups (the same, with a second group for gradients), rest (checks, no output).
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
 #include <torch/types.h>
 #include <zeropg/zeropg.h>
 
@@ -173,17 +174,85 @@ double loss_of_plain_copy(const zeropg::StateDict& state) {
   return torch::mse_loss(net->forward(batch.inputs), batch.targets).item<double>();
 }
 
+template <typename Function>
+void expect_error(const std::string& words, Function&& function) {
+  try {
+    function();
+  } catch (const std::exception& error) {
+    TORCH_CHECK(std::string(error.what()).find(words) != std::string::npos, "expected '", words,
+                "' in: ", error.what());
+    return;
+  }
+  TORCH_CHECK(false, "nothing was thrown; expected '", words, "'");
+}
+
+// Shards a net that exists, accumulates without communication, updates with SGD, loads: as the plain net does.
+void check_the_rest(const c10::intrusive_ptr<c10d::Backend>& group, int64_t stage) {
+  torch::manual_seed(0);
+  Net plain(kWidth);
+  torch::manual_seed(1 + group->getRank());
+  Net net(kWidth);
+  zeropg::FullyShardedModule<Net> model({.stage = stage}, group, *net);
+  zeropg::StateDict start;
+  for (const auto& entry : plain->named_parameters()) {
+    start.insert(entry.key(), entry.value().detach().clone());
+  }
+  expect_error("'scale' is missing", [&] { model.load_full_state_dict(start); });
+  start.insert("scale", plain->scale.clone());
+  model.load_full_state_dict(start);
+  TORCH_CHECK(net->parameters().front().is_same(model->parameters().front()), "parameters keep their identity");
+
+  zeropg::ShardedOptimizer<torch::optim::SGD> optimizer(model, torch::optim::SGDOptions(0.1).momentum(0.9));
+  torch::optim::SGD plain_optimizer(plain->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  const auto backward = [&](auto& net_of_either, int step, int rank, int world_size) {
+    const Batch batch = make_batch(step, rank, world_size);
+    torch::mse_loss(net_of_either->forward(batch.inputs), batch.targets).backward();
+  };
+  for (int step = 0; step < 4; step += 2) {
+    model.no_sync([&] { backward(model, step, group->getRank(), group->getSize()); });
+    expect_error("no_sync", [&] { optimizer.step(); });
+    backward(model, step + 1, group->getRank(), group->getSize());
+    optimizer.step();
+    model->zero_grad();
+    backward(plain, step, 0, 1);
+    backward(plain, step + 1, 0, 1);
+    plain_optimizer.step();
+    plain_optimizer.zero_grad();
+  }
+  const zeropg::StateDict end = model.full_state_dict(torch::kDouble);
+  for (const auto& entry : plain->named_parameters()) {
+    if (group->getRank() == 0) {
+      TORCH_CHECK(torch::allclose(end[entry.key()], entry.value().to(torch::kDouble), 1e-4, 1e-5), entry.key());
+    }
+  }
+
+  start["scale"] = torch::ones({2});
+  expect_error("'scale' has shape [2], expected [1]", [&] { model.load_full_state_dict(start); });
+  expect_error("belongs to a sharded model already",
+               [&] { zeropg::FullyShardedModule<Net>({.stage = stage}, group, *net); });
+  if (stage == 3) {
+    expect_error("is sharded", [&] { model->to(torch::kDouble); });
+  } else {
+    model->to(torch::kDouble);
+    expect_error("changed after FullyShardedModule was made", [&] { model->forward(make_batch(0, 0, 1).inputs); });
+  }
+}
+
 void train(const std::string& mode, int64_t stage, int rank, int world_size, const std::string& file) {
   const auto store = c10::make_intrusive<c10d::FileStore>(file, world_size);
   const auto make_group = [&](const std::string& name) -> c10::intrusive_ptr<c10d::Backend> {
     auto group = zeropg::make_process_group(c10::make_intrusive<c10d::PrefixStore>(name, store), rank, world_size,
                                             {.timeout = std::chrono::seconds(60)});
-    if (mode == "zeropg" || mode == "bfloat16") {
+    if (mode == "zeropg" || mode == "bfloat16" || mode == "rest") {
       return group;
     }
     return c10::make_intrusive<Foreign>(group);
   };
   const auto group = make_group("first");
+  if (mode == "rest") {
+    check_the_rest(group, stage);
+    return;
+  }
   zeropg::FullyShardOptions options{.stage = stage};
   if (mode == "bfloat16") {
     options.param_dtype = torch::kBFloat16;
