@@ -49,8 +49,9 @@ struct Bank {
 
 struct Mailbox {
   struct Piece {
-    std::vector<std::byte> bytes;
-    double arrival_us;  // of its first byte between nodes, of its last one within a node
+    int64_t size;
+    std::vector<std::byte> bytes;  // empty where no bytes are moved
+    double arrival_us;             // of its first byte between nodes, of its last one within a node
   };
   std::deque<Piece> pieces;
   int64_t used_bytes = 0;
@@ -78,7 +79,9 @@ class Simulation {
     place_ranks();
     check_operations();
     banks_.resize(2 * size_t(options.world_size));
-    for (Bank& bank : banks_) bank.bytes.assign(options.bank_bytes, kPoison);
+    if (options.moves_bytes) {
+      for (Bank& bank : banks_) bank.bytes.assign(options.bank_bytes, kPoison);
+    }
     traffic_.resize(options.world_size);
     for (int32_t rank = 0; rank < options.world_size; ++rank) {
       traffic_[rank].sent_bytes.assign(options.world_size, 0);
@@ -88,10 +91,10 @@ class Simulation {
   }
 
   std::vector<Traffic> run() {
-    while (true) {
-      const int32_t rank = draw_rank();
-      if (rank < 0) break;
-      take_step(rank);
+    if (options_.moves_bytes) {
+      take_steps_at_random();
+    } else {
+      take_steps_in_turn();
     }
     const auto is_done = [&](const RankState& state) { return state.operation == operations_.size(); };
     if (!std::all_of(ranks_.begin(), ranks_.end(), is_done)) throw SimulationError(deadlock_report());
@@ -104,6 +107,25 @@ class Simulation {
   }
 
  private:
+  void take_steps_at_random() {
+    while (true) {
+      const int32_t rank = draw_rank();
+      if (rank < 0) break;
+      take_step(rank);
+    }
+  }
+
+  // Each rank as far as it goes: times do not depend on who is first.
+  void take_steps_in_turn() {
+    bool has_moved = true;
+    while (has_moved) {
+      has_moved = false;
+      for (int32_t rank = 0; rank < options_.world_size; ++rank) {
+        for (; can_step(rank); has_moved = true) take_step(rank);
+      }
+    }
+  }
+
   void place_ranks() {
     const CollectiveSpec spec{.world_size = options_.world_size, .nodes = options_.nodes};
     const Placement placement(spec);
@@ -128,7 +150,8 @@ class Simulation {
   void check_operations() const {
     for (const SimulatedOperation& operation : operations_) {
       const auto world_size = static_cast<size_t>(options_.world_size);
-      if (operation.schedules.size() != world_size || operation.tensors.size() != world_size) {
+      if (operation.schedules.size() != world_size ||
+          (options_.moves_bytes && operation.tensors.size() != world_size)) {
         throw std::invalid_argument("simulate: an operation has " + std::to_string(operation.schedules.size()) +
                                     " schedules and " + std::to_string(operation.tensors.size()) +
                                     " sets of tensors, expected one per rank of " + std::to_string(world_size));
@@ -183,7 +206,7 @@ class Simulation {
     RankState& state = ranks_[rank];
     state.step = 0;
     while (state.operation < operations_.size()) {
-      state.scratch.assign(schedule_of(rank).scratch_bytes, kPoison);
+      if (options_.moves_bytes) state.scratch.assign(schedule_of(rank).scratch_bytes, kPoison);
       if (!schedule_of(rank).steps.empty()) return;
       leave_operation(rank);
     }
@@ -266,11 +289,13 @@ class Simulation {
 
   void copy(int32_t rank) {
     const Step& step = step_of(rank);
-    const std::byte* source = resolve(rank, step.source, step.bytes, false);
-    std::byte* destination = resolve(rank, step.destination, step.bytes, true);
-    if (destination == source) return;
-    check_apart(rank, destination, source, step.bytes);
-    std::memcpy(destination, source, step.bytes);
+    if (options_.moves_bytes) {
+      const std::byte* source = resolve(rank, step.source, step.bytes, false);
+      std::byte* destination = resolve(rank, step.destination, step.bytes, true);
+      if (destination == source) return;
+      check_apart(rank, destination, source, step.bytes);
+      std::memcpy(destination, source, step.bytes);
+    }
     traffic_[rank].copied_bytes += step.bytes;
     spend(rank, step.bytes, step.bytes);
   }
@@ -282,6 +307,8 @@ class Simulation {
         step.first_source + size_t(step.source_count) > schedule.sources.size()) {
       fail(rank, "its sources are not in the schedule's list of " + std::to_string(schedule.sources.size()));
     }
+    spend(rank, step.source_count * step.bytes, step.bytes);
+    if (!options_.moves_bytes) return;
     std::vector<const void*> sources;
     std::byte* destination = resolve(rank, step.destination, step.bytes, true);
     for (int32_t i = 0; i < step.source_count; ++i) {
@@ -290,7 +317,6 @@ class Simulation {
       sources.push_back(source);
     }
     reduce_into(rank, destination, sources);
-    spend(rank, step.source_count * step.bytes, step.bytes);
   }
 
   void reduce_into(int32_t rank, std::byte* destination, const std::vector<const void*>& sources) {
@@ -334,9 +360,12 @@ class Simulation {
     }
     Mailbox& mailbox = mailboxes_[{rank, step.peer}];
     const int64_t room = std::min(step.bytes - state.moved_bytes, capacity(rank, step.peer) - mailbox.used_bytes);
-    const int64_t bytes = draw(2) == 0 ? room : 1 + draw(room);
-    const std::byte* source = resolve(rank, step.source, step.bytes, false) + state.moved_bytes;
-    mailbox.pieces.push_back({{source, source + bytes}, state.message_arrival_us});
+    const int64_t bytes = !options_.moves_bytes || draw(2) == 0 ? room : 1 + draw(room);
+    mailbox.pieces.push_back({.size = bytes, .bytes = {}, .arrival_us = state.message_arrival_us});
+    if (options_.moves_bytes) {
+      const std::byte* source = resolve(rank, step.source, step.bytes, false) + state.moved_bytes;
+      mailbox.pieces.back().bytes.assign(source, source + bytes);
+    }
     mailbox.used_bytes += bytes;
     state.moved_bytes += bytes;
     if (state.moved_bytes == step.bytes) finish_step(rank);
@@ -371,24 +400,33 @@ class Simulation {
     const Step& step = step_of(rank);
     RankState& state = ranks_[rank];
     check_peer(rank);
-    state.received.resize(step.bytes);
     Mailbox& mailbox = mailboxes_[{step.peer, rank}];
     Mailbox::Piece& piece = mailbox.pieces.front();
-    const int64_t bytes = std::min<int64_t>(step.bytes - state.moved_bytes, piece.bytes.size());
-    std::memcpy(state.received.data() + state.moved_bytes, piece.bytes.data(), bytes);
+    const int64_t bytes = std::min(step.bytes - state.moved_bytes, piece.size);
+    if (options_.moves_bytes) {
+      state.received.resize(step.bytes);
+      std::memcpy(state.received.data() + state.moved_bytes, piece.bytes.data(), bytes);
+      piece.bytes.erase(piece.bytes.begin(), piece.bytes.begin() + bytes);
+    }
     take_time_to_receive(rank, step.peer, piece.arrival_us, bytes);
-    piece.bytes.erase(piece.bytes.begin(), piece.bytes.begin() + bytes);
-    if (piece.bytes.empty()) mailbox.pieces.pop_front();
+    piece.size -= bytes;
+    if (piece.size == 0) mailbox.pieces.pop_front();
     mailbox.used_bytes -= bytes;
     state.moved_bytes += bytes;
     if (state.moved_bytes < step.bytes) return;
+    if (options_.moves_bytes) store_received(rank);
+    finish_step(rank);
+  }
+
+  void store_received(int32_t rank) {
+    const Step& step = step_of(rank);
+    const RankState& state = ranks_[rank];
     std::byte* destination = resolve(rank, step.destination, step.bytes, true);
     if (step.kind == StepKind::kReceive) {
       std::memcpy(destination, state.received.data(), step.bytes);
     } else {
       reduce_into(rank, destination, {destination, state.received.data()});
     }
-    finish_step(rank);
   }
 
   void check_peer(int32_t rank) const {

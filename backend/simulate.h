@@ -36,6 +36,8 @@ struct SimulatorOptions {
   CostModel model{};  // of barriers, copies, reductions, and of links between nodes where `link` is empty
   std::vector<std::vector<int32_t>> nodes{};  // as in CollectiveSpec; empty: one node
   int64_t window_bytes = 0;                   // as mailbox_bytes, between nodes
+  // False: no tensors are needed or touched; steps are only timed and counted, faults other than deadlocks not found.
+  bool moves_bytes = true;
   // Empty: within a node a default SimulatedLink, between nodes the model's, shared equally by the ranks of the node.
   // Mailboxes and windows are taken as deep enough not to slow a sender down.
   std::function<SimulatedLink(int32_t from, int32_t to)> link{};
@@ -49,7 +51,7 @@ struct SimulatedTensors {
 
 struct SimulatedOperation {
   std::vector<Schedule> schedules{};        // one per rank
-  std::vector<SimulatedTensors> tensors{};  // one per rank
+  std::vector<SimulatedTensors> tensors{};  // one per rank, where bytes are moved
   DType dtype = DType::kUInt8;              // of reducing steps, as are the next two
   ReduceOp reduce_op = ReduceOp::kSum;
   std::complex<double> factor = 1;
@@ -62,7 +64,7 @@ struct Traffic {
   int64_t reduced_bytes = 0;               // sources of reducing steps
   int64_t memory_bytes = 0;                // read plus written by copies and reductions
   std::vector<int64_t> sent_bytes;         // to each peer, through its mailbox
-  std::vector<int64_t> staged_read_bytes;  // from the staging slot of each rank
+  std::vector<int64_t> staged_read_bytes;  // from the staging slot of each rank, where bytes are moved
   double time_us = 0;                      // until this rank was done
 };
 

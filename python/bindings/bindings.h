@@ -9,6 +9,7 @@ void bind_backend(pybind11::module_& m);
 void bind_checkpoint(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_sharding(pybind11::module_& m);
+void bind_simulate(pybind11::module_& m);
 void bind_tools(pybind11::module_& m);
 
 }  // namespace zeropg

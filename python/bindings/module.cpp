@@ -7,5 +7,6 @@ PYBIND11_MODULE(_C, m) {
   zeropg::bind_checkpoint(m);
   zeropg::bind_optim(m);
   zeropg::bind_sharding(m);
+  zeropg::bind_simulate(m);
   zeropg::bind_tools(m);
 }

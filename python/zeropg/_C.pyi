@@ -256,5 +256,25 @@ def copy_bytes(destination: torch.Tensor, source: torch.Tensor, is_streaming: bo
 def probe_host_id() -> str:
     """Equal for two processes exactly when they can share memory."""
 
+def simulate(
+    op: str,
+    bytes: int,
+    nodes: Sequence[Sequence[int]],
+    *,
+    element_bytes: int = 4,
+    root: int = 0,
+    algorithm: str = "",
+    barrier_us: float = 2.0,
+    memory_bytes_per_us: float = 20000.0,
+    hop_us: float = 30.0,
+    network_bytes_per_us: float = 1250.0,
+    node_bytes_per_us: Sequence[float] = (),
+) -> dict[str, Any]:
+    """Time and bytes per link of one collective on the given nodes (lists of ranks).
+
+    `bytes` is one rank's block. 'algorithm', 'time_us', 'is_simulated' (False: too large, the time is the cost
+    formula's) and 'link_bytes' [from][to]. Raises ValueError for what cannot be planned.
+    """
+
 def reduction_instruction_sets() -> list[str]:
     """Those that this processor runs; the last one is used."""

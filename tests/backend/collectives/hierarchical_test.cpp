@@ -308,6 +308,23 @@ TEST(HierarchicalTest, NetworkTimeHidesBehindMemoryTimeAndTheOtherWayRound) {
   EXPECT_LT(both_us, 1.25 * std::max(memory_us, network_us));
 }
 
+TEST(HierarchicalTest, TakesTheSameTimeWithoutMovingBytes) {
+  for (const Algorithm& algorithm : algorithms()) {
+    const CollectiveShape shape = shape_of(nodes_of_sizes({2, 1}), 5000);
+    const std::vector<Nodes> served = placements_of(algorithm, shape.world_size);
+    if (std::find(served.begin(), served.end(), shape.nodes) == served.end()) continue;
+    const Collective collective(algorithm, shape);
+    SimulatorOptions options = simulator_options(shape);
+    const std::vector<Traffic> moved = simulate(options, {collective.operation()});
+    options.moves_bytes = false;
+    const std::vector<Traffic> counted = simulate(options, {{.schedules = collective.schedules()}});
+    for (int32_t rank = 0; rank < shape.world_size; ++rank) {
+      EXPECT_DOUBLE_EQ(counted[rank].time_us, moved[rank].time_us) << collective.describe();
+      EXPECT_EQ(counted[rank].sent_bytes, moved[rank].sent_bytes);
+    }
+  }
+}
+
 TEST(HierarchicalTest, RefusesAPlacementThatIsNotOne) {
   for (const Nodes& nodes : {Nodes{{0, 1}, {1, 2}}, Nodes{{0}, {1}}, Nodes{{0, 1}, {3}}, Nodes{{0, 1}, {-1}}}) {
     const CollectiveSpec spec{.op = OpKind::kAllReduce,

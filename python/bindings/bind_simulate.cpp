@@ -1,0 +1,66 @@
+// What a collective will take on a group that need not exist, for `python -m zeropg simulate`.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend/estimate.h"
+#include "python/bindings/bindings.h"
+
+namespace zeropg {
+namespace {
+
+OpKind op_of_name(const std::string& name) {
+  std::string known;
+  for (int op = 0; op <= static_cast<int>(OpKind::kBarrier); ++op) {
+    const char* each = op_name(static_cast<OpKind>(op));
+    if (name == each) {
+      return static_cast<OpKind>(op);
+    }
+    known += (known.empty() ? "" : ", ") + std::string(each);
+  }
+  TORCH_CHECK_VALUE(false, "[zeropg] simulate: unknown operation '", name, "', expected one of ", known, ".");
+}
+
+pybind11::dict simulate_collective(const std::string& op, int64_t bytes, std::vector<std::vector<int32_t>> nodes,
+                                   int32_t element_bytes, int32_t root, std::string algorithm, double barrier_us,
+                                   double memory_bytes_per_us, double hop_us, double network_bytes_per_us,
+                                   std::vector<double> node_bytes_per_us) {
+  const EstimateRequest request{.op = op_of_name(op),
+                                .bytes = bytes,
+                                .element_bytes = element_bytes,
+                                .root = root,
+                                .nodes = std::move(nodes),
+                                .algorithm = std::move(algorithm),
+                                .model = {.barrier_us = barrier_us,
+                                          .bytes_per_us = memory_bytes_per_us,
+                                          .hop_us = hop_us,
+                                          .network_bytes_per_us = network_bytes_per_us},
+                                .node_bytes_per_us = std::move(node_bytes_per_us)};
+  Estimate result;
+  {
+    pybind11::gil_scoped_release without_gil;
+    result = estimate(request);
+  }
+  pybind11::dict answer;
+  answer["algorithm"] = result.algorithm;
+  answer["time_us"] = result.time_us;
+  answer["is_simulated"] = result.is_simulated;
+  answer["link_bytes"] = result.link_bytes;
+  return answer;
+}
+
+}  // namespace
+
+void bind_simulate(pybind11::module_& m) {
+  namespace py = pybind11;
+  const CostModel model;
+  m.def("simulate", &simulate_collective, py::arg("op"), py::arg("bytes"), py::arg("nodes"), py::kw_only(),
+        py::arg("element_bytes") = 4, py::arg("root") = 0, py::arg("algorithm") = "",
+        py::arg("barrier_us") = model.barrier_us, py::arg("memory_bytes_per_us") = model.bytes_per_us,
+        py::arg("hop_us") = model.hop_us, py::arg("network_bytes_per_us") = model.network_bytes_per_us,
+        py::arg("node_bytes_per_us") = std::vector<double>(),
+        "Time and bytes per link of one collective on the given nodes (lists of ranks): 'algorithm', 'time_us', "
+        "'is_simulated' (False: too large, the time is the cost formula's) and 'link_bytes' [from][to]. `bytes` is one "
+        "rank's block. Raises ValueError for what cannot be planned.");
+}
+
+}  // namespace zeropg
