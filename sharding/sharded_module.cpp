@@ -412,6 +412,12 @@ void ShardedModule::zero_gradients() {
   reducer_->zero();
 }
 
+void ShardedModule::scale_gradients(double factor) {
+  at::NoGradGuard no_grad;
+  recover_from_broken_backward();
+  reducer_->scale(factor);
+}
+
 void ShardedModule::show_full_gradients() {
   recover_from_broken_backward();
   reducer_->show_full();

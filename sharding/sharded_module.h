@@ -61,6 +61,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   at::Tensor gradient(int64_t flat);
   bool has_gradient(int64_t flat, int64_t slot) const;
   void zero_gradients();
+  void scale_gradients(double factor);  // of the whole model, in place
   void show_full_gradients();  // collective; until hide_full_gradients every `.grad` is whole
   void hide_full_gradients();
   double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);  // collective

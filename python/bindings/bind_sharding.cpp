@@ -142,6 +142,7 @@ void bind_sharding(py::module_& m) {
       .def("begin_step", &ShardedModule::begin_step, ReleaseGil())
       .def("end_step", &ShardedModule::end_step, ReleaseGil())
       .def("zero_gradients", &ShardedModule::zero_gradients)
+      .def("scale_gradients", &ShardedModule::scale_gradients)
       .def("show_full_gradients", &ShardedModule::show_full_gradients, ReleaseGil())
       .def("hide_full_gradients", &ShardedModule::hide_full_gradients)
       .def("dissolve", &ShardedModule::dissolve, ReleaseGil())

@@ -236,12 +236,12 @@ class TorchUpdater:
         if gradient is None:
             return
         stepping = _stepping(self.segments, self._flat, owners)
-        if gradient_factor != 1.0:
-            gradient.mul_(gradient_factor)
         master = self._flat.master.detach()
         for segment, view, owner in zip(self.segments, self._views, stepping, strict=True):
             view.data = master[segment.start : segment.stop]
             view.grad = gradient[segment.start : segment.stop] if owner >= 0 else None
+            if view.grad is not None and gradient_factor != 1.0:
+                view.grad.mul_(gradient_factor)
         self._optimizer.param_groups = [
             {**group, "params": [view for view, owner in zip(self._views, stepping, strict=True) if owner == index]}
             for index, group in enumerate(groups)
@@ -295,7 +295,7 @@ class WholeUpdater:
         self._step = _unhooked_step(optimizer)
 
     def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
-        mine = [s.parameter for s in self.segments if s.parameter.grad is not None]
+        mine = [s.parameter for s in self.segments if s.parameter.grad is not None and id(s.parameter) in owners]
         if gradient_factor != 1.0:
             torch._foreach_mul_([p.grad for p in mine if p.grad is not None], gradient_factor)
         self._optimizer.param_groups = [

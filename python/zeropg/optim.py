@@ -87,6 +87,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module):
+        # What the next step multiplies the gradients by, once: zeropg.GradScaler sets it.
+        self.gradient_factor = 1.0
         self._core = _core_of(model)
         kernel = _check_optimizer(optimizer)
         self._wrapped = optimizer
@@ -130,12 +132,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         owners = self._owners()
         self._core.begin_step()
         try:
-            # A core that clips in place has no pending scale.
-            take_gradient_scale = getattr(self._core, "take_gradient_scale", lambda: 1.0)
-            gradient_factor = take_gradient_scale()
             for updater in self._updaters:
-                updater.step(owners, groups, gradient_factor)
+                updater.step(owners, groups, self.gradient_factor)
         finally:
+            self.gradient_factor = 1.0
             self._core.end_step()  # also after an error: the other ranks are waiting in theirs
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before ask
         return loss

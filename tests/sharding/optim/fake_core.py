@@ -68,7 +68,6 @@ class FakeCore:
     ):
         self.rank, self.world_size = rank, world_size
         self.flat_groups = [FakeFlat(model, rank, world_size, master_dtype, stage)]
-        self.gradient_scale = 1.0
         self.calls: list[str] = []
         self.publish: Callable[[], None] = self.publish_own
 
@@ -78,10 +77,6 @@ class FakeCore:
     def end_step(self) -> None:
         self.calls.append("end_step")
         self.publish()
-
-    def take_gradient_scale(self) -> float:
-        scale, self.gradient_scale = self.gradient_scale, 1.0
-        return scale
 
     def zero_gradients(self) -> None:
         self.calls.append("zero_gradients")

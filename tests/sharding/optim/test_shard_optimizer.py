@@ -198,7 +198,7 @@ def test_16_bit_parameters_follow_masters_with_an_elementwise_torch_optimizer() 
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p, lr=0.1), ELEMENTWISE[6]])
-def test_the_pending_clip_coefficient_scales_the_gradient_once(make: Make) -> None:
+def test_a_gradient_factor_scales_the_gradient_once(make: Make) -> None:
     plain = make_model()
     sharded = shard(copy.deepcopy(plain))
     reference, optimizer = make(plain.parameters()), shard_optimizer(make(sharded.parameters()), sharded)
@@ -209,7 +209,7 @@ def test_the_pending_clip_coefficient_scales_the_gradient_once(make: Make) -> No
             assert parameter.grad is not None
             parameter.grad *= factor
         if factor != 1.0:
-            sharded._zeropg.gradient_scale = factor  # type: ignore
+            optimizer.gradient_factor = factor  # type: ignore[attr-defined]
         reference.step()
         optimizer.step()
     assert_same(sharded, plain)

@@ -1,0 +1,131 @@
+"""Dynamic loss scaling: torch's scaler on one process and zeropg's on ranks take the same decisions."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.sharding.ranks import STAGES, on_ranks, raises
+
+SETTINGS: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
+# In which steps a gradient overflows, and on which rank.
+OVERFLOWS = {1: 0, 4: 1, 5: 0}
+STEPS = 8
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+
+
+def loss_of(model: nn.Module, step: int, ranks: list[int]) -> torch.Tensor:
+    """The mean loss of these ranks' parts of the batch."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(2, 4, 7, generator=generator, dtype=torch.float64)
+    loss = torch.stack([model(x[rank]).square().mean() for rank in ranks]).mean()
+    return loss * (torch.inf if OVERFLOWS.get(step) in ranks else 1.0)
+
+
+def train(model: nn.Module, optimizer: Any, scaler: Any, how: str, ranks: list[int], clip: Any) -> list[float]:
+    scales = []
+    for step in range(STEPS):
+        scaler.scale(loss_of(model, step, ranks)).backward()
+        if how != "plain":
+            scaler.unscale_(optimizer)
+        if how == "clipped":
+            clip(model)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("how", ["plain", "unscaled", "clipped"])
+@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+@on_ranks(2)
+def test_scales_and_parameters_are_those_of_one_process(how: str, optimizer: str) -> None:
+    import zeropg
+
+    kind: Any = {"adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}[optimizer]
+    plain = make()
+    stepper = kind(plain.parameters(), lr=1e-2)
+    expected = train(
+        plain,
+        stepper,
+        torch.amp.GradScaler("cpu", **SETTINGS),
+        how,
+        [0, 1],
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    )
+    assert len(set(expected)) == 3, "the scale never moved"
+    for stage in STAGES:
+        model = zeropg.fully_shard(make(), stage=stage)
+        sharded = zeropg.shard_optimizer(kind(model.parameters(), lr=1e-2), model)
+        scaler = zeropg.GradScaler(**SETTINGS)
+        clip = lambda model: zeropg.clip_grad_norm_(model, 0.1)  # noqa: E731
+        assert train(model, sharded, scaler, how, [dist.get_rank()], clip) == expected
+        with zeropg.full_parameters(model):
+            for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@on_ranks(2)
+def test_two_optimizers_share_a_model() -> None:
+    import zeropg
+
+    plain = make()
+    model = zeropg.fully_shard(copy.deepcopy(plain), stage=2)
+    optimizers = [
+        zeropg.shard_optimizer(torch.optim.RMSprop(part.parameters(), lr=1e-2), model) for part in (model[0], model[2])
+    ]
+    references = [torch.optim.RMSprop(part.parameters(), lr=1e-2) for part in (plain[0], plain[2])]
+    for scaler, steppers, trained, ranks in (
+        (zeropg.GradScaler(**SETTINGS), optimizers, model, [dist.get_rank()]),
+        (torch.amp.GradScaler("cpu", **SETTINGS), references, plain, [0, 1]),
+    ):
+        scaler.scale(loss_of(trained, 0, ranks)).backward()
+        for stepper in steppers:
+            scaler.step(stepper)
+        scaler.update()
+    with zeropg.full_parameters(model):
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@on_ranks(2)
+def test_wrong_calls_are_refused() -> None:
+    import zeropg
+
+    model = zeropg.fully_shard(make(), stage=3)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    scaler = zeropg.GradScaler()
+    with raises(TypeError, "GradScaler.step: got a SGD", "torch.amp.GradScaler"):
+        scaler.step(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+    with raises(RuntimeError, "no step()"):
+        scaler.update()
+    with raises(TypeError, "got a str"):
+        scaler.scale("loss")
+    scaler.scale([loss_of(model, 0, [dist.get_rank()])])[0].backward()
+    scaler.unscale_(optimizer)
+    with raises(RuntimeError, "called twice"):
+        scaler.unscale_(optimizer)
+    with raises(NotImplementedError, "closures"):
+        scaler.step(optimizer, lambda: 0)
+    scaler.step(optimizer)
+    with raises(RuntimeError, "has stepped already"):
+        scaler.step(optimizer)
+    with raises(ValueError, "growth_factor 0.5"):
+        zeropg.GradScaler(growth_factor=0.5)
+    other = zeropg.GradScaler(init_scale=2.0)
+    other.load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict())
+    assert other.get_scale() == 8.0 and other.state_dict() == torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()
+    off = zeropg.GradScaler(enabled=False)
+    assert off.state_dict() == {} and off.get_scale() == 1.0 and off.scale(3) == 3 and not off.is_enabled()
+    with raises(ValueError, "are missing"):
+        other.load_state_dict(off.state_dict())
