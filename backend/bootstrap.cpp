@@ -9,9 +9,11 @@
 #include "backend/admission.h"
 #include "backend/authentication.h"
 #include "backend/rendezvous.h"
+#include "backend/tcp_mesh.h"
 #include "backend/topology.h"
 #include "backend/topology_probe.h"
 #include "backend/transport/doorbell.h"
+#include "backend/transport/tcp_wire.h"
 
 namespace zeropg {
 
@@ -70,7 +72,10 @@ std::vector<Descriptor> receive_descriptors(Member& peer, size_t count, Clock::t
 
 struct Session {
   int32_t rank;
+  int32_t local_rank;
   int32_t world_size;
+  std::string group;          // a name that no other group has
+  std::vector<int32_t> node;  // the ranks of this node
   Clock::time_point deadline;
   std::function<void()> tick;
   MeetingPlace place;
@@ -79,34 +84,36 @@ struct Session {
 
 // Leader: lets the members in, hands out arena and doorbells, and waits until everybody has mapped them.
 void host(const Session& session, Rendezvous& rendezvous, const Descriptor& listener, BootstrapResult* result) {
-  std::vector<int32_t> others = result->topology.nodes[0];
+  std::vector<int32_t> others = session.node;
   std::erase(others, session.rank);
   std::vector<Member> members = admit_members(listener, session.place, others, session.deadline, session.tick);
 
   Descriptor arena(ShmArena::create(session.geometry));
   std::vector<int> handed_out{arena.get()};
-  for (const int32_t rank : result->topology.nodes[0]) {
+  for (const int32_t rank : session.node) {
     const auto member = std::find_if(members.begin(), members.end(), [&](const Member& m) { return m.rank == rank; });
     handed_out.push_back(member == members.end() ? process_doorbell() : member->doorbell.get());
   }
   for (Member& member : members) send_descriptors(member, handed_out, session.deadline);
-  result->arena = std::make_unique<ShmArena>(arena.release(), session.geometry, session.rank);
+  result->arena = std::make_unique<ShmArena>(arena.release(), session.geometry, session.local_rank);
   for (Member& member : members) {
     with_peer(member.rank,
               [&] { return member.connection.receive(MessageKind::kReady, 0, session.deadline, session.tick); });
   }
-  rendezvous.clean_up();
+  if (session.rank == 0) rendezvous.clean_up();  // rank 0 leads its node, and is connected to all other nodes
   for (Member& member : members) {
     with_peer(member.rank, [&] { member.connection.send(MessageKind::kGo, "", {}, session.deadline); });
   }
-  std::vector<Descriptor> doorbells(session.world_size);
-  for (Member& member : members) doorbells[member.rank] = std::move(member.doorbell);
+  std::vector<Descriptor> doorbells(session.node.size());
+  for (Member& member : members) {
+    doorbells[static_cast<size_t>(result->topology.local_rank[member.rank])] = std::move(member.doorbell);
+  }
   result->arena->set_doorbells(std::move(doorbells));
   result->channel = std::make_shared<DescriptorChannel>(session.rank, session.world_size, std::move(members), true);
 }
 
 void join(const Session& session, BootstrapResult* result) {
-  const int32_t leader_rank = result->topology.nodes[0][0];
+  const int32_t leader_rank = session.node[0];
   std::vector<Member> peers(1);
   Member& leader = peers[0];
   leader.rank = leader_rank;
@@ -114,10 +121,10 @@ void join(const Session& session, BootstrapResult* result) {
     return join_leader(session.place, session.rank, process_doorbell(), session.deadline, session.tick);
   });
   std::vector<Descriptor> received =
-      receive_descriptors(leader, 1 + static_cast<size_t>(session.world_size), session.deadline, session.tick);
-  result->arena = std::make_unique<ShmArena>(received[0].release(), session.geometry, session.rank);
+      receive_descriptors(leader, 1 + session.node.size(), session.deadline, session.tick);
+  result->arena = std::make_unique<ShmArena>(received[0].release(), session.geometry, session.local_rank);
   received.erase(received.begin());
-  received[session.rank].reset();
+  received[session.local_rank].reset();
   result->arena->set_doorbells(std::move(received));
   with_peer(leader_rank, [&] {
     leader.connection.send(MessageKind::kReady, "", {}, session.deadline);
@@ -126,12 +133,41 @@ void join(const Session& session, BootstrapResult* result) {
   result->channel = std::make_shared<DescriptorChannel>(session.rank, session.world_size, std::move(peers), false);
 }
 
+// To every rank of another node: those with a lower rank listen.
+std::unique_ptr<Network> join_network(Rendezvous& rendezvous, const Topology& topology, const Session& session,
+                                      const BootstrapOptions& options) {
+  NetworkOptions network{
+      .rank = session.rank, .world_size = session.world_size, .peers = {}, .window_bytes = options.window_bytes};
+  MeshPlan plan{.rank = session.rank,
+                .group = session.group,
+                .secret = session.place.secret,
+                .network_id = probe_network_id(),
+                .to = {},
+                .from = {},
+                .addresses = std::vector<TcpAddress>(static_cast<size_t>(session.world_size))};
+  for (int32_t peer = 0; peer < session.world_size; ++peer) {
+    if (topology.node_rank[peer] == topology.node_rank[session.rank]) continue;
+    network.peers.push_back(peer);
+    (peer < session.rank ? plan.to : plan.from).push_back(peer);
+  }
+  TcpAddress own{.port = 0, .network_id = plan.network_id, .hosts = local_addresses(options.interfaces)};
+  const Descriptor listener = listen_tcp(&own.port);
+  const AddressKey key{session.group, session.place.secret};
+  const std::vector<std::string> addresses = rendezvous.exchange_addresses(encode(own), plan.to, key);
+  for (const int32_t peer : plan.to) plan.addresses[peer] = decode_tcp_address(addresses[peer]);
+  std::vector<Descriptor> connections = connect_mesh(listener, plan, session.deadline, session.tick);
+  rendezvous.withdraw_address();
+  return std::make_unique<Network>(std::make_unique<TcpWire>(std::move(connections)), std::move(network));
+}
+
 BootstrapResult connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const BootstrapOptions& options,
                         Clock::time_point deadline) {
   RankRecord own;
   own.world_size = world_size;
   own.bank_bytes = options.bank_bytes;
   own.mailbox_bytes = options.mailbox_bytes;
+  own.window_bytes = options.window_bytes;
+  own.network = static_cast<int64_t>(options.network);
   own.has_secret = options.secret.empty() ? 0 : 1;
   own.host_id = options.host_id.empty() ? probe_host_id() : options.host_id;
   own.socket_name = "zeropg-" + random_hex(16);
@@ -149,14 +185,20 @@ BootstrapResult connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size
 
   BootstrapResult result;
   result.topology = make_topology(std::move(map.host_ids), rank);
-  if (result.topology.node_count() > 1) return result;
-  const Session session{rank,
-                        world_size,
-                        deadline,
-                        [&] { rendezvous.throw_if_a_rank_failed(); },
-                        {map.socket_names[0], options.secret.empty() ? map.secret : options.secret},
-                        {world_size, options.bank_bytes, options.mailbox_bytes}};
-  if (rank == 0) {
+  const std::vector<int32_t>& node = result.topology.nodes[result.topology.node_rank[rank]];
+  const Session session{.rank = rank,
+                        .local_rank = result.topology.local_rank[rank],
+                        .world_size = world_size,
+                        .group = map.socket_names[0],
+                        .node = node,
+                        .deadline = deadline,
+                        .tick = [&] { rendezvous.throw_if_a_rank_failed(); },
+                        .place = {map.socket_names[node[0]], options.secret.empty() ? map.secret : options.secret},
+                        .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes, options.mailbox_bytes}};
+  if (result.topology.node_count() > 1) {
+    result.network = join_network(rendezvous, result.topology, session, options);
+  }
+  if (session.local_rank == 0) {
     host(session, rendezvous, listener, &result);
   } else {
     listener.reset();

@@ -1,4 +1,5 @@
-// From a c10d store to connected ranks: who is where, who may join, and the shared arena of the node.
+// From a c10d store to connected ranks: who is where, who may join, the shared arena of the node, and the
+// connections to other nodes.
 #pragma once
 
 #include <chrono>
@@ -9,6 +10,8 @@
 #include <vector>
 
 #include "backend/topology.h"
+#include "backend/transport/network.h"
+#include "backend/transport/network_kind.h"
 #include "backend/transport/shm_arena.h"
 
 namespace zeropg {
@@ -19,6 +22,9 @@ struct BootstrapOptions {
   std::string host_id;  // empty: probed
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
+  int64_t window_bytes = int64_t{1} << 20;  // per stream to a rank on another node
+  NetworkKind network = NetworkKind::kAutomatic;
+  std::string interfaces;  // names (or their beginnings) of those to use between nodes, by commas; empty: all
 };
 
 // A connection inside the node over which the leader passes descriptors; kept for later SharedSegments.
@@ -26,17 +32,18 @@ class DescriptorChannel;
 
 struct BootstrapResult {
   Topology topology;
-  std::unique_ptr<ShmArena> arena;  // null when the ranks span several nodes
+  std::unique_ptr<ShmArena> arena;  // of the ranks of this node
   std::shared_ptr<DescriptorChannel> channel;
+  std::unique_ptr<Network> network;  // to the ranks of other nodes; null when there are none
 };
 
 // Collective over all ranks of `store`'s prefix. Throws DistBackendError naming the ranks that did not come in time.
 BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                           const BootstrapOptions& options);
 
-// Collective: the node's leader makes a descriptor with `create`, every rank returns its own copy of it. Calls must
-// come in the same order on all ranks (no other use of the channel in between). Every message proves the group's
-// secret.
+// Collective over the ranks of a node: its leader makes a descriptor with `create`, every rank returns its own copy of
+// it. Calls must come in the same order on all ranks (no other use of the channel in between). Every message proves the
+// group's secret.
 int share_descriptor(DescriptorChannel& channel, const std::function<int()>& create, std::chrono::milliseconds timeout);
 
 }  // namespace zeropg

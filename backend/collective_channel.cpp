@@ -225,7 +225,7 @@ void CollectiveChannel::check(CollectiveJob& job) {
   }
   C10_THROW_ERROR(DistBackendError,
                   c10::str(label.prefix(), ": timed out after ", job.work->timeout().count(), " ms ",
-                           job.execution->describe_wait(), ", waiting for ", list_ranks(awaited),
+                           job.execution->describe_wait(), ", waiting for ", list_ranks(awaited), group_->silence(),
                            "; see what they do (a stopped process, another collective, a slow step) or raise the"
                            " group's timeout."));
 }
@@ -241,9 +241,6 @@ void CollectiveChannel::set_sleeping(bool is_sleeping) {
   }
 }
 
-int32_t CollectiveChannel::local_world_size() const {
-  const Topology& topology = group_->topology();
-  return static_cast<int32_t>(topology.nodes[topology.node_rank[topology.rank]].size());
-}
+int32_t CollectiveChannel::local_world_size() const { return static_cast<int32_t>(group_->node().size()); }
 
 }  // namespace zeropg

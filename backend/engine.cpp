@@ -152,9 +152,16 @@ void Engine::sleep() {
       channel->set_sleeping(true);
     }
     activity = advance_all();
+    descriptors_.clear();
+    for (Channel* channel : channels_) {
+      if (channel->descriptor() >= 0) {
+        descriptors_.push_back(channel->descriptor());
+        activity = channel->arm() ? activity : Activity::kMoved;
+      }
+    }
   }
   if (activity != Activity::kMoved && !is_stopping_.load()) {
-    wait_doorbell(process_doorbell(), activity == Activity::kIdle ? kIdleSleep : kCheckInterval);
+    wait_doorbell(process_doorbell(), activity == Activity::kIdle ? kIdleSleep : kCheckInterval, descriptors_);
   }
   is_sleeping_ = false;
   std::lock_guard<std::mutex> lock(mutex_);

@@ -30,6 +30,10 @@ class Channel {
   virtual void check_on_engine_thread() = 0;
   // Tells the peers whether they have to ring the doorbell of this process. Without effect where nothing waits.
   virtual void set_sleeping(bool is_sleeping) = 0;
+  // What the thread polls beside the doorbell while it sleeps, -1: nothing. arm() comes right before; false: there is
+  // something to do already.
+  virtual int descriptor() const { return -1; }
+  virtual bool arm() { return true; }
   // Ranks on this node in the channel's group.
   virtual int32_t local_world_size() const = 0;
 };
@@ -60,6 +64,7 @@ class Engine {
   std::thread thread_;                          // guarded by life_
   std::mutex mutex_;                            // held by the thread during a pass over the channels
   std::vector<Channel*> channels_;              // guarded by mutex_
+  std::vector<int> descriptors_;                // of the thread
   std::shared_ptr<CallbackThreads> callbacks_;  // guarded by life_; life shared with the works
   std::atomic<int32_t> removers_{0};            // threads that wait for mutex_: the pass lets them in
   std::atomic<bool> is_running_{false};

@@ -1,6 +1,5 @@
 #include "backend/execution.h"
 
-#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -27,7 +26,11 @@ bool announces_counts(const CollectiveSpec& spec) {
 }  // namespace
 
 Execution::Execution(Group& group, const Collective& collective, const OperationLabel& label)
-    : group_(group), collective_(collective), label_(label), sequence_(group.next_announcement()) {
+    : group_(group),
+      collective_(collective),
+      label_(label),
+      sequence_(group.next_announcement()),
+      call_headers_(group, collective, sequence_) {
   if (collective.schedule->scratch_bytes > 0) {
     scratch_ = group.scratch(collective.schedule->scratch_bytes);
   }
@@ -105,21 +108,30 @@ bool Execution::run_barrier() {
 }
 
 bool Execution::run_send(const Step& step) {
+  if (step.bytes > 0 && !call_headers_.send_to(step.peer)) {
+    return false;
+  }
   const std::byte* source = address(step.source);
   const std::span<const std::byte> rest(source + moved_bytes_, static_cast<size_t>(step.bytes - moved_bytes_));
-  moved_bytes_ += static_cast<int64_t>(group_.transport().try_send(step.peer, Lane::kCollective, rest));
+  moved_bytes_ += static_cast<int64_t>(group_.transport_to(step.peer).try_send(step.peer, Lane::kCollective, rest));
   return moved_bytes_ == step.bytes;
 }
 
 bool Execution::run_receive(const Step& step) {
+  if (step.bytes > 0 && !call_headers_.receive_from(step.peer)) {
+    return false;
+  }
   std::byte* destination = address(step.destination);
   const std::span<std::byte> rest(destination + moved_bytes_, static_cast<size_t>(step.bytes - moved_bytes_));
-  moved_bytes_ += static_cast<int64_t>(group_.transport().try_receive(step.peer, Lane::kCollective, rest));
+  moved_bytes_ += static_cast<int64_t>(group_.transport_to(step.peer).try_receive(step.peer, Lane::kCollective, rest));
   return moved_bytes_ == step.bytes;
 }
 
 // Bytes come in any number at a time; they are reduced a tile at a time, so that an element is never cut.
 bool Execution::run_receive_reduce(const Step& step) {
+  if (step.bytes > 0 && !call_headers_.receive_from(step.peer)) {
+    return false;
+  }
   tile_.reserve(kTileBytes);
   while (moved_bytes_ < step.bytes) {
     const int64_t tile_start = moved_bytes_ / kTileBytes * kTileBytes;
@@ -127,7 +139,7 @@ bool Execution::run_receive_reduce(const Step& step) {
     const auto filled = static_cast<size_t>(moved_bytes_ - tile_start);
     tile_.resize(static_cast<size_t>(tile_bytes));
     const size_t received =
-        group_.transport().try_receive(step.peer, Lane::kCollective, std::span(tile_).subspan(filled));
+        group_.transport_to(step.peer).try_receive(step.peer, Lane::kCollective, std::span(tile_).subspan(filled));
     if (received == 0) {
       return false;
     }
@@ -162,7 +174,8 @@ std::byte* Execution::address(const Region& region) const {
     case Space::kScratch:
       return scratch_ + region.offset_bytes;
     case Space::kStaging:
-      return group_.arena().staging(region.index, group_.physical_bank(region.bank)) + region.offset_bytes;
+      return group_.arena().staging(group_.local_rank(region.index), group_.physical_bank(region.bank)) +
+             region.offset_bytes;
     case Space::kResidual:
       break;
   }
@@ -174,7 +187,7 @@ std::byte* Execution::address(const Region& region) const {
 // reads right after the first barrier of `sequence`, and the first barrier of sequence + 1 comes after that.
 void Execution::announce() {
   const CollectiveSpec& spec = collective_.spec;
-  Announcement& mine = group_.arena().announcement(group_.rank(), sequence_);
+  Announcement& mine = group_.arena().announcement(group_.local_rank(group_.rank()), sequence_);
   mine.sequence = sequence_;
   mine.op = static_cast<uint32_t>(spec.op);
   mine.dtype = static_cast<uint32_t>(collective_.dtype_id);
@@ -196,8 +209,8 @@ void Execution::check_announcements() {
   const AnnouncedFactor my_factor{collective_.factor.real(), collective_.factor.imag()};
   std::map<std::string, std::vector<int32_t>> calls;
   bool is_same = true;
-  for (int32_t peer = 0; peer < spec.world_size; ++peer) {
-    const Announcement& other = arena.announcement(peer, sequence_);
+  for (const int32_t peer : group_.node()) {
+    const Announcement& other = arena.announcement(group_.local_rank(peer), sequence_);
     bool is_peer_same = other.op == static_cast<uint32_t>(spec.op) &&
                         other.dtype == static_cast<uint32_t>(collective_.dtype_id) &&
                         other.reduce_op == static_cast<uint32_t>(collective_.reduce_op) && other.root == spec.root &&
@@ -228,32 +241,15 @@ void Execution::check_announcements() {
 }
 
 std::string Execution::describe_announcement(int32_t rank) const {
-  const Announcement& said = group_.arena().announcement(rank, sequence_);
-  if (said.op > static_cast<uint32_t>(OpKind::kBarrier) || said.dtype >= static_cast<uint32_t>(c10::NumScalarTypes) ||
-      said.reduce_op >= static_cast<uint32_t>(kReduceOpCount)) {
-    return "garbage";
-  }
-  const auto op = static_cast<OpKind>(said.op);
-  if (op == OpKind::kBarrier && said.bytes == 0) {
-    return "barrier()";
-  }
-  std::string text = c10::str(op_name(op), "(", c10::toString(static_cast<c10::ScalarType>(said.dtype)));
-  if (op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter) {
-    const auto reduce_op = static_cast<ReduceOp>(said.reduce_op);
-    text += c10::str(", ", reduce_op_name(reduce_op));
-    if (reduce_op == ReduceOp::kPremulSum) {
-      AnnouncedFactor factor;
-      std::memcpy(&factor, said.payload, sizeof(factor));
-      text += c10::str(" with factor ", factor.real);
-    }
-  }
-  if (op == OpKind::kBroadcast || op == OpKind::kReduce || op == OpKind::kGather || op == OpKind::kScatter) {
-    text += c10::str(", root ", said.root);
-  }
-  if (op != OpKind::kAllToAll) {
-    text += c10::str(", ", said.bytes, " bytes");
-  }
-  return text + ")";
+  const Announcement& said = group_.arena().announcement(group_.local_rank(rank), sequence_);
+  AnnouncedFactor factor;
+  std::memcpy(&factor, said.payload, sizeof(factor));
+  return describe_call({.op = said.op,
+                        .dtype = said.dtype,
+                        .reduce_op = said.reduce_op,
+                        .root = said.root,
+                        .bytes = said.bytes,
+                        .factor = factor.real});
 }
 
 std::vector<int32_t> Execution::awaited() const {
@@ -263,7 +259,7 @@ std::vector<int32_t> Execution::awaited() const {
   }
   const Step& step = steps[step_];
   if (step.kind == StepKind::kBarrier) {
-    return barrier_ == 0 ? std::vector<int32_t>() : group_.arena().missing(barrier_);
+    return barrier_ == 0 ? std::vector<int32_t>() : group_.missing_at(barrier_);
   }
   return step.peer >= 0 ? std::vector<int32_t>{step.peer} : std::vector<int32_t>();
 }

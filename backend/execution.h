@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/call_header.h"
 #include "backend/group.h"
 #include "backend/planner.h"
 
@@ -45,6 +46,7 @@ class Execution {
   const Collective& collective_;
   const OperationLabel& label_;
   const uint64_t sequence_;
+  CallHeaders call_headers_;
   std::byte* scratch_ = nullptr;
 
   size_t step_ = 0;

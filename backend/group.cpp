@@ -37,9 +37,7 @@ std::vector<int32_t> common_ranks(const std::vector<int32_t>& one, const std::ve
 }  // namespace
 
 Group::Group(BootstrapResult bootstrap) : bootstrap_(std::move(bootstrap)), owner_(::getpid()) {
-  if (bootstrap_.arena) {
-    transport_ = std::make_unique<ShmTransport>(*bootstrap_.arena);
-  }
+  local_transport_ = std::make_unique<ShmTransport>(*bootstrap_.arena, node());
 }
 
 Group::~Group() = default;
@@ -56,6 +54,9 @@ void Group::fail(const std::string& message) {
     has_failed_.store(true, std::memory_order_release);
   }
   arena().set_state(RankState::kFailed, message);
+  if (network() != nullptr) {
+    network()->tell_state(RankState::kFailed, message);
+  }
   bool has_hooks = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -78,43 +79,60 @@ void Group::throw_if_failed() const {
 }
 
 void Group::throw_if_peer_failed(const OperationLabel& label) {
-  for (int32_t peer = 0; peer < world_size(); ++peer) {
-    if (peer != rank() && arena().state_of(peer) == RankState::kFailed) {
-      throw_if_lost(label, peer_states(), {});
-    }
+  bool has_news = network() != nullptr && network()->state_changes() > 0;
+  for (const int32_t peer : node()) {
+    has_news = has_news || (peer != rank() && arena().state_of(local_rank(peer)) == RankState::kFailed);
+  }
+  if (has_news) {
+    throw_if_lost(label, peer_states(), {});
   }
 }
 
 PeerStates Group::peer_states() {
   PeerStates states;
+  const auto add = [&](int32_t peer, RankState state, const auto& failure) {
+    if (state == RankState::kFailed && states.failed < 0) {
+      states.failed = peer;
+      states.failure = first_cause(failure());
+    } else if (state == RankState::kDeparted) {
+      states.departed.push_back(peer);
+    }
+  };
+  states.dead = dead_neighbours();
   for (int32_t peer = 0; peer < world_size(); ++peer) {
     if (peer == rank()) {
       continue;
     }
-    const RankState state = arena().state_of(peer);
-    if (state == RankState::kFailed && states.failed < 0) {
-      states.failed = peer;
-      states.failure = first_cause(arena().failure_of(peer));
-    } else if (state == RankState::kDeparted) {
-      states.departed.push_back(peer);
+    if (is_on_this_node(peer)) {
+      const int32_t local = local_rank(peer);
+      add(peer, arena().state_of(local), [&] { return arena().failure_of(local); });
+      continue;
+    }
+    const RemoteState remote = network()->state_of(peer);
+    add(peer, remote.state, [&] { return remote.failure; });
+    if (remote.is_lost) {
+      states.loss = states.dead.empty() ? remote.loss : states.loss;
+      states.dead.push_back(peer);
     }
   }
-  states.dead = dead_peers();
+  if (network() != nullptr) {
+    network()->ask_for_life();
+  }
   return states;
 }
 
 // Asks the kernel now and then only: a progress thread that is woken often comes here as often.
-std::vector<int32_t> Group::dead_peers() {
+std::vector<int32_t> Group::dead_neighbours() {
   constexpr std::chrono::milliseconds kInterval{20};
   std::lock_guard<std::mutex> lock(liveness_mutex_);
   const auto now = std::chrono::steady_clock::now();
   if (now - last_look_ >= kInterval) {
     last_look_ = now;
     dead_.clear();
-    for (int32_t peer = 0; peer < world_size(); ++peer) {
-      const RankState state = arena().state_of(peer);
+    for (const int32_t peer : node()) {
+      const RankState state = arena().state_of(local_rank(peer));
       if (peer != rank() && state != RankState::kDeparted && state != RankState::kFailed &&
-          !arena().is_process_alive(peer)) {
+          !arena().is_process_alive(local_rank(peer))) {
         dead_.push_back(peer);
       }
     }
@@ -126,6 +144,10 @@ void throw_if_lost(const OperationLabel& label, const PeerStates& peers, const s
   TORCH_CHECK_WITH(DistBackendError, peers.failed < 0, label.prefix(), ": rank ", peers.failed,
                    " failed: ", peers.failure);
   const std::vector<int32_t> dead = common_ranks(peers.dead, awaited);
+  TORCH_CHECK_WITH(DistBackendError, dead.empty() || peers.loss.empty(), label.prefix(), ": the connection to ",
+                   list_ranks(dead), " broke (", peers.loss,
+                   "): the process died, or its machine or the network in"
+                   " between is gone; look there for an error, then restart from a checkpoint.");
   TORCH_CHECK_WITH(DistBackendError, dead.empty(), label.prefix(), ": the process of ", list_ranks(dead),
                    " died; look for its error or a kill (out of memory?), then restart from a checkpoint.");
   const std::vector<int32_t> departed = common_ranks(peers.departed, awaited);
@@ -145,11 +167,31 @@ void Group::depart() {
     has_failed_.store(true, std::memory_order_release);
   }
   arena().set_state(RankState::kDeparted);
+  if (network() != nullptr) {
+    network()->tell_state(RankState::kDeparted);
+  }
 }
 
 std::string Group::who_is_late() {
-  const std::vector<int32_t> missing = arena().missing(barriers_.load(std::memory_order_relaxed));
+  const std::vector<int32_t> missing = missing_at(barriers_.load(std::memory_order_relaxed));
   return missing.empty() ? std::string() : "waiting for " + list_ranks(missing);
+}
+
+std::vector<int32_t> Group::missing_at(uint64_t barrier) const {
+  std::vector<int32_t> missing = bootstrap_.arena->missing(barrier);
+  for (int32_t& peer : missing) {
+    peer = node()[peer];
+  }
+  return missing;
+}
+
+std::string Group::silence() const {
+  constexpr std::chrono::milliseconds kLimit{1'000};
+  if (bootstrap_.network == nullptr) {
+    return "";
+  }
+  const std::vector<int32_t> silent = bootstrap_.network->silent_for(kLimit);
+  return silent.empty() ? "" : "; no sign of life from " + list_ranks(silent);
 }
 
 void Group::set_completion_hook(int64_t id, CompletionHook hook) {

@@ -19,6 +19,7 @@
 #include "backend/bootstrap.h"
 #include "backend/request.h"
 #include "backend/topology.h"
+#include "backend/transport/network.h"
 #include "backend/transport/shm_arena.h"
 #include "backend/transport/transport.h"
 
@@ -43,7 +44,8 @@ struct PeerStates {
   std::string failure;  // what the first failed peer says; "" when none has failed
   int32_t failed = -1;
   std::vector<int32_t> departed;
-  std::vector<int32_t> dead;  // their processes are gone
+  std::vector<int32_t> dead;  // their processes are gone, or the way to them
+  std::string loss;           // what happened to the connection to the first one of `dead`, if that is all we know
 };
 // Throws DistBackendError when a peer has failed, or when one of `awaited` has left or died.
 void throw_if_lost(const OperationLabel& label, const PeerStates& peers, const std::vector<int32_t>& awaited);
@@ -56,16 +58,24 @@ class Group : public std::enable_shared_from_this<Group> {
   int32_t rank() const { return bootstrap_.topology.rank; }
   int32_t world_size() const { return bootstrap_.topology.world_size(); }
   const Topology& topology() const { return bootstrap_.topology; }
-  ShmArena& arena() { return *bootstrap_.arena; }
-  Transport& transport() { return *transport_; }
+  ShmArena& arena() { return *bootstrap_.arena; }          // of this node; it counts the ranks of node()
+  Network* network() { return bootstrap_.network.get(); }  // null: all ranks are on this node
+  Transport& transport_to(int32_t peer) { return is_on_this_node(peer) ? *local_transport_ : *network(); }
   DescriptorChannel& descriptors() { return *bootstrap_.channel; }
   bool is_one_node() const { return bootstrap_.topology.node_count() == 1; }
+  // The ranks of this node, ascending.
+  const std::vector<int32_t>& node() const { return topology().nodes[topology().node_rank[rank()]]; }
+  bool is_on_this_node(int32_t peer) const { return topology().node_rank[peer] == topology().node_rank[rank()]; }
+  // Of a rank of this node: its place in node() and in the arena.
+  int32_t local_rank(int32_t peer) const { return topology().local_rank[peer]; }
+  // Ranks of this node that have not reached the node's barrier.
+  std::vector<int32_t> missing_at(uint64_t barrier) const;
   // False in a forked child: nothing of this group may be touched there.
   bool is_own_process() const;
 
   // Note [Failure]
   // The first failure of a group is its last state: operations that run fail with it, later ones raise it at the call,
-  // and the peers read it from the arena. A new group must be made.
+  // and the peers hear of it, through the arena or the network. A new group must be made.
   void fail(const std::string& message);  // any thread; the first message wins; wakes the peers
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
   std::string failure() const;
@@ -73,6 +83,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void throw_if_peer_failed(const OperationLabel& label);  // cheap: before an operation begins
   PeerStates peer_states();                                // system calls
   void depart();  // tells the peers that this rank left on purpose, unless it failed; later calls raise
+  // "; no sign of life from ranks 2, 3", or "": which ranks of other nodes do not even answer.
+  std::string silence() const;
   // "waiting for ranks 1, 3"; a guess from any thread, for messages only.
   std::string who_is_late();
 
@@ -101,10 +113,10 @@ class Group : public std::enable_shared_from_this<Group> {
   std::map<std::string, OperationStatistics> statistics() const;
 
  private:
-  std::vector<int32_t> dead_peers();
+  std::vector<int32_t> dead_neighbours();
 
   BootstrapResult bootstrap_;
-  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Transport> local_transport_;
   const pid_t owner_;
 
   std::atomic<bool> has_failed_{false};

@@ -53,6 +53,9 @@ void BackendOptions::resolve() {
       mailbox_bytes >= kPageBytes && mailbox_bytes <= kLargestRegionBytes && is_power_of_two(mailbox_bytes),
       "[zeropg] BackendOptions: mailbox_bytes is ", mailbox_bytes, ", expected a power of two from ", kPageBytes,
       " to ", kLargestRegionBytes, ".");
+  TORCH_CHECK_VALUE(window_bytes >= kPageBytes && window_bytes <= kLargestRegionBytes,
+                    "[zeropg] BackendOptions: window_bytes is ", window_bytes, ", expected ", kPageBytes, " to ",
+                    kLargestRegionBytes, ".");
   if (secret.empty()) {
     secret = environment("ZEROPG_SECRET");
   }
@@ -64,6 +67,9 @@ void BackendOptions::resolve() {
   }
   if (host_id.empty()) {
     host_id = environment("ZEROPG_HOST_ID");
+  }
+  if (interfaces.empty()) {
+    interfaces = environment("ZEROPG_INTERFACE");
   }
 }
 

@@ -9,6 +9,8 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "backend/transport/network_kind.h"
+
 namespace zeropg {
 
 // Passed as `pg_options=` to init_process_group / new_group. Every rank of a group must give the same values.
@@ -30,6 +32,13 @@ struct BackendOptions : c10d::Backend::Options {
   int64_t bank_bytes = int64_t{1} << 20;
   // Ring memory per ordered pair of ranks and lane. Power of two. Untouched rings cost no memory.
   int64_t mailbox_bytes = int64_t{256} << 10;
+  // A rank may send this much of a stream to a rank on another node before that one takes any.
+  int64_t window_bytes = int64_t{4} << 20;
+  // What carries bytes between nodes. Automatic: UCX where every rank has it with RDMA, else TCP.
+  NetworkKind network = NetworkKind::kAutomatic;
+  // Names, or beginnings of names, of the network interfaces to use between nodes ("eth,ib0"). Empty: the
+  // environment's, else all that are up.
+  std::string interfaces;
   // Proves membership. Empty: the environment's, else a random one through the rendezvous store.
   std::string secret;
   // Ranks with equal host ids share memory. Empty: the environment's, else probed.
@@ -38,6 +47,7 @@ struct BackendOptions : c10d::Backend::Options {
   // Checks ranges and fills what is empty from the environment:
   //   ZEROPG_SECRET       the secret itself
   //   ZEROPG_SECRET_FILE  a file that holds it, readable by its owner only (mode 0600 or 0400)
+  //   ZEROPG_INTERFACE    network interfaces, as above
   //   ZEROPG_HOST_ID      this machine's identity, where the probe would be wrong (containers that share a boot id)
   // Throws ValueError naming the option and the accepted range.
   void resolve();

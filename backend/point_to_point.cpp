@@ -104,7 +104,7 @@ bool PointToPoint::advance_outbox(int32_t peer, Finished& finished) {
     }
     if (outbox.header_sent < sizeof(Header)) {
       const auto header = std::as_bytes(std::span(&outbox.header, 1)).subspan(outbox.header_sent);
-      const size_t moved = group_->transport().try_send(peer, Lane::kPointToPoint, header);
+      const size_t moved = group_->transport_to(peer).try_send(peer, Lane::kPointToPoint, header);
       outbox.header_sent += moved;
       has_moved |= moved > 0;
       if (outbox.header_sent < sizeof(Header)) {
@@ -114,7 +114,7 @@ bool PointToPoint::advance_outbox(int32_t peer, Finished& finished) {
     if (outbox.sent < message.bytes) {
       const std::span<const std::byte> rest(message.data + outbox.sent,
                                             static_cast<size_t>(message.bytes - outbox.sent));
-      const size_t moved = group_->transport().try_send(peer, Lane::kPointToPoint, rest);
+      const size_t moved = group_->transport_to(peer).try_send(peer, Lane::kPointToPoint, rest);
       outbox.sent += static_cast<int64_t>(moved);
       has_moved |= moved > 0;
       if (outbox.sent < message.bytes) {
@@ -172,7 +172,7 @@ bool PointToPoint::advance_inbox(int32_t peer, Finished& finished) {
 // True when the header of the next message is whole; it may have come in pieces.
 bool PointToPoint::receive_header(int32_t peer, Inbox& inbox) {
   const std::span<std::byte> rest = std::span(inbox.header_bytes).subspan(inbox.header_received);
-  inbox.header_received += group_->transport().try_receive(peer, Lane::kPointToPoint, rest);
+  inbox.header_received += group_->transport_to(peer).try_receive(peer, Lane::kPointToPoint, rest);
   if (inbox.header_received < sizeof(Header)) {
     return false;
   }
@@ -190,7 +190,7 @@ bool PointToPoint::receive_body(int32_t peer, Inbox& inbox, Finished& finished) 
     if (inbox.received < message.bytes) {
       const std::span<std::byte> rest(message.data + inbox.received,
                                       static_cast<size_t>(message.bytes - inbox.received));
-      inbox.received += static_cast<int64_t>(group_->transport().try_receive(peer, Lane::kPointToPoint, rest));
+      inbox.received += static_cast<int64_t>(group_->transport_to(peer).try_receive(peer, Lane::kPointToPoint, rest));
     }
     if (inbox.received < message.bytes) {
       return false;
@@ -206,7 +206,7 @@ bool PointToPoint::receive_body(int32_t peer, Inbox& inbox, Finished& finished) 
     const size_t growth = std::min<size_t>(kLargestGrowthBytes, message.bytes - filled);
     message.data.resize(filled + growth);
     const size_t moved =
-        group_->transport().try_receive(peer, Lane::kPointToPoint, std::span(message.data).subspan(filled));
+        group_->transport_to(peer).try_receive(peer, Lane::kPointToPoint, std::span(message.data).subspan(filled));
     message.data.resize(filled + moved);
     inbox.received += static_cast<int64_t>(moved);
     if (moved == 0) {
@@ -340,7 +340,7 @@ void PointToPoint::check_locked(const Posted& posted, const PeerStates& peers, c
   TORCH_CHECK_WITH(DistBackendError, waited < posted.message.work->timeout(), label.prefix(), ": timed out after ",
                    posted.message.work->timeout().count(), " ms waiting for ",
                    is_any ? std::string("any rank") : list_ranks(awaited), " with tag ", posted.message.tag,
-                   "; see what it does, or raise the group's timeout.");
+                   group_->silence(), "; see what it does, or raise the group's timeout.");
 }
 
 void PointToPoint::finish(Finished finished, bool is_engine_thread) {
@@ -385,9 +385,6 @@ void PointToPoint::set_sleeping(bool is_sleeping) {
   }
 }
 
-int32_t PointToPoint::local_world_size() const {
-  const Topology& topology = group_->topology();
-  return static_cast<int32_t>(topology.nodes[topology.node_rank[topology.rank]].size());
-}
+int32_t PointToPoint::local_world_size() const { return static_cast<int32_t>(group_->node().size()); }
 
 }  // namespace zeropg

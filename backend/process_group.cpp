@@ -11,6 +11,7 @@ namespace zeropg {
 namespace {
 
 constexpr std::chrono::milliseconds kShutdownPatience{5'000};
+constexpr std::chrono::milliseconds kGoodbyePatience{2'000};  // for the last bytes to reach other nodes
 constexpr std::chrono::milliseconds kExitPatience{1'000};
 constexpr std::chrono::milliseconds kFailPatience{2'000};  // for operations to fail once their group is closed
 
@@ -37,11 +38,10 @@ std::shared_ptr<Group> join_group(const c10::intrusive_ptr<c10d::Store>& store, 
                                                       .secret = options.secret,
                                                       .host_id = options.host_id,
                                                       .bank_bytes = options.bank_bytes,
-                                                      .mailbox_bytes = options.mailbox_bytes});
-  TORCH_CHECK_NOT_IMPLEMENTED(joined.topology.node_count() == 1, "[zeropg rank ", rank, "/", size,
-                              "] the ranks of this group are on ", joined.topology.node_count(),
-                              " nodes, and there is no transport between nodes yet; use gloo or nccl for it.\n",
-                              to_table(joined.topology));
+                                                      .mailbox_bytes = options.mailbox_bytes,
+                                                      .window_bytes = options.window_bytes,
+                                                      .network = options.network,
+                                                      .interfaces = options.interfaces});
   return std::make_shared<Group>(std::move(joined));
 }
 
@@ -56,15 +56,20 @@ ProcessGroupZero::ProcessGroupZero(const c10::intrusive_ptr<c10d::Store>& store,
                 .world_size = size,
                 .bank_bytes = options_->bank_bytes,
                 .mailbox_bytes = options_->mailbox_bytes,
+                .window_bytes = options_->window_bytes,
                 .algorithms = options_->algorithms}),
       group_(join_group(store, rank, size, *options_)),
       engine_(Engine::of_this_process()),
       collectives_(group_, engine_),
       messages_(group_, engine_),
+      network_(group_, engine_),
       timeout_ms_(options_->timeout.count()),
       has_cuda_(make_cuda_backend != nullptr),
       make_cuda_backend_(std::move(make_cuda_backend)) {
   init();
+  if (!is_one_node()) {
+    planner_.set_nodes(group_->topology().nodes);
+  }
   engine_.add(&collectives_);
   engine_.add(&messages_);
   callbacks_ = engine_.callbacks();
@@ -107,6 +112,7 @@ void ProcessGroupZero::close(std::chrono::milliseconds patience) {
   }
   engine_.remove(&collectives_);
   engine_.remove(&messages_);
+  network_.close(kGoodbyePatience);
   group_->release_retired();
 }
 

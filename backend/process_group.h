@@ -21,6 +21,7 @@
 #include "backend/collective_channel.h"
 #include "backend/engine.h"
 #include "backend/group.h"
+#include "backend/network_channel.h"
 #include "backend/options.h"
 #include "backend/planner.h"
 #include "backend/point_to_point.h"
@@ -146,6 +147,7 @@ class ProcessGroupZero : public c10d::Backend {
   Engine& engine_;
   CollectiveChannel collectives_;
   PointToPoint messages_;
+  NetworkChannel network_;
   std::shared_ptr<CallbackThreads> callbacks_;  // life shared with the engine and the works
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> timeout_ms_;

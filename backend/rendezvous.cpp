@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "backend/authentication.h"
+#include "backend/transport/network_kind.h"
 #include "backend/transport/rank_names.h"
 
 namespace zeropg {
@@ -21,6 +22,7 @@ constexpr size_t kMaxTextBytes = 1 << 16;
 const char* const kMapKey = "zeropg/map";
 const char* const kFailureKey = "zeropg/failure";
 
+std::string address_key(int32_t rank) { return "zeropg/address/" + std::to_string(rank); }
 std::string rank_key(int32_t rank) { return "zeropg/rank/" + std::to_string(rank); }
 
 class Writer {
@@ -76,6 +78,7 @@ class Reader {
 std::string encode(const RankRecord& record) {
   Writer writer;
   writer.put(record.protocol).put(record.world_size).put(record.bank_bytes).put(record.mailbox_bytes);
+  writer.put(record.window_bytes).put(record.network).put(record.has_rdma);
   return writer.put(record.has_secret).put(record.host_id).put(record.socket_name).bytes();
 }
 
@@ -86,6 +89,9 @@ RankRecord decode_record(std::string_view bytes) {
   record.world_size = reader.number();
   record.bank_bytes = reader.number();
   record.mailbox_bytes = reader.number();
+  record.window_bytes = reader.number();
+  record.network = reader.number();
+  record.has_rdma = reader.number();
   record.has_secret = reader.number();
   record.host_id = reader.text();
   record.socket_name = reader.text();
@@ -95,7 +101,7 @@ RankRecord decode_record(std::string_view bytes) {
 
 std::string encode(const GroupMap& map) {
   Writer writer;
-  writer.put(map.error).put(map.secret);
+  writer.put(map.error).put(map.secret).put(map.network);
   for (const std::string& host : map.host_ids) writer.put(host);
   for (const std::string& name : map.socket_names) writer.put(name);
   return writer.bytes();
@@ -106,6 +112,7 @@ GroupMap decode_map(std::string_view bytes, int32_t world_size) {
   GroupMap map;
   map.error = reader.text();
   map.secret = reader.text();
+  map.network = reader.number();
   if (!map.error.empty()) return map;
   for (int32_t rank = 0; rank < world_size; ++rank) map.host_ids.push_back(reader.text());
   for (int32_t rank = 0; rank < world_size; ++rank) map.socket_names.push_back(reader.text());
@@ -124,6 +131,8 @@ void check_same(const std::vector<RankRecord>& records) {
                                             {"world_size", &RankRecord::world_size},
                                             {"bank_bytes", &RankRecord::bank_bytes},
                                             {"mailbox_bytes", &RankRecord::mailbox_bytes},
+                                            {"window_bytes", &RankRecord::window_bytes},
+                                            {"network", &RankRecord::network},
                                             {"whether a secret is given", &RankRecord::has_secret}};
   for (const auto& [name, value] : kFields) {
     std::vector<int32_t> differing;
@@ -141,11 +150,21 @@ GroupMap make_map(std::vector<RankRecord> records) {
   check_same(records);
   GroupMap map;
   if (records[0].has_secret == 0) map.secret = random_hex(32);
+  const bool have_all_rdma =
+      std::all_of(records.begin(), records.end(), [](const RankRecord& record) { return record.has_rdma != 0; });
+  map.network = records[0].network;
+  if (map.network == static_cast<int64_t>(NetworkKind::kAutomatic)) {
+    map.network = static_cast<int64_t>(have_all_rdma ? NetworkKind::kUcx : NetworkKind::kTcp);
+  }
   for (RankRecord& record : records) {
     map.host_ids.push_back(std::move(record.host_id));
     map.socket_names.push_back(std::move(record.socket_name));
   }
   return map;
+}
+
+Digest sign(const AddressKey& key, int32_t rank, std::string_view address) {
+  return hmac_sha256(key.secret, Writer().put("zeropg address1").put(key.group).put(rank).put(address).bytes());
 }
 
 std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
@@ -222,6 +241,31 @@ std::vector<int32_t> Rendezvous::missing_ranks() {
   }
   return missing;
 }
+
+std::vector<std::string> Rendezvous::exchange_addresses(const std::string& own, const std::vector<int32_t>& peers,
+                                                        const AddressKey& key) {
+  const Digest own_signature = sign(key, rank_, own);
+  store_->set(address_key(rank_), std::string(own_signature.begin(), own_signature.end()) + own);
+  std::vector<std::string> keys;
+  for (const int32_t peer : peers) keys.push_back(address_key(peer));
+  if (!keys.empty()) wait_for(keys);
+  std::vector<std::string> addresses(static_cast<size_t>(world_size_));
+  for (const int32_t peer : peers) {
+    const std::string value = to_text(store_->get(address_key(peer)));
+    std::string& address = addresses[static_cast<size_t>(peer)];
+    if (value.size() > sizeof(Digest)) address = value.substr(sizeof(Digest));
+    Digest signature{};
+    std::memcpy(signature.data(), value.data(), std::min(value.size(), sizeof(Digest)));
+    if (!is_same_digest(signature, sign(key, peer, address))) {
+      C10_THROW_ERROR(DistBackendError, c10::str("the address of rank ", peer,
+                                                 " in the store does not prove the group's secret; set the "
+                                                 "same ZEROPG_SECRET on every rank"));
+    }
+  }
+  return addresses;
+}
+
+void Rendezvous::withdraw_address() { store_->deleteKey(address_key(rank_)); }
 
 void Rendezvous::report_failure(const std::string& error) noexcept {
   try {

@@ -14,9 +14,7 @@ std::string namespace_id(const char* kind) {
   return ::stat(path.c_str(), &status) == 0 ? std::to_string(status.st_ino) : "?";
 }
 
-}  // namespace
-
-std::string probe_host_id() {
+std::string probe_boot_id() {
   std::string boot_id;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
   if (boot_id.empty()) {
@@ -24,7 +22,13 @@ std::string probe_host_id() {
     ::gethostname(name, sizeof name - 1);
     boot_id = name;
   }
-  return boot_id + "/net:" + namespace_id("net") + "/user:" + namespace_id("user");
+  return boot_id;
 }
+
+}  // namespace
+
+std::string probe_network_id() { return probe_boot_id() + "/net:" + namespace_id("net"); }
+
+std::string probe_host_id() { return probe_network_id() + "/user:" + namespace_id("user"); }
 
 }  // namespace zeropg

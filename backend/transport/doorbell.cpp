@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <vector>
 
 namespace zeropg {
 
@@ -33,9 +34,10 @@ void ring_doorbell(int event_fd) {
   [[maybe_unused]] const ssize_t written = ::write(event_fd, &one, sizeof one);
 }
 
-bool wait_doorbell(int event_fd, std::chrono::milliseconds limit) {
-  pollfd entry{event_fd, POLLIN, 0};
-  if (::poll(&entry, 1, static_cast<int>(limit.count())) <= 0) return false;
+bool wait_doorbell(int event_fd, std::chrono::milliseconds limit, std::span<const int> others) {
+  std::vector<pollfd> entries{{event_fd, POLLIN, 0}};
+  for (const int other : others) entries.push_back({other, POLLIN, 0});
+  if (::poll(entries.data(), entries.size(), static_cast<int>(limit.count())) <= 0) return false;
   uint64_t rings = 0;
   return ::read(event_fd, &rings, sizeof rings) == sizeof rings;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <span>
 
 namespace zeropg {
 
@@ -9,7 +10,7 @@ namespace zeropg {
 int process_doorbell();
 
 void ring_doorbell(int event_fd);  // async-signal-safe; never blocks
-// Sleeps until someone rings or `limit` passes; silences the bell. True when it rang.
-bool wait_doorbell(int event_fd, std::chrono::milliseconds limit);
+// Sleeps until someone rings, one of `others` can be read, or `limit` passes; silences the bell. True when it rang.
+bool wait_doorbell(int event_fd, std::chrono::milliseconds limit, std::span<const int> others = {});
 
 }  // namespace zeropg

@@ -193,11 +193,7 @@ std::string ShmArena::failure_of(int32_t rank) const {
   if (state_of(rank) != RankState::kFailed) return "";
   const RankBlock& peer = block(rank);
   const size_t bytes = std::min<size_t>(peer.failure_bytes.load(std::memory_order_relaxed), kFailureBytes);
-  std::string text(peer.failure, bytes);
-  for (char& c : text) {
-    if (static_cast<unsigned char>(c) < ' ' || c == 0x7f) c = ' ';  // a peer's bytes end up in logs and terminals
-  }
-  return text;
+  return printable({peer.failure, bytes});
 }
 
 bool ShmArena::is_process_alive(int32_t rank) const {

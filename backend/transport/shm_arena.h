@@ -1,4 +1,4 @@
-// The memory that the ranks of one group share inside a node.
+// The memory that the ranks of one group share inside a node. Ranks here count the ranks of the group on this node.
 //
 // A sealed memfd, mapped by every rank and named nowhere in the file system, so that it vanishes with the last process.
 // It holds, per rank: an announcement for each of the two latest collectives, an arrival counter, a state word with the
@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "backend/transport/descriptor.h"
+#include "backend/transport/rank_state.h"
+#include "backend/transport/transport.h"
 
 namespace zeropg {
 
@@ -24,7 +26,7 @@ class SealedMapping;
 
 // The same on every rank of the group; a function of the options and the world size.
 struct ArenaGeometry {
-  int32_t world_size = 1;
+  int32_t world_size = 1;     // ranks of the group on this node
   int64_t bank_bytes = 0;     // multiple of 4096
   int64_t mailbox_bytes = 0;  // one ring per ordered pair and lane; power of two, 0: no mailboxes
   // ValueError when a field is out of range or the sum overflows.
@@ -44,13 +46,6 @@ struct Announcement {
   std::byte payload[kInlineBytes];
 };
 
-enum class RankState : uint32_t {
-  kJoining = 0,
-  kAlive,
-  kFailed,    // raised an error; see failure_of()
-  kDeparted,  // left the group on purpose
-};
-
 // How far a stream of bytes from one rank to another has come. Both count up for ever; each has one writer and a cache
 // line of its own. What a peer wrote is checked before it is used (shm_transport.cpp).
 struct MailboxCounters {
@@ -61,8 +56,8 @@ struct MailboxCounters {
 // Errors here do not name rank and operation: the caller knows them.
 class ShmArena {
  public:
-  static constexpr int32_t kLanes = 2;
-  static constexpr size_t kFailureBytes = 1020;
+  static constexpr int32_t kLanes = kLaneCount;
+  static constexpr size_t kFailureBytes = zeropg::kFailureBytes;
 
   // Makes the memfd (sealed against resizing; the number of its pages is checked against the memory that this process
   // may use, none is touched). Called by one rank; the descriptor is then passed to the others. DistBackendError.

@@ -4,16 +4,22 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <utility>
 
 namespace zeropg {
 
-ShmTransport::ShmTransport(ShmArena& arena)
-    : arena_(arena), ring_bytes_(static_cast<uint64_t>(arena.geometry().mailbox_bytes)) {
+ShmTransport::ShmTransport(ShmArena& arena, std::vector<int32_t> ranks)
+    : arena_(arena), ring_bytes_(static_cast<uint64_t>(arena.geometry().mailbox_bytes)), ranks_(std::move(ranks)) {
   const int32_t world_size = arena.geometry().world_size;
+  if (ranks_.empty()) {
+    ranks_.resize(static_cast<size_t>(world_size));
+    std::iota(ranks_.begin(), ranks_.end(), 0);
+  }
   outgoing_.resize(static_cast<size_t>(world_size) * ShmArena::kLanes);
   incoming_.resize(outgoing_.size());
   for (int32_t peer = 0; peer < world_size; ++peer) {
-    if (!can_reach(peer)) continue;
+    if (ring_bytes_ == 0 || peer == arena.rank()) continue;
     for (const Lane lane : {Lane::kCollective, Lane::kPointToPoint}) {
       const auto index = static_cast<int32_t>(lane);
       const int32_t rank = arena.rank();
@@ -24,15 +30,22 @@ ShmTransport::ShmTransport(ShmArena& arena)
 }
 
 bool ShmTransport::can_reach(int32_t peer) const {
-  return ring_bytes_ > 0 && peer >= 0 && peer < arena_.geometry().world_size && peer != arena_.rank();
+  const int32_t place = place_of(peer);
+  return ring_bytes_ > 0 && place >= 0 && place != arena_.rank();
 }
 
-ShmTransport::End& ShmTransport::end(std::vector<End>& ends, int32_t peer, Lane lane) const {
-  TORCH_INTERNAL_ASSERT(can_reach(peer), "shm transport: rank ", arena_.rank(), " cannot reach rank ", peer);
-  return ends[static_cast<size_t>(peer) * ShmArena::kLanes + static_cast<size_t>(lane)];
+int32_t ShmTransport::place_of(int32_t peer) const {
+  const auto found = std::lower_bound(ranks_.begin(), ranks_.end(), peer);
+  return found != ranks_.end() && *found == peer ? static_cast<int32_t>(found - ranks_.begin()) : -1;
 }
 
-size_t ShmTransport::try_send(int32_t peer, Lane lane, std::span<const std::byte> data) {
+ShmTransport::End& ShmTransport::end(std::vector<End>& ends, int32_t place, Lane lane) const {
+  TORCH_INTERNAL_ASSERT(place >= 0 && place != arena_.rank() && ring_bytes_ > 0, "shm transport: no such peer");
+  return ends[static_cast<size_t>(place) * ShmArena::kLanes + static_cast<size_t>(lane)];
+}
+
+size_t ShmTransport::try_send(int32_t rank, Lane lane, std::span<const std::byte> data) {
+  const int32_t peer = place_of(rank);
   End& stream = end(outgoing_, peer, lane);
   throw_if_gone(peer);  // what is sent to a rank that left is lost, so it is not taken
   uint64_t room = ring_bytes_ - (stream.own_count - stream.peer_count);
@@ -55,7 +68,8 @@ size_t ShmTransport::try_send(int32_t peer, Lane lane, std::span<const std::byte
   return bytes;
 }
 
-size_t ShmTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte> data) {
+size_t ShmTransport::try_receive(int32_t rank, Lane lane, std::span<std::byte> data) {
+  const int32_t peer = place_of(rank);
   End& stream = end(incoming_, peer, lane);
   uint64_t ready = stream.peer_count - stream.own_count;
   if (ready < data.size()) {
@@ -86,18 +100,19 @@ size_t ShmTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte> d
   return bytes;
 }
 
-void ShmTransport::throw_if_gone(int32_t peer) const {
-  const RankState state = arena_.state_of(peer);
+void ShmTransport::throw_if_gone(int32_t place) const {
+  const RankState state = arena_.state_of(place);
   if (state == RankState::kDeparted) {
-    C10_THROW_ERROR(DistNetworkError, c10::str("shm transport: rank ", peer, " left the group"));
+    C10_THROW_ERROR(DistNetworkError, c10::str("shm transport: rank ", ranks_[place], " left the group"));
   }
   if (state == RankState::kFailed) {
-    C10_THROW_ERROR(DistNetworkError, c10::str("shm transport: rank ", peer, " failed: ", arena_.failure_of(peer)));
+    C10_THROW_ERROR(DistNetworkError,
+                    c10::str("shm transport: rank ", ranks_[place], " failed: ", arena_.failure_of(place)));
   }
 }
 
-void ShmTransport::throw_broken(int32_t peer) const {
-  C10_THROW_ERROR(DistNetworkError, c10::str("shm transport: the counters of rank ", peer,
+void ShmTransport::throw_broken(int32_t place) const {
+  C10_THROW_ERROR(DistNetworkError, c10::str("shm transport: the counters of rank ", ranks_[place],
                                              " in the shared arena make no sense; its memory is corrupt"));
 }
 

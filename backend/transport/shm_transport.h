@@ -13,7 +13,9 @@ namespace zeropg {
 
 class ShmTransport final : public Transport {
  public:
-  explicit ShmTransport(ShmArena& arena);  // the arena outlives it; one per arena and rank
+  // The arena outlives it; one per arena and rank. `ranks`: those of the arena by the numbers that peers are called by
+  // here, ascending; empty: the arena's own.
+  explicit ShmTransport(ShmArena& arena, std::vector<int32_t> ranks = {});
 
   std::string_view name() const override { return "shm"; }
   bool can_reach(int32_t peer) const override;
@@ -30,13 +32,15 @@ class ShmTransport final : public Transport {
     uint64_t peer_count = 0;  // as last seen; the shared word is read only when this does not suffice
   };
 
-  End& end(std::vector<End>& ends, int32_t peer, Lane lane) const;
-  void throw_if_gone(int32_t peer) const;
-  [[noreturn]] void throw_broken(int32_t peer) const;
+  int32_t place_of(int32_t peer) const;  // in the arena; -1: not there
+  End& end(std::vector<End>& ends, int32_t place, Lane lane) const;
+  void throw_if_gone(int32_t place) const;
+  [[noreturn]] void throw_broken(int32_t place) const;
 
   ShmArena& arena_;
   uint64_t ring_bytes_ = 0;
-  std::vector<End> outgoing_;  // [peer][lane]
+  std::vector<int32_t> ranks_;  // by place in the arena
+  std::vector<End> outgoing_;   // [place][lane]
   std::vector<End> incoming_;
 };
 

@@ -10,6 +10,7 @@ namespace zeropg {
 
 // Independent byte streams per ordered pair of ranks, so that a user's send never waits behind a collective.
 enum class Lane : uint8_t { kCollective = 0, kPointToPoint = 1 };
+constexpr size_t kLaneCount = 2;
 
 // Both calls return at once with the number of bytes moved now, 0 when the peer is not ready. Bytes of one (pair, lane)
 // arrive in the order in which they were sent. One thread at a time per (pair, lane, direction).

@@ -56,6 +56,20 @@ ProcessGroupZero::BackendFactory backend_factory(py::object function) {
   };
 }
 
+constexpr std::pair<const char*, NetworkKind> kNetworkKinds[] = {
+    {"automatic", NetworkKind::kAutomatic}, {"tcp", NetworkKind::kTcp}, {"ucx", NetworkKind::kUcx}};
+
+NetworkKind network_kind(const std::string& name) {
+  for (const auto& [known, kind] : kNetworkKinds) {
+    if (name == known) {
+      return kind;
+    }
+  }
+  throw py::value_error("[zeropg] BackendOptions: network is '" + name + "', expected automatic, tcp or ucx.");
+}
+
+std::string network_name(NetworkKind kind) { return kNetworkKinds[static_cast<size_t>(kind)].first; }
+
 c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
   auto options = c10::make_intrusive<BackendOptions>();
   for (const auto& [key, value] : kwargs) {
@@ -69,13 +83,20 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
         options->bank_bytes = value.cast<int64_t>();
       } else if (name == "mailbox_bytes") {
         options->mailbox_bytes = value.cast<int64_t>();
+      } else if (name == "window_bytes") {
+        options->window_bytes = value.cast<int64_t>();
+      } else if (name == "network") {
+        options->network = network_kind(value.cast<std::string>());
+      } else if (name == "interfaces") {
+        options->interfaces = value.cast<std::string>();
       } else if (name == "secret") {
         options->secret = value.cast<std::string>();
       } else if (name == "host_id") {
         options->host_id = value.cast<std::string>();
       } else {
         throw py::type_error("[zeropg] BackendOptions has no option '" + name +
-                             "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, secret and host_id.");
+                             "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, window_bytes, network, "
+                             "interfaces, secret and host_id.");
       }
     } catch (const py::cast_error&) {
       throw py::type_error("[zeropg] BackendOptions: " + name + " cannot be " + py::repr(value).cast<std::string>() +
@@ -107,12 +128,20 @@ timeout: timedelta, deadline of every operation; init_process_group's own `timeo
 algorithms: dict, operation -> algorithm, e.g. {"all_reduce": "all_reduce_staged"}; others are planned.
 bank_bytes: int, staging memory per rank and bank, a multiple of 4096; default 1 MiB.
 mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; default 256 KiB.
+window_bytes: int, what a rank may send to a rank on another node before that one takes any; default 4 MiB.
+network: str, "tcp", "ucx", or "automatic": UCX where every rank has it with RDMA, else TCP.
+interfaces: str, network interfaces to use between nodes, e.g. "eth,ib0"; default ZEROPG_INTERFACE, else all.
 secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
 host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.)")
       .def(py::init(&make_options))
       .def_readwrite("algorithms", &BackendOptions::algorithms)
       .def_readwrite("bank_bytes", &BackendOptions::bank_bytes)
       .def_readwrite("mailbox_bytes", &BackendOptions::mailbox_bytes)
+      .def_readwrite("window_bytes", &BackendOptions::window_bytes)
+      .def_property(
+          "network", [](const BackendOptions& self) { return network_name(self.network); },
+          [](BackendOptions& self, const std::string& name) { self.network = network_kind(name); })
+      .def_readwrite("interfaces", &BackendOptions::interfaces)
       .def_readwrite("secret", &BackendOptions::secret)
       .def_readwrite("host_id", &BackendOptions::host_id)
       .def("__copy__", [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })

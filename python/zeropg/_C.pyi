@@ -18,11 +18,16 @@ class BackendOptions(Backend.Options):
     algorithms: dict, operation -> algorithm, e.g. {"all_reduce": "all_reduce_staged"}; others are planned.
     bank_bytes: int, staging memory per rank and bank, a multiple of 4096; default 1 MiB.
     mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; default 256 KiB.
+    window_bytes: int, what a rank may send to a rank on another node before that one takes any; default 4 MiB.
+    network: str, "tcp", "ucx", or "automatic": UCX where every rank has it with RDMA, else TCP.
+    interfaces: str, network interfaces to use between nodes, e.g. "eth,ib0"; default ZEROPG_INTERFACE, else all.
     secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
     host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.
     """
 
     host_id: str
+    interfaces: str
+    network: str
     secret: str
     def __copy__(self) -> BackendOptions: ...
     def __deepcopy__(self, memo: dict[int, Any]) -> BackendOptions: ...
@@ -39,6 +44,10 @@ class BackendOptions(Backend.Options):
     def mailbox_bytes(self) -> int: ...
     @mailbox_bytes.setter
     def mailbox_bytes(self, value: int) -> None: ...
+    @property
+    def window_bytes(self) -> int: ...
+    @window_bytes.setter
+    def window_bytes(self, value: int) -> None: ...
 
 class Topology:
     """Which ranks of a group share a node; str() is a table."""

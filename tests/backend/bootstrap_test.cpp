@@ -78,7 +78,8 @@ TEST(Bootstrap, EveryRankGetsTheSameTopologyAndArena) {
     auto outcomes = run(world_size, [](int) { return small_options(); });
     for (int rank = 0; rank < world_size; ++rank) {
       ASSERT_EQ(outcomes[rank].error, "");
-      const auto& [topology, arena, channel] = outcomes[rank].result;
+      const auto& [topology, arena, channel, network] = outcomes[rank].result;
+      EXPECT_EQ(network, nullptr);
       EXPECT_EQ(topology.rank, rank);
       EXPECT_EQ(topology.node_count(), 1);
       EXPECT_EQ(topology.host_ids, outcomes[0].result.topology.host_ids);
@@ -221,16 +222,86 @@ TEST(Bootstrap, SecretOnSomeRanksOnlyIsNamed) {
   }
 }
 
-TEST(Bootstrap, SeveralNodesGetATopologyButNoArena) {
-  auto outcomes = run(4, [](int rank) {
-    BootstrapOptions options = small_options();
-    options.host_id = rank < 2 ? "a" : "b";
+BootstrapOptions options_on(const std::string& host) {
+  BootstrapOptions options = small_options();
+  options.host_id = host;
+  return options;
+}
+
+// Every rank sends its number to every rank of other nodes.
+void expect_connected(std::vector<Outcome>& outcomes) {
+  const auto world_size = static_cast<int32_t>(outcomes.size());
+  for (int32_t rank = 0; rank < world_size; ++rank) {
+    const BootstrapResult& own = outcomes[rank].result;
+    for (int32_t peer = 0; peer < world_size; ++peer) {
+      const bool is_remote = own.topology.node_rank[peer] != own.topology.node_rank[rank];
+      ASSERT_EQ(own.network->can_reach(peer), is_remote);
+      const auto byte = static_cast<std::byte>(rank);
+      if (is_remote) {
+        EXPECT_EQ(own.network->try_send(peer, Lane::kCollective, {&byte, 1}), 1U);
+      }
+    }
+  }
+  for (int32_t rank = 0; rank < world_size; ++rank) {
+    for (int32_t peer = 0; peer < world_size; ++peer) {
+      Network& network = *outcomes[rank].result.network;
+      std::byte byte{255};
+      while (network.can_reach(peer) && network.try_receive(peer, Lane::kCollective, {&byte, 1}) == 0) {
+      }
+      if (network.can_reach(peer)) {
+        EXPECT_EQ(static_cast<int32_t>(byte), peer);
+      }
+    }
+  }
+}
+
+TEST(Bootstrap, SeveralNodesGetAnArenaEachAndConnections) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  auto outcomes = run(
+      5, [](int rank) { return options_on(rank == 1 || rank == 3 ? "b" : "a"); }, {}, store);
+  for (int rank = 0; rank < 5; ++rank) {
+    ASSERT_EQ(outcomes[rank].error, "");
+    const BootstrapResult& result = outcomes[rank].result;
+    EXPECT_EQ(result.topology.nodes, (std::vector<std::vector<int32_t>>{{0, 2, 4}, {1, 3}}));
+    EXPECT_EQ(result.arena->rank(), result.topology.local_rank[rank]);
+    EXPECT_EQ(result.arena->geometry().world_size, rank % 2 == 0 ? 3 : 2);
+    result.arena->arrive(1);
+  }
+  for (const Outcome& outcome : outcomes) EXPECT_TRUE(outcome.result.arena->all_arrived(1));
+  expect_connected(outcomes);
+  EXPECT_EQ(store->getNumKeys(), 0) << "neither the secret nor an address must stay in the store";
+}
+
+TEST(Bootstrap, NodesOfOneRankEach) {
+  auto outcomes = run(3, [](int rank) { return options_on(std::to_string(rank)); });
+  for (const Outcome& outcome : outcomes) ASSERT_EQ(outcome.error, "");
+  expect_connected(outcomes);
+}
+
+TEST(Bootstrap, WrongSecretOnAnotherNodeIsAnErrorOnEveryRankBeforeTheDeadline) {
+  const auto start = std::chrono::steady_clock::now();
+  auto outcomes = run(3, [](int rank) {
+    BootstrapOptions options = options_on(std::to_string(rank));
+    options.secret = rank == 1 ? "wrong" : "right";
     return options;
   });
   for (const Outcome& outcome : outcomes) {
-    ASSERT_EQ(outcome.error, "");
-    EXPECT_EQ(outcome.result.arena, nullptr);
-    EXPECT_EQ(outcome.result.topology.nodes, (std::vector<std::vector<int32_t>>{{0, 1}, {2, 3}}));
+    EXPECT_NE(outcome.error.find("does not prove the group's secret"), std::string::npos) << outcome.error;
+    EXPECT_NE(outcome.error.find("ZEROPG_SECRET"), std::string::npos) << outcome.error;
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(10000));
+}
+
+TEST(Bootstrap, ARankOfAnotherNodeThatStaysAwayIsNamed) {
+  auto outcomes = run(3,
+                      [](int rank) {
+                        BootstrapOptions options = options_on(std::to_string(rank));
+                        options.timeout = milliseconds(500);
+                        return options;
+                      },
+                      {2});
+  for (const int rank : {0, 1}) {
+    EXPECT_NE(outcomes[rank].error.find("rank 2"), std::string::npos) << outcomes[rank].error;
   }
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.spawn import RankPool, RanksFailed, run_ranks
+from tests.spawn import RankPool
 
 Op = dist.ReduceOp
 
@@ -153,17 +153,3 @@ def check_options() -> None:
 
 def test_options_reach_the_group(run: Callable[..., Any]) -> None:
     run(check_options)
-
-
-def check_two_hosts() -> None:
-    import os
-
-    from zeropg.backend import BackendOptions
-
-    dist.new_group(backend="zeropg", pg_options=BackendOptions(host_id=f"host{os.environ['RANK']}"))
-
-
-def test_ranks_on_two_nodes_are_refused_with_the_table() -> None:
-    with pytest.raises(RanksFailed, match="there is no transport between nodes yet") as caught:
-        run_ranks(2, check_two_hosts, backend="gloo")
-    assert len(caught.value.failures) == 2

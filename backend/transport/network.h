@@ -1,0 +1,151 @@
+// The ranks of a group on other nodes: byte streams with flow control, what they say of themselves, and one-sided reads
+// of the memory that they registered. One protocol over any Wire.
+//
+// Note [Windows]
+// A rank may send `window_bytes` of a stream before its peer takes any. The receiver tells now and then how much it has
+// taken so far. Since it does so only after half a window, a sender's limit is a window and a half and some room for
+// the headers that operations put in front of their bytes; what comes beyond that is not stored but loses the peer.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backend/transport/rank_state.h"
+#include "backend/transport/remote_memory.h"
+#include "backend/transport/transport.h"
+#include "backend/transport/wire.h"
+
+namespace zeropg {
+
+struct NetworkOptions {
+  int32_t rank = 0;
+  int32_t world_size = 1;
+  std::vector<int32_t> peers;  // those on other nodes
+  int64_t window_bytes = 0;
+};
+
+// What is known of a rank on another node.
+struct RemoteState {
+  RankState state = RankState::kAlive;
+  std::string failure;   // kFailed: what it says
+  bool is_lost = false;  // the connection broke before it departed or failed
+  std::string loss;      // why
+};
+
+// Any thread; none of the calls waits, except close().
+class Network final : public Transport, public RemoteMemory, private FrameSink {
+ public:
+  Network(std::unique_ptr<Wire> wire, NetworkOptions options);
+  ~Network() override;
+
+  std::string_view name() const override { return wire_->name(); }
+  bool can_reach(int32_t peer) const override;
+  size_t try_send(int32_t peer, Lane lane, std::span<const std::byte> data) override;
+  size_t try_receive(int32_t peer, Lane lane, std::span<std::byte> data) override;
+
+  void register_region(uint64_t region, std::span<const std::byte> memory) override;
+  void unregister_region(uint64_t region) override;
+  uint64_t start_get(int32_t peer, uint64_t region, uint64_t offset, std::span<std::byte> destination) override;
+  bool is_complete(uint64_t ticket) override;
+  void cancel_get(uint64_t ticket) override;
+
+  // For the progress thread: moves what waits in both directions and serves the peers' reads. True when anything moved.
+  bool progress();
+  // Readable when progress() has something to do, provided that arm() has returned true since the last call of it.
+  int descriptor() const { return wire_->descriptor(); }
+  bool arm();
+
+  void tell_state(RankState state, std::string_view text = {});  // to every peer
+  RemoteState state_of(int32_t peer) const;
+  // Changes whenever any peer's state does.
+  uint64_t state_changes() const { return state_changes_.load(std::memory_order_acquire); }
+  // Asks every peer that has been silent for a while for a sign of life; to be called while something is awaited.
+  void ask_for_life();
+  // Peers that have left such a question without an answer for `limit`.
+  std::vector<int32_t> silent_for(std::chrono::milliseconds limit) const;
+
+  // Says goodbye: gives the last bytes up to `patience` to arrive. Nothing can be sent or received after.
+  void close(std::chrono::milliseconds patience);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Outgoing {
+    uint64_t sent = 0;
+    uint64_t taken = 0;  // by the peer, as it told
+  };
+  struct Incoming {
+    std::deque<Payload> queue;
+    size_t offset = 0;      // in queue.front()
+    uint64_t received = 0;  // off the wire
+    uint64_t taken = 0;     // by the caller
+    uint64_t told = 0;
+  };
+  struct Reply {
+    uint64_t ticket = 0;
+    uint64_t region = 0;
+    const std::byte* next = nullptr;
+    uint64_t rest = 0;
+  };
+  struct Peer {
+    bool is_member = false;
+    RemoteState remote;
+    Outgoing outgoing[kLaneCount];
+    Incoming incoming[kLaneCount];
+    std::deque<Reply> replies;
+    Clock::time_point heard{};
+    Clock::time_point asked{};  // zero: no question is open
+  };
+  struct Wanted {
+    FrameKind kind = FrameKind::kPing;
+    int32_t peer = -1;
+    uint8_t index = 0;
+    bool operator==(const Wanted&) const = default;
+  };
+  struct Get {
+    int32_t peer = -1;
+    std::span<std::byte> rest;
+    std::string failure;
+  };
+
+  void check_frame(int32_t peer, const FrameHeader& header) override;
+  void take_frame(int32_t peer, const FrameHeader& header, Payload payload) override;
+  void lose_peer(int32_t peer, const std::string& reason) override;
+  void note_sign_of_life(int32_t peer) override;
+
+  Peer& peer_at(int32_t peer);
+  bool is_gone(const Peer& peer) const;
+  [[noreturn]] void throw_gone(int32_t peer) const;
+  void take_credit(int32_t peer, size_t lane, uint64_t taken);
+  void take_state(int32_t peer, uint64_t state, const Payload& payload);
+  void take_get(int32_t peer, uint64_t ticket, const Payload& payload);
+  void take_get_reply(int32_t peer, uint64_t ticket, const Payload& payload);
+  void refuse_get(int32_t peer, uint64_t ticket, std::string_view reason);
+  bool serve_gets();
+  size_t take_queued(Incoming& stream, std::span<std::byte> data);
+  void tell_taken(int32_t peer, size_t lane);
+  void send_small(int32_t peer, FrameKind kind, uint8_t index, uint64_t value, std::span<const std::byte> payload = {});
+  uint64_t limit_bytes() const;
+
+  std::unique_ptr<Wire> wire_;
+  const NetworkOptions options_;
+  std::atomic<uint64_t> state_changes_{0};
+  mutable std::mutex mutex_;  // guards all below, and the wire
+  std::vector<Peer> peers_;   // by rank
+  std::map<uint64_t, std::span<const std::byte>> regions_;
+  std::map<uint64_t, Get> gets_;
+  uint64_t last_ticket_ = 0;
+  Wanted wanted_;        // what the thread that reads waits for itself
+  uint64_t events_ = 0;  // counts all else that came: Note [Other people's frames]
+  bool is_closed_ = false;
+};
+
+}  // namespace zeropg

@@ -1,0 +1,59 @@
+// Frames over TCP: one connection per peer, made and proven by tcp_mesh.h. The default between nodes without RDMA.
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <vector>
+
+#include "backend/transport/descriptor.h"
+#include "backend/transport/wire.h"
+
+namespace zeropg {
+
+class TcpWire final : public Wire {
+ public:
+  // `connections`: by rank; empty for ranks that are no peers. Non-blocking, proven, nothing read from them beyond
+  // that.
+  explicit TcpWire(std::vector<Descriptor> connections);
+  ~TcpWire() override;
+
+  std::string_view name() const override { return "tcp"; }
+  bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) override;
+  bool progress(int32_t peer, FrameSink& sink) override;
+  int descriptor() const override { return epoll_.get(); }
+  bool arm() override { return true; }
+  void close(std::chrono::milliseconds patience) override;
+
+ private:
+  struct Connection {
+    Descriptor socket;
+    bool wants_room = false;  // waits for the socket to take more
+    bool is_watched = false;  // for room
+    bool has_said_end = false;
+    std::vector<std::byte> waiting;  // [waiting_sent, end) has been taken but not sent
+    size_t waiting_sent = 0;
+    // What comes in: a header in pieces, then its payload in pieces.
+    std::array<std::byte, sizeof(FrameHeader)> header_bytes;
+    size_t header_filled = 0;
+    FrameHeader header;
+    Payload payload;
+    size_t payload_filled = 0;
+    bool has_header() const { return header_filled == sizeof(FrameHeader); }
+  };
+
+  bool receive(int32_t peer, FrameSink& sink);
+  void parse(int32_t peer, Connection& connection, std::span<const std::byte> bytes, FrameSink& sink);
+  void finish_frame(int32_t peer, Connection& connection, FrameSink& sink);
+  bool flush(Connection& connection);
+  void keep(Connection& connection, std::span<const std::byte> bytes);
+  void watch(int32_t peer, Connection& connection);
+  void drop(int32_t peer, const std::string& reason, FrameSink& sink);
+
+  const pid_t owner_;
+  Descriptor epoll_;
+  std::vector<Connection> connections_;  // by rank
+  std::vector<std::byte> arriving_;      // where headers and small payloads are read to
+};
+
+}  // namespace zeropg
