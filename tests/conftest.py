@@ -11,7 +11,7 @@ import pytest
 # Ranks share a few cores; read when the forkserver (tests/spawn.py) loads torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.spawn import RankPool
+from tests.spawn import THIS_MACHINE, Place, RankPool
 
 # What says most in the least time runs first.
 ORDER = [
@@ -57,12 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[..., RankPool]]:
-    """rank_pool(world_size, backend="zeropg") -> RankPool, kept for the whole session; at most two live at a time."""
-    pools: dict[tuple[int, str], RankPool] = {}
+    """rank_pool(world_size, backend="zeropg", place=...) -> RankPool, kept for the session; at most two at a time."""
+    pools: dict[tuple[int, str, Place], RankPool] = {}
 
-    def get(world_size: int, backend: str = "zeropg") -> RankPool:
-        key = (world_size, backend)
-        pool = pools.pop(key, None) or RankPool(world_size, backend=backend)
+    def get(world_size: int, backend: str = "zeropg", place: Place = THIS_MACHINE) -> RankPool:
+        key = (world_size, backend, place)
+        pool = pools.pop(key, None) or RankPool(world_size, backend=backend, place=place)
         pools[key] = pool  # the most recently used comes last
         while len(pools) > 2:
             pools.pop(next(iter(pools))).close()

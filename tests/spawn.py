@@ -69,6 +69,16 @@ class Place:
 THIS_MACHINE = Place()
 
 
+@dataclass(frozen=True)
+class SeparateHosts(Place):
+    """This machine, but rank r says that it is on host `hosts[r]`: ranks of different hosts share no memory."""
+
+    hosts: tuple[int, ...] = ()
+
+    def environment(self, rank: int) -> dict[str, str]:
+        return {**super().environment(rank), "ZEROPG_HOST_ID": f"host-{self.hosts[rank]}"}
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],

@@ -26,13 +26,30 @@ def values(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> torch.Te
     return torch.randn(numel, generator=generator).to(dtype)
 
 
-def reduced(tensors: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType, factor: float = 1.0) -> torch.Tensor:
-    """In rank order; 16-bit floats in fp32 with one rounding at the end, everything else in its own dtype."""
+def reduced(
+    tensors: Sequence[torch.Tensor],
+    op: dist.ReduceOp.RedOpType,
+    factor: float = 1.0,
+    nodes: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """In rank order on each node, then in the order of nodes (None: all ranks are on one).
+
+    16-bit floats are added in fp32 and rounded once per node, if there are several, and once at the end; everything
+    else is added in its own dtype. Averages divide once, at the end.
+    """
     dtype = tensors[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    first, *rest = [
-        tensor.to(wide) * factor if op == dist.ReduceOp.PREMUL_SUM else tensor.to(wide) for tensor in tensors
-    ]
+    inputs = [tensor.to(wide) * factor if op == dist.ReduceOp.PREMUL_SUM else tensor.to(wide) for tensor in tensors]
+    if nodes is not None and len(nodes) > 1:
+        inputs = [folded([inputs[rank] for rank in node], op).to(dtype).to(wide) for node in nodes]
+    result = folded(inputs, op)
+    return (result / len(tensors) if op == dist.ReduceOp.AVG else result).to(dtype)
+
+
+def folded(tensors: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """One after the other, in their own dtype; an average's sum."""
+    dtype = tensors[0].dtype
+    first, *rest = tensors
     result = first.clone()
     for tensor in rest:
         if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM):
@@ -49,7 +66,7 @@ def reduced(tensors: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType, factor
             result = result | tensor
         else:
             result = result ^ tensor
-    return (result / len(tensors) if op == dist.ReduceOp.AVG else result).to(dtype)
+    return result
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:

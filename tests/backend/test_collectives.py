@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.backend.reference import COMPLEX, FLOATS, INTEGERS, MOVABLE, assert_same, reduced, values
+from tests.backend.reference import COMPLEX, FLOATS, INTEGERS, MOVABLE, assert_same, values
+from tests.backend.reference import reduced as reduced_over_nodes
 from tests.spawn import RankPool
 
 Op = dist.ReduceOp
@@ -21,6 +22,13 @@ LARGE = 700_001  # more chunks and banks than one, and odd
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
 def run(request: pytest.FixtureRequest, rank_pool: Callable[..., RankPool]) -> Iterator[Callable[..., Any]]:
     yield rank_pool(request.param).run
+
+
+def reduced(tensors: list[torch.Tensor], op: Any, factor: float = 1.0) -> torch.Tensor:
+    """In the order in which the default group adds."""
+    import zeropg.backend
+
+    return reduced_over_nodes(tensors, op, factor, zeropg.backend.topology().nodes)
 
 
 def operations(dtype: torch.dtype) -> list[Any]:
