@@ -4,6 +4,7 @@
 
 #include "backend/collectives/copy.h"
 #include "backend/collectives/reduce_kernels.h"
+#include "backend/collectives/registry.h"
 #include "backend/topology_probe.h"
 #include "python/bindings/bindings.h"
 
@@ -14,6 +15,16 @@ std::vector<std::string> reduction_instruction_sets() {
   std::vector<std::string> names;
   for (const InstructionSet& set : usable_instruction_sets()) {
     names.emplace_back(set.name);
+  }
+  return names;
+}
+
+std::vector<std::string> collective_algorithms(const std::string& operation) {
+  std::vector<std::string> names;
+  for (const Algorithm& algorithm : algorithms()) {
+    if (operation == op_name(algorithm.op)) {
+      names.emplace_back(algorithm.name);
+    }
   }
   return names;
 }
@@ -37,6 +48,8 @@ void bind_tools(pybind11::module_& m) {
 #endif
   m.def("reduction_instruction_sets", &reduction_instruction_sets,
         "Those that this processor runs; the last one is used.");
+  m.def("collective_algorithms", &collective_algorithms, py::arg("operation"),
+        "Names of the algorithms of an operation such as all_reduce, for one node and for several.");
   m.def("probe_host_id", &probe_host_id, "Equal for two processes exactly when they can share memory.");
   m.def("copy_bytes", &copy_tensor, py::arg("destination"), py::arg("source"), py::arg("is_streaming"),
         py::call_guard<py::gil_scoped_release>(), "Copies a tensor's bytes, past the caches if is_streaming.");

@@ -260,6 +260,9 @@ def shutdown_all() -> None:
 
 built_with_cuda: bool
 
+def collective_algorithms(operation: str) -> list[str]:
+    """Names of the algorithms of an operation such as all_reduce, for one node and for several."""
+
 def copy_bytes(destination: torch.Tensor, source: torch.Tensor, is_streaming: bool) -> None:
     """Copies a tensor's bytes, past the caches if is_streaming."""
 

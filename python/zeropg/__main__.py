@@ -14,6 +14,7 @@ COMMANDS = {
     "bench": ("zeropg.bench.command", "measure collectives and training steps beside their peers"),
     "doctor": ("zeropg.doctor.command", "say what is built, what this machine can use, and why not"),
     "plan": ("zeropg.plan.command", "memory and traffic of a run per rank, before anything is allocated"),
+    "simulate": ("zeropg.simulate", "a collective on nodes and links that are only numbers: time and bytes"),
     "topo": ("zeropg.topo", "which ranks share a node, and what the links between them carry"),
     "train": ("zeropg.train.command", "train a small GPT on real text with ZeRO-0 to 3, and export it in 16 bits"),
 }
