@@ -76,9 +76,12 @@ def test_secret_files_are_judged_as_the_group_judges_them(monkeypatch, tmp_path,
 
 
 def test_a_missing_interface_is_named(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    finding = find(network.check(), "gloo would use")
-    assert finding.state == "no" and "nowhere0" in finding.detail
+    for variable, topic in (("GLOO_SOCKET_IFNAME", "gloo would use"), ("ZEROPG_INTERFACE", "zeropg would use")):
+        monkeypatch.setenv(variable, "nowhere0")
+        finding = find(network.check(), topic)
+        assert finding.state == "no" and "nowhere0" in finding.detail
+    monkeypatch.setenv("ZEROPG_INTERFACE", "lo")
+    assert find(network.check(), "zeropg would use").state == "ok"
 
 
 def test_storage_says_what_is_wrong_with_a_folder(tmp_path):

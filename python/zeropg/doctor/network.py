@@ -21,6 +21,7 @@ def check() -> Iterator[Finding]:
     """Interfaces, the ones that gloo and UCX would take, the rendezvous port, the secret."""
     addresses = _addresses()
     yield _interfaces(addresses)
+    yield _zeropg(addresses)
     yield _gloo(addresses)
     yield _ucx_devices(addresses)
     yield _port()
@@ -51,6 +52,27 @@ def _interfaces(addresses: dict[str, str | None]) -> Finding:
     if all(name == "lo" for name in addresses):
         return Finding("network", "warn", f"only {', '.join(words) or 'nothing'}: ranks of this node alone")
     return Finding("network", "ok", ", ".join(words))
+
+
+def _zeropg(addresses: dict[str, str | None]) -> Finding:
+    """zeropg's TCP takes the interfaces whose names begin as ZEROPG_INTERFACE says, else all but loopback."""
+    chosen = os.environ.get("ZEROPG_INTERFACE")
+    usable = [name for name in addresses if name != "lo"]
+    if not chosen:
+        words = (
+            f"{', '.join(usable)}: whatever other nodes reach" if usable else "nothing: this machine has only loopback"
+        )
+        return Finding("zeropg would use", "ok", f"{words} (TCP; UCX where every rank has RDMA)")
+    beginnings = chosen.split(",")
+    matching = [name for name in addresses if name.startswith(tuple(beginnings))]
+    if not matching:
+        return Finding(
+            "zeropg would use",
+            "no",
+            f"ZEROPG_INTERFACE={chosen} is the beginning of no interface that is up",
+            f"one or more of {', '.join(usable) or 'none'}",
+        )
+    return Finding("zeropg would use", "ok", f"{', '.join(matching)} (ZEROPG_INTERFACE)")
 
 
 def _gloo(addresses: dict[str, str | None]) -> Finding:
