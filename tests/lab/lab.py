@@ -28,7 +28,7 @@ from typing import Any
 
 from tests.test_cpp import BUILD, ROOT
 
-TOOLS = ("ip", "tc", "unshare", "nsenter")
+TOOLS = ("ip", "tc", "bridge", "unshare", "nsenter")
 SWITCH_ADDRESS = "10.77.0.254"
 TRIAL_RATE = "tbf rate 1gbit burst 9kb latency 1ms"
 ENTER_USER = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
@@ -126,7 +126,7 @@ class Lab:
             ]
             self._run_in_switch("ip", "-batch", "-", stdin="\n".join(batch))
             for index in range(self._count):
-                self.hosts.append(self._make_host(index))
+                self._make_host(index)
         except BaseException:
             self.close()
             raise
@@ -228,6 +228,20 @@ class Lab:
     def heal(self, host: int) -> None:
         self._run_in_switch("ip", "link", "set", f"port{host}", "up")
 
+    def separate(self, a: int, b: int) -> None:
+        """Drops what two hosts send to each other; others, and the switch, still reach both."""
+        for here, there in ((a, b), (b, a)):
+            # They know each other's hardware address, or it would soon be "no route to host" instead of silence.
+            link = self._run_in_host(there, "ip", "-o", "link", "show", "eth0")
+            known = (self.hosts[there].address, "lladdr", link.split("link/ether ")[1].split()[0], "nud", "permanent")
+            self._run_in_host(here, "ip", "neigh", "replace", *known, "dev", "eth0")
+            self._run_in_switch("bridge", "link", "set", "dev", f"port{here}", "isolated", "on")
+
+    def unite(self, a: int, b: int) -> None:
+        """Undoes `separate`."""
+        for host in (a, b):
+            self._run_in_switch("bridge", "link", "set", "dev", f"port{host}", "isolated", "off")
+
     def kill(self, host: int) -> None:
         """Ends every process of the host at once (SIGKILL), and its network with them; returns when they are gone."""
         _release(self.hosts[host].process)
@@ -244,7 +258,7 @@ class Lab:
                     found.add((self.hosts[host].address, int(port, 16)))
         return sorted(found)
 
-    def _make_host(self, index: int) -> Host:
+    def _make_host(self, index: int) -> None:
         names = "127.0.0.1 localhost\n" + "".join(f"10.77.0.{i + 1} host{i}\n" for i in range(self._count))
         name, address = f"host{index}", f"10.77.0.{index + 1}"
         kinds = ("--net", "--pid", "--mount", "--uts", "--ipc", "--mount-proc", "--fork", "--kill-child")
@@ -255,15 +269,18 @@ class Lab:
         batch = [f"link add {port} type veth peer name eth0 netns {pid}", f"link set {port} master br0 up"]
         self._run_in_switch("ip", "-batch", "-", stdin="\n".join(batch))
         inside = [f"addr add {address}/24 dev eth0", "link set eth0 up"]
-        _run([*host.enter(), "ip", "-batch", "-"], stdin="\n".join(inside))
+        self.hosts.append(host)
+        self._run_in_host(index, "ip", "-batch", "-", stdin="\n".join(inside))
         if self._rate is not None:
             shape = ("root", "tbf", "rate", self._rate, "burst", "256kb", "latency", "50ms")
-            _run([*host.enter(), "tc", "qdisc", "add", "dev", "eth0", *shape])
+            self._run_in_host(index, "tc", "qdisc", "add", "dev", "eth0", *shape)
             self._run_in_switch("tc", "qdisc", "add", "dev", port, *shape)
-        return host
 
     def _enter_switch(self) -> list[str]:
         return ["nsenter", "-t", str(self.switch_pid), *ENTER_USER, "--net"]
+
+    def _run_in_host(self, host: int, *command: str, stdin: str = "") -> str:
+        return _run([*self.hosts[host].enter(), *command], stdin)
 
     def _run_in_switch(self, *command: str, stdin: str = "") -> str:
         return _run([*self._enter_switch(), *command], stdin)

@@ -96,8 +96,26 @@ def test_a_cut_host_is_silent_until_it_heals(needs_lab: None) -> None:
         assert reachable == [False, True]
 
 
-def sleep_long() -> None:
-    time.sleep(60)
+def test_separated_hosts_reach_others_only(needs_lab: None) -> None:
+    server = "import socket, time; s = socket.create_server(('', 7000)); print('up', flush=True); time.sleep(60)"
+    client = "import socket, sys; socket.create_connection((sys.argv[1], 7000), timeout=1).close()"
+
+    def reaches(lab: Lab, a: int, b: int) -> bool:
+        return lab.run(a, [sys.executable, "-S", "-c", client, lab.hosts[b].address]).wait(timeout=20) == 0
+
+    with Lab(hosts=3) as lab:
+        for host in (0, 1):
+            listening = lab.run(host, [sys.executable, "-S", "-c", server])
+            assert listening.stdout is not None and listening.stdout.readline() == "up\n"
+        lab.separate(0, 1)
+        assert [reaches(lab, 0, 1), reaches(lab, 1, 0), reaches(lab, 2, 0), reaches(lab, 2, 1)] == [
+            False,
+            False,
+            True,
+            True,
+        ]
+        lab.unite(0, 1)
+        assert reaches(lab, 0, 1)
 
 
 def test_killing_a_host_kills_its_ranks_only(needs_lab: None) -> None:

@@ -1,0 +1,199 @@
+"""Hosts that vanish and strangers who knock, while ranks of two hosts work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeropg
+from tests.lab.lab import Lab
+from tests.lab.place import HostsPlace
+from tests.small_gpt import loss_of, make_batches, make_model
+from tests.spawn import RankPool
+
+pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
+
+GROUP_TIMEOUT = 12.0
+MARGIN = 15.0  # for a busy machine, and for the bookkeeping after the deadline
+
+
+class Failure(NamedTuple):
+    message: str
+    time: float  # of the machine's clock
+
+
+def join(timeout: float) -> None:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timedelta(seconds=60))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("zeropg", store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def train_until_it_fails(folder: str, stage: int) -> Failure:
+    """Touches a file once training runs, and returns what the training loop raised."""
+    torch.set_num_threads(1)
+    join(GROUP_TIMEOUT)
+    model = zeropg.fully_shard(make_model(), stage=stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    batch = make_batches(1)[0].chunk(4)[dist.get_rank()]
+    try:
+        for step in range(1_000_000):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                Path(folder, f"rank{dist.get_rank()}").touch()
+    except Exception as error:
+        return Failure(str(error), time.time())
+    raise AssertionError("training went on without its peers")
+
+
+@contextmanager
+def when_all_train(folder: Path, act: Callable[[], None]) -> Iterator[list[float]]:
+    """Acts as soon as 4 ranks train; the list then holds the time at which it did."""
+    done: list[float] = []
+
+    def wait() -> None:
+        deadline = time.monotonic() + 90
+        while len(list(folder.glob("rank*"))) < 4 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        done.append(time.time())
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield done
+    thread.join()
+
+
+def check(failures: list[Failure], others: tuple[str, ...], vanished: float, within: float) -> None:
+    for failure in failures:
+        assert "[zeropg rank" in failure.message
+        assert any(rank in failure.message for rank in others), failure.message
+        assert failure.time - vanished < within, failure
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_host_whose_cable_is_pulled(tmp_path: Path, stage: int) -> None:
+    with Lab(hosts=2) as lab, RankPool(4, backend=None, place=HostsPlace(lab)) as pool:
+        with when_all_train(tmp_path, lambda: lab.cut(1)) as cut:
+            failures = pool.run(train_until_it_fails, str(tmp_path), stage, timeout=150)
+        check(failures[:2], ("rank 2", "rank 3", "ranks 2"), cut[0], GROUP_TIMEOUT + MARGIN)
+        check(failures[2:], ("rank 0", "rank 1", "ranks 0"), cut[0], GROUP_TIMEOUT + MARGIN)
+
+
+def test_a_host_that_dies(tmp_path: Path) -> None:
+    with Lab(hosts=2) as lab, RankPool(4, backend=None, place=HostsPlace(lab)) as pool:
+        with when_all_train(tmp_path, lambda: lab.kill(1)) as death:
+            failures = pool.run(train_until_it_fails, str(tmp_path), 3, timeout=150, expect_death=[2, 3])
+        check(failures[:2], ("rank 2", "rank 3", "ranks 2"), death[0], GROUP_TIMEOUT + MARGIN)
+
+
+def die_after_a_while(folder: str, victim: int) -> Failure | None:
+    if int(os.environ["RANK"]) == victim:
+        threading.Thread(target=kill_when_all_train, args=(folder,), daemon=True).start()
+    return train_until_it_fails(folder, 2)
+
+
+def kill_when_all_train(folder: str) -> None:
+    while len(list(Path(folder).glob("rank*"))) < 4:
+        time.sleep(0.02)
+    Path(folder, "death").write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_is_noticed_at_once_on_every_host(tmp_path: Path) -> None:
+    with Lab(hosts=2) as lab, RankPool(4, backend=None, place=HostsPlace(lab)) as pool:
+        failures = pool.run(die_after_a_while, str(tmp_path), 3, timeout=150, expect_death=[3])
+        death = float((tmp_path / "death").read_text())
+        check(failures[:3], ("rank 3",), death, min(GROUP_TIMEOUT, MARGIN) - 2)
+
+
+STRANGER = """
+import os, socket, struct, sys, time
+address, port, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+texts = {
+    "silent": b"",
+    "garbage": os.urandom(4096),
+    "huge": struct.pack("<QQQQ", 2**62, 2**62, 2**62, 2**62) + b"x" * 64,
+    "ones": b"\\xff" * 4096,
+    "http": b"GET / HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n",
+    "gone": None,
+}
+connection = socket.create_connection((address, port), timeout=5)
+text = texts[kind]
+if text is not None:
+    try:
+        connection.sendall(text)
+        time.sleep(float(sys.argv[4]))
+    except OSError:
+        pass
+connection.close()
+"""
+KINDS = ("silent", "garbage", "huge", "ones", "http", "gone")
+
+
+def reduce_until_told(folder: str) -> int:
+    """Counts correct all-reduces until the file `stop` is there."""
+    join(60)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sizes = (7, 100_003)
+    count = 0
+    while True:
+        for numel in sizes:
+            tensor = torch.full((numel,), float(rank + count))
+            dist.all_reduce(tensor)
+            assert tensor.unique().tolist() == [world_size * count + 6.0]
+        count += 1
+        Path(folder, f"rank{rank}").touch()
+        stop = torch.tensor([int(Path(folder, "stop").exists())])
+        dist.broadcast(stop, src=0)
+        if stop.item():
+            return count
+
+
+def test_strangers_harm_nobody(tmp_path: Path) -> None:
+    """They knock at every port that the ranks open, before and while the ranks of the other host do."""
+    stop = threading.Event()
+    strangers: dict[tuple[str, int], list[subprocess.Popen[str]]] = {}  # by the door at which they knock
+
+    def knock(lab: Lab) -> None:
+        last = time.monotonic()
+        while not stop.wait(0.01):
+            for address, port in {door for host in (0, 1) for door in lab.listening(host)} - strangers.keys():
+                command = (sys.executable, "-S", "-c", STRANGER, address, str(port))
+                strangers[address, port] = [lab.run(2, [*command, kind, "5"]) for kind in KINDS]
+                last = time.monotonic()
+            if len(strangers) >= 2 and time.monotonic() - last > 2:
+                lab.unite(0, 1)  # while silent strangers still wait in front of the ranks
+            gone = all(stranger.poll() is not None for knocking in strangers.values() for stranger in knocking)
+            if gone and len(list(tmp_path.glob("rank*"))) == 4:
+                (tmp_path / "stop").touch()
+
+    with Lab(hosts=3) as lab, RankPool(4, backend=None, place=HostsPlace(lab)) as pool:
+        lab.separate(0, 1)  # so that the ranks go on listening
+        thread = threading.Thread(target=knock, args=(lab,))
+        thread.start()
+        try:
+            counts = pool.run(reduce_until_told, str(tmp_path), timeout=150)
+        finally:
+            stop.set()
+            thread.join()
+        assert len(set(counts)) == 1 and counts[0] > 1
+        assert len(strangers) >= 2, f"only {[*strangers]} listened while the hosts could not reach each other"
+        for door, knocking in strangers.items():
+            errors = [stranger.communicate(timeout=30)[1] for stranger in knocking]
+            assert any("ConnectionRefused" not in error for error in errors), f"nobody got through to {door} in time"

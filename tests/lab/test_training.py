@@ -1,0 +1,96 @@
+"""Training on two hosts: the losses of one host, and of gloo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import zeropg
+from tests.lab.lab import Lab
+from tests.sharding.test_same_losses import STAGES, Run, assert_same_bits, relative_difference, train_sharded
+from tests.small_gpt import LEARNING_RATE, loss_of, make_batches, make_model, train_plain
+from tests.spawn import RankPool
+
+pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
+
+TINY = ["--steps", "8", "--batch", "8", "--context", "64", "--layers", "2", "--width", "32", "--heads", "2"]
+
+
+def validation_losses(folder: Path) -> list[float]:
+    return [loss for _, loss in json.loads((folder / "results.json").read_text())["validation_curve"]]
+
+
+@pytest.mark.slow
+def test_the_main_job_has_the_losses_of_one_host_and_of_gloo(lab: Lab, tmp_path: Path) -> None:
+    def job(name: str, backend: str) -> list[str]:
+        options = ["--backend", backend, "--stage", "3", "--param-dtype", "float32", "--output", str(tmp_path / name)]
+        return ["-m", "zeropg", "train", *TINY, *options]
+
+    here = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run([*here, *job("here", "zeropg")], env=lab.environment(0), capture_output=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    for backend in ("gloo", "zeropg"):
+        hosts = lab.torchrun(*job(backend, backend), nproc_per_node=2).wait(timeout=180)
+        assert [host.returncode for host in hosts] == [0, 0], [host.stderr for host in hosts]
+
+    truth = validation_losses(tmp_path / "here")
+    assert truth[-1] < truth[0]
+    assert validation_losses(tmp_path / "gloo") == pytest.approx(truth, rel=1e-4)
+    assert validation_losses(tmp_path / "zeropg") == pytest.approx(truth, rel=1e-4)
+
+
+def train_stages() -> dict[int, Run]:
+    torch.set_num_threads(1)
+    return {stage: train_sharded(stage, torch.float64) for stage in STAGES}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "zeropg"])
+def test_every_stage_trains_as_one_plain_process(lab_pool: Callable[[str], RankPool], backend: str) -> None:
+    truth = train_plain(torch.float64)
+    results = lab_pool(backend).run(train_stages, timeout=180)
+    for stage, run in results[0].items():
+        assert relative_difference(run, truth) <= 1e-12, stage
+        for other in results[1:]:
+            assert_same_bits(other[stage], run)
+        if backend == "zeropg":  # gloo adds in another order for each size
+            assert_same_bits(run, results[0][0])
+
+
+def ddp_losses() -> list[float]:
+    torch.set_num_threads(1)
+    model = DDP(make_model(torch.float64), bucket_cap_mb=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for batch in make_batches(8):
+        loss = loss_of(model, batch.chunk(dist.get_world_size())[dist.get_rank()])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+def test_ddp_has_the_losses_of_gloo(lab_pool: Callable[[str], RankPool]) -> None:
+    losses = {backend: lab_pool(backend).run(ddp_losses, timeout=90) for backend in ("gloo", "zeropg")}
+    assert len({tuple(rank) for rank in losses["zeropg"]}) == 1
+    assert losses["zeropg"][0] == pytest.approx(losses["gloo"][0], rel=1e-12)
+    assert losses["zeropg"][0][-1] < losses["zeropg"][0][0]
+
+
+def fetch_over_nodes() -> str:
+    model = zeropg.fully_shard(make_model(), stage=3)
+    return str(model._zeropg.fetch_name)
+
+
+def test_stage_3_gathers_units_over_nodes_and_shares_none(lab_pool: Callable[[str], RankPool]) -> None:
+    assert lab_pool("zeropg").run(fetch_over_nodes, timeout=60) == ["gathered"] * 4
