@@ -62,6 +62,19 @@ def test_train_learns_exports_and_reports(tmp_path, ranks, options):
         assert words in done.stderr
 
 
+def test_a_run_goes_on_from_its_checkpoint_at_another_world_size_and_stage(tmp_path):
+    options = [*TINY, "--param-dtype", "float32", "--checkpoint-every", "4", "--json", "--output", str(tmp_path)]
+    done = run("train", *options, "--steps", "6", ranks=2)
+    assert done.returncode == 0, done.stderr
+    first = json.loads(done.stdout)["validation_curve"]
+    assert first[-1][0] == 6
+    done = run("train", *options, "--resume", "--stage", "1")
+    assert done.returncode == 0, done.stderr
+    curve = json.loads(done.stdout)["validation_curve"]
+    assert curve[: len(first)] == first and curve[-1][0] == 12
+    assert curve[-1][1] < first[-1][1]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -74,6 +87,7 @@ def test_train_learns_exports_and_reports(tmp_path, ranks, options):
         (["--stage", "4"], "invalid choice: 4"),
         (["--device", "cuda", "--backend", "gloo"], "--device cuda needs --backend zeropg"),
         (["--output", "/proc/nowhere"], "--output /proc/nowhere: "),
+        (["--resume"], "a run with --checkpoint-every writes it"),
         (["--st", "3"], "unrecognized arguments: --st 3"),
     ],
 )

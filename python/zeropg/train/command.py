@@ -105,7 +105,16 @@ def _run(options: Options, batches: TrainingBatches, validation: list[Batch]) ->
     )
     planned = planned_bytes(shape_of(model), settings)
     zeropg.fully_shard(model, stage=options.stage, param_dtype=options.param_dtype)
-    history, optimizer = train(model, batches, validation, steps=options.steps, lr=options.lr)
+    history, optimizer = train(
+        model,
+        batches,
+        validation,
+        steps=options.steps,
+        lr=options.lr,
+        checkpoint=options.checkpoint,
+        checkpoint_every=options.checkpoint_every,
+        resume=options.resume,
+    )
     loss = history.validation[-1][1]
     say(f"validation loss after {options.steps} steps: {loss:.4f} nats/byte, {loss / math.log(2):.3f} bits/byte")
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,9 +56,20 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 def train(
-    model: nn.Module, batches: TrainingBatches, validation: list[Batch], *, steps: int, lr: float
+    model: nn.Module,
+    batches: TrainingBatches,
+    validation: list[Batch],
+    *,
+    steps: int,
+    lr: float,
+    checkpoint: Path | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
 ) -> tuple[History, torch.optim.Optimizer]:
-    """Train the sharded `model` for `steps` steps; every rank calls it with its own parts of the text."""
+    """Train the sharded `model` for `steps` steps; every rank calls it with its own parts of the text.
+
+    checkpoint: a directory, written every `checkpoint_every` steps and after the last one, and read by `resume`.
+    """
     whole_optimizer = make_optimizer(model, lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(whole_optimizer, lambda step: learning_rate_factor(step, steps))
     # The sharded optimizer shares the param_groups of the one it replaces, so the schedule above still steers it.
@@ -65,9 +77,17 @@ def train(
 
     device = next(model.parameters()).device
     history = History()
+    first = 0
+    if resume and checkpoint is not None:
+        state, _ = zeropg.load_checkpoint(checkpoint, model, optimizer)
+        first = state["step"]
+        if first >= steps:
+            raise ValueError(f"'{checkpoint}' is from the end of step {first} already; expected more --steps than that")
+        schedule.load_state_dict(state["schedule"])
+        history.training, history.validation = state["training"], state["validation"]
     meter = _Meter(model, history)
     validate_every = math.ceil(steps / _VALIDATIONS)
-    for step in _progress(range(steps), meter):
+    for step in _progress(range(first, steps), meter):
         inputs, targets = (part.to(device) for part in batches.at(step))
         loss = loss_per_byte(model(inputs), targets)
         loss.backward()
@@ -83,6 +103,10 @@ def train(
         if done % validate_every == 0 or done == steps:
             history.validation.append((done, evaluate(model, validation)))
             meter.resume()
+        if checkpoint is not None and checkpoint_every and (done % checkpoint_every == 0 or done == steps):
+            state = {"step": done, "schedule": schedule.state_dict()}
+            state |= {"training": history.training, "validation": history.validation}
+            zeropg.save_checkpoint(checkpoint, model, optimizer, extra=state)
     return history, optimizer
 
 

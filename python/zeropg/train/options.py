@@ -28,6 +28,8 @@ examples:
   torchrun --standalone --nproc-per-node 2 -m zeropg train       the whole run: ZeRO-3 on two processes
   torchrun --standalone --nproc-per-node 2 -m zeropg train --stage 2 --param-dtype float32
   torchrun --standalone --nproc-per-node 4 -m zeropg train --backend gloo --batch 16 --output runs/gloo
+  torchrun --standalone --nproc-per-node 2 -m zeropg train --checkpoint-every 100
+  torchrun --standalone --nproc-per-node 4 -m zeropg train --checkpoint-every 100 --resume --stage 1
 """
 
 
@@ -46,7 +48,13 @@ class Options:
     model: GPTConfig
     threads: int
     output: Path
+    checkpoint_every: int | None
+    resume: bool
     json: bool
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.output / "checkpoint"
 
 
 def parse(arguments: list[str], *, rank: int, world_size: int, local_world_size: int) -> Options:
@@ -74,6 +82,8 @@ def parse(arguments: list[str], *, rank: int, world_size: int, local_world_size:
         model=GPTConfig(layers=values.layers, width=values.width, heads=values.heads, context=values.context),
         threads=values.threads or max(1, min(4, usable // local_world_size)),
         output=values.output,
+        checkpoint_every=values.checkpoint_every,
+        resume=values.resume,
         json=values.json,
     )
 
@@ -120,6 +130,12 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--context", type=_positive, default=shape.context, help=f"bytes (default {shape.context})")
     output = parser.add_argument_group("output")
     output.add_argument("--output", type=Path, default=Path("runs/train"), help="directory (default runs/train)")
+    output.add_argument(
+        "--checkpoint-every", type=_positive, metavar="STEPS", help="save to OUTPUT/checkpoint (default: never)"
+    )
+    output.add_argument(
+        "--resume", action="store_true", help="go on from OUTPUT/checkpoint, whatever ranks and stage had saved it"
+    )
     output.add_argument("--json", action="store_true", help="print the figures as JSON on stdout, the rest on stderr")
     return parser
 
@@ -153,6 +169,8 @@ def _mistake(values: argparse.Namespace, world_size: int) -> str | None:
         return "--device cuda needs --backend zeropg: gloo would copy every shard through the host"
     if values.device == "cuda" and not torch.cuda.is_available():
         return "--device cuda: torch finds no CUDA device here; take --device cpu"
+    if values.resume and not (values.output / "checkpoint").is_dir():
+        return f"--resume: there is no {values.output / 'checkpoint'}; a run with --checkpoint-every writes it"
     return _unwritable(values.output)
 
 
