@@ -24,6 +24,7 @@ help:
 	@echo "make train      set up everything in $(VENV), then train a small GPT over zeropg on $(RANKS) ranks (RANKS=4)"
 	@echo "make bench      measure beside gloo, DDP, FSDP2 and torch.optim into $(RESULTS), with plots   (a quiet machine)"
 	@echo "make test       set up everything, then run every test      (ARGS='-k all_reduce -x' goes to pytest)"
+	@echo "make test-torch torch's own suite for backends, all of it, under our name and gloo's"
 	@echo "make smoke      the tests marked smoke, for other versions   (make smoke TORCH=2.11.0)"
 	@echo "make lint       clang-format, ruff, mypy                     (make format repairs the first two)"
 	@echo "make build      $(BUILD): libraries, bindings and C++ tests; PYTHONPATH=$(BUILD)/python runs it uninstalled"
@@ -46,6 +47,11 @@ bench: $(BUILD)/installed.stamp
 
 test: build $(BUILD)/installed.stamp
 	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest tests $(ARGS)
+
+# torch 2.11 has gloo built in under its name, which a plugin cannot take there.
+test-torch: $(BUILD)/installed.stamp
+	$(VENV)/bin/python -m tests.torch_suite $(ARGS)
+	$(if $(filter 2.11.%,$(TORCH)),,$(VENV)/bin/python -m tests.torch_suite --impersonate gloo $(ARGS))
 
 smoke: build $(BUILD)/installed.stamp
 	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest tests -m smoke $(ARGS)

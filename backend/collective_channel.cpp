@@ -12,6 +12,16 @@ namespace {
 
 constexpr c10::SourceLocation kHere{"describe_error", __FILE__, 0};
 
+// What people and tools look for in the error of a monitored barrier, in gloo's words.
+std::string describe_monitored(const OperationLabel& label, const ZeroWork& work, const std::vector<int32_t>& awaited) {
+  if (std::string_view(label.title) != kMonitoredBarrierTitle) {
+    return "";
+  }
+  std::string ranks = list_ranks(awaited);
+  ranks[0] = 'R';
+  return c10::str(ranks, " failed to pass monitoredBarrier in ", work.timeout().count(), " ms; ");
+}
+
 }  // namespace
 
 std::exception_ptr describe_error(Group& group, const OperationLabel& label, const std::exception_ptr& error) {
@@ -223,11 +233,13 @@ void CollectiveChannel::check(CollectiveJob& job) {
   if (waited < job.work->timeout()) {
     return;
   }
-  C10_THROW_ERROR(DistBackendError,
-                  c10::str(label.prefix(), ": timed out after ", job.work->timeout().count(), " ms ",
-                           job.execution->describe_wait(), ", waiting for ", list_ranks(awaited), group_->silence(),
-                           "; see what they do (a stopped process, another collective, a slow step) or raise the"
-                           " group's timeout."));
+  C10_THROW_ERROR(
+      DistBackendError,
+      c10::str(label.prefix(), ": ", describe_monitored(label, *job.work, awaited), "timed out after ",
+               job.work->timeout().count(), " ms ", job.execution->describe_wait(), ", waiting for ",
+               list_ranks(awaited), group_->silence(),
+               "; see what they do (a stopped process, another collective, a slow step) or raise the timeout of the"
+               " group."));
 }
 
 bool CollectiveChannel::wait_until_idle(std::chrono::milliseconds limit) {

@@ -16,6 +16,8 @@
 
 namespace zeropg {
 
+inline constexpr const char* kMonitoredBarrierTitle = "zeropg:monitored_barrier";
+
 // One call: one collective, or several that a coalesced call runs in order.
 struct CollectiveJob {
   c10::intrusive_ptr<ZeroWork> work;

@@ -340,7 +340,7 @@ void PointToPoint::check_locked(const Posted& posted, const PeerStates& peers, c
   TORCH_CHECK_WITH(DistBackendError, waited < posted.message.work->timeout(), label.prefix(), ": timed out after ",
                    posted.message.work->timeout().count(), " ms waiting for ",
                    is_any ? std::string("any rank") : list_ranks(awaited), " with tag ", posted.message.tag,
-                   group_->silence(), "; see what it does, or raise the group's timeout.");
+                   group_->silence(), "; see what it does, or raise the timeout of the group.");
 }
 
 void PointToPoint::finish(Finished finished, bool is_engine_thread) {

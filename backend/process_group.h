@@ -6,6 +6,7 @@
 
 #include <torch/version.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -15,16 +16,14 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <unordered_map>
 #include <vector>
 
 #include "backend/arguments.h"
-#include "backend/collective_channel.h"
-#include "backend/engine.h"
-#include "backend/group.h"
-#include "backend/network_channel.h"
+#include "backend/group_channels.h"
 #include "backend/options.h"
 #include "backend/planner.h"
-#include "backend/point_to_point.h"
+#include "backend/timeouts.h"
 #include "backend/topology.h"
 #include "backend/transport/shared_segment.h"
 
@@ -34,28 +33,46 @@ namespace zeropg {
 // comes. Its constructor and its destructor wait (for the peers, for running operations): without the GIL.
 class ProcessGroupZero : public c10d::Backend {
  public:
-  using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>()>;
+  // Makes the backend for CUDA tensors of a group; collective. Kept and handed on to the group's children.
+  using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout)>;
 
-  // Collective over all ranks. `options` is copied. Throws DistBackendError naming the ranks that did not come.
+  // Collective over all ranks. `store` is the group's own; `options` is copied. Throws DistBackendError naming the
+  // ranks that did not come.
   ProcessGroupZero(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                    const c10::intrusive_ptr<BackendOptions>& options, BackendFactory make_cuda_backend = nullptr);
   ~ProcessGroupZero() override;
 
   const std::string getBackendName() const override { return "zeropg"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  // A copy: c10d changes what it gets here when it splits a group.
+  c10::intrusive_ptr<Options> getBackendOptions() override;
 
   // Of ours, beside c10d's interface.
-  const Topology& topology() const { return group_->topology(); }
-  bool is_one_node() const { return group_->is_one_node(); }
-  std::map<std::string, OperationStatistics> statistics() const { return group_->statistics(); }
-  std::chrono::milliseconds default_timeout() const { return options_->timeout; }
+  const Topology& topology() const { return channels_->group().topology(); }
+  bool is_one_node() const { return channels_->group().is_one_node(); }
+  std::map<std::string, OperationStatistics> statistics() const { return channels_->group().statistics(); }
+  std::chrono::milliseconds default_timeout() const { return timeouts_.get(); }
   // Collective: memory that all ranks map, nullptr when they span nodes. DistBackendError when the sizes differ.
   std::shared_ptr<SharedSegment> allocate_shared(int64_t bytes_per_rank);
   // Shuts every group of this process down; for the interpreter's exit.
   static void shutdown_all();
 
+  // Children are groups of their own, with the parent's options but for what `opts` says (null: nothing). They outlive
+  // the parent. split() is called by every rank of this group with the ranks of its own child, in the child's order;
+  // it returns null on a rank that is in none. merge() is called by the `size` ranks of the new group.
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& opts) override;
+  c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const c10::intrusive_ptr<Options>& opts, const int& rank,
+                                          const int& size) override;
+  uint64_t split_count() const { return split_count_.load(); }
+
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& opts = {}) override;
+  // Sums (or averages) sparse COO tensors; on the CPU. Waits: the sizes come from the peers.
+  c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>& tensors,
+                                                  const c10d::AllreduceOptions& opts = {}) override;
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                                      const c10d::AllreduceCoalescedOptions& opts = {}) override;
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
@@ -107,27 +124,62 @@ class ProcessGroupZero : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
   void setTimeout(std::chrono::milliseconds timeout) override;
   c10d::ErrorType getError() override;
+  void waitForPendingWorks() override;        // up to the group's timeout
+  void enableCollectivesTiming() override {}  // Work::getDuration() always knows
 
   // Ends every operation with an error, on the peers too; never waits. The group stays unusable.
   void abort() override;
   // Gives running operations a few seconds to end, then leaves the group. A second call does nothing.
   void shutdown() override;
 
+  // For CUDA: NCCL's. Refused where there is none.
+  void eagerConnectSingleDevice(at::Device device) override;
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  at::Tensor allocateTensor(long numel, at::TensorOptions options = {}) override;
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+
+  // Refused: each says what to use instead.
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
+                                           const c10::intrusive_ptr<Options>& opts) override;
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override { timeouts_.extend(timeout); }
+  void startTimeEstimate() override;
+  float endTimeEstimate() override;
+  void suspend() override;
+  void resume() override;
+  std::unordered_map<std::string, uint64_t> getMemoryStats() override;
+#endif
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
+#endif
+#ifdef C10D_BACKEND_HAS_WINDOW
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
+#endif
 #ifdef C10D_BACKEND_HAS_HOOKS
   c10::intrusive_ptr<c10d::Work> gather_into_tensor(at::Tensor& output, at::Tensor& input,
                                                     const c10d::GatherOptions& opts = {}) override;
   bool supportsAbortHooks() const override { return true; }
-  void registerAbortHook(int64_t id, c10d::AbortHook hook) override { group_->set_abort_hook(id, std::move(hook)); }
-  void unregisterAbortHook(int64_t id) override { group_->set_abort_hook(id, nullptr); }
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
+  void unregisterAbortHook(int64_t id) override;
   bool supportsCompletionHooks() const override { return true; }
   void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
-  void unregisterCompletionHook(int64_t id) override { group_->set_completion_hook(id, nullptr); }
+  void unregisterCompletionHook(int64_t id) override;
 #endif
 
  protected:
-  void close(std::chrono::milliseconds patience);
+  // A backend of this class for a child.
+  virtual c10::intrusive_ptr<c10d::Backend> make_child(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                       const c10::intrusive_ptr<BackendOptions>& options);
+  BackendFactory cuda_factory();
 
  private:
+  Group& group() const { return channels_->group(); }
+  std::string prefix(const char* title) const;  // of errors: "zeropg:split" gives "[zeropg rank 3/8] split"
+  c10::intrusive_ptr<BackendOptions> child_options(const c10::intrusive_ptr<Options>& given) const;
+
   Call make_call(const char* title);
   c10::intrusive_ptr<c10d::Work> submit(Call call, c10d::OpType type, std::chrono::milliseconds timeout,
                                         bool is_asynchronous);
@@ -140,18 +192,15 @@ class ProcessGroupZero : public c10d::Backend {
   c10d::Backend* inner_for(const std::vector<at::Tensor>& tensors);
   c10d::Backend* inner_for(const at::Tensor& tensor);
   c10d::Backend* inner_for(const c10::Device& device);
+  c10d::Backend& cuda_backend_for(const char* title);
 
-  c10::intrusive_ptr<BackendOptions> options_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const c10::intrusive_ptr<BackendOptions> options_;
+  Timeouts timeouts_;
   Planner planner_;
-  std::shared_ptr<Group> group_;  // life shared with the channels, and with segments that check it
-  Engine& engine_;
-  CollectiveChannel collectives_;
-  PointToPoint messages_;
-  NetworkChannel network_;
-  std::shared_ptr<CallbackThreads> callbacks_;  // life shared with the engine and the works
+  std::shared_ptr<GroupChannels> channels_;  // life shared with close_all, which may be closing it
   std::atomic<uint64_t> sequence_{0};
-  std::atomic<int64_t> timeout_ms_;
-  std::atomic<bool> is_closed_{false};
+  std::atomic<uint64_t> split_count_{0};
 
   const bool has_cuda_;
   std::mutex inner_mutex_;
@@ -160,6 +209,10 @@ class ProcessGroupZero : public c10d::Backend {
   bool is_coalescing_ = false;                             // guarded by inner_mutex_
   bool is_cuda_coalescing_ = false;                        // guarded by inner_mutex_
   std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;  // of the CPU; guarded by inner_mutex_
+
+  std::mutex split_mutex_;
+  std::string last_child_name_;                                                             // guarded by split_mutex_
+  c10::weak_intrusive_ptr<c10d::Backend> last_child_{c10::intrusive_ptr<c10d::Backend>()};  // guarded by split_mutex_
 };
 
 }  // namespace zeropg

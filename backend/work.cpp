@@ -56,6 +56,30 @@ class CombinedWork final : public c10d::Work {
     return true;
   }
   void synchronize() override {}
+  std::vector<at::Tensor> result() override {
+    std::vector<at::Tensor> results;
+    for (const auto& work : works_) {
+      const std::vector<at::Tensor> of_work = work->result();
+      results.insert(results.end(), of_work.begin(), of_work.end());
+    }
+    return results;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
+        c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
+    for (const auto& work : works_) {
+      futures.push_back(work->getFuture());
+    }
+    return c10::collectAll(futures)->then(
+        [](c10::ivalue::Future& all) {
+          c10::List<at::Tensor> results;
+          for (const c10::IValue& future : all.value().toListRef()) {
+            results.append(future.toFuture()->value().toTensorList());
+          }
+          return c10::IValue(results);
+        },
+        c10::ListType::create(c10::TensorType::get()));
+  }
 
  private:
   const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
@@ -67,11 +91,11 @@ c10::intrusive_ptr<c10d::Work> combine(std::vector<c10::intrusive_ptr<c10d::Work
   return c10::make_intrusive<CombinedWork>(std::move(works));
 }
 
-ZeroWork::ZeroWork(OperationLabel label, c10d::OpType type, Tensors tensors, std::chrono::milliseconds timeout,
+ZeroWork::ZeroWork(OperationLabel label, c10d::OpType type, Tensors tensors, OperationTimeout timeout,
                    std::shared_ptr<CallbackThreads> callbacks, std::function<std::string()> who_is_late)
-    : Work(label.rank, type, label.title, std::optional<std::vector<at::Tensor>>(tensors.held)),
+    : Work(label.rank, type, label.title, std::optional(tensors.held.empty() ? tensors.outputs : tensors.held)),
       label_(std::move(label)),
-      timeout_(timeout),
+      timeout_(std::move(timeout)),
       key_(next_completion_key()),
       start_(std::chrono::steady_clock::now()),
       callbacks_(std::move(callbacks)),
@@ -145,6 +169,7 @@ float ZeroWork::getDuration() const {
 }
 
 void ZeroWork::complete(std::exception_ptr error) {
+  timeout_.end_extensions();
   if (!error) {
     error = copy_back(tensors_.copies_back);  // nobody else touches tensors_ before completion
   }

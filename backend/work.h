@@ -17,6 +17,7 @@
 
 #include "backend/callback_threads.h"
 #include "backend/request.h"
+#include "backend/timeouts.h"
 
 namespace zeropg {
 
@@ -30,7 +31,7 @@ class ZeroWork final : public c10d::Work {
   };
 
   // `who_is_late` describes what the operation waits for ("waiting for rank 2"); called when wait() times out.
-  ZeroWork(OperationLabel label, c10d::OpType type, Tensors tensors, std::chrono::milliseconds timeout,
+  ZeroWork(OperationLabel label, c10d::OpType type, Tensors tensors, OperationTimeout timeout,
            std::shared_ptr<CallbackThreads> callbacks, std::function<std::string()> who_is_late);
 
   // Throws the operation's error; DistBackendError when `timeout` passes first (the operation goes on).
@@ -43,14 +44,14 @@ class ZeroWork final : public c10d::Work {
   float getDuration() const override;  // milliseconds from submission to completion
   int sourceRank() const override { return source_rank_; }
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
-  std::chrono::milliseconds getTimeout() const override { return timeout_; }
+  std::chrono::milliseconds getTimeout() const override { return timeout_.timeout; }
   uint64_t getCompletionKey() const override { return completion_key(); }
 #endif
   uint64_t completion_key() const { return key_; }  // unique in this process, never reused
 
   float elapsed_ms() const;  // since submission
   const OperationLabel& label() const { return label_; }
-  std::chrono::milliseconds timeout() const { return timeout_; }
+  std::chrono::milliseconds timeout() const { return timeout_.timeout; }
   void set_source_rank(int rank) { source_rank_ = rank; }  // before complete()
 
   // Called once, by the thread that ran the operation. A null `error` is success.
@@ -61,7 +62,7 @@ class ZeroWork final : public c10d::Work {
   std::vector<at::Tensor> outputs_locked() const;
 
   const OperationLabel label_;
-  const std::chrono::milliseconds timeout_;
+  const OperationTimeout timeout_;
   const uint64_t key_;
   const std::chrono::steady_clock::time_point start_;
   std::shared_ptr<CallbackThreads> callbacks_;  // life shared with the engine

@@ -2,8 +2,6 @@
 
 #include <zeropg/process_group.h>
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-
 #include "backend/options.h"
 
 namespace zeropg {
@@ -16,8 +14,7 @@ c10::intrusive_ptr<c10d::Backend> make_process_group(const c10::intrusive_ptr<c1
   auto ours = c10::make_intrusive<BackendOptions>(options.timeout);
   ours->secret = options.secret;
   ours->host_id = options.host_id;
-  return c10::make_intrusive<ProcessGroupZero>(c10::make_intrusive<c10d::PrefixStore>("zeropg", store), rank,
-                                               world_size, ours);
+  return c10::make_intrusive<ProcessGroupZero>(store, rank, world_size, ours);
 }
 
 }  // namespace zeropg

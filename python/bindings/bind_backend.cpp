@@ -29,6 +29,12 @@ class BoundProcessGroup final : public ProcessGroupZero {
     }
   }
 
+ protected:
+  c10::intrusive_ptr<c10d::Backend> make_child(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                               const c10::intrusive_ptr<BackendOptions>& options) override {
+    return c10::make_intrusive<BoundProcessGroup>(store, rank, size, options, cuda_factory());
+  }
+
  private:
   void close_at_end() {
     try {
@@ -50,9 +56,9 @@ ProcessGroupZero::BackendFactory backend_factory(py::object function) {
       delete object;
     }
   });
-  return [held] {
+  return [held](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout) {
     py::gil_scoped_acquire gil;
-    return (*held)().cast<c10::intrusive_ptr<c10d::Backend>>();
+    return (*held)(store, rank, size, timeout).cast<c10::intrusive_ptr<c10d::Backend>>();
   };
 }
 
@@ -185,6 +191,10 @@ void bind_backend(py::module_& m) {
       .def_property_readonly("_timeout", &BoundProcessGroup::default_timeout)
       .def("_set_default_timeout", &BoundProcessGroup::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
+      .def(
+          "perform_nocolor_split", [](const BoundProcessGroup&, const py::object&) {}, py::arg("device"),
+          "Does nothing: a child is made by its members alone. c10d calls it on the other ranks.")
+      .def("comm_split_count", &BoundProcessGroup::split_count, "How often this group was split.")
       .def("abort", &BoundProcessGroup::abort, py::call_guard<py::gil_scoped_release>(),
            "Ends every operation with an error, on the peers too; the group stays unusable. Never waits.")
       .def("shutdown", &BoundProcessGroup::shutdown, py::call_guard<py::gil_scoped_release>(),

@@ -13,8 +13,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from zeropg._native import _C
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch._C._distributed_c10d import Backend, Store
     from torch.distributed import ProcessGroup
 
@@ -43,25 +41,27 @@ def create_backend(distributed_backend_options: Any, pg_options: Any) -> Backend
             "zeropg.BackendOptions; torch hands one pg_options to every backend of a group, so mixed groups such as "
             "'cpu:zeropg,cuda:nccl' cannot take any"
         )
+    if getattr(given, "enable_reconfigure", False):
+        raise NotImplementedError(
+            "[zeropg] enable_reconfigure: groups keep their ranks; make a new group, or restart from a checkpoint "
+            "after a rank died"
+        )
     options._timeout = given.timeout
-    store, rank, size = given.store, given.group_rank, given.group_size
-    make_cuda_backend = _nccl_factory(store, rank, size, given.timeout) if torch.cuda.is_available() else None
-    backend = _C.ProcessGroupZero(PrefixStore("zeropg", store), rank, size, options, make_cuda_backend)
+    options.group_name = given.group_id
+    options.global_ranks_in_group = given.global_ranks_in_group
+    make_cuda_backend = _make_nccl if torch.cuda.is_available() else None
+    backend = _C.ProcessGroupZero(given.store, given.group_rank, given.group_size, options, make_cuda_backend)
     return cast("Backend", backend)
 
 
-def _nccl_factory(store: Store, rank: int, size: int, timeout: timedelta) -> Callable[[], Backend]:
-    """Returns the function that makes NCCL's process group when the first CUDA tensor comes.
+def _make_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
+    """Makes NCCL's process group; the core calls it when a group's first CUDA tensor comes.
 
     Through torch's Python binding: the layout of ProcessGroupNCCL depends on macros of torch's own build.
     """
-
-    def make() -> Backend:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return cast("Backend", dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
-
-    return make
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return cast("Backend", dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
 
 
 def topology(group: ProcessGroup | None = None) -> Any:
@@ -86,6 +86,8 @@ def _backend_of(group: ProcessGroup | None) -> Any:
     if group is None:
         raise ValueError("[zeropg] there is no process group; call torch.distributed.init_process_group first")
     backend = group._get_backend(torch.device("cpu"))
+    while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
     if not isinstance(backend, _C.ProcessGroupZero):
         raise TypeError(f"[zeropg] the group's CPU backend is {backend.name()}, expected zeropg")
     return backend

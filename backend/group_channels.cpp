@@ -1,0 +1,87 @@
+#include "backend/group_channels.h"
+
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+namespace zeropg {
+
+namespace {
+
+constexpr std::chrono::milliseconds kFailPatience{2'000};     // for operations to fail once their group is closed
+constexpr std::chrono::milliseconds kGoodbyePatience{2'000};  // for the last bytes to reach other nodes
+
+// What is open in this process, so that the interpreter's exit can join what it runs; nothing else reads it.
+struct OpenChannels {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<GroupChannels>> channels;  // guarded by mutex
+};
+
+OpenChannels& open_channels() {
+  static auto* open = new OpenChannels();  // never destroyed: groups may outlive static destructors
+  return *open;
+}
+
+}  // namespace
+
+GroupChannels::GroupChannels(std::shared_ptr<Group> group)
+    : group_(std::move(group)),
+      engine_(Engine::of_this_process()),
+      collectives_(group_, engine_),
+      messages_(group_, engine_),
+      network_(group_, engine_) {
+  engine_.add(&collectives_);
+  engine_.add(&messages_);
+  callbacks_ = engine_.callbacks();
+  group_->set_background([callbacks = callbacks_](std::function<void()> run) { callbacks->post(std::move(run)); });
+}
+
+std::shared_ptr<GroupChannels> GroupChannels::open(std::shared_ptr<Group> group) {
+  std::shared_ptr<GroupChannels> channels(new GroupChannels(std::move(group)));
+  std::lock_guard<std::mutex> lock(open_channels().mutex);
+  std::erase_if(open_channels().channels, [](const auto& known) { return known.expired(); });
+  open_channels().channels.push_back(channels);
+  return channels;
+}
+
+void GroupChannels::close(std::chrono::milliseconds patience) {
+  if (!group_->is_own_process() || is_closed_.exchange(true)) {
+    return;
+  }
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  const auto time_left = [&] {
+    return std::max(std::chrono::milliseconds(0),
+                    std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()));
+  };
+  if (!group_->has_failed()) {
+    collectives_.wait_until_idle(time_left());
+    messages_.wait_until_idle(time_left());
+  }
+  group_->depart();
+  constexpr std::chrono::milliseconds kNow{0};
+  if (!collectives_.wait_until_idle(kNow) || !messages_.wait_until_idle(kNow)) {
+    engine_.wake();  // fails what is left
+    collectives_.wait_until_idle(kFailPatience);
+    messages_.wait_until_idle(kFailPatience);
+  }
+  engine_.remove(&collectives_);
+  engine_.remove(&messages_);
+  network_.close(kGoodbyePatience);
+  group_->release_retired();
+}
+
+// Without the lock while it closes: a callback that is waited for may itself make or drop a group.
+void GroupChannels::close_all(std::chrono::milliseconds patience) {
+  std::vector<std::weak_ptr<GroupChannels>> open;
+  {
+    std::lock_guard<std::mutex> lock(open_channels().mutex);
+    open = open_channels().channels;
+  }
+  for (const auto& known : open) {
+    if (const auto channels = known.lock()) {
+      channels->close(patience);
+    }
+  }
+}
+
+}  // namespace zeropg

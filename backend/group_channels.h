@@ -1,0 +1,51 @@
+// What runs the operations of one process group, and how that ends.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+
+#include "backend/callback_threads.h"
+#include "backend/collective_channel.h"
+#include "backend/engine.h"
+#include "backend/group.h"
+#include "backend/network_channel.h"
+#include "backend/point_to_point.h"
+
+namespace zeropg {
+
+// The group, its channels on the engine, and the threads for its futures' callbacks.
+class GroupChannels {
+ public:
+  // Joins the engine. The result must be closed before its last owner lets it go.
+  static std::shared_ptr<GroupChannels> open(std::shared_ptr<Group> group);
+  GroupChannels(const GroupChannels&) = delete;
+  GroupChannels& operator=(const GroupChannels&) = delete;
+
+  Group& group() { return *group_; }
+  const std::shared_ptr<Group>& shared_group() { return group_; }
+  Engine& engine() { return engine_; }
+  CollectiveChannel& collectives() { return collectives_; }
+  PointToPoint& messages() { return messages_; }
+  const std::shared_ptr<CallbackThreads>& callbacks() { return callbacks_; }
+
+  // Gives running operations `patience` to end, leaves the group, fails what is left and leaves the engine. Joins
+  // threads that may run Python: the GIL must not be held. Only the first call does anything.
+  void close(std::chrono::milliseconds patience);
+  bool is_closed() const { return is_closed_; }
+  // Closes what is open in this process, for the interpreter's exit.
+  static void close_all(std::chrono::milliseconds patience);
+
+ private:
+  explicit GroupChannels(std::shared_ptr<Group> group);
+
+  const std::shared_ptr<Group> group_;  // life shared with the process group, and with segments that check it
+  Engine& engine_;
+  CollectiveChannel collectives_;
+  PointToPoint messages_;
+  NetworkChannel network_;
+  std::shared_ptr<CallbackThreads> callbacks_;  // life shared with the engine and the works
+  std::atomic<bool> is_closed_{false};
+};
+
+}  // namespace zeropg
