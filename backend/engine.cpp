@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <csignal>
+#include <utility>
 
 #include "backend/transport/doorbell.h"
 #include "backend/transport/waiter.h"
@@ -54,7 +55,7 @@ void Engine::add(Channel* channel) {
 }
 
 void Engine::remove(Channel* channel) {
-  std::lock_guard<std::mutex> life(life_);
+  std::unique_lock<std::mutex> life(life_);
   bool is_last = false;
   {
     removers_.fetch_add(1);
@@ -74,9 +75,10 @@ void Engine::remove(Channel* channel) {
     is_stopping_ = false;
     is_running_ = false;
   }
-  callbacks_->stop();
-  callbacks_.reset();
   ranks_on_node_ = 1;
+  const std::shared_ptr<CallbackThreads> callbacks = std::exchange(callbacks_, nullptr);
+  life.unlock();  // a callback that is waited for may itself make or drop a group
+  callbacks->stop();
 }
 
 void Engine::wake() {
