@@ -80,7 +80,7 @@ void ProcessGroupZero::abort() {
   if (!group().is_own_process()) {
     return;
   }
-  group().fail(c10::str(prefix("zeropg:abort"), ": the process group was aborted; make a new one."));
+  group().fail(c10::str("[zeropg rank ", rank_, "/", size_, "] the process group was aborted; make a new one."));
   if (!channels_->is_closed()) {
     channels_->engine().wake();
   }

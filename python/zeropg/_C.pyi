@@ -77,6 +77,10 @@ class ProcessGroupZero(Backend):
     def _set_default_timeout(self, timeout: timedelta) -> None: ...
     def abort(self) -> None:
         """Ends every operation with an error, on the peers too; the group stays unusable. Never waits."""
+    def comm_split_count(self) -> int:
+        """How often this group was split."""
+    def perform_nocolor_split(self, device: Any) -> None:
+        """Does nothing: a child is made by its members alone. c10d calls it on the other ranks."""
     def shutdown(self) -> None:
         """Gives running operations a few seconds to end, then leaves the group."""
     def stats(self) -> dict[str, dict[str, Any]]: ...

@@ -115,7 +115,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda backend: backend._register_on_completion_hook(print),
         r"work.get_future\(\).then",
     ),
-    "allocate_tensor": (lambda backend: backend.allocate_tensor(4, dtype=torch.float32, device=CPU), "use ordinary tensors"),
+    "allocate_tensor": (
+        lambda backend: backend.allocate_tensor(4, dtype=torch.float32, device=CPU),
+        "use ordinary tensors",
+    ),
     "mem_allocator": (lambda backend: backend.mem_allocator, "use ordinary tensors"),
     "suspend": (lambda backend: backend.suspend(), "only NCCL has this"),
     "split_group": (lambda backend: split([0, 9], "beyond"), "is rank 9, expected 0 to 3"),
@@ -189,7 +192,7 @@ def test_device_mesh(run: Callable[..., Any]) -> None:
 
 
 def test_groups_of_a_world_with_a_bound_device() -> None:
-    run_ranks(4, check_bound_device, backend=None)
+    run_ranks(4, check_bound_device, backend=None, timeout=120)
 
 
 def check_mesh_beside_gloo() -> None:
@@ -205,7 +208,7 @@ def check_mesh_beside_gloo() -> None:
 
 
 def test_one_mesh_dimension_beside_gloo() -> None:
-    run_ranks(4, check_mesh_beside_gloo, backend="gloo")
+    run_ranks(4, check_mesh_beside_gloo, backend="gloo", timeout=120)
 
 
 def check_sequence_numbers() -> None:
@@ -235,4 +238,4 @@ def check_detail() -> None:
 
 
 def test_the_wrapper_of_debug_level_detail() -> None:
-    run_ranks(2, check_detail, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, fresh=True)
+    run_ranks(2, check_detail, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, fresh=True, timeout=180)

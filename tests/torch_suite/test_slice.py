@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.torch_suite.expectations import FAILING, KEPT_FOR_GLOO, PASSES_ON_GLOO
 
 ROOT = Path(__file__).parent.parent.parent
