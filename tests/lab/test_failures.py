@@ -26,7 +26,7 @@ from tests.spawn import RankPool
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
 
-GROUP_TIMEOUT = 12.0
+GROUP_TIMEOUT = 8.0
 MARGIN = 15.0  # for a busy machine, and for the bookkeeping after the deadline
 
 
@@ -86,11 +86,10 @@ def check(failures: list[Failure], others: tuple[str, ...], vanished: float, wit
         assert failure.time - vanished < within, failure
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_host_whose_cable_is_pulled(tmp_path: Path, stage: int) -> None:
+def test_a_host_whose_cable_is_pulled(tmp_path: Path) -> None:
     with Lab(hosts=2) as lab, RankPool(4, backend=None, place=HostsPlace(lab)) as pool:
         with when_all_train(tmp_path, lambda: lab.cut(1)) as cut:
-            failures = pool.run(train_until_it_fails, str(tmp_path), stage, timeout=150)
+            failures = pool.run(train_until_it_fails, str(tmp_path), 3, timeout=150)
         check(failures[:2], ("rank 2", "rank 3", "ranks 2"), cut[0], GROUP_TIMEOUT + MARGIN)
         check(failures[2:], ("rank 0", "rank 1", "ranks 0"), cut[0], GROUP_TIMEOUT + MARGIN)
 
@@ -98,7 +97,7 @@ def test_a_host_whose_cable_is_pulled(tmp_path: Path, stage: int) -> None:
 def test_a_host_that_dies(tmp_path: Path) -> None:
     with Lab(hosts=2) as lab, RankPool(4, backend=None, place=HostsPlace(lab)) as pool:
         with when_all_train(tmp_path, lambda: lab.kill(1)) as death:
-            failures = pool.run(train_until_it_fails, str(tmp_path), 3, timeout=150, expect_death=[2, 3])
+            failures = pool.run(train_until_it_fails, str(tmp_path), 1, timeout=150, expect_death=[2, 3])
         check(failures[:2], ("rank 2", "rank 3", "ranks 2"), death[0], GROUP_TIMEOUT + MARGIN)
 
 
@@ -119,7 +118,7 @@ def test_a_rank_that_dies_is_noticed_at_once_on_every_host(tmp_path: Path) -> No
     with Lab(hosts=2) as lab, RankPool(4, backend=None, place=HostsPlace(lab)) as pool:
         failures = pool.run(die_after_a_while, str(tmp_path), 3, timeout=150, expect_death=[3])
         death = float((tmp_path / "death").read_text())
-        check(failures[:3], ("rank 3",), death, min(GROUP_TIMEOUT, MARGIN) - 2)
+        check(failures[:3], ("rank 3",), death, GROUP_TIMEOUT - 1)
 
 
 STRANGER = """

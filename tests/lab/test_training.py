@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zeropg
+from tests.cpp_program.test_cpp_program import PROGRAM, finish, losses
 from tests.lab.lab import Lab
 from tests.sharding.test_same_losses import STAGES, Run, assert_same_bits, relative_difference, train_sharded
 from tests.small_gpt import LEARNING_RATE, loss_of, make_batches, make_model, train_plain
@@ -68,7 +69,7 @@ def ddp_losses() -> list[float]:
     torch.set_num_threads(1)
     model = DDP(make_model(torch.float64), bucket_cap_mb=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    losses = []
+    result = []
     for batch in make_batches(8):
         loss = loss_of(model, batch.chunk(dist.get_world_size())[dist.get_rank()])
         loss.backward()
@@ -76,15 +77,32 @@ def ddp_losses() -> list[float]:
         optimizer.zero_grad()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
-    return losses
+        result.append(total.item() / dist.get_world_size())
+    return result
 
 
 def test_ddp_has_the_losses_of_gloo(lab_pool: Callable[[str], RankPool]) -> None:
-    losses = {backend: lab_pool(backend).run(ddp_losses, timeout=90) for backend in ("gloo", "zeropg")}
-    assert len({tuple(rank) for rank in losses["zeropg"]}) == 1
-    assert losses["zeropg"][0] == pytest.approx(losses["gloo"][0], rel=1e-12)
-    assert losses["zeropg"][0][-1] < losses["zeropg"][0][0]
+    gloo, ours = (lab_pool(backend).run(ddp_losses, timeout=90) for backend in ("gloo", "zeropg"))
+    assert len({tuple(rank) for rank in ours}) == 1
+    assert ours[0] == pytest.approx(gloo[0], rel=1e-12)
+    assert ours[0][-1] < ours[0][0]
+
+
+def reduce_megabytes(numel: int) -> float:
+    tensor = torch.full((numel,), float(dist.get_rank()))
+    dist.all_reduce(tensor)
+    return float(tensor.unique().item())
+
+
+def test_an_all_reduce_sends_each_byte_once_from_each_host(lab: Lab, lab_pool: Callable[[str], RankPool]) -> None:
+    pool, numel = lab_pool("zeropg"), 1 << 21
+    pool.run(reduce_megabytes, 1)
+    before = [lab.interface_bytes(host).tx for host in (0, 1)]
+    assert pool.run(reduce_megabytes, numel) == [6.0] * 4
+    for host in (0, 1):
+        sent = lab.interface_bytes(host).tx - before[host]
+        # The lower bound: 2 (n - 1) / n of the data for n = 2 hosts, however many ranks each has. gloo's ring: 1.5.
+        assert 4 * numel <= sent <= 1.05 * 4 * numel
 
 
 def fetch_over_nodes() -> str:
@@ -94,3 +112,13 @@ def fetch_over_nodes() -> str:
 
 def test_stage_3_gathers_units_over_nodes_and_shares_none(lab_pool: Callable[[str], RankPool]) -> None:
     assert lab_pool("zeropg").run(fetch_over_nodes, timeout=60) == ["gathered"] * 4
+
+
+def test_a_cpp_program_trains_across_hosts(lab: Lab, tmp_path: Path) -> None:
+    if not PROGRAM.is_file():
+        pytest.skip(f"{PROGRAM} has not been built; run `make build`")
+    plain = subprocess.run([PROGRAM, "plain", "0", "0", "1", "unused"], capture_output=True, text=True, check=True)
+    store = tmp_path / "store"
+    outputs = finish([lab.run(rank, [str(PROGRAM), "zeropg", "3", str(rank), "2", str(store)]) for rank in (0, 1)])
+    assert "fetch gathered" in outputs[0]
+    assert losses(outputs[0]) == losses(outputs[1]) == pytest.approx(losses(plain.stdout), rel=1e-5)
