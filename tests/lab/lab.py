@@ -35,7 +35,7 @@ ENTER_USER = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
 MAKE_USER = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
 
 # Process 1 of a host. /sys is mounted anew since it shows the interfaces of the namespace that mounted it; cgroups
-# stay. Orphans leave no zombies: SIGCHLD is ignored.
+# stay (without root `mount` moves them and then complains). Orphans leave no zombies: SIGCHLD is ignored.
 HOST = """
 set -e
 hostname {name}
@@ -43,7 +43,7 @@ mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mkdir /dev/shm/cgroup
 mount --rbind /sys/fs/cgroup /dev/shm/cgroup
 mount -t sysfs sysfs /sys
-mount --move /dev/shm/cgroup /sys/fs/cgroup
+mount --move /dev/shm/cgroup /sys/fs/cgroup 2>/dev/null || true
 rmdir /dev/shm/cgroup
 echo '{names}' > /dev/shm/hosts
 mount --bind /dev/shm/hosts /etc/hosts
