@@ -73,6 +73,38 @@ std::vector<SlotRange> FlatParameter::slots_in(int64_t start, int64_t stop) cons
   return ranges;
 }
 
+void FlatParameter::reserve_master(const ShardingOptions& options) {
+  if (options.optimizer_offload == nullptr || is_own_master()) return;
+  const int64_t numel = options.stage.shards_optimizer ? layout_.shard_numel : layout_.total_numel;
+  tiered_master =
+      std::make_shared<TieredVector>(options.optimizer_offload, "masters of " + describe(), numel, master_dtype_);
+}
+
+void FlatParameter::read_master(int64_t start, int64_t stop,
+                                const std::function<void(int64_t, const at::Tensor&)>& take) const {
+  if (!master.defined()) {
+    tiered_master->read(start, stop, take);
+  } else if (start < stop) {
+    take(start, master.narrow(0, start, stop - start));
+  }
+}
+
+at::Tensor FlatParameter::read_master(int64_t start, int64_t stop) const {
+  return master.defined() ? master.narrow(0, start, stop - start) : tiered_master->read(start, stop);
+}
+
+void FlatParameter::write_master(int64_t start, const at::Tensor& values) {
+  if (master.defined()) {
+    master.narrow(0, start, values.numel()).copy_(values);
+  } else {
+    tiered_master->write(start, values);
+  }
+}
+
+int64_t FlatParameter::resident_master_bytes() const {
+  return is_own_master() || tiered_master != nullptr ? 0 : static_cast<int64_t>(master.nbytes());
+}
+
 void FlatParameter::attach(const at::Tensor& whole, bool guarded) {
   TORCH_INTERNAL_ASSERT(whole.numel() == layout_.total_numel && whole.scalar_type() == dtype_);
   for (ParameterSlot& slot : slots_) {

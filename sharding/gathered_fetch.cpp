@@ -24,7 +24,7 @@ class GatheredFetch final : public Fetch {
       at::Tensor shard = at::empty({flat->layout().shard_numel}, values.options().dtype(flat->dtype()));
       make_master(*flat, shard, values, flat->shard_start());
       memory_.parameters += static_cast<int64_t>(shard.nbytes());
-      memory_.masters += flat->is_own_master() ? 0 : static_cast<int64_t>(flat->master.nbytes());
+      memory_.masters += flat->resident_master_bytes();
       shards_[flat] = shard;
     }
   }

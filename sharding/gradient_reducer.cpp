@@ -185,7 +185,8 @@ void GradientReducer::replace(Bucket& bucket, Slot& slot, const at::Tensor& thei
     slot.is_filled = true;
   } else {
     if (!bucket.kept.defined()) {
-      bucket.kept = at::zeros({kept_numel(bucket)}, bucket.flat->master.options());
+      bucket.kept =
+          at::zeros({kept_numel(bucket)}, at::dtype(bucket.flat->master_dtype()).device(bucket.flat->device()));
     } else if (!bucket.is_kept_valid) {
       bucket.kept.zero_();
     }
@@ -467,7 +468,7 @@ at::Tensor GradientReducer::gradient(FlatParameter& flat) {
   if (!bucket.is_kept_valid) {
     return at::Tensor();
   }
-  return bucket.kept.narrow(0, flat.master_start - kept_start(bucket), flat.master.numel());
+  return bucket.kept.narrow(0, flat.master_start - kept_start(bucket), flat.master_numel);
 }
 
 bool GradientReducer::has_gradient(const FlatParameter& flat, int64_t slot) const {

@@ -5,8 +5,9 @@
 
 namespace zeropg {
 
-// Sets `flat.master` for flat range [start, start + home.numel()): `home` itself (the same range in the parameters'
-// dtype) where that is the master's dtype, otherwise a copy from `values` [total_numel] beside it. Fills `home`.
+// Sets the masters of `flat` for flat range [start, start + home.numel()): `home` itself (the same range in the
+// parameters' dtype) where that is the master's dtype, otherwise a copy from `values` [total_numel] beside it, in the
+// tier where reserve_master() has made room. Fills `home`.
 void make_master(FlatParameter& flat, at::Tensor home, const at::Tensor& values, int64_t start);
 
 }  // namespace zeropg

@@ -1,10 +1,12 @@
-// What a user decides about a sharded model. Plain data; the same on every rank.
+// What a user decides about a sharded model. Plain data; the same on every rank, but for the place of an offload.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 
+#include <memory>
 #include <optional>
 
+#include "sharding/offload/offload.h"
 #include "sharding/stage.h"
 
 namespace zeropg {
@@ -14,6 +16,7 @@ struct ShardingOptions {
   std::optional<c10::ScalarType> param_dtype;   // computation; default: the parameter's own
   std::optional<c10::ScalarType> reduce_dtype;  // gradients on the wire; default: the master's (fp32, fp64 for fp64)
   bool reshard_after_forward = true;            // false: a unit stays whole from its forward to its backward
+  std::shared_ptr<Offload> optimizer_offload;   // where masters go that are apart from the parameters; null: memory
 };
 
 // Parameters of 16 bits and less are updated in fp32: their own dtype loses small updates.

@@ -27,7 +27,7 @@ class ReplicatedFetch final : public Fetch {
       make_master(*flat, whole.narrow(0, start, slice ? flat->layout().shard_numel : total), values, start);
       flat->attach(whole, /*guarded=*/false);
       memory_.parameters += static_cast<int64_t>(whole.nbytes());
-      memory_.masters += flat->is_own_master() ? 0 : static_cast<int64_t>(flat->master.nbytes());
+      memory_.masters += flat->resident_master_bytes();
     }
   }
 

@@ -9,7 +9,9 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
+#include <exception>
 #include <iterator>
 #include <tuple>
 
@@ -74,6 +76,7 @@ void ShardedModule::build(const std::vector<UnitSource>& sources) {
     }
     units_.push_back(std::move(unit));
   }
+  reserve_masters();
   if (world_size() > 1) {
     for (FlatParameter* flat : all) {
       communicator_.wait(communicator_.broadcast(flat->initial_values(), /*root=*/0));
@@ -93,6 +96,31 @@ void ShardedModule::build(const std::vector<UnitSource>& sources) {
                                          : reductions_.group() != communicator_.group() ? DuringBackward::kSend
                                                                                         : DuringBackward::kCollect;
   reducer_ = std::make_unique<GradientReducer>(reductions_, options_, backward_order(), during_backward);
+}
+
+// A disk that is full on one rank must be an error on all of them, before they wait for each other's parameters.
+void ShardedModule::reserve_masters() {
+  if (options_.optimizer_offload == nullptr) return;
+  std::exception_ptr failure;
+  try {
+    for (const auto& flat : flats_) {
+      flat->reserve_master(options_);
+    }
+  } catch (const TierError&) {
+    failure = std::current_exception();
+  }
+  if (world_size() > 1 && !flats_.empty()) {
+    const at::Tensor mine = at::zeros({1}, at::kDouble).fill_(failure == nullptr ? 0.0 : 1.0);
+    const c10::Device device = flats_.front()->device();
+    const at::Tensor all = at::empty({world_size()}, mine.options().device(device));
+    communicator_.wait(communicator_.all_gather(all, mine.to(device)));
+    if (failure == nullptr && all.max().item<double>() > 0) {
+      throw TierError(c10::str(context("fully_shard"), "rank ", all.argmax().item<int64_t>(),
+                               " could not reserve room for its masters; see its error."),
+                      ENOSPC);
+    }
+  }
+  if (failure != nullptr) std::rethrow_exception(failure);
 }
 
 // Backward runs the units from last to first; the root, which holds the embedding, is done at the very end.
@@ -307,7 +335,7 @@ void ShardedModule::reshard_all() {
 
 void ShardedModule::write_back(FlatParameter& flat) {
   at::NoGradGuard no_grad;
-  const at::Tensor written = flat.whole().narrow(0, flat.master_start, flat.master.numel());
+  const at::Tensor written = flat.whole().narrow(0, flat.master_start, flat.master_numel);
   if (flat.is_own_master()) {
     if (!written.is_alias_of(flat.master)) {
       flat.master.copy_(written);
@@ -315,9 +343,12 @@ void ShardedModule::write_back(FlatParameter& flat) {
     return;
   }
   // A master is more precise than what the user saw, so it changes only where the user changed something.
-  const at::Tensor before = flat.master.to(flat.dtype());
-  const at::Tensor is_changed = before.ne(written).logical_and(before.eq(before).logical_or(written.eq(written)));
-  flat.master.copy_(at::where(is_changed, written.to(flat.master_dtype()), flat.master));
+  flat.read_master(0, flat.master_numel, [&](int64_t start, const at::Tensor& piece) {
+    const at::Tensor after = written.narrow(0, start, piece.numel()).to(piece.device());
+    const at::Tensor before = piece.to(flat.dtype());
+    const at::Tensor is_changed = before.ne(after).logical_and(before.eq(before).logical_or(after.eq(after)));
+    flat.write_master(start, at::where(is_changed, after.to(flat.master_dtype()), piece));
+  });
   if (!written.is_alias_of(flat.parameter_out)) {
     flat.parameter_out.copy_(written);
   }
@@ -326,11 +357,12 @@ void ShardedModule::write_back(FlatParameter& flat) {
 at::Tensor ShardedModule::gather_master(int64_t index) {
   at::NoGradGuard no_grad;
   FlatParameter& flat = *flats_[index];
-  if (flat.master.numel() == flat.layout().total_numel) {
-    return flat.master;
+  const at::Tensor mine = flat.read_master(0, flat.master_numel);
+  if (flat.master_numel == flat.layout().total_numel) {
+    return mine;
   }
-  at::Tensor whole = at::empty({flat.layout().total_numel}, flat.master.options());
-  communicator_.wait(communicator_.all_gather(whole, flat.master));
+  at::Tensor whole = at::empty({flat.layout().total_numel}, mine.options().device(flat.device()));
+  communicator_.wait(communicator_.all_gather(whole, mine.to(flat.device())));
   return whole;
 }
 
@@ -341,15 +373,15 @@ void ShardedModule::load_parameter(int64_t index, int64_t slot_index, const at::
   const ParameterSlot& slot = flat.slots().at(slot_index);
   TORCH_CHECK_VALUE(first >= 0 && values.numel() <= slot.numel - first, context("load"), "elements [", first, ", ",
                     first + values.numel(), ") of '", slot.names.front(), "', which has ", slot.numel);
-  for (const SlotRange& range : flat.slots_in(flat.master_start, flat.master_start + flat.master.numel())) {
+  for (const SlotRange& range : flat.slots_in(flat.master_start, flat.master_start + flat.master_numel)) {
     const int64_t from = std::max(range.start, first);
     const int64_t to = std::min(range.stop, first + values.numel());
     if (range.slot == slot_index && from < to) {
       const int64_t start = range.flat_start + (from - range.start) - flat.master_start;
-      const at::Tensor part = values.narrow(0, from - first, to - from);
-      flat.master.narrow(0, start, part.numel()).copy_(part);
+      const at::Tensor part = values.narrow(0, from - first, to - from).to(flat.master_dtype());
+      flat.write_master(start, part);
       if (flat.parameter_out.defined()) {
-        flat.parameter_out.narrow(0, start, part.numel()).copy_(flat.master.narrow(0, start, part.numel()));
+        flat.parameter_out.narrow(0, start, part.numel()).copy_(part);
       }
     }
   }
@@ -467,11 +499,16 @@ double ShardedModule::clip_grad_norm(double max_norm, double norm_type, bool err
 
 std::map<std::string, int64_t> ShardedModule::memory_report() const {
   const Fetch::Memory memory = fetch_->memory();
-  return {{"parameters", memory.parameters},
-          {"masters", memory.masters},
-          {"gathered", memory.gathered},
-          {"gradients", reducer_->gradient_bytes()},
-          {"buckets", reducer_->bucket_bytes()}};
+  std::map<std::string, int64_t> report = {{"parameters", memory.parameters},
+                                           {"masters", memory.masters},
+                                           {"gathered", memory.gathered},
+                                           {"gradients", reducer_->gradient_bytes()},
+                                           {"buckets", reducer_->bucket_bytes()}};
+  if (options_.optimizer_offload != nullptr) {
+    report["offloaded"] = static_cast<int64_t>(options_.optimizer_offload->tier().reserved_bytes());
+    report["staging"] = options_.optimizer_offload->staging_bytes();
+  }
+  return report;
 }
 
 std::vector<std::string> ShardedModule::changed_parameters() const {

@@ -62,7 +62,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool has_gradient(int64_t flat, int64_t slot) const;
   void zero_gradients();
   void scale_gradients(double factor);  // of the whole model, in place
-  void show_full_gradients();  // collective; until hide_full_gradients every `.grad` is whole
+  void show_full_gradients();           // collective; until hide_full_gradients every `.grad` is whole
   void hide_full_gradients();
   double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);  // collective
 
@@ -74,7 +74,8 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   int64_t world_size() const { return communicator_.world_size(); }
   const char* fetch_name() const { return fetch_->name(); }
   double communication_seconds() const { return communicator_.seconds() + reductions_.seconds(); }
-  // Bytes of this rank by class: parameters, masters, gathered units, gradients, buckets of the reducer.
+  // Bytes of this rank by class: parameters, masters, gathered units, gradients, buckets of the reducer;
+  // with offload also what is in the tier, and the staging buffers.
   std::map<std::string, int64_t> memory_report() const;
   // Names of parameters that no longer use the storage that sharding gave them, or whose requires_grad was flipped.
   std::vector<std::string> changed_parameters() const;
@@ -83,6 +84,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   ShardedModule(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::ProcessGroup> reduction_group,
                 const ShardingOptions& options);
   void build(const std::vector<UnitSource>& units);
+  void reserve_masters();
   std::vector<FlatParameter*> backward_order() const;
   void install_hooks();
 

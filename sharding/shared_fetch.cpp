@@ -41,7 +41,7 @@ class SharedFetch final : public Fetch {
       wholes_[flat] = whole;
       make_master(*flat, whole.narrow(0, flat->shard_start(), flat->layout().shard_numel), values, flat->shard_start());
       memory_.parameters += flat->layout().shard_numel * static_cast<int64_t>(whole.element_size());
-      memory_.masters += flat->is_own_master() ? 0 : static_cast<int64_t>(flat->master.nbytes());
+      memory_.masters += flat->resident_master_bytes();
     }
     end_update(flats);
   }

@@ -31,11 +31,11 @@ struct FlatGroup {
     TORCH_CHECK_VALUE(false, "[zeropg] the parameter does not belong to ", flat().describe());
   }
 
-  // (parameter, name, start, stop) of every parameter in the master's range; start and stop index the master.
+  // (parameter, name, start, stop) of every parameter in the masters' range; start and stop index the masters.
   py::list segments() const {
     py::list result;
     const FlatParameter& f = flat();
-    for (const SlotRange& range : f.slots_in(f.master_start, f.master_start + f.master.numel())) {
+    for (const SlotRange& range : f.slots_in(f.master_start, f.master_start + f.master_numel)) {
       const int64_t start = range.flat_start - f.master_start;
       result.append(py::make_tuple(f.slots()[range.slot].parameter, f.slots()[range.slot].names.front(), start,
                                    start + range.stop - range.start));
@@ -43,14 +43,14 @@ struct FlatGroup {
     return result;
   }
 
-  // (name, tensor, start, stop) of this rank's own slice; start and stop index the flattened parameter.
+  // (name, first, start, stop) of this rank's own slice: elements [start, stop) of the flattened parameter are in the
+  // masters from `first` on.
   py::list local_shards() const {
     py::list result;
     const FlatParameter& f = flat();
     for (const SlotRange& range : f.slots_in(f.shard_start(), f.shard_start() + f.layout().shard_numel)) {
-      result.append(py::make_tuple(f.slots()[range.slot].names.front(),
-                                   f.master.narrow(0, range.flat_start - f.master_start, range.stop - range.start),
-                                   range.start, range.stop));
+      result.append(py::make_tuple(f.slots()[range.slot].names.front(), range.flat_start - f.master_start, range.start,
+                                   range.stop));
     }
     return result;
   }
@@ -65,13 +65,18 @@ struct FlatGroup {
   }
 };
 
+std::optional<at::Tensor> defined_or_none(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+}
+
 using PySource = std::tuple<std::string, std::vector<std::pair<std::vector<std::string>, at::Tensor>>, bool>;
 
 std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
                                       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                       const c10::intrusive_ptr<c10d::ProcessGroup>& reduction_group, int64_t stage,
                                       std::optional<c10::ScalarType> param_dtype,
-                                      std::optional<c10::ScalarType> reduce_dtype, bool reshard_after_forward) {
+                                      std::optional<c10::ScalarType> reduce_dtype, bool reshard_after_forward,
+                                      const std::shared_ptr<Offload>& optimizer_offload) {
   std::vector<ShardedModule::UnitSource> sources;
   for (const auto& [name, parameters, needs_private_copy] : units) {
     ShardedModule::UnitSource source{name, {}, needs_private_copy};
@@ -85,6 +90,7 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
   options.param_dtype = param_dtype;
   options.reduce_dtype = reduce_dtype;
   options.reshard_after_forward = reshard_after_forward;
+  options.optimizer_offload = optimizer_offload;
   return ShardedModule::create(sources, group, reduction_group, options);
 }
 
@@ -92,12 +98,19 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
 
 void bind_sharding(py::module_& m) {
   py::class_<FlatGroup>(m, "FlatGroup", "The parameters of one unit that share a dtype, as one flat buffer.")
-      .def_property_readonly("master", [](const FlatGroup& self) { return self.flat().master; })
+      .def_property_readonly(
+          "master", [](const FlatGroup& self) { return defined_or_none(self.flat().master); },
+          "None where the masters must be read from a tier: read_master serves both.")
+      .def_property_readonly("master_dtype", [](const FlatGroup& self) { return self.flat().master_dtype(); })
+      .def_property_readonly("master_numel", [](const FlatGroup& self) { return self.flat().master_numel; })
+      .def_property_readonly("tiered_master", [](const FlatGroup& self) { return self.flat().tiered_master; })
+      .def(
+          "read_master",
+          [](const FlatGroup& self, int64_t start, int64_t stop) { return self.flat().read_master(start, stop); },
+          py::arg("start"), py::arg("stop"), ReleaseGil(),
+          "Elements [start, stop) of the masters: a live view, or a copy on the CPU where they are in a tier.")
       .def_property_readonly("parameter_out",
-                             [](const FlatGroup& self) -> std::optional<at::Tensor> {
-                               const at::Tensor& out = self.flat().parameter_out;
-                               return out.defined() ? std::optional<at::Tensor>(out) : std::nullopt;
-                             })
+                             [](const FlatGroup& self) { return defined_or_none(self.flat().parameter_out); })
       .def_property_readonly("is_trainable", [](const FlatGroup& self) { return self.flat().is_trainable(); })
       .def_property_readonly("master_start", [](const FlatGroup& self) { return self.flat().master_start; })
       .def_property_readonly("shard_start", [](const FlatGroup& self) { return self.flat().shard_start(); })
@@ -107,11 +120,7 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("segments", &FlatGroup::segments)
       .def_property_readonly("slots", &FlatGroup::slots)
       .def_property_readonly("local_shards", &FlatGroup::local_shards)
-      .def("grad",
-           [](const FlatGroup& self) -> std::optional<at::Tensor> {
-             const at::Tensor gradient = self.module->gradient(self.index);
-             return gradient.defined() ? std::optional<at::Tensor>(gradient) : std::nullopt;
-           })
+      .def("grad", [](const FlatGroup& self) { return defined_or_none(self.module->gradient(self.index)); })
       .def("has_grad",
            [](const FlatGroup& self, const at::Tensor& parameter) {
              return self.module->has_gradient(self.index, self.slot_of(parameter));
@@ -132,7 +141,7 @@ void bind_sharding(py::module_& m) {
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
       .def(py::init(&create), py::arg("units"), py::arg("process_group"), py::arg("reduction_group"), py::kw_only(),
            py::arg("stage"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("reshard_after_forward"),
-           ReleaseGil())
+           py::arg("optimizer_offload") = py::none(), ReleaseGil())
       .def("pre_forward", &ShardedModule::pre_forward, ReleaseGil())
       .def("post_forward", &ShardedModule::post_forward, ReleaseGil())
       .def("set_synchronize", &ShardedModule::set_synchronize)
@@ -150,6 +159,8 @@ void bind_sharding(py::module_& m) {
       .def("communication_seconds", &ShardedModule::communication_seconds)
       .def("memory_report", &ShardedModule::memory_report)
       .def("changed_parameters", &ShardedModule::changed_parameters)
+      .def_property_readonly("optimizer_offload",
+                             [](const ShardedModule& self) { return self.options().optimizer_offload; })
       .def_property_readonly("stage", [](const ShardedModule& self) { return self.options().stage.number; })
       .def_property_readonly("rank", &ShardedModule::rank)
       .def_property_readonly("world_size", &ShardedModule::world_size)

@@ -6,6 +6,7 @@ PYBIND11_MODULE(_C, m) {
   zeropg::bind_backend(m);
   zeropg::bind_checkpoint(m);
   zeropg::bind_optim(m);
+  zeropg::bind_offload(m);  // takes optimizers
   zeropg::bind_sharding(m);
   zeropg::bind_simulate(m);
   zeropg::bind_tools(m);

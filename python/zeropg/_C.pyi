@@ -163,6 +163,58 @@ class Optimizer:
     @property
     def name(self) -> str: ...
 
+class Offload:
+    """What one rank of a model keeps in a tier; see sharding/offload/offload.h."""
+    def describe(self) -> str: ...
+    @property
+    def buffer_bytes(self) -> int: ...
+    @property
+    def reserved_bytes(self) -> int: ...
+    @property
+    def staging_bytes(self) -> int: ...
+
+class TieredVector:
+    """A vector of numbers that lives in a tier; see sharding/offload/tiered_vector.h."""
+    def __init__(self, offload: Offload, what: str, numel: int, dtype: torch.dtype) -> None: ...
+    def clear(self) -> None:
+        """All zeros."""
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """A copy of elements [start, stop)."""
+    def write(self, start: int, values: torch.Tensor) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def chunk_numel(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+
+class StepRun:
+    """A stretch [start, stop) of a flat range whose elements take the same step."""
+    def __init__(
+        self,
+        *,
+        start: int,
+        stop: int,
+        optimizer: Optimizer,
+        hyperparameters: Mapping[str, float],
+        step: int,
+        gradient_factor: float,
+        slots: int,
+    ) -> None: ...
+
+class TieredFlat:
+    """One flat parameter in one step; see sharding/offload/pipelined_step.h."""
+    def __init__(
+        self,
+        *,
+        tiered_master: TieredVector | None,
+        master: torch.Tensor | None,
+        state: Sequence[TieredVector],
+        gradient: torch.Tensor,
+        parameter_out: torch.Tensor | None,
+        runs: Sequence[StepRun],
+    ) -> None: ...
+
 class FlatGroup:
     """The parameters of one unit that share a dtype, as one flat buffer."""
     def gather_master(self) -> torch.Tensor: ...
@@ -171,12 +223,19 @@ class FlatGroup:
     def load(self, slot: int, value: torch.Tensor, start: int = 0) -> None:
         """Sets the masters that this rank updates of elements [start, start + value.numel()) of the flattened
         parameter; between begin_step and end_step of the core."""
+    def read_master(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the masters: a live view, or a copy on the CPU where they are in a tier."""
     @property
     def is_trainable(self) -> bool: ...
     @property
-    def local_shards(self) -> list[tuple[str, torch.Tensor, int, int]]: ...
+    def local_shards(self) -> list[tuple[str, int, int, int]]: ...
     @property
-    def master(self) -> torch.Tensor: ...
+    def master(self) -> torch.Tensor | None:
+        """None where the masters must be read from a tier: read_master serves both."""
+    @property
+    def master_dtype(self) -> torch.dtype: ...
+    @property
+    def master_numel(self) -> int: ...
     @property
     def master_start(self) -> int: ...
     @property
@@ -189,6 +248,8 @@ class FlatGroup:
     def shard_start(self) -> int: ...
     @property
     def slots(self) -> list[tuple[list[str], torch.nn.Parameter, int, int]]: ...
+    @property
+    def tiered_master(self) -> TieredVector | None: ...
     @property
     def total_numel(self) -> int: ...
     @property
@@ -206,6 +267,7 @@ class ShardedModule:
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         reshard_after_forward: bool,
+        optimizer_offload: Offload | None = None,
     ) -> None: ...
     def begin_step(self) -> None: ...
     def changed_parameters(self) -> list[str]: ...
@@ -228,6 +290,8 @@ class ShardedModule:
     @property
     def flat_groups(self) -> list[FlatGroup]: ...
     @property
+    def optimizer_offload(self) -> Offload | None: ...
+    @property
     def process_group(self) -> ProcessGroup: ...
     @property
     def rank(self) -> int: ...
@@ -243,8 +307,21 @@ def is_sharded(tensor: torch.Tensor) -> bool: ...
 def join_checksums(pieces: Sequence[tuple[int, int, int]], file_bytes: int, chunk_bytes: int) -> list[int]:
     """One checksum per chunk of a file from the pieces of all its writers."""
 
+def make_offload(
+    *,
+    device: str,
+    directory: str,
+    threads: int,
+    is_pinned: bool,
+    buffer_bytes: int,
+    rank: int,
+    world_size: int,
+) -> Offload: ...
 def make_optimizer(name: str, isa: str | None = None) -> Optimizer: ...
 def optimizer_names() -> list[str]: ...
+def pipelined_step(offload: Offload, flats: Sequence[TieredFlat]) -> None:
+    """Steps all runs of all flat parameters; blocks."""
+
 def parse_safetensors_header(head: bytes, file_bytes: int) -> tuple[list[Any], dict[str, str], int]:
     """Parses and validates the head of an untrusted safetensors file: (tensors, metadata, data_offset)."""
 

@@ -14,6 +14,7 @@ from zeropg.checkpoint import load_checkpoint, save_checkpoint
 from zeropg.export import save_16bit_weights
 from zeropg.fully_sharded import FullyShardedModule, fully_shard
 from zeropg.grad_scaler import GradScaler
+from zeropg.offload import Offload
 from zeropg.optim import shard_optimizer
 from zeropg.state_dict import full_optimizer_state_dict, full_state_dict, load_full_state_dict
 
@@ -23,6 +24,7 @@ __all__ = [
     "BackendOptions",
     "FullyShardedModule",
     "GradScaler",
+    "Offload",
     "Topology",
     "clip_grad_norm_",
     "full_gradients",

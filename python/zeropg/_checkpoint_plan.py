@@ -71,7 +71,7 @@ def plan_model(state: ShardedState) -> ModelPlan:
 
     Raises NotImplementedError for a DTensor.
     """
-    master_dtypes = {id(p): group.master.dtype for group in state.core.flat_groups for _, p, _, _ in group.slots}
+    master_dtypes = {id(p): group.master_dtype for group in state.core.flat_groups for _, p, _, _ in group.slots}
     names_of: dict[int, list[str]] = {}
     values: dict[int, torch.Tensor] = {}
     for name, value in named_tensors(state.model):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -26,13 +26,20 @@ _SCALARS = frozenset({"step", "mu", "eta", "mu_product"})
 class FlatGroup(Protocol):
     """What the core shows of one flat buffer to the optimizer: `_C.FlatGroup`."""
 
-    master: torch.Tensor  # the range that this rank updates
+    # The range that this rank updates; None where it is in a tier.
+    @property
+    def master(self) -> torch.Tensor | None: ...
+
     master_start: int  # where that range begins in the flat buffer
+    master_numel: int
+    master_dtype: torch.dtype
+    tiered_master: _C.TieredVector | None
+    unit_name: str
     parameter_out: torch.Tensor | None
     is_trainable: bool
     segments: Sequence[tuple[torch.Tensor, str, int, int]]  # parameter, name, start, stop in the master
     slots: Sequence[tuple[Sequence[str], torch.Tensor, int, int]]  # names, parameter, offset in the buffer, numel
-    local_shards: Sequence[tuple[str, torch.Tensor, int, int]]  # name, values, start, stop in the parameter
+    local_shards: Sequence[tuple[str, int, int, int]]  # name, first in the master, start, stop in the parameter
 
     def grad(self) -> torch.Tensor | None: ...
     def has_grad(self, parameter: torch.Tensor) -> bool: ...
@@ -76,6 +83,13 @@ def segments_of(flat: FlatGroup) -> list[Segment]:
     ]
 
 
+def in_memory(flat: FlatGroup) -> torch.Tensor:
+    """Returns the masters of a flat group that has them in memory."""
+    master = flat.master
+    assert master is not None, "only OffloadedUpdater takes masters in a tier"
+    return master.detach()
+
+
 def owned_by(flat: FlatGroup) -> dict[str, tuple[int, int]]:
     return {name: (start, stop) for name, _, start, stop in flat.local_shards}
 
@@ -114,9 +128,20 @@ def _number(value: Any) -> float:
     return float(value.item() if isinstance(value, torch.Tensor) else value)
 
 
-def _stepping(segments: Sequence[Segment], flat: FlatGroup, owners: dict[int, int]) -> list[int]:
+def _stepping(segments: Sequence[Segment], flat: FlatGroup, owners: Mapping[int, int]) -> list[int]:
     """Index of the param group that steps each segment now, -1 where none does."""
     return [owners.get(id(s.parameter), -1) if flat.has_grad(s.parameter) else -1 for s in segments]
+
+
+class Run(NamedTuple):
+    """Segments `first` to `last` of an updater, stepped alike for the `step`-th time."""
+
+    first: int
+    last: int
+    kernel: _C.Optimizer
+    hyperparameters: dict[str, float]
+    slots: list[str]
+    step: int
 
 
 class FusedUpdater:
@@ -141,26 +166,19 @@ class FusedUpdater:
         gradient = self._flat.grad()
         if gradient is None:
             return
-        stepping = _stepping(self.segments, self._flat, owners)
-        counts = [int(count) for count in self._steps.tolist()]
-        settings = {owner: self._settings(groups[owner]) for owner in set(stepping) if owner >= 0}
-        for first, last in _runs(list(zip(stepping, counts, strict=True))):
-            kernel, hyperparameters, slots = settings[stepping[first]]
-            kernel.step(
-                self._flat.master,
+        plan = list(self._plan(owners, groups))
+        for run in plan:
+            run.kernel.step(
+                self._master,
                 gradient,
-                [self._slot(slot) for slot in slots],
+                [self._slot(slot) for slot in run.slots],
                 self._flat.parameter_out,
-                range=(self.segments[first].start, self.segments[last].stop),
-                hyperparameters=hyperparameters,
-                step=counts[first] + 1,
+                range=(self.segments[run.first].start, self.segments[run.last].stop),
+                hyperparameters=run.hyperparameters,
+                step=run.step,
                 gradient_factor=gradient_factor,
             )
-            if slots:
-                self._steps[first : last + 1] += 1
-                for index in range(first, last + 1):
-                    if slots[-1] not in self._state.get(self.segments[index].parameter, ()):
-                        self._show(index, slots)
+        self._note_steps(plan)
 
     def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
         yield from _views(self._state.get(self.segments[index].parameter, {}), start, stop)
@@ -173,7 +191,7 @@ class FusedUpdater:
     def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:
         slots = self._slots_for(index, group, {key})
         first = self.segments[index].start + start
-        self._slot(key)[first : first + values.numel()].copy_(values)
+        self._set(key, first, values)
         if self._steps[index] == 0:  # SGD keeps none: its state says that the first step is over
             self._steps[index] = 1
         self._show(index, slots)
@@ -182,6 +200,25 @@ class FusedUpdater:
         for slot in self._slots.values():
             slot.zero_()
         self._steps.zero_()
+
+    def _plan(self, owners: Mapping[int, int], groups: Sequence[Group]) -> Iterator[Run]:
+        """Yields what steps now, and how."""
+        stepping = _stepping(self.segments, self._flat, owners)
+        counts = [int(count) for count in self._steps.tolist()]
+        settings = {owner: self._settings(groups[owner]) for owner in set(stepping) if owner >= 0}
+        for first, last in _runs(list(zip(stepping, counts, strict=True))):
+            yield Run(first, last, *settings[stepping[first]], counts[first] + 1)
+
+    def _note_steps(self, plan: Sequence[Run]) -> None:
+        for run in plan:
+            if run.slots:
+                self._steps[run.first : run.last + 1] += 1
+                for index in range(run.first, run.last + 1):
+                    self._show(index, run.slots)
+
+    @property
+    def _master(self) -> torch.Tensor:
+        return in_memory(self._flat)
 
     def _settings(self, group: Group) -> tuple[_C.Optimizer, dict[str, float], list[str]]:
         name = self._kernel_name
@@ -205,14 +242,20 @@ class FusedUpdater:
 
     def _slot(self, name: str) -> torch.Tensor:
         if name not in self._slots:
-            self._slots[name] = torch.zeros_like(self._flat.master)
+            self._slots[name] = torch.zeros_like(self._master)
         return self._slots[name]
+
+    def _set(self, slot: str, start: int, values: torch.Tensor) -> None:
+        self._slot(slot)[start : start + values.numel()].copy_(values)
+
+    def _numbers(self, index: int) -> dict[str, Any]:
+        return {} if self._kernel_name == "sgd" else {"step": self._steps[index]}
 
     def _show(self, index: int, slots: Sequence[str]) -> None:
         segment = self.segments[index]
-        shown: dict[str, Any] = {} if self._kernel_name == "sgd" else {"step": self._steps[index]}
-        shown.update((slot, self._slot(slot)[segment.start : segment.stop]) for slot in slots)
-        self._state[segment.parameter] = shown
+        if slots[-1] not in self._state.get(segment.parameter, ()):
+            views = {slot: self._slot(slot)[segment.start : segment.stop] for slot in slots}
+            self._state[segment.parameter] = self._numbers(index) | views
 
 
 class TorchUpdater:
@@ -228,7 +271,7 @@ class TorchUpdater:
         self._flat = flat
         self._state = state
         self._optimizer = detached_copy(optimizer)
-        self._views = [torch.nn.Parameter(flat.master.detach()[s.start : s.stop]) for s in self.segments]
+        self._views = [torch.nn.Parameter(in_memory(flat)[s.start : s.stop]) for s in self.segments]
         self._step = _unhooked_step(optimizer)
 
     def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
@@ -236,7 +279,7 @@ class TorchUpdater:
         if gradient is None:
             return
         stepping = _stepping(self.segments, self._flat, owners)
-        master = self._flat.master.detach()
+        master = in_memory(self._flat)
         for segment, view, owner in zip(self.segments, self._views, stepping, strict=True):
             view.data = master[segment.start : segment.stop]
             view.grad = gradient[segment.start : segment.stop] if owner >= 0 else None
@@ -262,7 +305,7 @@ class TorchUpdater:
     def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:
         entries = self._entries(index)
         if key not in entries:
-            entries[key] = self._flat.master.new_zeros(self.segments[index].numel)
+            entries[key] = in_memory(self._flat).new_zeros(self.segments[index].numel)
         entries[key][start : start + values.numel()].copy_(values)
 
     def clear(self) -> None:
@@ -274,7 +317,7 @@ class TorchUpdater:
         return entries
 
     def _publish(self, stepping: Sequence[int]) -> None:
-        out, master = self._flat.parameter_out, self._flat.master.detach()
+        out, master = self._flat.parameter_out, in_memory(self._flat)
         if out is None:
             return
         for first, last in _runs([owner >= 0 for owner in stepping], skipped=False):

@@ -47,11 +47,12 @@ def local_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int
     """Yields (name, tensor, start, stop) for the part of each parameter that this rank owns.
 
     tensor: 1-D, the master's elements [start, stop) of the flattened parameter; a live view, so writing changes the
-      master (a 16-bit parameter follows at the next step). Over all ranks every parameter is covered exactly once, in
-      every stage.
+      master (a 16-bit parameter follows at the next step). With masters in a file (offload_optimizer) a copy on the
+      CPU instead, read when it is asked for. Over all ranks every parameter is covered exactly once, in every stage.
     """
     for group in state_of(model, "local_shards").core.flat_groups:
-        yield from group.local_shards
+        for name, first, start, stop in group.local_shards:
+            yield name, group.read_master(first, first + stop - start), start, stop
 
 
 @contextlib.contextmanager
@@ -95,5 +96,5 @@ def clip_grad_norm_(
     if math.isnan(norm_type) or norm_type <= 0:
         raise ValueError(f"[zeropg] clip_grad_norm_: norm_type is {norm_type}; expected a number > 0, or float('inf').")
     norm = core.clip_grad_norm(max_norm, norm_type, error_if_nonfinite)
-    trainable = [group.master for group in core.flat_groups if group.is_trainable]
-    return torch.tensor(norm, dtype=trainable[0].dtype if trainable else torch.float32)
+    trainable = [group.master_dtype for group in core.flat_groups if group.is_trainable]
+    return torch.tensor(norm, dtype=trainable[0] if trainable else torch.float32)

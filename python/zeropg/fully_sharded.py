@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeropg._native import _C
 from zeropg._state import ShardedState
 from zeropg._units import UnitChoice, UnitPlan, materialize, plan_units
+from zeropg.offload import check_offload_params, human_bytes, offload_of, open_offload
 
 _STAGES = (0, 1, 2, 3)
 
@@ -99,28 +100,31 @@ def fully_shard(
         masters, which are what is updated and saved. Floating inputs of the model are cast to it.
       reduce_dtype: dtype of gradients on the wire; default: the masters' (fp32, or fp64).
       buffer_dtype: floating buffers are cast to it; default: as they are.
-      offload_params, offload_optimizer, compression: not available in this version.
+      offload_optimizer: where optimizer state, and masters that are apart from the parameters, are kept between steps:
+        "cpu" (host memory; on a CPU model nothing changes), a directory on a local disk, or a `zeropg.Offload`. Where
+        the parameter is the master (fp32 without param_dtype), only the state goes there. Losses stay the same to the
+        bit. With a disk: Adam, AdamW and SGD.
+      offload_params: "cpu" is legal on a CPU model, where it changes nothing; nothing else is available.
+      compression: not available in this version.
       reshard_after_forward: stage 3: False keeps a unit whole from its forward to its backward (memory for speed).
 
     Returns the same module, whose class is a subclass of both its own class and `zeropg.FullyShardedModule`.
 
     Raises ValueError for a module without parameters, a stage other than 0 to 3, both mesh and process_group, or
-    models that differ between ranks; NotImplementedError for what is not available.
+    models that differ between ranks; OSError on every rank for an offload directory that one of them cannot use or
+    fill; NotImplementedError for what is not available.
     """
     group = _group(mesh, process_group)
     with _failing_together(group):
         _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
-        for name, value in {
-            "offload_params": offload_params,
-            "offload_optimizer": offload_optimizer,
-            "compression": compression,
-        }.items():
-            if value is not None:
-                raise NotImplementedError(
-                    f"[zeropg] fully_shard: {name} is not available in this version; leave it None."
-                )
+        offload = offload_of(offload_optimizer, "offload_optimizer")
+        if compression is not None:
+            raise NotImplementedError(
+                "[zeropg] fully_shard: compression is not available in this version; leave it None."
+            )
         _absorb_inner_calls(module)
         device = next((p.device for p in module.parameters() if not p.is_meta), _default_device(group))
+        check_offload_params(offload_params, device)
         materialize(module, device)
         plans = plan_units(module, _inner_units(module) if units is None else units, ignored_params)
         _check_parameters(module, plans)
@@ -130,9 +134,13 @@ def fully_shard(
         "reduce_dtype": reduce_dtype,
         "buffer_dtype": buffer_dtype,
         "reshard_after_forward": reshard_after_forward,
+        "offload_optimizer": offload and offload.device,  # each rank may have a disk of its own
     }
     _check_same_on_all_ranks(module, plans, options, group)
     _prepare_buffers(module, buffer_dtype, group)
+    tier = open_offload(offload, device, group)
+    if tier is not None and group.rank() == 0:
+        print(_offload_plan(tier, plans, stage, param_dtype, group.size()), file=sys.stderr)
     core = _C.ShardedModule(
         [(plan.name, plan.parameters, plan.needs_private_copy) for plan in plans],
         group,
@@ -141,6 +149,7 @@ def fully_shard(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         reshard_after_forward=reshard_after_forward,
+        optimizer_offload=tier,
     )
     vars(module).update(_zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype))
     for plan in plans:
@@ -327,12 +336,28 @@ def _summary(core: _C.ShardedModule, plans: list[Any], reduce_dtype: torch.dtype
     """One line with every setting that changes numbers."""
     count = sum(parameter.numel() for plan in plans for _, parameter in plan.parameters)
     computed = {parameter.dtype for plan in plans for _, parameter in plan.parameters}
-    masters = {group.master.dtype for group in core.flat_groups if group.is_trainable}
+    masters = {group.master_dtype for group in core.flat_groups if group.is_trainable}
     return (
         f"[zeropg] stage {core.stage} over {core.world_size} ranks: {count:,} parameters in {len(plans)} units, "
         f"computed in {_names(computed)}, masters in {_names(masters)}, gradients averaged in "
         f"{_names({reduce_dtype} if reduce_dtype else masters)}; parameters {core.fetch_name}"
     )
+
+
+def _offload_plan(
+    tier: _C.Offload, plans: list[UnitPlan], stage: int, param_dtype: torch.dtype | None, world_size: int
+) -> str:
+    """One line, before anything is allocated."""
+    apart = 0
+    for plan in plans:
+        for _, parameter in plan.parameters:
+            master = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            if parameter.is_floating_point() and (param_dtype or parameter.dtype) != master:
+                apart += parameter.numel() * master.itemsize
+    share = apart // (world_size if stage >= 1 else 1)
+    masters = f"about {human_bytes(share)} of masters per rank" if share else "no masters: parameters are their own"
+    buffers = human_bytes(tier.buffer_bytes)
+    return f"[zeropg] offload_optimizer: {masters}, to {tier.describe()}; steps pass through {buffers} of buffers"
 
 
 def _names(dtypes: set[torch.dtype]) -> str:

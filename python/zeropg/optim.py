@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from zeropg._agreement import together
 from zeropg._flat_update import FusedUpdater, Group, TorchUpdater, Updater, WholeUpdater, checked, is_per_element
+from zeropg._offloaded_update import OffloadedStep, OffloadedUpdater
+from zeropg.offload import human_bytes
 
 _FUSED = {torch.optim.Adam: "adam", torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd"}
 _ELEMENTWISE = (
@@ -67,8 +71,10 @@ def shard_optimizer(
         TypeError: `model` is not sharded, or `optimizer` is none or sharded already.
         ValueError: the optimizer holds a parameter that is not the model's.
         NotImplementedError: the class, or `capturable`, `differentiable` or `overlap_step=True`, cannot work on shards.
+        OSError: on every rank, where one has no room for the state in its offload directory.
 
-    Not collective. `step()` of the result is: all ranks must call it.
+    Not collective, but for a model with `offload_optimizer`, whose ranks reserve room together. `step()` of the result
+    is: all ranks must call it.
     """
     if overlap_step not in (None, False, True):
         raise TypeError(f"[zeropg] shard_optimizer: overlap_step is {overlap_step!r}, expected None, False or True")
@@ -83,7 +89,8 @@ def shard_optimizer(
 class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose `step` updates this rank's flat ranges; made by `shard_optimizer`.
 
-    `state[parameter]` has torch's keys; its tensors are 1-D, the part of the parameter that this rank owns.
+    `state[parameter]` has torch's keys; its tensors are 1-D, the part of the parameter that this rank owns. With state
+    in a file it holds the numbers only; `state_dict` and `local_state` read the tensors.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module):
@@ -93,6 +100,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         kernel = _check_optimizer(optimizer)
         self._wrapped = optimizer
         self._model = model
+        offload = self._core.optimizer_offload
+        if offload is not None and kernel is None:
+            raise NotImplementedError(
+                f"[zeropg] shard_optimizer: {type(optimizer).__name__} keeps its state in memory, and the model has "
+                f"offload_optimizer; use {', '.join(kind.__name__ for kind in _FUSED)}, or fully_shard without it"
+            )
+        self._offloaded = None if offload is None else OffloadedStep(offload)
+        self._failure = ""  # of a step that stopped half-way
         self._updaters: list[Updater] = []
         for group in optimizer.param_groups:
             self._check_group(group)
@@ -104,13 +119,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             sharded.update(id(parameter) for _, parameter, _, _ in flat.slots)
             if not flat.is_trainable:
                 continue
-            if kernel is not None and flat.master.is_cpu and flat.master.dtype in (torch.float32, torch.float64):
+            if self._offloaded is not None and kernel is not None:
+                self._updaters.append(OffloadedUpdater(flat, self.state, kernel, self._offloaded))
+            elif kernel is not None and flat.master.is_cpu and flat.master_dtype in (torch.float32, torch.float64):
                 self._updaters.append(FusedUpdater(flat, self.state, kernel))
             else:
                 self._updaters.append(TorchUpdater(flat, self.state, optimizer))
         ignored = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
         if ignored:
             self._updaters.append(WholeUpdater(ignored, self.state, optimizer, owns=self._core.rank == 0))
+        self._reserve()
         self._put({p: dict(state) for p, state in whole_state.items() if state}, is_local=False)
         self._warn_of_parameters_without_group()
 
@@ -129,11 +147,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in self.param_groups
         ]
-        owners = self._owners()
+        if self._failure:
+            raise RuntimeError(
+                f"[zeropg] step: an earlier step stopped half-way, so masters and state do not fit each other "
+                f"({self._failure}); make model and optimizer anew and load a checkpoint"
+            )
         self._core.begin_step()
         try:
-            for updater in self._updaters:
-                updater.step(owners, groups, self.gradient_factor)
+            if self._offloaded is None:
+                self._update(groups)
+            else:  # a disk that fails on one rank ends the step on all
+                together(self._core.process_group, "step", lambda: self._update(groups))
+        except OSError as error:
+            self._failure = str(error)
+            raise
         finally:
             self.gradient_factor = 1.0
             self._core.end_step()  # also after an error: the other ranks are waiting in theirs
@@ -164,6 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Does not communicate. `zeropg.save_checkpoint` writes what any world size loads.
         """
         state_dict = super().state_dict()
+        self._add_offloaded(state_dict["state"])
         state_dict["zeropg"] = {
             "rank": self._core.rank,
             "world_size": self._core.world_size,
@@ -271,6 +299,50 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
+
+    def _update(self, groups: Sequence[Group]) -> None:
+        owners = self._owners()
+        if self._offloaded is not None:
+            self._offloaded.clear()
+        for updater in self._updaters:
+            updater.step(owners, groups, self.gradient_factor)
+        if self._offloaded is not None:
+            self._offloaded.run()
+
+    def _reserve(self) -> None:
+        """Makes room in the tier, so that a full disk shows before the first step. Collective with offload."""
+        if self._offloaded is None:
+            return
+        owners = self._owners()
+        missing = [
+            (updater, slots)
+            for updater in self._updaters
+            if isinstance(updater, OffloadedUpdater) and (slots := updater.missing_slots(owners, self.param_groups))
+        ]
+        if self._core.rank == 0:
+            count = human_bytes(sum(updater.slot_bytes() * len(slots) for updater, slots in missing))
+            where = self._offloaded.offload.describe()
+            print(f"[zeropg] shard_optimizer: {count} of optimizer state per rank, to {where}", file=sys.stderr)
+
+        def reserve() -> None:
+            for updater, slots in missing:
+                updater.reserve(slots)
+
+        together(self._core.process_group, "shard_optimizer", reserve)
+
+    def _add_offloaded(self, state: dict[int, Any]) -> None:
+        """Adds copies of what is in the tier to a state_dict's state."""
+        numbers = {id(p): number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        for updater, index, _ in self._places():
+            segment = updater.segments[index]
+            if not isinstance(updater, OffloadedUpdater) or segment.parameter not in self.state:
+                continue
+            entries = dict(self.state[segment.parameter])
+            for key, start, values in updater.read(index, 0, segment.numel):
+                if key not in entries:
+                    entries[key] = values.new_empty(segment.numel)
+                entries[key][start : start + values.numel()] = values
+            state[numbers[id(segment.parameter)]] = entries
 
     def _owners(self) -> dict[int, int]:
         return {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}

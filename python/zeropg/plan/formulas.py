@@ -81,9 +81,7 @@ def memory(shape: ModelShape, settings: Settings) -> list[Holding]:
     ]
     masters, state = (sum(part) for part in zip(*(_optimizer_bytes(f, settings) for f in flats), strict=True))
     tier = {None: "device", "cpu": "host" if settings.device == "cuda" else "device", "nvme": "nvme"}
-    # Where the parameter is its own master, it stays for the computation, and the tier holds a master of its own.
-    if settings.offload_optimizer is not None:
-        masters = sum(_master_numel(f, settings) * _master_dtype(f).itemsize for f in flats if f.is_trainable)
+    # Where the parameter is its own master, it stays for the computation, and only the state goes.
     where = tier[settings.offload_optimizer]
     holdings += [Holding("masters", masters, where), Holding("optimizer", state, where)]
     holdings += [

@@ -35,13 +35,14 @@ class FakeFlat:
         for _, parameter, offset in slots:
             values[offset : offset + parameter.numel()] = parameter.detach().flatten().to(values.dtype)
         self.master = values[self.master_start : self.master_stop].clone()
+        self.master_dtype, self.master_numel = self.master.dtype, self.master.numel()
         self.parameter_out = None if master_dtype in (None, dtype) else self.master.to(dtype)
         self.segments = [
             (parameter, name, start - self.master_start, stop - self.master_start)
             for name, parameter, _, start, stop in self._cut(self.master_start, self.master_stop)
         ]
         self.local_shards = [
-            (name, self.master[start - self.master_start : stop - self.master_start], start - offset, stop - offset)
+            (name, start - self.master_start, start - offset, stop - offset)
             for name, _, offset, start, stop in self._cut(first, last)
         ]
 
@@ -67,6 +68,7 @@ class FakeCore:
         self, model: torch.nn.Module, rank: int, world_size: int, master_dtype: torch.dtype | None, stage: int
     ):
         self.rank, self.world_size = rank, world_size
+        self.optimizer_offload = None
         self.flat_groups = [FakeFlat(model, rank, world_size, master_dtype, stage)]
         self.calls: list[str] = []
         self.publish: Callable[[], None] = self.publish_own
