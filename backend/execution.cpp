@@ -13,11 +13,31 @@ namespace {
 constexpr int64_t kTileBytes = 64 << 10;
 
 // What an announcement's payload holds beside its fixed fields.
-struct AnnouncedFactor {
-  double real = 1;
-  double imaginary = 0;
+struct AnnouncedReduction {
+  double factor = 1;
+  double factor_imaginary = 0;
+  char codec[Announcement::kInlineBytes - 2 * sizeof(double)] = {};  // its description, "" for none
 };
+static_assert(sizeof(AnnouncedReduction) == Announcement::kInlineBytes);
+
+AnnouncedReduction announced_reduction(const Collective& collective) {
+  AnnouncedReduction said{.factor = collective.factor.real(), .factor_imaginary = collective.factor.imag()};
+  if (const Compressor* codec = collective.spec.codec) {
+    codec->description().copy(said.codec, sizeof(said.codec) - 1);
+  }
+  return said;
+}
+
 constexpr int32_t kAnnouncedPeers = Announcement::kInlineBytes / sizeof(int64_t);  // all_to_all: byte counts
+
+// What a peer wrote, as far as it can be shown.
+template <size_t size>
+std::string printable_text(const char (&said)[size]) {
+  std::string text(said, strnlen(said, size));
+  std::replace_if(
+      text.begin(), text.end(), [](char letter) { return letter < ' ' || letter > '~'; }, '?');
+  return text;
+}
 
 bool announces_counts(const CollectiveSpec& spec) {
   return spec.op == OpKind::kAllToAll && spec.world_size <= kAnnouncedPeers;
@@ -30,7 +50,8 @@ Execution::Execution(Group& group, const Collective& collective, const Operation
       collective_(collective),
       label_(label),
       sequence_(group.next_announcement()),
-      call_headers_(group, collective, sequence_) {
+      call_headers_(group, collective, sequence_),
+      residuals_(*collective.schedule, collective.compression) {
   if (collective.schedule->scratch_bytes > 0) {
     scratch_ = group.scratch(collective.schedule->scratch_bytes);
   }
@@ -80,9 +101,12 @@ bool Execution::run(const Step& step) {
     case StepKind::kReceiveReduce:
       return run_receive_reduce(step);
     case StepKind::kEncode:
+      encode(step);
+      return true;
     case StepKind::kDecode:
     case StepKind::kDecodeAdd:
-      break;  // no algorithm plans these yet
+      decode(step);
+      return true;
   }
   TORCH_INTERNAL_ASSERT(false, label_.prefix(), ": a step that the engine does not know");
 }
@@ -165,6 +189,31 @@ void Execution::reduce_step(const Step& step) {
          collective_.dtype, op, collective_.factor, step.is_final);
 }
 
+void Execution::encode(const Step& step) {
+  const Compressor& codec = *collective_.spec.codec;
+  const int64_t count = step.bytes / static_cast<int64_t>(sizeof(float));
+  const std::span values(reinterpret_cast<const float*>(address(step.source)), static_cast<size_t>(count));
+  const std::span encoded(address(step.destination), static_cast<size_t>(codec.encoded_bytes(count)));
+  if (step.residual.space == Space::kResidual) {
+    residuals_.encode(codec, values, step.residual.index,
+                      step.residual.offset_bytes / static_cast<int64_t>(sizeof(float)), encoded);
+  } else {
+    codec.encode(values, {}, encoded);
+  }
+}
+
+void Execution::decode(const Step& step) {
+  const Compressor& codec = *collective_.spec.codec;
+  const int64_t count = step.bytes / static_cast<int64_t>(sizeof(float));
+  const std::span<const std::byte> encoded(address(step.source), static_cast<size_t>(codec.encoded_bytes(count)));
+  const std::span values(reinterpret_cast<float*>(address(step.destination)), static_cast<size_t>(count));
+  if (step.kind == StepKind::kDecodeAdd) {
+    codec.decode_add(encoded, values);
+  } else {
+    codec.decode(encoded, values);
+  }
+}
+
 std::byte* Execution::address(const Region& region) const {
   switch (region.space) {
     case Space::kInput:
@@ -198,15 +247,15 @@ void Execution::announce() {
   if (announces_counts(spec)) {
     std::memcpy(mine.payload, spec.send_bytes.data(), spec.send_bytes.size() * sizeof(int64_t));
   } else {
-    const AnnouncedFactor factor{collective_.factor.real(), collective_.factor.imag()};
-    std::memcpy(mine.payload, &factor, sizeof(factor));
+    const AnnouncedReduction said = announced_reduction(collective_);
+    std::memcpy(mine.payload, &said, sizeof(said));
   }
 }
 
 void Execution::check_announcements() {
   const CollectiveSpec& spec = collective_.spec;
   ShmArena& arena = group_.arena();
-  const AnnouncedFactor my_factor{collective_.factor.real(), collective_.factor.imag()};
+  const AnnouncedReduction mine = announced_reduction(collective_);
   std::map<std::string, std::vector<int32_t>> calls;
   bool is_same = true;
   for (const int32_t peer : group_.node()) {
@@ -222,7 +271,7 @@ void Execution::check_announcements() {
                        sent, " bytes to this rank, which expects ", spec.receive_bytes[peer],
                        "; make the splits of both ranks match.");
     } else if (is_peer_same) {
-      is_peer_same = std::memcmp(other.payload, &my_factor, sizeof(my_factor)) == 0;
+      is_peer_same = std::memcmp(other.payload, &mine, sizeof(mine)) == 0;
     }
     is_same = is_same && is_peer_same;
   }
@@ -242,14 +291,17 @@ void Execution::check_announcements() {
 
 std::string Execution::describe_announcement(int32_t rank) const {
   const Announcement& said = group_.arena().announcement(group_.local_rank(rank), sequence_);
-  AnnouncedFactor factor;
-  std::memcpy(&factor, said.payload, sizeof(factor));
-  return describe_call({.op = said.op,
-                        .dtype = said.dtype,
-                        .reduce_op = said.reduce_op,
-                        .root = said.root,
-                        .bytes = said.bytes,
-                        .factor = factor.real});
+  AnnouncedReduction reduction;
+  std::memcpy(&reduction, said.payload, sizeof(reduction));
+  const std::string call = describe_call({.op = said.op,
+                                          .dtype = said.dtype,
+                                          .reduce_op = said.reduce_op,
+                                          .root = said.root,
+                                          .bytes = said.bytes,
+                                          .factor = reduction.factor});
+  const bool is_reduction =
+      said.op == static_cast<uint32_t>(OpKind::kAllReduce) || said.op == static_cast<uint32_t>(OpKind::kReduceScatter);
+  return is_reduction && reduction.codec[0] != '\0' ? call + " as " + printable_text(reduction.codec) : call;
 }
 
 std::vector<int32_t> Execution::awaited() const {

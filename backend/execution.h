@@ -10,6 +10,7 @@
 #include "backend/call_header.h"
 #include "backend/group.h"
 #include "backend/planner.h"
+#include "backend/residual_map.h"
 
 namespace zeropg {
 
@@ -34,6 +35,8 @@ class Execution {
   bool run_send(const Step& step);
   bool run_receive(const Step& step);
   bool run_receive_reduce(const Step& step);
+  void encode(const Step& step);
+  void decode(const Step& step);
   void announce();
   void check_announcements();
   std::string describe_announcement(int32_t rank) const;
@@ -48,6 +51,7 @@ class Execution {
   const uint64_t sequence_;
   CallHeaders call_headers_;
   std::byte* scratch_ = nullptr;
+  ResidualMap residuals_;
 
   size_t step_ = 0;
   int64_t moved_bytes_ = 0;  // of the current send or receive

@@ -117,6 +117,8 @@ Collective Planner::plan(const Request& request) {
       .receive_bytes = request.receive_bytes,
       .nodes = nodes_,
       .window_bytes = options_.window_bytes,
+      .codec = request.compression.codec.get(),
+      .has_residuals = request.compression.residuals != nullptr,
   };
   collective.schedule = schedule_for(collective.spec);
   collective.dtype_id = static_cast<int32_t>(request.dtype);
@@ -128,6 +130,7 @@ Collective Planner::plan(const Request& request) {
   }
   collective.inputs = input_addresses(request.inputs);
   collective.outputs = output_addresses(request.outputs);
+  collective.compression = request.compression;
   return collective;
 }
 
@@ -138,6 +141,11 @@ std::shared_ptr<const Schedule> Planner::schedule_for(const CollectiveSpec& spec
   key.insert(key.end(), spec.receive_bytes.begin(), spec.receive_bytes.end());
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (spec.codec != nullptr) {
+      const auto next_id = static_cast<int64_t>(codec_ids_.size());
+      key.push_back(codec_ids_.try_emplace(spec.codec->description(), next_id).first->second);
+      key.push_back(spec.has_residuals ? 1 : 0);
+    }
     if (auto found = cache_.find(key); found != cache_.end()) {
       return found->second;
     }

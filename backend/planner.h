@@ -27,6 +27,7 @@ struct Collective {
   std::complex<double> factor = 1;
   std::vector<std::byte*> inputs;
   std::vector<std::byte*> outputs;
+  Compression compression;  // spec.codec is its codec
 };
 
 struct PlannerOptions {
@@ -55,6 +56,7 @@ class Planner {
   std::vector<std::vector<int32_t>> nodes_;
   std::mutex mutex_;
   std::map<std::vector<int64_t>, std::shared_ptr<const Schedule>> cache_;  // guarded by mutex_
+  std::map<std::string, int64_t> codec_ids_;                               // guarded by mutex_; by description
   size_t cached_steps_ = 0;                                                // guarded by mutex_
 };
 

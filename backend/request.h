@@ -17,12 +17,19 @@ namespace zeropg {
 
 class ResidualStore;
 
+// Whose residuals the next `numel` elements of a request's data have: elements from `start` of what `name` names, e.g.
+// of a parameter. An empty name: none, as for padding.
+struct ResidualRange {
+  std::string name;
+  int64_t start = 0;
+  int64_t numel = 0;
+};
+
 // How a request's bytes may be compressed on the way. c10d's calls carry none; the sharded module and hooks submit it.
 struct Compression {
   std::shared_ptr<const Compressor> codec;   // life shared with whoever configured it
   std::shared_ptr<ResidualStore> residuals;  // life shared with the model; null: no error feedback
-  std::string key;                           // of the residuals: whose data this is, e.g. a bucket's name
-  int64_t start = 0;                         // first element of the data inside what `key` names
+  std::vector<ResidualRange> ranges;         // with residuals: of all elements of the input, in order
 };
 
 // Tensors are contiguous, on the CPU, laid out as CollectiveSpec says; `dtype` is that of the data that is reduced.

@@ -185,7 +185,7 @@ class Simulation {
     if (step.kind == StepKind::kReceive || step.kind == StepKind::kReceiveReduce) {
       text << ' ' << step.bytes << " bytes from rank " << step.peer;
     }
-    if (step.kind == StepKind::kCopy || step.kind == StepKind::kReduce) {
+    if (step.peer < 0 && step.kind != StepKind::kBarrier) {
       text << ' ' << step.bytes << " bytes to " << to_string(step.destination);
     }
     text << ')';
@@ -276,9 +276,12 @@ class Simulation {
       case StepKind::kReceiveReduce:
         return receive(rank);
       case StepKind::kEncode:
+        encode(rank);
+        return finish_step(rank);
       case StepKind::kDecode:
       case StepKind::kDecodeAdd:
-        return fail(rank, "there is no codec in the simulator");
+        decode(rank);
+        return finish_step(rank);
     }
   }
 
@@ -330,6 +333,48 @@ class Simulation {
     reduce(destination, sources.data(), static_cast<int32_t>(sources.size()), step.bytes / size, operation.dtype, op,
            operation.factor, step.is_final);
     traffic_[rank].reduced_bytes += static_cast<int64_t>(sources.size()) * step.bytes;
+  }
+
+  const Compressor& codec_of(int32_t rank) const {
+    const Compressor* codec = operation_of(rank).codec;
+    if (codec == nullptr) fail(rank, "the operation has no codec");
+    if (step_of(rank).bytes % 4 != 0) fail(rank, "it cuts through a float");
+    return *codec;
+  }
+
+  template <class T>
+  std::span<T> resolve_as(int32_t rank, const Region& region, int64_t bytes, bool is_write) {
+    return {reinterpret_cast<T*>(resolve(rank, region, bytes, is_write)), static_cast<size_t>(bytes) / sizeof(T)};
+  }
+
+  void encode(int32_t rank) {
+    const Step& step = step_of(rank);
+    const Compressor& codec = codec_of(rank);
+    const auto values = resolve_as<const float>(rank, step.source, step.bytes, false);
+    const int64_t encoded_bytes = codec.encoded_bytes(step.bytes / 4);
+    const auto encoded = resolve_as<std::byte>(rank, step.destination, encoded_bytes, true);
+    std::span<float> residual;
+    if (step.residual.space == Space::kResidual) {
+      residual = resolve_as<float>(rank, step.residual, step.bytes, true);
+    }
+    codec.encode(values, residual, encoded);
+    traffic_[rank].encoded_bytes += step.bytes;
+    spend(rank, step.bytes + static_cast<int64_t>(residual.size_bytes()),
+          encoded_bytes + static_cast<int64_t>(residual.size_bytes()));
+  }
+
+  void decode(int32_t rank) {
+    const Step& step = step_of(rank);
+    const Compressor& codec = codec_of(rank);
+    const int64_t encoded_bytes = codec.encoded_bytes(step.bytes / 4);
+    const auto encoded = resolve_as<const std::byte>(rank, step.source, encoded_bytes, false);
+    const auto values = resolve_as<float>(rank, step.destination, step.bytes, true);
+    if (step.kind == StepKind::kDecodeAdd) {
+      codec.decode_add(encoded, values);
+    } else {
+      codec.decode(encoded, values);
+    }
+    spend(rank, encoded_bytes + (step.kind == StepKind::kDecodeAdd ? step.bytes : 0), step.bytes);
   }
 
   void arrive(int32_t rank) {
@@ -448,12 +493,15 @@ class Simulation {
   std::byte* resolve(int32_t rank, const Region& region, int64_t bytes, bool is_write) {
     const SimulatedTensors& tensors = operation_of(rank).tensors[rank];
     std::span<std::byte> buffer;
-    const auto list = region.space == Space::kInput ? std::span(tensors.inputs) : std::span(tensors.outputs);
+    const auto list = region.space == Space::kInput    ? std::span(tensors.inputs)
+                      : region.space == Space::kOutput ? std::span(tensors.outputs)
+                                                       : std::span(tensors.residuals);
     switch (region.space) {
       case Space::kInput:
         if (is_write) fail(rank, "it writes to an input");
         [[fallthrough]];
       case Space::kOutput:
+      case Space::kResidual:
         if (region.index < 0 || size_t(region.index) >= list.size()) fail(rank, "there is no " + to_string(region));
         buffer = list[region.index];
         break;
@@ -467,8 +515,6 @@ class Simulation {
         if (!is_near(rank, region.index)) fail(rank, to_string(region) + " is on another node");
         buffer = bank_of(rank, region).bytes;
         break;
-      case Space::kResidual:
-        fail(rank, "there is no codec in the simulator");
     }
     if (region.offset_bytes < 0 || bytes < 0 || region.offset_bytes > int64_t(buffer.size()) - bytes) {
       fail(rank, std::to_string(bytes) + " bytes at " + to_string(region) + " are outside its " +

@@ -18,6 +18,7 @@
 #include "backend/collectives/reduce.h"
 #include "backend/collectives/schedule.h"
 #include "backend/collectives/select.h"
+#include "compression/compressor.h"
 
 namespace zeropg {
 
@@ -47,6 +48,7 @@ struct SimulatorOptions {
 struct SimulatedTensors {
   std::vector<std::span<std::byte>> inputs;
   std::vector<std::span<std::byte>> outputs;
+  std::vector<std::span<std::byte>> residuals{};  // by hop; as long as the range of the request
 };
 
 struct SimulatedOperation {
@@ -55,6 +57,7 @@ struct SimulatedOperation {
   DType dtype = DType::kUInt8;              // of reducing steps, as are the next two
   ReduceOp reduce_op = ReduceOp::kSum;
   std::complex<double> factor = 1;
+  const Compressor* codec = nullptr;  // of encoding and decoding steps
 };
 
 // What one rank moved in all operations together.
@@ -62,7 +65,8 @@ struct Traffic {
   int64_t barriers = 0;
   int64_t copied_bytes = 0;                // by kCopy
   int64_t reduced_bytes = 0;               // sources of reducing steps
-  int64_t memory_bytes = 0;                // read plus written by copies and reductions
+  int64_t encoded_bytes = 0;               // of floats, by kEncode
+  int64_t memory_bytes = 0;                // read plus written by all steps but messages
   std::vector<int64_t> sent_bytes;         // to each peer, through its mailbox
   std::vector<int64_t> staged_read_bytes;  // from the staging slot of each rank, where bytes are moved
   double time_us = 0;                      // until this rank was done

@@ -46,6 +46,13 @@ Cost cost_broadcast_staged(const CollectiveSpec& spec);
 Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec);
 Cost cost_all_to_all_pairwise(const CollectiveSpec& spec);
 
+// With a codec on one node: every rank exchanges encoded bytes with every other one, through mailboxes.
+bool supports_compressed_exchange(const CollectiveSpec& spec);
+Schedule plan_all_reduce_compressed(const CollectiveSpec& spec);
+Cost cost_all_reduce_compressed(const CollectiveSpec& spec);
+Schedule plan_reduce_scatter_compressed(const CollectiveSpec& spec);
+Cost cost_reduce_scatter_compressed(const CollectiveSpec& spec);
+
 Schedule plan_barrier(const CollectiveSpec& spec);
 Cost cost_barrier(const CollectiveSpec& spec);
 
@@ -56,6 +63,7 @@ Cost cost_barrier(const CollectiveSpec& spec);
 bool supports_all_reduce_hierarchical(const CollectiveSpec& spec);
 Schedule plan_all_reduce_hierarchical(const CollectiveSpec& spec);
 Cost cost_all_reduce_hierarchical(const CollectiveSpec& spec);
+bool supports_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec);
 Schedule plan_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec);
 Cost cost_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec);
 Schedule plan_reduce_hierarchical(const CollectiveSpec& spec);

@@ -150,6 +150,12 @@ bool supports_all_reduce_hierarchical(const CollectiveSpec& spec) {
   return !is_one_node(spec) && can_exchange(spec, 1, kMessagesUnderWay);
 }
 
+// Not with a codec: every node would add its own sums as they are and the others' as they were encoded, and get other
+// bits.
+bool supports_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec) {
+  return spec.codec == nullptr && supports_all_reduce_hierarchical(spec);
+}
+
 Schedule plan_all_reduce_hierarchical(const CollectiveSpec& spec) {
   return Plan(spec, "all_reduce_hierarchical", false).run(false);
 }

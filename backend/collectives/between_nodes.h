@@ -6,9 +6,9 @@
 // messages deep whatever the number of nodes, each byte 2 (m - 1) / m times on each node's link, and one rounding more
 // than within a node for 16-bit floats, not one per hop.
 //
-// An encoding of what travels between nodes belongs into these four functions and into scratch_bytes(): an encode
-// before each send, a decode_add instead of the reduction, a decode behind each receive of what was completed, and the
-// rank's own completed slice decoded from its own encoding, so that all ranks get the same bits.
+// With a codec all of that travels encoded: partial sums by kContributionHop, and what was completed by kResultHop,
+// once for all nodes; the node that completed it decodes its own encoding again, so that all ranks get the same bits.
+// What a node adds of its own stays exact.
 #pragma once
 
 #include <cstdint>
@@ -57,7 +57,7 @@ class BetweenNodes {
   // Receives the other nodes' partial sums of this node's part and adds all in node order.
   void complete(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents,
                 const RegionOfPlace& destination) const;
-  // Sends this rank's slice of its node's part to `nodes`.
+  // Sends this rank's slice of its node's part to `nodes`; with a codec `source` becomes what they will decode.
   void send_completed(Schedule& schedule, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents,
                       const RegionOfPlace& source) const;
   // Receives this rank's slice of the part of another node, or of all other nodes.
@@ -68,6 +68,15 @@ class BetweenNodes {
 
  private:
   Region incoming(int32_t node, int64_t place) const;
+  bool is_encoded() const { return spec_.codec != nullptr; }
+  int64_t encoded_bytes(int64_t bytes) const;  // of floats
+  Region outgoing_encoding() const;
+  Region incoming_encoding() const;
+  Region residual_of(int32_t hop, const Extent& extent) const;
+  void send_encoded(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+                    const RegionOfPlace& source) const;
+  void send_completed_encoded(Schedule& schedule, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents,
+                              const RegionOfPlace& source) const;
   void send_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
                   const RegionOfPlace& source) const;
   void receive_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,

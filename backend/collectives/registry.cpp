@@ -13,12 +13,12 @@ bool has_mailboxes(const CollectiveSpec& spec) {
   if (spec.world_size == 1) return true;
   return spec.mailbox_bytes > 0 && (is_one_node(spec) || spec.window_bytes > 0);
 }
-// Staging banks that hold an element of the own tensor, or one for each peer.
+// Staging banks that hold an element of the own tensor, or one for each peer. No codec, which would not be used.
 bool has_bank(const CollectiveSpec& spec) {
-  return spec.world_size == 1 || (is_one_node(spec) && can_cut_chunk(spec, 1));
+  return spec.codec == nullptr && (spec.world_size == 1 || (is_one_node(spec) && can_cut_chunk(spec, 1)));
 }
 bool has_wide_bank(const CollectiveSpec& spec) {
-  return spec.world_size == 1 || (is_one_node(spec) && can_cut_chunk(spec, spec.world_size));
+  return spec.codec == nullptr && (spec.world_size == 1 || (is_one_node(spec) && can_cut_chunk(spec, spec.world_size)));
 }
 bool has_bank_or_window(const CollectiveSpec& spec) {
   return spec.world_size == 1 ||
@@ -31,7 +31,7 @@ constexpr Algorithm kAlgorithms[] = {
     {"all_reduce_hierarchical", OpKind::kAllReduce, plan_all_reduce_hierarchical, supports_all_reduce_hierarchical,
      cost_all_reduce_hierarchical},
     {"all_reduce_hierarchical_one_shot", OpKind::kAllReduce, plan_all_reduce_hierarchical_one_shot,
-     supports_all_reduce_hierarchical, cost_all_reduce_hierarchical_one_shot},
+     supports_all_reduce_hierarchical_one_shot, cost_all_reduce_hierarchical_one_shot},
     {"reduce_staged", OpKind::kReduce, plan_reduce_staged, has_bank, cost_reduce_staged},
     {"reduce_hierarchical", OpKind::kReduce, plan_reduce_hierarchical, supports_all_reduce_hierarchical,
      cost_reduce_hierarchical},
@@ -39,6 +39,10 @@ constexpr Algorithm kAlgorithms[] = {
      cost_reduce_scatter_staged},
     {"reduce_scatter_hierarchical", OpKind::kReduceScatter, plan_reduce_scatter_hierarchical,
      supports_reduce_scatter_hierarchical, cost_reduce_scatter_hierarchical},
+    {"all_reduce_compressed", OpKind::kAllReduce, plan_all_reduce_compressed, supports_compressed_exchange,
+     cost_all_reduce_compressed},
+    {"reduce_scatter_compressed", OpKind::kReduceScatter, plan_reduce_scatter_compressed, supports_compressed_exchange,
+     cost_reduce_scatter_compressed},
     {"all_gather_staged", OpKind::kAllGather, plan_all_gather_staged, has_bank, cost_all_gather_staged},
     {"all_gather_hierarchical", OpKind::kAllGather, plan_all_gather_hierarchical, supports_all_gather_hierarchical,
      cost_all_gather_hierarchical},

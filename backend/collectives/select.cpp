@@ -23,8 +23,9 @@ std::string known_names() {
       std::string(who) + " does not support world_size " + std::to_string(spec.world_size) + " on " +
       std::to_string(node_count(spec)) + " nodes with staging banks of " + std::to_string(spec.bank_bytes) +
       " bytes, mailboxes of " + std::to_string(spec.mailbox_bytes) + " bytes, windows between nodes of " +
-      std::to_string(spec.window_bytes) + " bytes and elements of " + std::to_string(spec.element_bytes) +
-      " bytes; enlarge what is too small, or do not force this algorithm");
+      std::to_string(spec.window_bytes) + " bytes and elements of " + std::to_string(spec.element_bytes) + " bytes" +
+      (spec.codec == nullptr ? "" : ", compressed by " + spec.codec->description()) +
+      "; enlarge what is too small, or do not force this algorithm");
 }
 
 }  // namespace
@@ -41,7 +42,8 @@ const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view f
       throw std::invalid_argument("unknown collective algorithm '" + std::string(forced) + "', expected one of " +
                                   known_names() + "; correct the name or leave it empty");
     }
-    if (wanted->op == spec.op) {
+    // What is forced is forced for bytes as they are; a codec has algorithms of its own.
+    if (wanted->op == spec.op && (spec.codec == nullptr || wanted->supports(spec))) {
       if (!wanted->supports(spec)) throw_unsupported(wanted->name, spec);
       return *wanted;
     }

@@ -216,7 +216,16 @@ TEST_P(AlgorithmTest, CostsWhatItsFormulaSays) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Registry, AlgorithmTest, testing::ValuesIn(algorithms().begin(), algorithms().end()),
+// Those with a codec are tested in compressed_test.cpp: their results are not exact.
+std::vector<Algorithm> exact_algorithms() {
+  std::vector<Algorithm> exact;
+  for (const Algorithm& algorithm : algorithms()) {
+    if (!placements_of(algorithm, 4).empty()) exact.push_back(algorithm);
+  }
+  return exact;
+}
+
+INSTANTIATE_TEST_SUITE_P(Registry, AlgorithmTest, testing::ValuesIn(exact_algorithms()),
                          [](const auto& info) { return std::string(info.param.name); });
 
 // Every source byte counts exactly once: rank r contributes bit r, and twice a bit is another bit.
