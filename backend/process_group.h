@@ -54,6 +54,16 @@ class ProcessGroupZero : public c10d::Backend {
   std::chrono::milliseconds default_timeout() const { return timeouts_.get(); }
   // Collective: memory that all ranks map, nullptr when they span nodes. DistBackendError when the sizes differ.
   std::shared_ptr<SharedSegment> allocate_shared(int64_t bytes_per_rank);
+  // Collective. Reductions whose bytes travel encoded by `compression.codec`, which must be the same on every rank, as
+  // must its ranges; its residuals are this rank's own. fp32 on the CPU, sum or average. All ranks get the same bits.
+  // TypeError for other dtypes and devices, ValueError for other operations and for ranges that are not the input's.
+  // `tensor`: [n], in place.
+  c10::intrusive_ptr<c10d::Work> compressed_all_reduce(const at::Tensor& tensor, Compression compression,
+                                                       const c10d::ReduceOp& op, bool is_asynchronous);
+  // `output` [n] <- this rank's block of the reduced `input` [world_size * n].
+  c10::intrusive_ptr<c10d::Work> compressed_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                                           Compression compression, const c10d::ReduceOp& op,
+                                                           bool is_asynchronous);
   // Shuts every group of this process down; for the interpreter's exit.
   static void shutdown_all();
 

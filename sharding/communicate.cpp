@@ -2,6 +2,8 @@
 
 #include <torch/headeronly/version.h>
 
+#include "backend/process_group.h"
+
 namespace zeropg {
 
 Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
@@ -15,7 +17,12 @@ c10::intrusive_ptr<c10d::Work> Communicator::all_gather(at::Tensor whole, at::Te
 #endif
 }
 
-c10::intrusive_ptr<c10d::Work> Communicator::reduce_scatter_average(at::Tensor part, at::Tensor whole) {
+c10::intrusive_ptr<c10d::Work> Communicator::reduce_scatter_average(at::Tensor part, at::Tensor whole,
+                                                                    const Compression& compression) {
+  if (compression.codec != nullptr) {
+    return zeropg_group().compressed_reduce_scatter(part, whole, compression, c10d::ReduceOp::AVG,
+                                                    /*is_asynchronous=*/true);
+  }
   c10d::ReduceScatterOptions options;
   options.reduceOp = c10d::ReduceOp::AVG;
 #if TORCH_VERSION_MINOR >= 15
@@ -25,7 +32,10 @@ c10::intrusive_ptr<c10d::Work> Communicator::reduce_scatter_average(at::Tensor p
 #endif
 }
 
-c10::intrusive_ptr<c10d::Work> Communicator::all_reduce_average(at::Tensor whole) {
+c10::intrusive_ptr<c10d::Work> Communicator::all_reduce_average(at::Tensor whole, const Compression& compression) {
+  if (compression.codec != nullptr) {
+    return zeropg_group().compressed_all_reduce(whole, compression, c10d::ReduceOp::AVG, /*is_asynchronous=*/true);
+  }
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::AVG;
   std::vector<at::Tensor> tensors{std::move(whole)};
@@ -44,6 +54,13 @@ c10::intrusive_ptr<c10d::Work> Communicator::broadcast(at::Tensor whole, int64_t
   options.rootRank = root;
   std::vector<at::Tensor> tensors{std::move(whole)};
   return group_->broadcast(tensors, options);
+}
+
+ProcessGroupZero& Communicator::zeropg_group() {
+  auto* zeropg = dynamic_cast<ProcessGroupZero*>(group_->getBackend(at::kCPU).get());
+  TORCH_CHECK_VALUE(zeropg != nullptr, "[zeropg rank ", rank_, "/", world_size_,
+                    "] compression: only zeropg's collectives carry codecs, and this group's backend is another one.");
+  return *zeropg;
 }
 
 void Communicator::wait(const c10::intrusive_ptr<c10d::Work>& work) {

@@ -6,7 +6,11 @@
 #include <chrono>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "backend/request.h"
+
 namespace zeropg {
+
+class ProcessGroupZero;
 
 class Communicator {
  public:
@@ -18,9 +22,11 @@ class Communicator {
 
   // `whole` [world_size * n] <- everybody's `part` [n]; `part` may be this rank's slice of `whole`.
   c10::intrusive_ptr<c10d::Work> all_gather(at::Tensor whole, at::Tensor part);
-  // `part` [n] <- this rank's slice of the average of everybody's `whole` [world_size * n].
-  c10::intrusive_ptr<c10d::Work> reduce_scatter_average(at::Tensor part, at::Tensor whole);
-  c10::intrusive_ptr<c10d::Work> all_reduce_average(at::Tensor whole);
+  // `part` [n] <- this rank's slice of the average of everybody's `whole` [world_size * n]. With a codec the bytes
+  // travel encoded: fp32 on a zeropg group only.
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_average(at::Tensor part, at::Tensor whole,
+                                                        const Compression& compression);
+  c10::intrusive_ptr<c10d::Work> all_reduce_average(at::Tensor whole, const Compression& compression);
   c10::intrusive_ptr<c10d::Work> all_reduce_max(at::Tensor whole);
   c10::intrusive_ptr<c10d::Work> broadcast(at::Tensor whole, int64_t root);
   void wait(const c10::intrusive_ptr<c10d::Work>& work);
@@ -37,6 +43,8 @@ class Communicator {
   double seconds() const { return seconds_; }
 
  private:
+  ProcessGroupZero& zeropg_group();
+
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   int64_t rank_;
   int64_t world_size_;

@@ -39,6 +39,22 @@ std::string unreadable_message(const std::string& name) {
          "inside `with zeropg.full_gradients(model):`.";
 }
 
+// Residuals have the names of parameters: buckets depend on units, stage and world.
+Compression compression_of(const FlatParameter& flat, const ShardingOptions& options) {
+  Compression compression{.codec = options.codec, .residuals = options.residuals, .ranges = {}};
+  if (options.residuals == nullptr) {
+    return compression;
+  }
+  int64_t end = 0;
+  for (const ParameterSlot& slot : flat.slots()) {
+    compression.ranges.push_back({"", 0, slot.offset - end});
+    compression.ranges.push_back({slot.names.front(), 0, slot.numel});
+    end = slot.offset + slot.numel;
+  }
+  compression.ranges.push_back({"", 0, flat.layout().total_numel - end});
+  return compression;
+}
+
 }  // namespace
 
 struct GradientReducer::Slot {
@@ -52,6 +68,7 @@ struct GradientReducer::Slot {
 
 struct GradientReducer::Bucket {
   FlatParameter* flat = nullptr;
+  Compression compression;
   std::vector<Slot> slots;
   int64_t arrived = 0;
   bool is_launched = false;
@@ -69,6 +86,7 @@ GradientReducer::GradientReducer(Communicator& communicator, const ShardingOptio
   for (FlatParameter* flat : flats) {
     Bucket bucket;
     bucket.flat = flat;
+    bucket.compression = compression_of(*flat, options);
     bucket.slots.resize(flat->slots().size());
     for (size_t i = 0; i < bucket.slots.size(); ++i) {
       bucket.slots[i].index = static_cast<int64_t>(i);
@@ -290,14 +308,14 @@ void GradientReducer::launch(Bucket& bucket) {
   bucket.reduced = bucket.buffer;
   if (!options_.stage.shards_gradients) {
     if (communicator_.world_size() > 1) {
-      bucket.work = communicator_.all_reduce_average(bucket.buffer);
+      bucket.work = communicator_.all_reduce_average(bucket.buffer, bucket.compression);
     }
     return;
   }
   if (communicator_.world_size() > 1) {
     const bool in_place = !bucket.is_kept_valid && reduce_dtype == flat.master_dtype();
     bucket.reduced = in_place ? bucket.kept : pool_.acquire(kept_numel(bucket), reduce_dtype, flat.device());
-    bucket.work = communicator_.reduce_scatter_average(bucket.reduced, bucket.buffer);
+    bucket.work = communicator_.reduce_scatter_average(bucket.reduced, bucket.buffer, bucket.compression);
   }
 }
 

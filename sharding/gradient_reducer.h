@@ -69,6 +69,8 @@ class GradientReducer {
 
   // Bytes of accumulated gradients and of buckets on this rank.
   int64_t gradient_bytes() const;
+  // Bytes of what compression has still to make up for.
+  int64_t residual_bytes() const { return options_.residuals == nullptr ? 0 : options_.residuals->bytes(); }
   int64_t bucket_bytes() const { return pool_.allocated_bytes(); }
 
  private:

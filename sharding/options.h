@@ -1,4 +1,5 @@
-// What a user decides about a sharded model. Plain data; the same on every rank, but for the place of an offload.
+// What a user decides about a sharded model. Plain data; the same on every rank, but for the place of an offload and for
+// what the residuals hold.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -6,6 +7,8 @@
 #include <memory>
 #include <optional>
 
+#include "compression/compressor.h"
+#include "compression/error_feedback.h"
 #include "sharding/offload/offload.h"
 #include "sharding/stage.h"
 
@@ -15,6 +18,8 @@ struct ShardingOptions {
   Stage stage = kStages[3];
   std::optional<c10::ScalarType> param_dtype;   // computation; default: the parameter's own
   std::optional<c10::ScalarType> reduce_dtype;  // gradients on the wire; default: the master's (fp32, fp64 for fp64)
+  std::shared_ptr<const Compressor> codec;      // of gradients between ranks; null: as they are
+  std::shared_ptr<ResidualStore> residuals;     // this rank's, of the codec; null: no error feedback
   bool reshard_after_forward = true;            // false: a unit stays whole from its forward to its backward
   std::shared_ptr<Offload> optimizer_offload;   // where masters go that are apart from the parameters; null: memory
 };

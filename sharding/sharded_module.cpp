@@ -499,11 +499,10 @@ double ShardedModule::clip_grad_norm(double max_norm, double norm_type, bool err
 
 std::map<std::string, int64_t> ShardedModule::memory_report() const {
   const Fetch::Memory memory = fetch_->memory();
-  std::map<std::string, int64_t> report = {{"parameters", memory.parameters},
-                                           {"masters", memory.masters},
-                                           {"gathered", memory.gathered},
-                                           {"gradients", reducer_->gradient_bytes()},
-                                           {"buckets", reducer_->bucket_bytes()}};
+  std::map<std::string, int64_t> report = {
+      {"parameters", memory.parameters},     {"masters", memory.masters},
+      {"gathered", memory.gathered},         {"gradients", reducer_->gradient_bytes()},
+      {"buckets", reducer_->bucket_bytes()}, {"residuals", reducer_->residual_bytes()}};
   if (options_.optimizer_offload != nullptr) {
     report["offloaded"] = static_cast<int64_t>(options_.optimizer_offload->tier().reserved_bytes());
     report["staging"] = options_.optimizer_offload->staging_bytes();

@@ -74,8 +74,8 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   int64_t world_size() const { return communicator_.world_size(); }
   const char* fetch_name() const { return fetch_->name(); }
   double communication_seconds() const { return communicator_.seconds() + reductions_.seconds(); }
-  // Bytes of this rank by class: parameters, masters, gathered units, gradients, buckets of the reducer;
-  // with offload also what is in the tier, and the staging buffers.
+  // Bytes of this rank by class: parameters, masters, gathered units, gradients, buckets of the reducer, residuals of
+  // compression; with offload also what is in the tier, and the staging buffers.
   std::map<std::string, int64_t> memory_report() const;
   // Names of parameters that no longer use the storage that sharding gave them, or whose requires_grad was flipped.
   std::vector<std::string> changed_parameters() const;

@@ -22,6 +22,7 @@ ORDER = [
     "cpp_program",
     "test_spawn.py",
     "backend",
+    "compression",
     "sharding",
     "train",
     "tools",

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "python/bindings/bindings.h"
+#include "python/bindings/bound_codec.h"
 #include "sharding/sharded_module.h"
 
 namespace py = pybind11;
@@ -75,8 +76,9 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
                                       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                       const c10::intrusive_ptr<c10d::ProcessGroup>& reduction_group, int64_t stage,
                                       std::optional<c10::ScalarType> param_dtype,
-                                      std::optional<c10::ScalarType> reduce_dtype, bool reshard_after_forward,
-                                      const std::shared_ptr<Offload>& optimizer_offload) {
+                                      std::optional<c10::ScalarType> reduce_dtype,
+                                      const std::optional<BoundCodec>& codec, std::shared_ptr<ResidualStore> residuals,
+                                      bool reshard_after_forward, const std::shared_ptr<Offload>& optimizer_offload) {
   std::vector<ShardedModule::UnitSource> sources;
   for (const auto& [name, parameters, needs_private_copy] : units) {
     ShardedModule::UnitSource source{name, {}, needs_private_copy};
@@ -89,6 +91,8 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
   options.stage = kStages.at(stage);
   options.param_dtype = param_dtype;
   options.reduce_dtype = reduce_dtype;
+  options.codec = codec ? codec->codec : nullptr;
+  options.residuals = std::move(residuals);
   options.reshard_after_forward = reshard_after_forward;
   options.optimizer_offload = optimizer_offload;
   return ShardedModule::create(sources, group, reduction_group, options);
@@ -140,8 +144,8 @@ void bind_sharding(py::module_& m) {
 
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
       .def(py::init(&create), py::arg("units"), py::arg("process_group"), py::arg("reduction_group"), py::kw_only(),
-           py::arg("stage"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("reshard_after_forward"),
-           py::arg("optimizer_offload") = py::none(), ReleaseGil())
+           py::arg("stage"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("codec"), py::arg("residuals"),
+           py::arg("reshard_after_forward"), py::arg("optimizer_offload") = py::none(), ReleaseGil())
       .def("pre_forward", &ShardedModule::pre_forward, ReleaseGil())
       .def("post_forward", &ShardedModule::post_forward, ReleaseGil())
       .def("set_synchronize", &ShardedModule::set_synchronize)
@@ -166,6 +170,7 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("world_size", &ShardedModule::world_size)
       .def_property_readonly("process_group", &ShardedModule::group)
       .def_property_readonly("fetch_name", &ShardedModule::fetch_name)
+      .def_property_readonly("residuals", [](const ShardedModule& self) { return self.options().residuals; })
       .def_property_readonly("flat_groups", [](const std::shared_ptr<ShardedModule>& self) {
         std::vector<FlatGroup> groups;
         for (size_t i = 0; i < self->flats().size(); ++i) {

@@ -5,6 +5,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "The C++ core of zeropg; use the names of the package zeropg.";
   zeropg::bind_backend(m);
   zeropg::bind_checkpoint(m);
+  zeropg::bind_compression(m);
   zeropg::bind_optim(m);
   zeropg::bind_offload(m);  // takes optimizers
   zeropg::bind_sharding(m);

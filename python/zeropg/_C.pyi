@@ -215,6 +215,27 @@ class TieredFlat:
         runs: Sequence[StepRun],
     ) -> None: ...
 
+class Compressor:
+    """A codec of compression/registry.h with its parameters."""
+    def __init__(self, name: str, parameters: Mapping[str, float]) -> None: ...
+    def decode(self, encoded: torch.Tensor, numel: int) -> torch.Tensor: ...
+    def encode(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The uint8 encoding of a float32 tensor; the residual is added before and updated in place."""
+    def encoded_bytes(self, count: int) -> int: ...
+    @property
+    def description(self) -> str: ...
+
+class ResidualStore:
+    """Residuals of one model on one rank (error feedback)."""
+    def __init__(self) -> None: ...
+    def clear(self) -> None: ...
+    def load(self, name: str, hop: int, start: int, values: torch.Tensor) -> None: ...
+    def scale(self, factor: float) -> None: ...
+    def segments(self) -> list[tuple[str, int, int, torch.Tensor]]:
+        """[(name, hop, start, tensor)]: elements [start, start + len) of `name`; live, for between steps."""
+    @property
+    def bytes(self) -> int: ...
+
 class FlatGroup:
     """The parameters of one unit that share a dtype, as one flat buffer."""
     def gather_master(self) -> torch.Tensor: ...
@@ -266,6 +287,8 @@ class ShardedModule:
         stage: int,
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
+        codec: Compressor | None,
+        residuals: ResidualStore | None,
         reshard_after_forward: bool,
         optimizer_offload: Offload | None = None,
     ) -> None: ...
@@ -296,6 +319,8 @@ class ShardedModule:
     @property
     def rank(self) -> int: ...
     @property
+    def residuals(self) -> ResidualStore | None: ...
+    @property
     def stage(self) -> int: ...
     @property
     def synchronizes(self) -> bool: ...
@@ -303,6 +328,25 @@ class ShardedModule:
     def world_size(self) -> int: ...
 
 def crc32c(bytes: builtins.bytes) -> int: ...
+def compressed_all_reduce(
+    backend: Backend,
+    tensor: torch.Tensor,
+    codec: Compressor,
+    residuals: ResidualStore | None,
+    ranges: Sequence[tuple[str, int, int]],
+    op: Any,
+    async_op: bool,
+) -> Any: ...
+def compressed_reduce_scatter(
+    backend: Backend,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    codec: Compressor,
+    residuals: ResidualStore | None,
+    ranges: Sequence[tuple[str, int, int]],
+    op: Any,
+    async_op: bool,
+) -> Any: ...
 def is_sharded(tensor: torch.Tensor) -> bool: ...
 def join_checksums(pieces: Sequence[tuple[int, int, int]], file_bytes: int, chunk_bytes: int) -> list[int]:
     """One checksum per chunk of a file from the pieces of all its writers."""

@@ -2,12 +2,14 @@
 
 The backend: `torch.distributed.init_process_group("zeropg")`, also without importing this package.
 The sharded module: `fully_shard(model)` and `shard_optimizer(optimizer, model)`, over any c10d process group.
+Fewer bytes between ranks: `zeropg.compression`.
 """
 
 from __future__ import annotations
 
 import _zeropg_register
 from zeropg import _native as _native  # checks versions before anything loads the core
+from zeropg import compression as compression
 from zeropg.access import clip_grad_norm_, full_gradients, full_parameters, local_shards, no_sync
 from zeropg.backend import BackendOptions, Topology, stats, topology
 from zeropg.checkpoint import load_checkpoint, save_checkpoint

@@ -12,6 +12,7 @@ import torch
 
 from zeropg._checkpoint_folder import reading
 from zeropg._checkpoint_plan import ModelPlan, group_names, optimizer_kind, plan_model
+from zeropg._checkpoint_residuals import is_residual_file, load_residuals, residual_file
 from zeropg._flat_update import segments_of
 from zeropg._foreign import describe_foreign
 from zeropg._manifest import Manifest, SavedOptimizer, SavedTensor, read_manifest
@@ -92,6 +93,8 @@ class Loading:
                     for start, values in self._pieces(saved, 0, saved.numel):
                         _put_whole(tensor.value.detach(), start, values)
                         advance(values.nbytes)
+        own = self._readers.get(residual_file(self._state.core.rank))
+        load_residuals(self._state.core, None if own is None else read_structure_file(own, {"residuals"}))
         modules = dict(self._state.model.named_modules())
         for name, extra_state in self._modules.items():
             if name in modules:
@@ -128,6 +131,14 @@ class Loading:
                 stacklevel=3,
             )
 
+        has_residuals = any(is_residual_file(name) for name in self._manifest.files)
+        if self._manifest.world_size != world_size and has_residuals and self._state.core.residuals is not None:
+            warnings.warn(
+                f"[zeropg] load_checkpoint: '{self._directory}' was saved by {self._manifest.world_size} ranks, now "
+                f"there are {world_size}: what compression still owed to the gradients is dropped",
+                stacklevel=3,
+            )
+
     def close(self) -> None:
         self._readers.clear()
         self._resources.close()
@@ -138,6 +149,10 @@ class Loading:
     def _is_needed(self, name: str) -> bool:
         if name.startswith("rank-"):
             return name == self._rank_file()
+        if is_residual_file(name):
+            # Others would be of another rank's part of the gradients.
+            is_same_world = self._manifest.world_size == self._state.core.world_size
+            return is_same_world and name == residual_file(self._state.core.rank)
         return self._optimizer is not None or not name.startswith("optimizer")
 
     def _saved_tensor(self, index: int) -> SavedTensor:

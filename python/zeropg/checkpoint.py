@@ -28,6 +28,7 @@ from zeropg._checkpoint_plan import (
     plan_model,
     plan_optimizer,
 )
+from zeropg._checkpoint_residuals import residual_file, saved_residuals
 from zeropg._export_plan import has_extra_state
 from zeropg._manifest import Manifest, SavedFile
 from zeropg._native import _C
@@ -58,9 +59,9 @@ def save_checkpoint(
     """Writes what `load_checkpoint` needs to go on at any world size and stage. Collective.
 
     The directory holds safetensors files with whole tensors under the model's own names: parameters (the masters, in
-    their precision), persistent buffers, and each optimizer state under "name/key"; and a manifest with their places
-    and checksums. Every rank writes its own byte ranges. Ranks that do not see the directory (no shared file system)
-    send their part to rank 0.
+    their precision), persistent buffers, and each optimizer state under "name/key"; what each rank's compression still
+    owes to the gradients; and a manifest with their places and checksums. Every rank writes its own byte ranges. Ranks
+    that do not see the directory (no shared file system) send their part to rank 0.
 
     Saving into the same directory again replaces the checkpoint in it, by one rename after everything is on the disk:
     whoever looks, at any moment and after any crash, finds the older checkpoint whole or the newer one. Until then both
@@ -110,7 +111,8 @@ def load_checkpoint(
     """Sets model and optimizer from what `save_checkpoint` wrote, at whatever world size and stage. Collective.
 
     Each rank reads its own byte ranges, and checks the checksums of the chunks that they lie in. Masters, parameters,
-    persistent buffers, the optimizer's state and param groups (learning rate and so on) become what they were.
+    persistent buffers, the optimizer's state and param groups (learning rate and so on) become what they were. So do
+    the residuals of compression at the same world size; at another one they begin at zero, with a warning.
 
     Args:
         directory: seen by every rank, with the same content.
@@ -270,6 +272,9 @@ class _Save:
             self._own_files["extra.safetensors"] = make_structure_file(content)
         if rank_extra is not None:
             self._own_files[f"rank-{self.rank:05d}.safetensors"] = make_structure_file({"rank_extra": rank_extra})
+        residuals = saved_residuals(self._state.core)
+        if residuals is not None:
+            self._own_files[residual_file(self.rank)] = make_structure_file(residuals)
         arguments = {
             "directory": str(self.directory),
             "async_save": str(async_save),

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeropg._native import _C
 from zeropg._state import ShardedState
 from zeropg._units import UnitChoice, UnitPlan, materialize, plan_units
+from zeropg.compression import Codec, backend_of, check_codec
 from zeropg.offload import check_offload_params, human_bytes, offload_of, open_offload
 
 _STAGES = (0, 1, 2, 3)
@@ -80,7 +81,7 @@ def fully_shard(
     buffer_dtype: torch.dtype | None = None,
     offload_params: Any = None,
     offload_optimizer: Any = None,
-    compression: Any = None,
+    compression: Codec | None = None,
     reshard_after_forward: bool = True,
 ) -> nn.Module:
     """Shards a module over the ranks of a process group, in place. All ranks must call.
@@ -105,23 +106,23 @@ def fully_shard(
         the parameter is the master (fp32 without param_dtype), only the state goes there. Losses stay the same to the
         bit. With a disk: Adam, AdamW and SGD.
       offload_params: "cpu" is legal on a CPU model, where it changes nothing; nothing else is available.
-      compression: not available in this version.
+      compression: how gradients are encoded between ranks, e.g. `zeropg.compression.BlockQuant(4)`; default: not at
+        all. Needs fp32 masters, a group of zeropg and tensors on the CPU. With error feedback each rank keeps up to 4
+        bytes per parameter more.
       reshard_after_forward: stage 3: False keeps a unit whole from its forward to its backward (memory for speed).
 
     Returns the same module, whose class is a subclass of both its own class and `zeropg.FullyShardedModule`.
 
     Raises ValueError for a module without parameters, a stage other than 0 to 3, both mesh and process_group, or
-    models that differ between ranks; OSError on every rank for an offload directory that one of them cannot use or
-    fill; NotImplementedError for what is not available.
+    models that differ between ranks, and what compression cannot serve; OSError on every rank for an offload directory
+    that one of them cannot use or fill; NotImplementedError for what is not available.
     """
     group = _group(mesh, process_group)
     with _failing_together(group):
         _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
         offload = offload_of(offload_optimizer, "offload_optimizer")
         if compression is not None:
-            raise NotImplementedError(
-                "[zeropg] fully_shard: compression is not available in this version; leave it None."
-            )
+            check_codec(compression, "fully_shard")
         _absorb_inner_calls(module)
         device = next((p.device for p in module.parameters() if not p.is_meta), _default_device(group))
         check_offload_params(offload_params, device)
@@ -133,9 +134,12 @@ def fully_shard(
         "param_dtype": param_dtype,
         "reduce_dtype": reduce_dtype,
         "buffer_dtype": buffer_dtype,
+        "compression": None if compression is None else str(compression),
         "reshard_after_forward": reshard_after_forward,
         "offload_optimizer": offload and offload.device,  # each rank may have a disk of its own
     }
+    if compression is not None:
+        _check_compression(compression, plans, reduce_dtype, group)
     _check_same_on_all_ranks(module, plans, options, group)
     _prepare_buffers(module, buffer_dtype, group)
     tier = open_offload(offload, device, group)
@@ -148,6 +152,8 @@ def fully_shard(
         stage=stage,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
+        codec=None if compression is None else compression.make_compressor(),
+        residuals=None if compression is None else compression.make_residuals(),
         reshard_after_forward=reshard_after_forward,
         optimizer_offload=tier,
     )
@@ -156,7 +162,7 @@ def fully_shard(
         vars(plan.module)["_zeropg_is_unit"] = True
         _swap_class(plan.module)
     if core.rank == 0:
-        print(_summary(core, plans, reduce_dtype), file=sys.stderr)
+        print(_summary(core, plans, reduce_dtype, compression), file=sys.stderr)
     return module
 
 
@@ -274,6 +280,24 @@ def _exchange(mine: list[str] | str, group: dist.ProcessGroup) -> list[Any]:
     return everybodys
 
 
+def _check_compression(
+    compression: Codec, plans: list[UnitPlan], reduce_dtype: torch.dtype | None, group: dist.ProcessGroup
+) -> None:
+    backend_of(group, "fully_shard")
+    if reduce_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"[zeropg] fully_shard: reduce_dtype is {reduce_dtype}, but compression encodes fp32 gradients; leave "
+            "reduce_dtype as it is."
+        )
+    for plan in plans:
+        for names, parameter in plan.parameters:
+            if parameter.requires_grad and (parameter.dtype == torch.float64 or parameter.device.type != "cpu"):
+                raise ValueError(
+                    f"[zeropg] fully_shard: the gradient of {names[0]!r} ({parameter.dtype} on {parameter.device}) "
+                    "cannot be compressed; expected one that is averaged in fp32 on the CPU. Shard without compression."
+                )
+
+
 def _check_same_on_all_ranks(
     module: nn.Module, plans: list[UnitPlan], options: dict[str, Any], group: dist.ProcessGroup
 ) -> None:
@@ -332,7 +356,9 @@ def _swap_class(module: nn.Module) -> None:
         module.__class__ = sharded
 
 
-def _summary(core: _C.ShardedModule, plans: list[Any], reduce_dtype: torch.dtype | None) -> str:
+def _summary(
+    core: _C.ShardedModule, plans: list[Any], reduce_dtype: torch.dtype | None, compression: Codec | None
+) -> str:
     """One line with every setting that changes numbers."""
     count = sum(parameter.numel() for plan in plans for _, parameter in plan.parameters)
     computed = {parameter.dtype for plan in plans for _, parameter in plan.parameters}
@@ -340,7 +366,8 @@ def _summary(core: _C.ShardedModule, plans: list[Any], reduce_dtype: torch.dtype
     return (
         f"[zeropg] stage {core.stage} over {core.world_size} ranks: {count:,} parameters in {len(plans)} units, "
         f"computed in {_names(computed)}, masters in {_names(masters)}, gradients averaged in "
-        f"{_names({reduce_dtype} if reduce_dtype else masters)}; parameters {core.fetch_name}"
+        f"{_names({reduce_dtype} if reduce_dtype else masters)}{'' if compression is None else f' as {compression}'}; "
+        f"parameters {core.fetch_name}"
     )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zeropg._agreement import collective_device
+from zeropg._native import _C
 from zeropg.optim import ShardedOptimizer
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -61,6 +62,8 @@ class GradScaler:
         self._found_inf: dict[int, bool] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
+        # Of compressed models, by id: residuals are in units of scaled gradients.
+        self._residuals: dict[int, _C.ResidualStore] = {}
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors in nested lists and tuples, multiplied by the scale."""
@@ -109,6 +112,7 @@ class GradScaler:
         """Adapts the scale to what the steps since the last update have met, or sets it."""
         if not self._enabled:
             return
+        before = self._scale
         if new_scale is not None:
             self._scale = float(new_scale)
         elif not self._found_inf:
@@ -122,6 +126,10 @@ class GradScaler:
                 grown = self._scale * self._growth_factor
                 self._scale = grown if grown <= torch.finfo(torch.float32).max else self._scale
                 self._growth_tracker = 0
+        if self._scale != before:
+            for residuals in self._residuals.values():
+                residuals.scale(self._scale / before)
+        self._residuals.clear()
         self._found_inf.clear()
         self._unscaled.clear()
         self._stepped.clear()
@@ -173,6 +181,8 @@ class GradScaler:
         if id(optimizer) in self._found_inf:
             return
         group = optimizer._core.process_group
+        if optimizer._core.residuals is not None:
+            self._residuals[id(optimizer._core)] = optimizer._core.residuals
         worst = torch.zeros(1, dtype=torch.int64)
         for gradient in _gradients(optimizer):
             # The largest magnitude: inf and nan come through, and no tensor of flags is made.

@@ -1,0 +1,144 @@
+// Python's view of compression/: codecs, residuals, and the reductions that use them. python/zeropg/compression.py is
+// what users see.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "backend/process_group.h"
+#include "compression/error_feedback.h"
+#include "compression/registry.h"
+#include "python/bindings/bindings.h"
+#include "python/bindings/bound_codec.h"
+
+namespace py = pybind11;
+
+namespace zeropg {
+namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+using Residuals = std::shared_ptr<ResidualStore>;
+using PyRange = std::tuple<std::string, int64_t, int64_t>;  // name, start, numel
+
+void check_floats(const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat && tensor.device().is_cpu() && tensor.is_contiguous(),
+                   "[zeropg] compression: got a tensor of ", tensor.scalar_type(), " on ", tensor.device(),
+                   ", expected a contiguous float32 tensor on the cpu");
+}
+
+std::span<const float> values_of(const at::Tensor& tensor) {
+  check_floats(tensor);
+  return {tensor.const_data_ptr<float>(), static_cast<size_t>(tensor.numel())};
+}
+
+std::span<float> mutable_values_of(const at::Tensor& tensor) {
+  check_floats(tensor);
+  return {tensor.mutable_data_ptr<float>(), static_cast<size_t>(tensor.numel())};
+}
+
+at::Tensor encode(const BoundCodec& self, const at::Tensor& values, const std::optional<at::Tensor>& residual) {
+  const auto numbers = values_of(values);
+  TORCH_CHECK_VALUE(!residual || residual->numel() == values.numel(),
+                    "[zeropg] compression: the residual has another size than the values");
+  const at::Tensor encoded = at::empty({self.codec->encoded_bytes(values.numel())}, at::kByte);
+  self.codec->encode(numbers, residual ? mutable_values_of(*residual) : std::span<float>(),
+                     {static_cast<std::byte*>(encoded.mutable_data_ptr()), encoded.nbytes()});
+  return encoded;
+}
+
+at::Tensor decode(const BoundCodec& self, const at::Tensor& encoded, int64_t numel) {
+  TORCH_CHECK_TYPE(encoded.scalar_type() == at::kByte && encoded.is_contiguous(),
+                   "[zeropg] compression: expected the contiguous bytes that encode() made");
+  TORCH_CHECK_VALUE(numel >= 0 && encoded.numel() == self.codec->encoded_bytes(numel), "[zeropg] compression: got ",
+                    encoded.numel(), " bytes, expected ", self.codec->encoded_bytes(numel), " for ", numel, " values");
+  const at::Tensor values = at::empty({numel}, at::kFloat);
+  self.codec->decode({static_cast<const std::byte*>(encoded.const_data_ptr()), encoded.nbytes()},
+                     mutable_values_of(values));
+  return values;
+}
+
+// [(name, hop, start, tensor)]; the tensors are the residuals themselves.
+py::list segments(const Residuals& store) {
+  py::list result;
+  for (const ResidualSegment& segment : store->segments()) {
+    const at::Tensor view = at::from_blob(
+        segment.values->data(), {static_cast<int64_t>(segment.values->size())}, [held = segment.values](void*) {},
+        at::TensorOptions().dtype(at::kFloat));
+    result.append(py::make_tuple(segment.name, segment.hop, segment.start, view));
+  }
+  return result;
+}
+
+ProcessGroupZero& zeropg_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  auto* group = dynamic_cast<ProcessGroupZero*>(backend.get());
+  TORCH_CHECK_TYPE(group != nullptr, "[zeropg] compression: the process group's backend is ", backend->getBackendName(),
+                   ", expected zeropg: only its collectives carry codecs");
+  return *group;
+}
+
+Compression make_compression(const BoundCodec& codec, const Residuals& residuals, const std::vector<PyRange>& ranges) {
+  Compression compression{.codec = codec.codec, .residuals = residuals, .ranges = {}};
+  for (const auto& [name, start, numel] : ranges) compression.ranges.push_back({name, start, numel});
+  return compression;
+}
+
+}  // namespace
+
+void bind_compression(py::module_& m) {
+  py::class_<BoundCodec>(m, "Compressor", "A codec of compression/registry.h with its parameters.")
+      .def(py::init([](const std::string& name, const CompressorParameters& parameters) {
+             return BoundCodec{make_compressor(name, parameters)};
+           }),
+           py::arg("name"), py::arg("parameters"))
+      .def_property_readonly("description", [](const BoundCodec& self) { return self.codec->description(); })
+      .def(
+          "encoded_bytes", [](const BoundCodec& self, int64_t count) { return self.codec->encoded_bytes(count); },
+          py::arg("count"))
+      .def("encode", &encode, py::arg("values"), py::arg("residual") = py::none(),
+           "The uint8 encoding of a float32 tensor; the residual is added before and updated in place.")
+      .def("decode", &decode, py::arg("encoded"), py::arg("numel"));
+
+  py::class_<ResidualStore, Residuals>(m, "ResidualStore", "Residuals of one model on one rank (error feedback).")
+      .def(py::init<>())
+      .def("segments", &segments,
+           "[(name, hop, start, tensor)]: elements [start, start + len) of `name`; live, for between steps.")
+      .def(
+          "load",
+          [](ResidualStore& self, const std::string& name, int32_t hop, int64_t start, const at::Tensor& values) {
+            TORCH_CHECK_VALUE(start >= 0 && hop >= 0, "[zeropg] residuals of '", name, "': start ", start, ", hop ",
+                              hop, "; expected neither below 0");
+            self.load(name, hop, start, values_of(values));
+          },
+          py::arg("name"), py::arg("hop"), py::arg("start"), py::arg("values"))
+      .def("scale", &ResidualStore::scale, py::arg("factor"))
+      .def("clear", &ResidualStore::clear)
+      .def_property_readonly("bytes", &ResidualStore::bytes);
+
+  m.def(
+      "compressed_all_reduce",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& tensor, const BoundCodec& codec,
+         const Residuals& residuals, const std::vector<PyRange>& ranges, const c10d::ReduceOp& op, bool async_op) {
+        return zeropg_of(backend).compressed_all_reduce(tensor, make_compression(codec, residuals, ranges), op,
+                                                        async_op);
+      },
+      py::arg("backend"), py::arg("tensor"), py::arg("codec"), py::arg("residuals"), py::arg("ranges"), py::arg("op"),
+      py::arg("async_op"), ReleaseGil());
+  m.def(
+      "compressed_reduce_scatter",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& output, const at::Tensor& input,
+         const BoundCodec& codec, const Residuals& residuals, const std::vector<PyRange>& ranges,
+         const c10d::ReduceOp& op, bool async_op) {
+        return zeropg_of(backend).compressed_reduce_scatter(output, input, make_compression(codec, residuals, ranges),
+                                                            op, async_op);
+      },
+      py::arg("backend"), py::arg("output"), py::arg("input"), py::arg("codec"), py::arg("residuals"),
+      py::arg("ranges"), py::arg("op"), py::arg("async_op"), ReleaseGil());
+}
+
+}  // namespace zeropg

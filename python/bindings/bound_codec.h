@@ -1,0 +1,14 @@
+// A codec in Python's hands; pybind11 holds no pointers to const.
+#pragma once
+
+#include <memory>
+
+#include "compression/compressor.h"
+
+namespace zeropg {
+
+struct BoundCodec {
+  std::shared_ptr<const Compressor> codec;  // life shared with models and hooks
+};
+
+}  // namespace zeropg

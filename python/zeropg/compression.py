@@ -1,0 +1,219 @@
+"""Gradients in fewer bytes between ranks: codecs, and how DDP and FSDP2 use them.
+
+A codec is an argument: `zeropg.fully_shard(model, compression=BlockQuant(4))`, `ddp.register_comm_hook(
+State(BlockQuant(4)), ddp_hook)`, `fsdp_module.set_custom_reduce_scatter(Fsdp2ReduceScatter(BlockQuant(4)))`. Nothing
+else is ever compressed: no parameters, losses, metrics, broadcasts. fp32 gradients on the CPU, on groups of zeropg.
+
+With error feedback (the default) what an encoding loses is added to the next gradient of the same parameter. Each rank
+keeps up to 4 bytes per element for it, which belong into checkpoints (`zeropg.save_checkpoint`, `State.state_dict`). A
+step that is skipped loses what its gradient carried of earlier residuals; after a change of the loss scale call
+`residuals.scale(new / old)`. A NaN or infinity anywhere makes the result NaN there, on every rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from zeropg._native import _C
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+    from torch.futures import Future
+
+__all__ = ["BlockQuant", "Codec", "Fsdp2ReduceScatter", "State", "ddp_hook"]
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """How gradients are encoded. Equal codecs on every rank.
+
+    error_feedback: keep what encodings lose and add it to the next gradient.
+    """
+
+    error_feedback: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.make_compressor()  # refuses bad parameters here, where they are given
+
+    @abstractmethod
+    def make_compressor(self) -> _C.Compressor:
+        """Returns the core's codec. Raises ValueError for parameters that it does not take."""
+
+    def make_residuals(self) -> _C.ResidualStore | None:
+        """Returns an empty store for what encodings lose; None without error feedback."""
+        return _C.ResidualStore() if self.error_feedback else None
+
+    def __str__(self) -> str:
+        return self.make_compressor().description + (" with error feedback" if self.error_feedback else "")
+
+
+@dataclass(frozen=True)
+class BlockQuant(Codec):
+    """Integers of 8 or 4 bits with one scale per block: 25.2 % or 12.7 % of fp32's bytes.
+
+    bits: 8, which training does not notice, or 4, which it hardly does.
+    block: elements per scale, a multiple of 32 up to 4096.
+
+    Raises ValueError for other values.
+    """
+
+    bits: int = 8
+    block: int = 256
+
+    def make_compressor(self) -> _C.Compressor:
+        return _C.Compressor("block_quant", {"bits": self.bits, "block": self.block})
+
+
+def check_codec(codec: Any, who: str) -> Codec:
+    """Returns `codec`. Raises TypeError naming `who` for anything else than a codec, such as the class itself."""
+    if not isinstance(codec, Codec):
+        raise TypeError(
+            f"[zeropg] {who}: compression is {codec!r}; expected a codec such as zeropg.compression.BlockQuant(4)."
+        )
+    return codec
+
+
+def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
+    """Returns the zeropg backend of `group` (default: the world). Raises ValueError where it is another one."""
+    group = dist.distributed_c10d._get_default_group() if group is None else group
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # no backend for CPU tensors
+        backend = None
+    if not isinstance(backend, _C.ProcessGroupZero):
+        name = "none" if backend is None else backend.name()
+        raise ValueError(
+            f"[zeropg] {who}: compression needs a group of zeropg, whose collectives carry codecs; the group's CPU "
+            f'backend is {name}. Use init_process_group("zeropg"), or no compression.'
+        )
+    return backend
+
+
+class State:
+    """What `ddp_hook` needs: the codec, the group and the residuals of one DDP model on this rank.
+
+    codec: e.g. BlockQuant(4).
+    process_group: that of the DDP model; default: the world.
+    model: the module that was wrapped; its parameters' names then stand in `state_dict`. Without it parameters are
+      numbered in the order of DDP's first buckets.
+
+    Raises TypeError for something that is no codec, ValueError for a group of another backend.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        self.codec = check_codec(codec, "State")
+        self.residuals = codec.make_residuals()
+        self._compressor = codec.make_compressor()
+        self._backend = backend_of(process_group, "State")
+        # By identity, and kept alive: DDP rebuilds its buckets after the first step, the parameters stay.
+        self._names: dict[torch.Tensor, str] = {}
+        if model is not None:
+            self._names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def ranges(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, int, int]]:
+        """Whose gradients a bucket of these parameters holds: (name, 0, numel) in its order."""
+        for parameter in parameters:
+            self._names.setdefault(parameter, f"parameters.{len(self._names)}")
+        return [(self._names[parameter], 0, parameter.numel()) for parameter in parameters]
+
+    def all_reduce(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Any:
+        """Averages `buffer` (the flat gradients of `parameters`) over the ranks, in place; returns the Work."""
+        return _C.compressed_all_reduce(
+            self._backend,
+            buffer,
+            self._compressor,
+            self.residuals,
+            self.ranges(parameters),
+            dist.ReduceOp.AVG,
+            async_op=True,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals, as copies: {"residuals": [(name, hop, start, tensor)]}."""
+        segments = [] if self.residuals is None else self.residuals.segments()
+        return {"residuals": [(name, hop, start, values.clone()) for name, hop, start, values in segments]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave on the same rank of a world of the same size, also under another codec.
+
+        Raises ValueError for residuals that are not finite.
+        """
+        if self.residuals is not None:
+            self.residuals.clear()
+            for name, hop, start, values in state["residuals"]:
+                self.residuals.load(name, hop, start, values)
+
+
+def ddp_hook(state: State, bucket: GradBucket) -> Future[torch.Tensor]:
+    """The communication hook: `ddp.register_comm_hook(State(BlockQuant(4)), ddp_hook)`. Collective, in backward.
+
+    Two phases, both encoded: every rank sends each shard of the bucket to its owner, which adds them in fp32 and sends
+    the average back. All ranks get the same bits. Raises TypeError for gradients that are not fp32 on the CPU.
+    """
+    if not isinstance(state, State):
+        raise TypeError(
+            f"[zeropg] ddp_hook: the state is {state!r}; register it as ddp.register_comm_hook(State(codec), ddp_hook)."
+        )
+    future: Future[list[torch.Tensor]] = state.all_reduce(bucket.buffer(), bucket.parameters()).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+class Fsdp2ReduceScatter:
+    """For `FSDPModule.set_custom_reduce_scatter`: one object for each FSDP module, since it holds its residuals.
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(Fsdp2ReduceScatter(BlockQuant(4)))
+
+    codec: e.g. BlockQuant(4). Needs reduce_dtype=torch.float32 where parameters are computed in 16 bits, and a group of
+    zeropg. Residuals lie in the order of the module's flat gradients, which the world size enters.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = check_codec(codec, "Fsdp2ReduceScatter")
+        self.residuals = codec.make_residuals()
+        self._compressor = codec.make_compressor()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for FSDP2's flat gradients; part of its interface."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduces `input_tensor` [world_size * n] over the ranks into `output_tensor` [n]. Collective.
+
+        Raises ValueError for groups of other backends and for other operations than sum and average, TypeError for
+        tensors that are not fp32 on the CPU.
+        """
+        numel = input_tensor.numel()
+        # A step in which some parameters got no gradient has a shorter tensor, with a life of its own.
+        ranges = [(f"gradients of {numel}", 0, numel)]
+        work = _C.compressed_reduce_scatter(
+            backend_of(group, "Fsdp2ReduceScatter"),
+            output_tensor,
+            input_tensor,
+            self._compressor,
+            self.residuals,
+            ranges,
+            op,
+            async_op=async_op,
+        )
+        return work if async_op else None

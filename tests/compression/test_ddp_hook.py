@@ -1,0 +1,149 @@
+"""DDP with compressed gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests.sharding.ranks import on_ranks, raises
+from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
+from zeropg.compression import BlockQuant, Codec, State, ddp_hook
+
+
+def make_ddp(codec: Codec | None, **options: Any) -> tuple[DDP, State | None]:
+    model = make_model()
+    ddp = DDP(model, bucket_cap_mb=0.05, **options)  # several buckets, rebuilt after the first step
+    state = None
+    if codec is not None:
+        state = State(codec, model=model)
+        ddp.register_comm_hook(state, ddp_hook)
+    return ddp, state
+
+
+def train(ddp: DDP, optimizer: torch.optim.Optimizer, batches: torch.Tensor) -> list[float]:
+    losses = []
+    for batch in batches:
+        loss = loss_of(ddp, batch.chunk(dist.get_world_size())[dist.get_rank()])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average = loss.detach().clone()
+        dist.all_reduce(average, dist.ReduceOp.AVG)
+        losses.append(average.item())
+    return losses
+
+
+def expect_equal_on_all_ranks(module: nn.Module) -> None:
+    mine = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    rank0 = mine.clone()
+    dist.broadcast(rank0, 0)
+    assert torch.equal(mine, rank0)
+
+
+@pytest.mark.parametrize(
+    ("codec", "tolerance"),
+    [(BlockQuant(8), 0.02), (BlockQuant(4), 0.08)],
+    ids=str,
+)
+@on_ranks(2)
+def test_ddp_learns_as_without_compression(codec: Codec, tolerance: float) -> None:
+    batches = make_batches()
+    plain, _ = make_ddp(None)
+    expected = train(plain, make_optimizer(plain.module), batches)
+    ddp, state = make_ddp(codec)
+    losses = train(ddp, make_optimizer(ddp.module), batches)
+    assert losses[0] == pytest.approx(expected[0], rel=1e-5)
+    assert losses[-1] == pytest.approx(expected[-1], rel=tolerance), (losses, expected)
+    assert losses[-1] < 0.7 * losses[0]
+    expect_equal_on_all_ranks(ddp.module)
+    assert state is not None and state.residuals is not None
+    names = {name for name, *_ in state.residuals.segments()}
+    assert names == {name for name, _ in ddp.module.named_parameters()}
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@on_ranks(2)
+def test_saved_residuals_continue_to_the_bit(is_named: bool) -> None:
+    """In a new DDP object, whose buckets begin anew: residuals belong to parameters."""
+    batches = make_batches()
+    ddp, state = make_ddp(BlockQuant(4))
+    if not is_named:
+        ddp = DDP(make_model(), bucket_cap_mb=0.05)
+        state = State(BlockQuant(4))
+        ddp.register_comm_hook(state, ddp_hook)
+    assert state is not None
+    optimizer = make_optimizer(ddp.module)
+    train(ddp, optimizer, batches[:5])
+    saved = {
+        "model": copy.deepcopy(ddp.module.state_dict()),
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
+        "compression": state.state_dict(),
+    }
+    # The second life of a run has its first buckets again, so both continue with new ones.
+    results = []
+    for with_residuals in (True, True, False):
+        again = DDP(make_model(), bucket_cap_mb=0.05)
+        again.module.load_state_dict(saved["model"])
+        state = State(BlockQuant(4), model=again.module if is_named else None)
+        if with_residuals:
+            state.load_state_dict(saved["compression"])
+        again.register_comm_hook(state, ddp_hook)
+        optimizer = make_optimizer(again.module)
+        optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        train(again, optimizer, batches[5:10])
+        results.append(torch.cat([parameter.detach().flatten() for parameter in again.module.parameters()]))
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+@on_ranks(2)
+def test_no_sync_compresses_once() -> None:
+    batches = make_batches(2)
+    ddp, state = make_ddp(BlockQuant(4))
+    assert state is not None and state.residuals is not None
+    with ddp.no_sync():
+        loss_of(ddp, batches[0]).backward()
+    assert state.residuals.bytes == 0
+    loss_of(ddp, batches[1]).backward()
+    assert state.residuals.bytes > 0
+
+
+@on_ranks(2)
+def test_gradient_scaler_sees_overflow_and_training_goes_on() -> None:
+    batches = make_batches(3)
+    ddp, state = make_ddp(BlockQuant(4))
+    optimizer = make_optimizer(ddp.module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    for step, batch in enumerate(batches):
+        before = [parameter.detach().clone() for parameter in ddp.parameters()]
+        loss = loss_of(ddp, batch)
+        if step == 1 and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        is_changed = any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+        assert is_changed == (step != 1)
+    assert scaler.get_scale() == 2.0**9
+    assert state is not None and state.residuals is not None
+    assert all(values.isfinite().all() for *_, values in state.residuals.segments())
+
+
+@on_ranks(2)
+def test_bad_use_is_named() -> None:
+    with raises(TypeError, "BlockQuant'", "expected a codec such as"):
+        State(BlockQuant)  # type: ignore[arg-type]
+    state = State(BlockQuant(4))
+    with raises(ValueError, "'weight'", "not finite"):
+        state.load_state_dict({"residuals": [("weight", 0, 0, torch.tensor([float("inf")]))]})
+    ddp = DDP(nn.Linear(8, 8).bfloat16())
+    ddp.register_comm_hook(state, ddp_hook)
+    with raises(TypeError, "BFloat16", "float32"):
+        ddp(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
