@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "compression/block_quant.h"
+#include "compression/fp16.h"
 
 namespace zeropg {
 
@@ -46,6 +47,7 @@ constexpr Entry kCompressors[] = {
        const int64_t bits = reader.integer("bits", 8);
        return std::make_shared<BlockQuant>(bits, reader.integer("block", 256));
      }},
+    {"fp16", [](Reader&) -> std::shared_ptr<const Compressor> { return std::make_shared<Fp16>(); }},
 };
 
 }  // namespace

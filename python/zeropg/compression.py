@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
     from torch.futures import Future
 
-__all__ = ["BlockQuant", "Codec", "Fsdp2ReduceScatter", "State", "ddp_hook"]
+__all__ = ["BlockQuant", "Codec", "Fp16", "Fsdp2ReduceScatter", "State", "ddp_hook"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,14 @@ class BlockQuant(Codec):
 
     def make_compressor(self) -> _C.Compressor:
         return _C.Compressor("block_quant", {"bits": self.bits, "block": self.block})
+
+
+@dataclass(frozen=True)
+class Fp16(Codec):
+    """IEEE half precision: 50 % of fp32's bytes. Gradients beyond 65504 become infinite."""
+
+    def make_compressor(self) -> _C.Compressor:
+        return _C.Compressor("fp16", {})
 
 
 def check_codec(codec: Any, who: str) -> Codec:
