@@ -321,7 +321,7 @@ class CompressedBetweenNodesTest : public testing::TestWithParam<std::string> {}
 
 TEST_P(CompressedBetweenNodesTest, LosesNothingAndGivesAllRanksTheSameBits) {
   for (const std::vector<int32_t>& placement : kPlacements) {
-    for (const int64_t numel : {0, 1, 31, 33, 700, 5003}) {
+    for (const int64_t numel : {0, 1, 33, 700, 3003}) {
       for (const uint64_t seed : {1, 2}) {
         Reduction reduction({.algorithm = GetParam(),
                              .world_size = static_cast<int32_t>(placement.size()),
