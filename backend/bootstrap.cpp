@@ -13,7 +13,9 @@
 #include "backend/topology.h"
 #include "backend/topology_probe.h"
 #include "backend/transport/doorbell.h"
+#include "backend/transport/rank_names.h"
 #include "backend/transport/tcp_wire.h"
+#include "backend/transport/ucx_wire.h"
 
 namespace zeropg {
 
@@ -133,11 +135,9 @@ void join(const Session& session, BootstrapResult* result) {
   result->channel = std::make_shared<DescriptorChannel>(session.rank, session.world_size, std::move(peers), false);
 }
 
-// To every rank of another node: those with a lower rank listen.
-std::unique_ptr<Network> join_network(Rendezvous& rendezvous, const Topology& topology, const Session& session,
-                                      const BootstrapOptions& options) {
-  NetworkOptions network{
-      .rank = session.rank, .world_size = session.world_size, .peers = {}, .window_bytes = options.window_bytes};
+// TCP to every rank of another node; those with a lower rank listen.
+std::unique_ptr<Wire> join_tcp(Rendezvous& rendezvous, const std::vector<int32_t>& peers, const Session& session,
+                               const BootstrapOptions& options) {
   MeshPlan plan{.rank = session.rank,
                 .group = session.group,
                 .secret = session.place.secret,
@@ -145,19 +145,88 @@ std::unique_ptr<Network> join_network(Rendezvous& rendezvous, const Topology& to
                 .to = {},
                 .from = {},
                 .addresses = std::vector<TcpAddress>(static_cast<size_t>(session.world_size))};
-  for (int32_t peer = 0; peer < session.world_size; ++peer) {
-    if (topology.node_rank[peer] == topology.node_rank[session.rank]) continue;
-    network.peers.push_back(peer);
-    (peer < session.rank ? plan.to : plan.from).push_back(peer);
-  }
+  for (const int32_t peer : peers) (peer < session.rank ? plan.to : plan.from).push_back(peer);
   TcpAddress own{.port = 0, .network_id = plan.network_id, .hosts = local_addresses(options.interfaces)};
   const Descriptor listener = listen_tcp(&own.port);
   const AddressKey key{session.group, session.place.secret};
   const std::vector<std::string> addresses = rendezvous.exchange_addresses(encode(own), plan.to, key);
   for (const int32_t peer : plan.to) plan.addresses[peer] = decode_tcp_address(addresses[peer]);
-  std::vector<Descriptor> connections = connect_mesh(listener, plan, session.deadline, session.tick);
+  return std::make_unique<TcpWire>(connect_mesh(listener, plan, session.deadline, session.tick));
+}
+
+// The key of a pair for this group's life: both nonces enter it, so nothing that was recorded earlier fits.
+std::string pair_key(const Session& session, int32_t lower, int32_t higher, const std::string& lower_nonce,
+                     const std::string& higher_nonce) {
+  const std::string pair = session.group + "/" + std::to_string(lower) + "<" + std::to_string(higher);
+  const Digest key = hmac_sha256(session.place.secret, "zeropg ucx key1" + lower_nonce + higher_nonce + pair);
+  return {key.begin(), key.end()};
+}
+
+Seal seal_with(const std::string& key, std::span<const std::byte> message) {
+  const Digest digest = hmac_sha256(key, {reinterpret_cast<const char*>(message.data()), message.size()});
+  Seal seal;
+  std::copy_n(digest.begin(), seal.size(), seal.begin());
+  return seal;
+}
+
+std::unique_ptr<Wire> join_ucx(Rendezvous& rendezvous, const std::vector<int32_t>& peers, const Session& session,
+                               const BootstrapOptions& options) {
+  const auto keys = std::make_shared<std::vector<std::string>>(session.world_size);  // by peer; shared with the wire
+  auto wire =
+      UcxWire::make({.root = options.ucx_root,
+                     .rank = session.rank,
+                     .world_size = session.world_size,
+                     .seal = [keys, rank = session.rank](int32_t from, int32_t to, std::span<const std::byte> message) {
+                       return seal_with((*keys)[static_cast<size_t>(from == rank ? to : from)], message);
+                     }});
+  const Nonce nonce = random_nonce();
+  const std::string own(nonce.data(), nonce.size());
+  const AddressKey key{session.group, session.place.secret};
+  const std::vector<std::string> addresses = rendezvous.exchange_addresses(own + wire->address(), peers, key);
+  for (const int32_t peer : peers) {
+    const std::string& address = addresses[static_cast<size_t>(peer)];
+    TORCH_CHECK_WITH(DistBackendError, address.size() > sizeof(Nonce), "the address of rank ", peer,
+                     " in the store is damaged");
+    const std::string theirs = address.substr(0, sizeof(Nonce));
+    (*keys)[static_cast<size_t>(peer)] = peer < session.rank ? pair_key(session, peer, session.rank, theirs, own)
+                                                             : pair_key(session, session.rank, peer, own, theirs);
+    wire->connect(peer, address.substr(sizeof(Nonce)));
+  }
+  return wire;
+}
+
+// Until every peer answered: then they all have what this rank left in the store for them.
+void greet_peers(Network& network, const Session& session) {
+  network.greet();
+  auto next_tick = Clock::now() + kTick;
+  constexpr std::chrono::milliseconds kNow{0};
+  for (std::vector<int32_t> silent = network.silent_for(kNow); !silent.empty(); silent = network.silent_for(kNow)) {
+    const auto now = Clock::now();
+    TORCH_CHECK_WITH(DistBackendError, now < session.deadline, network.name(), ": no answer from ",
+                     format_ranks(silent), " in time; look at what those ranks were doing, or raise the timeout");
+    if (now >= next_tick) {
+      session.tick();
+      next_tick = now + kTick;
+    }
+    if (network.progress() || !network.arm()) continue;
+    pollfd entry{network.descriptor(), POLLIN, 0};
+    poll_until({&entry, 1}, std::min(session.deadline, next_tick));
+  }
+}
+
+std::unique_ptr<Network> join_network(Rendezvous& rendezvous, NetworkKind kind, const Topology& topology,
+                                      const Session& session, const BootstrapOptions& options) {
+  NetworkOptions network{
+      .rank = session.rank, .world_size = session.world_size, .peers = {}, .window_bytes = options.window_bytes};
+  for (int32_t peer = 0; peer < session.world_size; ++peer) {
+    if (topology.node_rank[peer] != topology.node_rank[session.rank]) network.peers.push_back(peer);
+  }
+  auto wire = kind == NetworkKind::kUcx ? join_ucx(rendezvous, network.peers, session, options)
+                                        : join_tcp(rendezvous, network.peers, session, options);
+  auto joined = std::make_unique<Network>(std::move(wire), std::move(network));
+  greet_peers(*joined, session);
   rendezvous.withdraw_address();
-  return std::make_unique<Network>(std::make_unique<TcpWire>(std::move(connections)), std::move(network));
+  return joined;
 }
 
 BootstrapResult connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const BootstrapOptions& options,
@@ -168,6 +237,7 @@ BootstrapResult connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size
   own.mailbox_bytes = options.mailbox_bytes;
   own.window_bytes = options.window_bytes;
   own.network = static_cast<int64_t>(options.network);
+  own.has_rdma = options.network == NetworkKind::kAutomatic && UcxWire::has_rdma(options.ucx_root) ? 1 : 0;
   own.has_secret = options.secret.empty() ? 0 : 1;
   own.host_id = options.host_id.empty() ? probe_host_id() : options.host_id;
   own.socket_name = "zeropg-" + random_hex(16);
@@ -186,17 +256,22 @@ BootstrapResult connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size
   BootstrapResult result;
   result.topology = make_topology(std::move(map.host_ids), rank);
   const std::vector<int32_t>& node = result.topology.nodes[result.topology.node_rank[rank]];
-  const Session session{.rank = rank,
-                        .local_rank = result.topology.local_rank[rank],
-                        .world_size = world_size,
-                        .group = map.socket_names[0],
-                        .node = node,
-                        .deadline = deadline,
-                        .tick = [&] { rendezvous.throw_if_a_rank_failed(); },
-                        .place = {map.socket_names[node[0]], options.secret.empty() ? map.secret : options.secret},
-                        .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes, options.mailbox_bytes}};
+  Session session{.rank = rank,
+                  .local_rank = result.topology.local_rank[rank],
+                  .world_size = world_size,
+                  .group = map.socket_names[0],
+                  .node = node,
+                  .deadline = deadline,
+                  .tick = [&] { rendezvous.throw_if_a_rank_failed(); },
+                  .place = {map.socket_names[node[0]], options.secret.empty() ? map.secret : options.secret},
+                  .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes, options.mailbox_bytes}};
   if (result.topology.node_count() > 1) {
-    result.network = join_network(rendezvous, result.topology, session, options);
+    // Peers may still wait for this rank's answer while it meets its node.
+    session.tick = [&] {
+      rendezvous.throw_if_a_rank_failed();
+      if (result.network) result.network->progress();
+    };
+    result.network = join_network(rendezvous, static_cast<NetworkKind>(map.network), result.topology, session, options);
   }
   if (session.local_rank == 0) {
     host(session, rendezvous, listener, &result);

@@ -24,6 +24,7 @@ struct BootstrapOptions {
   int64_t mailbox_bytes = 0;
   int64_t window_bytes = int64_t{1} << 20;  // per stream to a rank on another node
   NetworkKind network = NetworkKind::kAutomatic;
+  std::string ucx_root;    // see ucx_library.h
   std::string interfaces;  // names (or their beginnings) of those to use between nodes, by commas; empty: all
 };
 

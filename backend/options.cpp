@@ -68,6 +68,9 @@ void BackendOptions::resolve() {
   if (host_id.empty()) {
     host_id = environment("ZEROPG_HOST_ID");
   }
+  if (ucx_root.empty()) {
+    ucx_root = environment("ZEROPG_UCX_ROOT");
+  }
   if (interfaces.empty()) {
     interfaces = environment("ZEROPG_INTERFACE");
   }

@@ -39,6 +39,9 @@ struct BackendOptions : c10d::Backend::Options {
   // Names, or beginnings of names, of the network interfaces to use between nodes ("eth,ib0"). Empty: the
   // environment's, else all that are up.
   std::string interfaces;
+  // A folder with the UCX to use (lib/libucp.so.0). Empty: the environment's, else the system's where that has RDMA,
+  // else the libucx wheel beside torch.
+  std::string ucx_root;
   // Proves membership. Empty: the environment's, else a random one through the rendezvous store.
   std::string secret;
   // Ranks with equal host ids share memory. Empty: the environment's, else probed.
@@ -47,6 +50,7 @@ struct BackendOptions : c10d::Backend::Options {
   // Checks ranges and fills what is empty from the environment:
   //   ZEROPG_SECRET       the secret itself
   //   ZEROPG_SECRET_FILE  a file that holds it, readable by its owner only (mode 0600 or 0400)
+  //   ZEROPG_UCX_ROOT     which UCX, as above
   //   ZEROPG_INTERFACE    network interfaces, as above
   //   ZEROPG_HOST_ID      this machine's identity, where the probe would be wrong (containers that share a boot id)
   // Throws ValueError naming the option and the accepted range.

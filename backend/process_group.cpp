@@ -29,6 +29,7 @@ std::shared_ptr<Group> join_group(const c10::intrusive_ptr<c10d::Store>& store, 
                                                       .mailbox_bytes = options.mailbox_bytes,
                                                       .window_bytes = options.window_bytes,
                                                       .network = options.network,
+                                                      .ucx_root = options.ucx_root,
                                                       .interfaces = options.interfaces});
   return std::make_shared<Group>(std::move(joined));
 }

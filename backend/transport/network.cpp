@@ -388,6 +388,14 @@ RemoteState Network::state_of(int32_t peer) const {
   return peers_.at(static_cast<size_t>(peer)).remote;
 }
 
+void Network::greet() {
+  const std::lock_guard lock(mutex_);
+  for (const int32_t rank : options_.peers) {
+    peers_[static_cast<size_t>(rank)].asked = Clock::now();
+    send_small(rank, FrameKind::kPing, 0, 0);
+  }
+}
+
 void Network::ask_for_life() {
   const std::lock_guard lock(mutex_);
   const auto now = Clock::now();

@@ -67,6 +67,8 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   RemoteState state_of(int32_t peer) const;
   // Changes whenever any peer's state does.
   uint64_t state_changes() const { return state_changes_.load(std::memory_order_acquire); }
+  // Asks every peer for a sign of life now; silent_for(0 ms) are those that have not answered.
+  void greet();
   // Asks every peer that has been silent for a while for a sign of life; to be called while something is awaited.
   void ask_for_life();
   // Peers that have left such a question without an answer for `limit`.

@@ -95,6 +95,8 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
         options->network = network_kind(value.cast<std::string>());
       } else if (name == "interfaces") {
         options->interfaces = value.cast<std::string>();
+      } else if (name == "ucx_root") {
+        options->ucx_root = value.cast<std::string>();
       } else if (name == "secret") {
         options->secret = value.cast<std::string>();
       } else if (name == "host_id") {
@@ -102,7 +104,7 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
       } else {
         throw py::type_error("[zeropg] BackendOptions has no option '" + name +
                              "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, window_bytes, network, "
-                             "interfaces, secret and host_id.");
+                             "interfaces, ucx_root, secret and host_id.");
       }
     } catch (const py::cast_error&) {
       throw py::type_error("[zeropg] BackendOptions: " + name + " cannot be " + py::repr(value).cast<std::string>() +
@@ -137,6 +139,7 @@ mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; defau
 window_bytes: int, what a rank may send to a rank on another node before that one takes any; default 4 MiB.
 network: str, "tcp", "ucx", or "automatic": UCX where every rank has it with RDMA, else TCP.
 interfaces: str, network interfaces to use between nodes, e.g. "eth,ib0"; default ZEROPG_INTERFACE, else all.
+ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the system's with RDMA, else the libucx wheel.
 secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
 host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.)")
       .def(py::init(&make_options))
@@ -148,6 +151,7 @@ host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else p
           "network", [](const BackendOptions& self) { return network_name(self.network); },
           [](BackendOptions& self, const std::string& name) { self.network = network_kind(name); })
       .def_readwrite("interfaces", &BackendOptions::interfaces)
+      .def_readwrite("ucx_root", &BackendOptions::ucx_root)
       .def_readwrite("secret", &BackendOptions::secret)
       .def_readwrite("host_id", &BackendOptions::host_id)
       .def("__copy__", [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })

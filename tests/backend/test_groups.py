@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.spawn import RankPool, run_ranks
+from tests.spawn import RankPool, SeparateHosts, run_ranks
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[(0, 0), (0, 0, 0, 0), (0, 0, 1, 1)], ids=str)  # the host of each rank
 def run(request: pytest.FixtureRequest, rank_pool: Callable[..., RankPool]) -> Iterator[Callable[..., Any]]:
-    yield rank_pool(request.param).run
+    yield rank_pool(len(request.param), place=SeparateHosts(hosts=request.param)).run
 
 
 def check_subgroups() -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.reference import MOVABLE, assert_same, values
-from tests.spawn import RankPool
+from tests.spawn import RankPool, SeparateHosts
 
 LARGE = 700_001  # ten times a mailbox
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[(0, 0), (0, 0, 0), (0, 0, 1)], ids=str)  # the host of each rank
 def run(request: pytest.FixtureRequest, rank_pool: Callable[..., RankPool]) -> Iterator[Callable[..., Any]]:
-    yield rank_pool(request.param).run
+    yield rank_pool(len(request.param), place=SeparateHosts(hosts=request.param)).run
 
 
 def ring() -> tuple[int, int, int]:
