@@ -42,6 +42,10 @@ bench: $(BUILD)/installed.stamp
 	  --output $(RESULTS)/collectives_$(RANKS)_ranks.json --plot $(RESULTS)/collectives_$(RANKS)_ranks.svg
 	$(BIN)/python -m zeropg bench optimizer $(ARGS) \
 	  --output $(RESULTS)/optimizer_1_thread.json --plot $(RESULTS)/optimizer_1_thread.svg
+	$(BIN)/python -m zeropg bench compression $(ARGS) \
+	  --output $(RESULTS)/compression.json --plot $(RESULTS)/compression.svg
+	$(BIN)/python -m zeropg bench offload --path build $(ARGS) \
+	  --output $(RESULTS)/offload.json --plot $(RESULTS)/offload.svg
 	$(BIN)/python -m zeropg bench train -n $(RANKS) $(ARGS) \
 	  --output $(RESULTS)/train_step_$(RANKS)_ranks.json --plot $(RESULTS)/train_step_$(RANKS)_ranks.svg
 

@@ -130,6 +130,23 @@ def test_an_optimizer_that_computes_something_else_is_not_timed(monkeypatch, cap
     assert "differs from torch's plain loop" in capsys.readouterr().err
 
 
+def test_codecs_are_checked_and_timed(tmp_path):
+    file = tmp_path / "compression.json"
+    assert program.main(["bench", "compression", "--bytes", "64K", "--even-if-busy", "--output", str(file)]) == 0
+    table = json.loads(file.read_text())["table"]
+    assert table["int8"]["percent_of_fp32"] == pytest.approx(25.2, abs=0.1)
+    assert table["int4"]["percent_of_fp32"] == pytest.approx(12.7, abs=0.1)
+    assert 0 < table["int8"]["relative_l2_error"] < table["int4"]["relative_l2_error"] < 0.2
+
+
+def test_a_tier_is_checked_and_timed(tmp_path):
+    file = tmp_path / "offload.json"
+    small = ["--path", str(tmp_path), "--bytes", "1M", "--numel", "100K", "--rounds", "2", "--even-if-busy"]
+    done = run("bench", "offload", *small, "--output", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(file.read_text())["step"]["tier_ms"] > 0
+
+
 def test_a_busy_machine_is_refused_before_anything_runs(monkeypatch, capsys):
     monkeypatch.setattr(_machine, "others_load_now", lambda seconds=1.0: 1.5)
     for suite in ("collectives", "train", "optimizer"):

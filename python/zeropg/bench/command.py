@@ -9,6 +9,8 @@ import sys
 SUITES = {
     "collectives": ("zeropg.bench.collectives", "operations of the process group beside gloo, in nccl-tests' columns"),
     "optimizer": ("zeropg.bench.optimizer", "fused optimizer steps beside torch.optim and the memory's bandwidth"),
+    "offload": ("zeropg.bench.offload", "a file tier's bandwidth, and a step through it beside one in memory"),
+    "compression": ("zeropg.bench.compression", "what codecs cost, lose and save, beside torch's operations"),
     "train": ("zeropg.bench.train_step", "a training step and its memory beside DDP and FSDP2"),
 }
 

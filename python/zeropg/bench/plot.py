@@ -69,6 +69,36 @@ def plot_optimizer(document: dict[str, Any], file: Path) -> None:
     _save(figure, document["header"], f"{document['header']['threads']} threads", file)
 
 
+def plot_offload(document: dict[str, Any], file: Path) -> None:
+    """Bars: bandwidth of the tier beside plain system calls, and the step with and without it."""
+    figure, (left, right) = _figure(2)
+    names = list(document["bandwidth"])
+    for offset, key, color in ((-0.2, "write_gbps", _COLORS[0]), (0.2, "read_gbps", _COLORS[1])):
+        heights = [document["bandwidth"][name][key] for name in names]
+        left.bar([place + offset for place in range(len(names))], heights, width=0.4, color=color, label=key[:-5])
+    left.set_xticks(range(len(names)), names)
+    left.set_title("GB/s", fontsize=10)
+    left.legend(fontsize=8)
+    right.barh(["in the tier", "in memory"], [document["step"][key] for key in ("tier_ms", "memory_ms")])
+    right.set_title("optimizer step, ms", fontsize=10)
+    _save(figure, document["header"], document["header"]["tier"], file)
+
+
+def plot_compression(document: dict[str, Any], file: Path) -> None:
+    """Bars per codec: GB/s of floats, encoded, decoded, and in torch's operations."""
+    names = list(document["table"])
+    figure, panels = _figure(len(names))
+    keys = ("encode_gbps", "encode_with_residual_gbps", "decode_gbps", "torch_encode_gbps", "copy_gbps")
+    for name, axes in zip(names, panels, strict=True):
+        row = document["table"][name]
+        axes.barh(
+            [key[:-5].replace("_", " ") for key in keys][::-1], [row[key] for key in keys][::-1], color=_COLORS[0]
+        )
+        axes.set_title(f"{name}: GB/s, {row['percent_of_fp32']:.1f} % of the bytes", fontsize=10)
+        axes.grid(axis="x", alpha=0.3)
+    _save(figure, document["header"], "one core", file)
+
+
 def _figure(count: int) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
 
