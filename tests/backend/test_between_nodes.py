@@ -42,7 +42,7 @@ def find_nodes() -> tuple[str, list[list[int]]]:
 def test_topology_is_a_table_of_the_nodes() -> None:
     for rank, (table, nodes) in enumerate(run_on_two_nodes(3, find_nodes)):
         assert nodes == [[0, 1], [2]]
-        assert "node0" in table and "node1" in table and f"{rank}*" in table
+        assert "host-0" in table and "host-1" in table and f"{rank}*" in table
 
 
 def exchange(sizes: list[int]) -> None:
