@@ -10,21 +10,17 @@ step that is skipped loses what its gradient carried of earlier residuals; after
 `residuals.scale(new / old)`. A NaN or infinity anywhere makes the result NaN there, on every rank.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket
+from torch.futures import Future
 
 from zeropg._native import _C
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
-    from torch.futures import Future
 
 __all__ = ["BlockQuant", "Codec", "Fp16", "Fsdp2ReduceScatter", "State", "ddp_hook"]
 
