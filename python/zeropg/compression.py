@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import GradBucket
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from zeropg._native import _C
