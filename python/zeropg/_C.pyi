@@ -21,7 +21,7 @@ class BackendOptions(Backend.Options):
     window_bytes: int, what a rank may send to a rank on another node before that one takes any; default 4 MiB.
     network: str, "tcp", "ucx", or "automatic": UCX where every rank has it with RDMA, else TCP.
     interfaces: str, network interfaces to use between nodes, e.g. "eth,ib0"; default ZEROPG_INTERFACE, else all.
-    ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the system's with RDMA, else the libucx wheel.
+    ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the system's with RDMA, else the wheel.
     secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
     host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.
     """
