@@ -17,7 +17,8 @@ using std::chrono::milliseconds;
 struct Node {
   Descriptor listener;
   TcpAddress address;
-  Node() : listener(listen_tcp(&address.port)) {
+  Node() {
+    listener = listen_tcp(&address.port);
     address.network_id = "here";
     address.hosts = {"127.0.0.1"};
   }
