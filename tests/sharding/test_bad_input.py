@@ -30,9 +30,13 @@ def test_wrong_arguments() -> None:
         for dtype in (torch.int32, "bf16"):
             with raises(TypeError, "expected a floating dtype"):
                 zeropg.fully_shard(linear, **{key: dtype})
-    for key in ("offload_params", "offload_optimizer", "compression"):
-        with raises(NotImplementedError, key, "not available"):
+    with raises(NotImplementedError, "offload_params", "not available"):
+        zeropg.fully_shard(linear, offload_params="/a/directory")
+    for key in ("offload_params", "offload_optimizer"):
+        with raises(ValueError, key, "'nvme'", "a directory on a local disk"):
             zeropg.fully_shard(linear, **{key: "nvme"})
+    with raises(TypeError, "compression", "BlockQuant"):
+        zeropg.fully_shard(linear, compression="int8")
     with raises(TypeError, "expected a torch.nn.Module, got Tensor"):
         zeropg.fully_shard(torch.ones(3))
     with raises(ValueError, "ModuleList has no forward"):
