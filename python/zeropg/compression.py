@@ -181,8 +181,10 @@ class Fsdp2ReduceScatter:
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(Fsdp2ReduceScatter(BlockQuant(4)))
 
-    codec: e.g. BlockQuant(4). Needs reduce_dtype=torch.float32 where parameters are computed in 16 bits, and a group of
-    zeropg. Residuals lie in the order of the module's flat gradients, which the world size enters.
+    codec: e.g. BlockQuant(4).
+
+    Gradients must be reduced in fp32, `MixedPrecisionPolicy(reduce_dtype=torch.float32)`, on a group of zeropg. Residuals
+    lie in the order of the module's flat gradients, which the world size enters.
     """
 
     def __init__(self, codec: Codec) -> None:

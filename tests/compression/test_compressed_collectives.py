@@ -148,7 +148,7 @@ def test_other_dtypes_operations_and_ranges_are_refused_and_the_group_goes_on() 
     with raises(ValueError, "start -1"):
         all_reduce(tensor, codec, codec.make_residuals(), ranges=[("weight", -1, 64)])
     all_reduce(tensor, codec, None)
-    assert torch.equal(tensor, torch.ones(64))
+    torch.testing.assert_close(tensor, torch.ones(64), atol=0.005, rtol=0)
 
 
 @on_ranks(2)

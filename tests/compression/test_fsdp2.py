@@ -54,7 +54,7 @@ def test_fsdp2_learns_as_without_compression(codec: Codec, tolerance: float) -> 
 
 @on_ranks(2)
 def test_gradients_in_16_bits_are_refused_and_in_fp32_taken() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with raises(TypeError, "BFloat16", "float32"):
         train(make_sharded(BlockQuant(4), policy)[0], 1)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
