@@ -183,8 +183,8 @@ class Fsdp2ReduceScatter:
 
     codec: e.g. BlockQuant(4).
 
-    Gradients must be reduced in fp32, `MixedPrecisionPolicy(reduce_dtype=torch.float32)`, on a group of zeropg. Residuals
-    lie in the order of the module's flat gradients, which the world size enters.
+    Gradients must be reduced in fp32, `MixedPrecisionPolicy(reduce_dtype=torch.float32)`, on a group of zeropg.
+    Residuals lie in the order of the module's flat gradients, which the world size enters.
     """
 
     def __init__(self, codec: Codec) -> None:
