@@ -1,6 +1,7 @@
 #include "backend/transport/network.h"
 
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -28,7 +29,10 @@ std::string_view as_text(const Payload& payload) {
 }  // namespace
 
 Network::Network(std::unique_ptr<Wire> wire, NetworkOptions options)
-    : wire_(std::move(wire)), options_(std::move(options)), peers_(static_cast<size_t>(options_.world_size)) {
+    : owner_(::getpid()),
+      wire_(std::move(wire)),
+      options_(std::move(options)),
+      peers_(static_cast<size_t>(options_.world_size)) {
   TORCH_INTERNAL_ASSERT(options_.window_bytes > 0);
   for (const int32_t peer : options_.peers) {
     peers_.at(static_cast<size_t>(peer)).is_member = true;
@@ -36,7 +40,15 @@ Network::Network(std::unique_ptr<Wire> wire, NetworkOptions options)
   }
 }
 
-Network::~Network() { close(std::chrono::milliseconds(0)); }
+Network::~Network() {
+  if (owner_ == ::getpid()) {
+    close(std::chrono::milliseconds(0));
+  } else {
+    // A forked child that drops its copy: what the wire would say goodbye to are its parent's peers, and a thread that
+    // exists only there may have held the lock.
+    static_cast<void>(wire_.release());
+  }
+}
 
 bool Network::can_reach(int32_t peer) const {
   return peer >= 0 && peer < options_.world_size && peers_[static_cast<size_t>(peer)].is_member;

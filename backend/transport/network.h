@@ -7,6 +7,8 @@
 // the headers that operations put in front of their bytes; what comes beyond that is not stored but loses the peer.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -137,6 +139,7 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   void send_small(int32_t peer, FrameKind kind, uint8_t index, uint64_t value, std::span<const std::byte> payload = {});
   uint64_t limit_bytes() const;
 
+  const pid_t owner_;
   std::unique_ptr<Wire> wire_;
   const NetworkOptions options_;
   std::atomic<uint64_t> state_changes_{0};

@@ -6,7 +6,6 @@
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -30,11 +29,9 @@ bool is_passing(int error) { return error == EAGAIN || error == EWOULDBLOCK || e
 }  // namespace
 
 TcpWire::TcpWire(std::vector<Descriptor> connections)
-    : owner_(::getpid()),
-      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
-      connections_(connections.size()),
-      arriving_(kArrivingBytes) {
+    : epoll_(::epoll_create1(EPOLL_CLOEXEC)), connections_(connections.size()), arriving_(kArrivingBytes) {
   if (!epoll_) C10_THROW_ERROR(DistBackendError, c10::str("tcp transport: epoll_create1: ", std::strerror(errno)));
+  close_in_children(epoll_.get());
   for (size_t peer = 0; peer < connections.size(); ++peer) {
     if (!connections[peer]) continue;
     Connection& connection = connections_[peer];
@@ -208,11 +205,7 @@ void TcpWire::drop(int32_t peer, const std::string& reason, FrameSink& sink) {
 // What is still on its way when a socket with unread bytes is closed may be thrown away on both sides. So the end is
 // said first, and the socket is closed when the peer's system has everything.
 void TcpWire::close(std::chrono::milliseconds patience) {
-  if (owner_ != ::getpid()) {
-    // The fork closed them, and these numbers may name other files by now.
-    for (Connection& connection : connections_) connection.socket.release();
-    return;
-  }
+  if (!epoll_) return;
   const auto deadline = std::chrono::steady_clock::now() + patience;
   bool is_pending = true;
   while (is_pending) {
@@ -239,6 +232,8 @@ void TcpWire::close(std::chrono::milliseconds patience) {
     }
     if (is_pending) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  forget_in_children(epoll_.get());
+  epoll_.reset();
 }
 
 }  // namespace zeropg

@@ -1,8 +1,6 @@
 // Frames over TCP: one connection per peer, made and proven by tcp_mesh.h. The default between nodes without RDMA.
 #pragma once
 
-#include <sys/types.h>
-
 #include <array>
 #include <vector>
 
@@ -50,7 +48,6 @@ class TcpWire final : public Wire {
   void watch(int32_t peer, Connection& connection);
   void drop(int32_t peer, const std::string& reason, FrameSink& sink);
 
-  const pid_t owner_;
   Descriptor epoll_;
   std::vector<Connection> connections_;  // by rank
   std::vector<std::byte> arriving_;      // where headers and small payloads are read to

@@ -95,10 +95,7 @@ class UcxWireOverLibrary final : public UcxWire {
   void start();
   void check(ucs_status_t status, const char* what) const;
   void take(const Envelope& envelope, const std::byte* data, size_t bytes);
-  void deliver(int32_t peer, Message message);
   void finish(Outgoing* outgoing, ucs_status_t status);
-  void lose(int32_t peer, const std::string& reason);
-  bool is_anything_in_flight() const;
   void close_endpoints(bool is_forced, std::chrono::steady_clock::time_point deadline);
 
   const UcxLibrary& ucx_;
@@ -108,7 +105,6 @@ class UcxWireOverLibrary final : public UcxWire {
   int descriptor_ = -1;
   std::string address_;
   std::vector<Peer> peers_;  // by rank; its elements never move, UCX holds pointers to them
-  FrameSink* sink_ = nullptr;
   bool has_moved_ = false;
   uint64_t dropped_ = 0;
 };

@@ -165,27 +165,3 @@ def call_differently(name: str) -> str:
 def test_different_calls_on_two_nodes_are_an_error_on_every_rank(name: str) -> None:
     for error in run_on_two_nodes(4, call_differently, name):
         assert "different calls" in error, error
-
-
-def count_descriptors() -> tuple[int, int]:
-    def sockets() -> int:
-        links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-        return sum("socket:" in link or "eventpoll" in link for link in links)
-
-    def threads() -> int:
-        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-        return sum(name == "zeropg-engine" for name in names)
-
-    before = sockets()
-    for _ in range(2):
-        group = dist.new_group()
-        dist.all_reduce(torch.ones(10), group=group)
-        dist.destroy_process_group(group)
-    dist.barrier()
-    after = sockets()
-    dist.destroy_process_group()
-    return after - before, threads()
-
-
-def test_a_destroyed_group_leaves_no_socket_and_no_thread() -> None:
-    assert run_on_two_nodes(2, count_descriptors) == [(0, 0)] * 2
