@@ -85,7 +85,10 @@ void Door::welcome(const Descriptor& listener) {
   } catch (const c10::DistNetworkError&) {
     return;
   }
-  if (visitors_.size() >= members_.size() + kMaxStrangers) visitors_.pop_front();
+  if (visitors_.size() >= members_.size() + kMaxStrangers) {  // who has proven itself stays
+    const auto stranger = std::find_if(visitors_.begin(), visitors_.end(), [](const Visitor& v) { return !v.proven; });
+    if (stranger != visitors_.end()) visitors_.erase(stranger);
+  }
   visitors_.push_back(std::move(visitor));
 }
 

@@ -271,7 +271,13 @@ BootstrapResult connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size
       rendezvous.throw_if_a_rank_failed();
       if (result.network) result.network->progress();
     };
-    result.network = join_network(rendezvous, static_cast<NetworkKind>(map.network), result.topology, session, options);
+    const auto kind = static_cast<NetworkKind>(map.network);
+    // The map is not signed, and UCX opens a port that parses bytes before they are proven.
+    const bool is_offered = kind == NetworkKind::kUcx ? options.network == NetworkKind::kUcx || own.has_rdma != 0
+                                                      : options.network != NetworkKind::kUcx;
+    TORCH_CHECK_WITH(DistBackendError, is_offered,
+                     "the map in the store names a network that this rank did not offer; somebody else writes to it");
+    result.network = join_network(rendezvous, kind, result.topology, session, options);
   }
   if (session.local_rank == 0) {
     host(session, rendezvous, listener, &result);

@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <bit>
 #include <span>
 
 namespace zeropg {
@@ -10,15 +11,6 @@ namespace zeropg {
 namespace {
 
 constexpr uint64_t kMagic = 0x31'6c'6c'61'63'67'70'7a;  // "zpgcall1": catches a stream that got out of step
-
-// FNV-1a: to notice ranks that were configured differently, not to keep anybody out.
-uint64_t hash_of(const std::string& text) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const char c : text) {
-    hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3;
-  }
-  return hash;
-}
 
 bool is_reducing(OpKind op) {
   return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
@@ -30,11 +22,21 @@ bool has_root(OpKind op) {
 
 bool is_same(const CallHeader& a, const CallHeader& b) {
   return a.call.op == b.call.op && a.call.dtype == b.call.dtype && a.call.reduce_op == b.call.reduce_op &&
-         a.call.root == b.call.root && a.call.bytes == b.call.bytes && a.call.factor == b.call.factor &&
-         a.imaginary_factor == b.imaginary_factor && a.codec == b.codec;
+         a.call.root == b.call.root && a.call.bytes == b.call.bytes &&
+         std::bit_cast<uint64_t>(a.call.factor) == std::bit_cast<uint64_t>(b.call.factor) &&
+         std::bit_cast<uint64_t>(a.imaginary_factor) == std::bit_cast<uint64_t>(b.imaginary_factor) &&
+         a.codec == b.codec && a.algorithm == b.algorithm;
 }
 
 }  // namespace
+
+uint64_t hash_of(const std::string& text) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char c : text) {
+    hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3;
+  }
+  return hash;
+}
 
 std::string describe_call(const CallDescription& call) {
   if (call.op > static_cast<uint32_t>(OpKind::kBarrier) || call.dtype >= static_cast<uint32_t>(c10::NumScalarTypes) ||
@@ -83,6 +85,7 @@ CallHeader CallHeaders::header_for(int32_t peer) const {
   header.imaginary_factor = collective_.factor.imag();
   header.pair_bytes = spec.op == OpKind::kAllToAll ? spec.send_bytes[peer] : 0;
   header.codec = spec.codec == nullptr ? 0 : hash_of(spec.codec->description());
+  header.algorithm = hash_of(collective_.schedule->algorithm);
   return header;
 }
 
@@ -121,7 +124,9 @@ void CallHeaders::compare(int32_t peer, const CallHeader& theirs) const {
   TORCH_CHECK_WITH(DistBackendError, theirs.magic == kMagic, "rank ", peer,
                    " sent something that is no call; its memory or ours is damaged");
   if (theirs.sequence != mine.sequence || !is_same(theirs, mine)) {
-    const std::string note = theirs.codec == mine.codec ? "" : " with different compression";
+    const std::string note = theirs.codec != mine.codec           ? " with different compression"
+                             : theirs.algorithm != mine.algorithm ? " or run different algorithms for them"
+                                                                  : "";
     C10_THROW_ERROR(DistBackendError,
                     c10::str("the ranks made different calls", note, ": rank ", group_.rank(), ": ",
                              describe_call(mine.call), "; rank ", peer, ": ", describe_call(theirs.call),

@@ -29,6 +29,9 @@ struct CallDescription {
   double factor = 1;  // the real part
 };
 
+// FNV-1a: to notice ranks that were configured differently, not to keep anybody out.
+uint64_t hash_of(const std::string& text);
+
 // "all_reduce(Float, sum, 40 bytes)", or "garbage" where the numbers mean nothing.
 std::string describe_call(const CallDescription& call);
 
@@ -39,6 +42,7 @@ struct CallHeader {
   double imaginary_factor = 0;
   int64_t pair_bytes = 0;  // all_to_all: what the sender has for the receiver
   uint64_t codec = 0;      // a hash of its description, 0: none
+  uint64_t algorithm = 0;  // a hash of the schedule's name
 };
 
 // The headers of one execution, each sent and received at most once.

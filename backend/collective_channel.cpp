@@ -90,11 +90,17 @@ void CollectiveChannel::submit(std::unique_ptr<CollectiveJob> job, bool is_synch
 
 // False: it would have to sleep, which is the progress thread's part.
 bool CollectiveChannel::run_in_calling_thread(CollectiveJob& job) {
+  constexpr std::chrono::milliseconds kCheckInterval{50};
   Waiter waiter(engine_.ranks_on_node());
+  auto next_check = std::chrono::steady_clock::now() + kCheckInterval;
   while (true) {
     const Progress progress = run(job);
     if (progress == Progress::kDone) {
       return true;
+    }
+    if (const auto now = std::chrono::steady_clock::now(); now >= next_check) {
+      check(job);  // bytes that keep coming must not hide the deadline or a rank that died
+      next_check = now + kCheckInterval;
     }
     if (progress == Progress::kMoved) {
       waiter.reset();

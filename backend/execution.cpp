@@ -243,7 +243,7 @@ void Execution::announce() {
   mine.reduce_op = static_cast<uint32_t>(collective_.reduce_op);
   mine.root = spec.root;
   mine.bytes = spec.bytes;
-  mine.arena_offset = -1;
+  mine.algorithm = hash_of(collective_.schedule->algorithm);
   if (announces_counts(spec)) {
     std::memcpy(mine.payload, spec.send_bytes.data(), spec.send_bytes.size() * sizeof(int64_t));
   } else {
@@ -256,6 +256,8 @@ void Execution::check_announcements() {
   const CollectiveSpec& spec = collective_.spec;
   ShmArena& arena = group_.arena();
   const AnnouncedReduction mine = announced_reduction(collective_);
+  const uint64_t algorithm = hash_of(collective_.schedule->algorithm);
+  std::vector<int32_t> planned_otherwise;
   std::map<std::string, std::vector<int32_t>> calls;
   bool is_same = true;
   for (const int32_t peer : group_.node()) {
@@ -274,11 +276,18 @@ void Execution::check_announcements() {
       is_peer_same = std::memcmp(other.payload, &mine, sizeof(mine)) == 0;
     }
     is_same = is_same && is_peer_same;
+    if (other.algorithm != algorithm) {
+      planned_otherwise.push_back(peer);
+    }
   }
   if (is_same) {
+    TORCH_CHECK_WITH(DistBackendError, planned_otherwise.empty(), label_.prefix(), ": this rank runs ",
+                     collective_.schedule->algorithm, ", ", list_ranks(planned_otherwise),
+                     " another algorithm; give BackendOptions(algorithms=...) and the version of zeropg the same value "
+                     "on every rank.");
     return;
   }
-  for (int32_t peer = 0; peer < spec.world_size; ++peer) {
+  for (const int32_t peer : group_.node()) {
     calls[describe_announcement(peer)].push_back(peer);
   }
   std::string text;

@@ -91,6 +91,7 @@ class PointToPoint final : public Channel {
   bool take_from_set_aside(Posted& posted);
   std::unique_ptr<Posted> take_posted(int32_t peer, int32_t tag);
   bool wants_from(int32_t peer) const;
+  bool is_named(int32_t peer) const;  // by a receive that wants this peer and no other
   bool has_pending() const;
   Activity advance_locked(Finished& finished);
   void fail_locked(const std::exception_ptr& error, Finished& finished);

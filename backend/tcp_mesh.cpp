@@ -227,7 +227,10 @@ void Mesh::welcome() {
   } catch (const c10::DistNetworkError&) {
     return;
   }
-  if (visitors_.size() >= plan_.from.size() + kMaxStrangers) visitors_.pop_front();
+  if (visitors_.size() >= plan_.from.size() + kMaxStrangers) {  // who has proven itself stays
+    const auto stranger = std::find_if(visitors_.begin(), visitors_.end(), [](const Visitor& v) { return v.rank < 0; });
+    if (stranger != visitors_.end()) visitors_.erase(stranger);
+  }
   visitors_.push_back(std::move(visitor));
 }
 

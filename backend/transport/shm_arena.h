@@ -41,8 +41,8 @@ struct Announcement {
   uint32_t dtype = 0;
   uint32_t reduce_op = 0;
   int32_t root = 0;
-  int64_t bytes = 0;          // CollectiveSpec::bytes
-  int64_t arena_offset = -1;  // where this rank's tensor lies in the arena, -1: not there
+  int64_t bytes = 0;       // CollectiveSpec::bytes
+  uint64_t algorithm = 0;  // a hash of the schedule's name
   std::byte payload[kInlineBytes];
 };
 

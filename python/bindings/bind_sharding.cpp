@@ -124,7 +124,15 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("segments", &FlatGroup::segments)
       .def_property_readonly("slots", &FlatGroup::slots)
       .def_property_readonly("local_shards", &FlatGroup::local_shards)
-      .def("grad", [](const FlatGroup& self) { return defined_or_none(self.module->gradient(self.index)); })
+      .def("grad",
+           [](const FlatGroup& self) {
+             at::Tensor gradient;
+             {
+               py::gil_scoped_release no_gil;  // after a backward that raised it waits for other ranks
+               gradient = self.module->gradient(self.index);
+             }
+             return defined_or_none(gradient);
+           })
       .def("has_grad",
            [](const FlatGroup& self, const at::Tensor& parameter) {
              return self.module->has_gradient(self.index, self.slot_of(parameter));
@@ -154,10 +162,10 @@ void bind_sharding(py::module_& m) {
       .def("reshard_all", &ShardedModule::reshard_all, ReleaseGil())
       .def("begin_step", &ShardedModule::begin_step, ReleaseGil())
       .def("end_step", &ShardedModule::end_step, ReleaseGil())
-      .def("zero_gradients", &ShardedModule::zero_gradients)
-      .def("scale_gradients", &ShardedModule::scale_gradients)
+      .def("zero_gradients", &ShardedModule::zero_gradients, ReleaseGil())
+      .def("scale_gradients", &ShardedModule::scale_gradients, ReleaseGil())
       .def("show_full_gradients", &ShardedModule::show_full_gradients, ReleaseGil())
-      .def("hide_full_gradients", &ShardedModule::hide_full_gradients)
+      .def("hide_full_gradients", &ShardedModule::hide_full_gradients, ReleaseGil())
       .def("dissolve", &ShardedModule::dissolve, ReleaseGil())
       .def("clip_grad_norm", &ShardedModule::clip_grad_norm, ReleaseGil())
       .def("communication_seconds", &ShardedModule::communication_seconds)

@@ -62,7 +62,7 @@ class CheckpointFolder:
 
     def close(self) -> None:
         """Removes what was not committed and gives the lock back. Any rank may call it, whoever made the files."""
-        if not self.is_committed:
+        if not self.is_committed and not self._is_current():
             shutil.rmtree(self.data, ignore_errors=True)
             if self._lock is not None:
                 with suppress(OSError):
@@ -72,6 +72,15 @@ class CheckpointFolder:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked child may hold the descriptor too
             os.close(self._lock)
             self._lock = None
+
+    def _is_current(self) -> bool:
+        """Whether the manifest names this folder: a rename that was interrupted may have happened all the same."""
+        try:
+            return read_manifest(self.directory).folder == self.data.name
+        except (FileNotFoundError, ValueError):
+            return False
+        except OSError:
+            return True  # unknown; the next save removes what is left
 
     def _temporary(self) -> Path:
         return self.directory / f".{MANIFEST_NAME}.tmp"

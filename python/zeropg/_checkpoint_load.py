@@ -108,9 +108,10 @@ class Loading:
             saved, optimizer = self._manifest.optimizer, self._optimizer
             if optimizer is None or saved is None:
                 return
-            optimizer.load_local_state(self._state_shards(saved, optimizer, advance), self._numbers(saved, optimizer))
+            # First what decides which state there is, such as amsgrad and momentum.
             for entry, group in zip(saved.groups, optimizer.param_groups, strict=True):
                 group.update({key: decode(value, fetch_scalar) for key, value in entry.items() if key != "params"})
+            optimizer.load_local_state(self._state_shards(saved, optimizer, advance), self._numbers(saved, optimizer))
         except (ValueError, OSError) as error:
             text = f"{error}; the model holds old and new values now: load a checkpoint before you use it"
             raise (ValueError if isinstance(error, ValueError) else OSError)(text) from error

@@ -197,9 +197,8 @@ class FusedUpdater:
         self._show(index, slots)
 
     def clear(self) -> None:
-        for slot in self._slots.values():
-            slot.zero_()
-        self._steps.zero_()
+        self._slots.clear()  # not zeroed in place: what is loaded next may be views of them
+        self._steps = torch.zeros_like(self._steps)
 
     def _plan(self, owners: Mapping[int, int], groups: Sequence[Group]) -> Iterator[Run]:
         """Yields what steps now, and how."""
@@ -339,7 +338,7 @@ class WholeUpdater:
 
     def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
         mine = [s.parameter for s in self.segments if s.parameter.grad is not None and id(s.parameter) in owners]
-        if gradient_factor != 1.0:
+        if mine and gradient_factor != 1.0:
             torch._foreach_mul_([p.grad for p in mine if p.grad is not None], gradient_factor)
         self._optimizer.param_groups = [
             {**group, "params": [p for p in mine if owners.get(id(p)) == index]} for index, group in enumerate(groups)
@@ -347,7 +346,8 @@ class WholeUpdater:
         self._step(self._optimizer)
 
     def zero_gradients(self) -> None:
-        torch._foreach_zero_([s.parameter.grad for s in self.segments if s.parameter.grad is not None])
+        if gradients := [s.parameter.grad for s in self.segments if s.parameter.grad is not None]:
+            torch._foreach_zero_(gradients)
 
     def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
         yield from _views(self._optimizer.state.get(self.segments[index].parameter, {}), start, stop)
@@ -389,7 +389,7 @@ def detached_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _views(entries: Mapping[str, Any], start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
     for key, value in entries.items():
         if is_per_element(key, value):
-            yield key, start, value.view(-1)[start:stop]
+            yield key, start, value.reshape(-1)[start:stop]
 
 
 def _copied(numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class OffloadedUpdater(FusedUpdater):
         for vector in self._vectors.values():
             vector.clear()
         self._kept = [[] for _ in self.segments]
-        self._steps.zero_()
+        self._steps = torch.zeros_like(self._steps)  # what is loaded next may be views of the old one
 
     def _vector(self, slot: str) -> _C.TieredVector:
         if slot not in self._vectors:

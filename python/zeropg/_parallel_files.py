@@ -44,11 +44,6 @@ class ParallelFiles:
         self._writers: list[_C.FileWriter] = []
         self._staging: _C.StagingBuffer | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """This rank can write: it made the files or sees them on a shared file system."""
-        return len(self._writers) == len(self._specs)
-
     def create(self) -> None:
         """Makes all files with their full size and their headers (rank 0)."""
         for spec in self._specs:

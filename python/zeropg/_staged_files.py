@@ -29,11 +29,6 @@ class StagedFiles:
         self._has_index = False
         self._made_directory = False
 
-    @property
-    def is_open(self) -> bool:
-        """This rank can write: it made the files or sees them on a shared file system."""
-        return self._files.is_open
-
     def create(self, reserved_names: list[str]) -> None:
         """Makes all weight files with their full size and their headers.
 

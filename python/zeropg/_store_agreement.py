@@ -90,6 +90,8 @@ class StoreAgreement:
             deadline = time.monotonic() + min(self._patience, _GOOD_BYE_SECONDS)
             while self._store.add("done", 0) < self._world_size - 1 and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
+            if self._store.add("done", 0) < self._world_size - 1:
+                return  # somebody has yet to read the last answer; a few small keys stay
             for step in range(self._step):
                 for key in ("all", *range(self._world_size)):
                     self._store.delete_key(f"{step}/{key}")
@@ -98,8 +100,8 @@ class StoreAgreement:
             self._store.delete_key("done")
 
     def _beat(self) -> None:
-        with suppress(RuntimeError):
-            while not self._is_over.wait(_BEAT_SECONDS):
+        while not self._is_over.wait(_BEAT_SECONDS):
+            with suppress(RuntimeError):
                 self._store.add(f"alive/{self._rank}", 1)
 
     def _collect(self, step: int, rank: int) -> dict[str, Any]:

@@ -340,6 +340,7 @@ class _Save:
 
     def close(self) -> None:
         self._snapshot = None
+        self._own_files = {}
         self._files.close()
         if self.rank == 0:
             # Not the others: rank 0 may be committing while they have lost it. The next save removes what is left.

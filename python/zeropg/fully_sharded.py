@@ -129,6 +129,8 @@ def fully_shard(
         materialize(module, device)
         plans = plan_units(module, _inner_units(module) if units is None else units, ignored_params)
         _check_parameters(module, plans)
+        if compression is not None:
+            _check_compression(compression, plans, reduce_dtype, group)
     options = {
         "stage": stage,
         "param_dtype": param_dtype,
@@ -138,8 +140,6 @@ def fully_shard(
         "reshard_after_forward": reshard_after_forward,
         "offload_optimizer": offload and offload.device,  # each rank may have a disk of its own
     }
-    if compression is not None:
-        _check_compression(compression, plans, reduce_dtype, group)
     _check_same_on_all_ranks(module, plans, options, group)
     _prepare_buffers(module, buffer_dtype, group)
     tier = open_offload(offload, device, group)

@@ -106,7 +106,10 @@ class GradScaler:
             return None
         if id(sharded._core) not in self._unscaled:
             sharded.gradient_factor = 1.0 / self._scale  # saves a pass over the gradients
-        return sharded.step(*args, **kwargs)
+        try:
+            return sharded.step(*args, **kwargs)
+        finally:
+            sharded.gradient_factor = 1.0  # also where the step did not come to use it
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapts the scale to what the steps since the last update have met, or sets it."""

@@ -158,8 +158,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._update(groups)
             else:  # a disk that fails on one rank ends the step on all
                 together(self._core.process_group, "step", lambda: self._update(groups))
-        except OSError as error:
-            self._failure = str(error)
+        except Exception as error:
+            if self._offloaded is not None:  # other ranks, or other chunks, may have stepped
+                self._failure = str(error)
             raise
         finally:
             self.gradient_factor = 1.0

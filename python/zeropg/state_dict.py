@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -75,9 +75,13 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: b
     announced = together(group, operation, lambda: local_signatures(optimizer, model))
     plan = plan_optimizer(optimizer_kind(optimizer), [], model, announced)
     own: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
-    for name, key, values, start, _ in optimizer.local_state():
-        saved_name = model.tensors[model.index_of[name]].name
-        own.setdefault((saved_name, key), []).append((start, values.detach().to("cpu", copy=True)))
+
+    def read_own() -> None:
+        for name, key, values, start, _ in optimizer.local_state():
+            saved_name = model.tensors[model.index_of[name]].name
+            own.setdefault((saved_name, key), []).append((start, values.detach().to("cpu", copy=True)))
+
+    together(group, operation, read_own)  # a disk may fail on one rank
 
     keeps = group.rank() == 0 or not rank0_only
     result: dict[str, dict[str, Any]] = {}
@@ -159,10 +163,16 @@ def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_p
     with full_parameters(model, writable=True):
         result = load_plain(state_dict, strict=strict)
     core.begin_step()
+    try:  # a disk that fails on one rank (masters in a tier) is an error on all
+        together(core.process_group, "load_state_dict", lambda: _load_masters(core, state_dict))
+    finally:
+        core.end_step()
+    return result
+
+
+def _load_masters(core: _C.ShardedModule, state_dict: Mapping[str, Any]) -> None:
     for group in core.flat_groups:
         for slot, (names, parameter, _, _) in enumerate(group.slots):
             value = next((state_dict[name] for name in names if name in state_dict), None)
             if value is not None and value.shape == parameter.shape:
                 group.load(slot, value)
-    core.end_step()
-    return result

@@ -189,10 +189,12 @@ class FileTier final : public Tier {
   void move(const char* action, uint64_t offset, uint64_t bytes, Call call) {
     const auto where = [&] { return c10::str(action, " ", bytes, " bytes at offset ", offset); };
     for (uint64_t done = 0; done < bytes;) {
+      const bool was_direct = is_direct_;
       const ssize_t moved = without_interruption([&] { return call(done); });
-      if (moved < 0 && errno == EINVAL && give_up_direct()) continue;
+      const int code = errno;
+      if (moved < 0 && code == EINVAL && was_direct && give_up_direct()) continue;
       if (moved < 0) {
-        fail(where(), errno, "look at the system's log (dmesg) and the disk's free space; resume from a checkpoint.");
+        fail(where(), code, "look at the system's log (dmesg) and the disk's free space; resume from a checkpoint.");
       }
       if (moved == 0) {
         fail(c10::str(where(), " (it ended after ", done, ", as if the file had been cut)"), EIO,
@@ -204,11 +206,13 @@ class FileTier final : public Tier {
 
   // Some file systems take O_DIRECT at open and refuse it at the first transfer, or after one that came up short.
   bool give_up_direct() {
-    if (!is_direct_.exchange(false)) return false;
     const int flags = ::fcntl(descriptor_.number, F_GETFL);
-    TORCH_WARN("[zeropg rank ", options_.rank, "/", options_.world_size, "] offload: ", options_.directory,
-               " refuses O_DIRECT, so swapping goes through the page cache, which is slower and takes memory.");
-    return ::fcntl(descriptor_.number, F_SETFL, flags & ~O_DIRECT) == 0;
+    if (::fcntl(descriptor_.number, F_SETFL, flags & ~O_DIRECT) != 0) return false;
+    if (is_direct_.exchange(false)) {  // after F_SETFL: who reads false must not meet O_DIRECT. Others may be here too
+      TORCH_WARN("[zeropg rank ", options_.rank, "/", options_.world_size, "] offload: ", options_.directory,
+                 " refuses O_DIRECT, so swapping goes through the page cache, which is slower and takes memory.");
+    }
+    return true;
   }
 
   void remember(uint64_t offset, std::span<const std::byte> bytes) {

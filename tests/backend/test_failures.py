@@ -314,3 +314,40 @@ def init_alone() -> str:
 def test_a_group_that_nobody_joins_is_an_error_in_time() -> None:
     error = run_ranks(2, init_alone, backend="gloo")[0]
     assert "rank 1" in error, error
+
+
+def reduce_by_different_algorithms() -> str:
+    import zeropg
+
+    name = "all_reduce_one_shot" if dist.get_rank() == 0 else "all_reduce_staged"
+    options = zeropg.backend.BackendOptions(algorithms={"all_reduce": name})
+    group = dist.new_group(pg_options=options)
+    try:
+        dist.all_reduce(torch.ones(1 << 16), group=group)
+    except dist.DistBackendError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_run_different_algorithms_are_told() -> None:
+    for text in run_ranks(2, reduce_by_different_algorithms, timeout=60):
+        assert "another algorithm" in text and "BackendOptions(algorithms=...)" in text, text
+
+
+def receive_from_who_is_left() -> int | None:
+    rank = dist.get_rank()
+    if rank == 1:
+        dist.destroy_process_group()
+        return None
+    if rank == 2:
+        time.sleep(1)
+        dist.send(torch.tensor([2]), 0)
+        return None
+    received = torch.zeros(1, dtype=torch.int64)
+    source = dist.recv(received)
+    assert source == received.item()
+    return source
+
+
+def test_a_receive_from_anybody_outlives_a_rank_that_leaves() -> None:
+    assert run_ranks(3, receive_from_who_is_left, timeout=60)[0] == 2

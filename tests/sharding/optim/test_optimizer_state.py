@@ -248,3 +248,16 @@ def test_parameters_and_state_survive_a_round_trip_of_torch_save(tmp_path: Any) 
     steps(model, optimizer, 2, 4)
     steps(other, resumed, 2, 4)
     assert_same(other, model, relative=0, of_largest=0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_loading_its_own_live_state_dict_changes_nothing(kind: Any) -> None:
+    """As in plain torch; its tensors are views of what loading replaces."""
+    models = [shard(make_model()) for _ in range(2)]
+    optimizers = [shard_optimizer(kind(model.parameters(), lr=0.1), model) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        steps(model, optimizer, 0, 2)
+    optimizers[0].load_state_dict(optimizers[0].state_dict())
+    for model, optimizer in zip(models, optimizers, strict=True):
+        steps(model, optimizer, 2, 4)
+    assert_same(models[0], models[1], relative=0, of_largest=0)
