@@ -1,5 +1,5 @@
-// What a user decides about a sharded model. Plain data; the same on every rank, but for the place of an offload and for
-// what the residuals hold.
+// What a user decides about a sharded model. Plain data; the same on every rank, but for the place of an offload and
+// for what the residuals hold.
 #pragma once
 
 #include <c10/core/ScalarType.h>
