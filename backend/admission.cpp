@@ -99,7 +99,7 @@ bool Door::converse(Visitor& visitor) {
     const Received received = try_receive(visitor.current_socket(), ProvenConnection::kMaxMessageBytes, 1, &packet);
     if (received == Received::kPacket) let_in(visitor, std::move(packet));
     return received == Received::kNothingYet;
-  } catch (const c10::DistError&) {
+  } catch (const c10::DistNetworkError&) {
     ++refused_;
     return false;
   }
@@ -187,9 +187,10 @@ ProvenConnection join_leader(const MeetingPlace& place, int32_t rank, int doorbe
   try {
     answer = receive_packet(socket, sizeof(Digest) + 1, 0, deadline, tick);
   } catch (const c10::DistNetworkError& error) {
-    C10_THROW_ERROR(DistNetworkError,
-                    c10::str("the leader did not take this rank's proof of the group's secret (",
-                             error.what_without_backtrace(), "); set the same ZEROPG_SECRET on every rank"));
+    C10_THROW_ERROR(
+        DistNetworkError,
+        c10::str("the leader did not take this rank's proof of the group's secret (", error.what_without_backtrace(),
+                 "); set the same ZEROPG_SECRET on every rank, or look why that one ended"));
   }
   Digest leader_proof{};
   if (answer.bytes.size() == sizeof(Digest)) std::memcpy(leader_proof.data(), answer.bytes.data(), sizeof(Digest));

@@ -13,6 +13,8 @@
 #include "backend/topology.h"
 #include "backend/topology_probe.h"
 #include "backend/transport/doorbell.h"
+#include "backend/transport/notices.h"
+#include "backend/transport/pages.h"
 #include "backend/transport/rank_names.h"
 #include "backend/transport/tcp_wire.h"
 #include "backend/transport/ucx_wire.h"
@@ -35,13 +37,14 @@ namespace {
 
 constexpr size_t kDescriptorsPerMessage = 64;
 
-// Failures of one connection, in words that name the rank at its other end.
+// Failures of one connection, in words that name the rank at its other end. They stay DistNetworkErrors: it may have
+// broken because that rank failed, which then says why.
 template <typename Action>
 auto with_peer(int32_t peer, const Action& action) {
   try {
     return action();
   } catch (const c10::DistNetworkError& error) {
-    C10_THROW_ERROR(DistBackendError, c10::str("rank ", peer, ": ", error.what_without_backtrace()));
+    C10_THROW_ERROR(DistNetworkError, c10::str("rank ", peer, ": ", error.what_without_backtrace()));
   }
 }
 
@@ -82,7 +85,32 @@ struct Session {
   std::function<void()> tick;
   MeetingPlace place;
   ArenaGeometry geometry;
+  int64_t pool_bytes;  // for each rank, or kShareOfMemory
 };
+
+Descriptor create_pool(int32_t world_size, int64_t pool_bytes) {
+  const bool is_automatic = pool_bytes == BootstrapOptions::kShareOfMemory;
+  return Descriptor(
+      TensorPool::create(world_size, is_automatic ? TensorPool::share_of_memory(world_size) : pool_bytes));
+}
+
+std::shared_ptr<TensorPool> map_pool(const Descriptor& fd, const Session& session) {
+  std::shared_ptr<TensorPool> pool;
+  try {
+    pool = std::make_shared<TensorPool>(fd.get(), session.local_rank, static_cast<int32_t>(session.node.size()));
+  } catch (const c10::DistBackendError& error) {
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str("tensor pool: ", error.what_without_backtrace(),
+                             "; give BackendOptions(pool_bytes=...) a smaller value, or 0, on every rank"));
+  }
+  const int64_t wanted = session.pool_bytes;
+  TORCH_CHECK_WITH(DistBackendError,
+                   wanted == BootstrapOptions::kShareOfMemory ||
+                       (wanted <= pool->bytes_per_rank() && pool->bytes_per_rank() < wanted + kSmallPageBytes),
+                   "tensor pool: it has ", pool->bytes_per_rank(), " bytes for each rank, expected ", wanted,
+                   "; give every rank the same pool_bytes");
+  return pool;
+}
 
 // Leader: lets the members in, hands out arena and doorbells, and waits until everybody has mapped them.
 void host(const Session& session, Rendezvous& rendezvous, const Descriptor& listener, BootstrapResult* result) {
@@ -91,13 +119,15 @@ void host(const Session& session, Rendezvous& rendezvous, const Descriptor& list
   std::vector<Member> members = admit_members(listener, session.place, others, session.deadline, session.tick);
 
   Descriptor arena(ShmArena::create(session.geometry));
-  std::vector<int> handed_out{arena.get()};
+  const Descriptor pool = create_pool(session.geometry.world_size, session.pool_bytes);
+  std::vector<int> handed_out{arena.get(), pool.get()};
   for (const int32_t rank : session.node) {
     const auto member = std::find_if(members.begin(), members.end(), [&](const Member& m) { return m.rank == rank; });
     handed_out.push_back(member == members.end() ? process_doorbell() : member->doorbell.get());
   }
   for (Member& member : members) send_descriptors(member, handed_out, session.deadline);
   result->arena = std::make_unique<ShmArena>(arena.release(), session.geometry, session.local_rank);
+  result->pool = map_pool(pool, session);
   for (Member& member : members) {
     with_peer(member.rank,
               [&] { return member.connection.receive(MessageKind::kReady, 0, session.deadline, session.tick); });
@@ -123,9 +153,10 @@ void join(const Session& session, BootstrapResult* result) {
     return join_leader(session.place, session.rank, process_doorbell(), session.deadline, session.tick);
   });
   std::vector<Descriptor> received =
-      receive_descriptors(leader, 1 + session.node.size(), session.deadline, session.tick);
+      receive_descriptors(leader, 2 + session.node.size(), session.deadline, session.tick);
   result->arena = std::make_unique<ShmArena>(received[0].release(), session.geometry, session.local_rank);
-  received.erase(received.begin());
+  result->pool = map_pool(received[1], session);
+  received.erase(received.begin(), received.begin() + 2);
   received[session.local_rank].reset();
   result->arena->set_doorbells(std::move(received));
   with_peer(leader_rank, [&] {
@@ -229,8 +260,8 @@ std::unique_ptr<Network> join_network(Rendezvous& rendezvous, NetworkKind kind, 
   return joined;
 }
 
-BootstrapResult connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const BootstrapOptions& options,
-                        Clock::time_point deadline) {
+void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const BootstrapOptions& options,
+             Clock::time_point deadline, BootstrapResult* result) {
   RankRecord own;
   own.world_size = world_size;
   own.bank_bytes = options.bank_bytes;
@@ -253,23 +284,23 @@ BootstrapResult connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size
     }
   }();
 
-  BootstrapResult result;
-  result.topology = make_topology(std::move(map.host_ids), rank);
-  const std::vector<int32_t>& node = result.topology.nodes[result.topology.node_rank[rank]];
+  result->topology = make_topology(std::move(map.host_ids), rank);
+  const std::vector<int32_t>& node = result->topology.nodes[result->topology.node_rank[rank]];
   Session session{.rank = rank,
-                  .local_rank = result.topology.local_rank[rank],
+                  .local_rank = result->topology.local_rank[rank],
                   .world_size = world_size,
                   .group = map.socket_names[0],
                   .node = node,
                   .deadline = deadline,
-                  .tick = [&] { rendezvous.throw_if_a_rank_failed(); },
+                  .tick = [&] { rendezvous.look_around(); },
                   .place = {map.socket_names[node[0]], options.secret.empty() ? map.secret : options.secret},
-                  .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes, options.mailbox_bytes}};
-  if (result.topology.node_count() > 1) {
+                  .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes, options.mailbox_bytes},
+                  .pool_bytes = options.pool_bytes};
+  if (result->topology.node_count() > 1) {
     // Peers may still wait for this rank's answer while it meets its node.
     session.tick = [&] {
-      rendezvous.throw_if_a_rank_failed();
-      if (result.network) result.network->progress();
+      rendezvous.look_around();
+      if (result->network) result->network->progress();
     };
     const auto kind = static_cast<NetworkKind>(map.network);
     // The map is not signed, and UCX opens a port that parses bytes before they are proven.
@@ -277,15 +308,19 @@ BootstrapResult connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size
                                                       : options.network != NetworkKind::kUcx;
     TORCH_CHECK_WITH(DistBackendError, is_offered,
                      "the map in the store names a network that this rank did not offer; somebody else writes to it");
-    result.network = join_network(rendezvous, kind, result.topology, session, options);
+    if (own.has_rdma != 0 && kind == NetworkKind::kTcp) {
+      notice("network", c10::str("[zeropg rank ", rank, "/", world_size,
+                                 "] this rank has RDMA but not every other one, so bytes between nodes go over TCP; "
+                                 "`python -m zeropg doctor` on each node says what is missing."));
+    }
+    result->network = join_network(rendezvous, kind, result->topology, session, options);
   }
   if (session.local_rank == 0) {
-    host(session, rendezvous, listener, &result);
+    host(session, rendezvous, listener, result);
   } else {
     listener.reset();
-    join(session, &result);
+    join(session, result);
   }
-  return result;
 }
 
 BootstrapResult bootstrap_alone(const BootstrapOptions& options) {
@@ -294,6 +329,7 @@ BootstrapResult bootstrap_alone(const BootstrapOptions& options) {
   const ArenaGeometry geometry{1, options.bank_bytes, options.mailbox_bytes};
   result.arena = std::make_unique<ShmArena>(ShmArena::create(geometry), geometry, 0);
   result.arena->set_doorbells(std::vector<Descriptor>(1));
+  result.pool = std::make_shared<TensorPool>(create_pool(1, options.pool_bytes).get(), 0, 1);
   result.channel = std::make_shared<DescriptorChannel>(0, 1, std::vector<Member>(), true);
   return result;
 }
@@ -308,16 +344,29 @@ BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank
   if (world_size == 1) return bootstrap_alone(options);
   const auto deadline = deadline_after(options.timeout);
   Rendezvous rendezvous(store, rank, world_size, deadline);
+  BootstrapResult result;
   std::string failure;
+  bool is_consequence = false;
   try {
-    return connect(rendezvous, rank, world_size, options, deadline);
+    connect(rendezvous, rank, world_size, options, deadline, &result);
+    return result;
+  } catch (const c10::DistNetworkError& error) {
+    failure = error.what_without_backtrace();
+    is_consequence = true;
   } catch (const c10::Error& error) {
     failure = error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    failure = error.what();
+  } catch (const std::exception& error) {  // what a signal's handler threw, or no memory
+    const std::string text = error.what();
+    rendezvous.report_failure("interrupted: " + text.substr(0, text.find('\n')));
+    throw;
   }
+  failure = rendezvous.find_cause(failure, is_consequence);
   rendezvous.report_failure(failure);
-  C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", rank, "/", world_size, "] bootstrap: ", failure));
+  const std::string text = c10::str("[zeropg rank ", rank, "/", world_size, "] bootstrap: ", failure);
+  // Peers that were told to go on already wait for this rank in their first operation.
+  if (result.arena) result.arena->set_state(RankState::kFailed, text);
+  if (result.network) result.network->tell_state(RankState::kFailed, text);
+  C10_THROW_ERROR(DistBackendError, text);
 }
 
 int share_descriptor(DescriptorChannel& channel, const std::function<int()>& create,

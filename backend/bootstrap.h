@@ -13,15 +13,19 @@
 #include "backend/transport/network.h"
 #include "backend/transport/network_kind.h"
 #include "backend/transport/shm_arena.h"
+#include "backend/transport/tensor_pool.h"
 
 namespace zeropg {
 
 struct BootstrapOptions {
+  static constexpr int64_t kShareOfMemory = -1;
+
   std::chrono::milliseconds timeout{};
   std::string secret;   // empty: a random one through the store (keeps out only those who cannot reach the store)
   std::string host_id;  // empty: probed
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
+  int64_t pool_bytes = kShareOfMemory;      // of the tensor pool, for each rank
   int64_t window_bytes = int64_t{1} << 20;  // per stream to a rank on another node
   NetworkKind network = NetworkKind::kAutomatic;
   std::string ucx_root;    // see ucx_library.h
@@ -33,7 +37,8 @@ class DescriptorChannel;
 
 struct BootstrapResult {
   Topology topology;
-  std::unique_ptr<ShmArena> arena;  // of the ranks of this node
+  std::unique_ptr<ShmArena> arena;   // of the ranks of this node
+  std::shared_ptr<TensorPool> pool;  // as the arena; life shared with the tensors in it
   std::shared_ptr<DescriptorChannel> channel;
   std::unique_ptr<Network> network;  // to the ranks of other nodes; null when there are none
 };

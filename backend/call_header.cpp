@@ -12,10 +12,6 @@ namespace {
 
 constexpr uint64_t kMagic = 0x31'6c'6c'61'63'67'70'7a;  // "zpgcall1": catches a stream that got out of step
 
-bool is_reducing(OpKind op) {
-  return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
-}
-
 bool has_root(OpKind op) {
   return op == OpKind::kBroadcast || op == OpKind::kReduce || op == OpKind::kGather || op == OpKind::kScatter;
 }

@@ -3,12 +3,19 @@
 #include <c10/util/Exception.h>
 
 #include <numeric>
+#include <utility>
 
+#include "backend/interrupts.h"
+#include "backend/transport/rank_names.h"
 #include "backend/transport/waiter.h"
 
 namespace zeropg {
 
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kInlineBytes = 32 << 10;  // what a call may do before it returns: some microseconds
 
 constexpr c10::SourceLocation kHere{"describe_error", __FILE__, 0};
 
@@ -17,7 +24,7 @@ std::string describe_monitored(const OperationLabel& label, const ZeroWork& work
   if (std::string_view(label.title) != kMonitoredBarrierTitle) {
     return "";
   }
-  std::string ranks = list_ranks(awaited);
+  std::string ranks = format_ranks(awaited);
   ranks[0] = 'R';
   return c10::str(ranks, " failed to pass monitoredBarrier in ", work.timeout().count(), " ms; ");
 }
@@ -44,70 +51,107 @@ std::exception_ptr describe_error(Group& group, const OperationLabel& label, con
   }
 }
 
+// A thread's stay in help(): what it holds, it lets go of, and what it leaves undone is the progress thread's.
+class CollectiveChannel::Turn {
+ public:
+  explicit Turn(CollectiveChannel& channel) : channel_(channel) { enter(); }
+  ~Turn() {
+    if (is_inside_) {
+      leave();
+    }
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  void enter() {
+    is_inside_ = true;
+    channel_.helpers_.fetch_add(1);
+  }
+  bool try_hold() { return is_held_ || (is_held_ = channel_.try_hold()); }
+  void leave() {
+    const bool is_empty = std::exchange(is_held_, false) ? channel_.let_go() : channel_.head() == nullptr;
+    is_inside_ = false;
+    channel_.helpers_.fetch_sub(1);  // before the bell: the progress thread keeps away from who is inside
+    if (!is_empty) {
+      channel_.engine_.wake();
+    }
+  }
+
+ private:
+  CollectiveChannel& channel_;
+  bool is_inside_ = false;
+  bool is_held_ = false;
+};
+
 CollectiveChannel::CollectiveChannel(std::shared_ptr<Group> group, Engine& engine)
     : group_(std::move(group)), engine_(engine) {}
 
 void CollectiveChannel::submit(std::unique_ptr<CollectiveJob> job, bool is_synchronous) {
   group_->release_retired();
+  const c10::intrusive_ptr<ZeroWork> work = job->work;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     group_->throw_if_failed();
-    if (!is_synchronous || is_held_ || !queue_.empty()) {
-      queue_.push_back(std::move(job));
-    } else {
-      is_held_ = true;
-    }
+    queue_.push_back(std::move(job));
   }
-  if (!job) {
-    engine_.wake();
+  if (is_synchronous) {
     return;
   }
-  std::exception_ptr error;
-  bool is_done = false;
-  try {
-    is_done = run_in_calling_thread(*job);
-  } catch (...) {
-    error = describe_error(*group_, job->work->label(), std::current_exception());
+  bool is_empty = false;
+  if (work->label().bytes <= kInlineBytes && try_hold()) {
+    advance_held(work.get());
+    is_empty = let_go();
   }
-  if (is_done || error) {
-    finish(std::move(job), error, /*is_engine_thread=*/false);
-  }
-  bool is_idle = false;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    is_held_ = false;
-    if (job) {
-      queue_.push_front(std::move(job));
-    }
-    is_idle = queue_.empty();
-  }
-  if (is_idle) {
-    idle_.notify_all();
-  } else {
+  if (!is_empty) {
     engine_.wake();
   }
 }
 
-// False: it would have to sleep, which is the progress thread's part.
-bool CollectiveChannel::run_in_calling_thread(CollectiveJob& job) {
-  constexpr std::chrono::milliseconds kCheckInterval{50};
+bool CollectiveChannel::try_hold() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !std::exchange(is_held_, true);
+}
+
+bool CollectiveChannel::let_go() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_held_ = false;
+  if (queue_.empty()) {
+    idle_.notify_all();
+  }
+  return queue_.empty();
+}
+
+void CollectiveChannel::help(const ZeroWork& work, Clock::time_point until) {
+  Turn turn(*this);
   Waiter waiter(engine_.ranks_on_node());
-  auto next_check = std::chrono::steady_clock::now() + kCheckInterval;
-  while (true) {
-    const Progress progress = run(job);
-    if (progress == Progress::kDone) {
-      return true;
+  auto next_check = Clock::now() + kInterruptInterval;
+  while (!work.is_complete()) {
+    Activity activity = Activity::kBlocked;
+    if (turn.try_hold()) {
+      activity = advance_held(&work);
+      if (work.is_complete()) {
+        return;
+      }
     }
-    if (const auto now = std::chrono::steady_clock::now(); now >= next_check) {
-      check(job);  // bytes that keep coming must not hide the deadline or a rank that died
-      next_check = now + kCheckInterval;
-    }
-    if (progress == Progress::kMoved) {
+    if (activity == Activity::kMoved) {
       waiter.reset();
     } else if (waiter.should_sleep()) {
-      return false;
+      return;
     } else {
       waiter.pause();
+    }
+    const auto now = Clock::now();
+    if (now >= until) {
+      return;
+    }
+    if (now >= next_check) {  // bytes that keep coming must not hide the deadline, a rank that died or a signal
+      next_check = now + kInterruptInterval;
+      if (turn.try_hold()) {
+        check_held(&work);
+      }
+      turn.leave();
+      check_interrupts();
+      turn.enter();
     }
   }
 }
@@ -136,7 +180,7 @@ Progress CollectiveChannel::run(CollectiveJob& job) {
 }
 
 void CollectiveChannel::finish(std::unique_ptr<CollectiveJob> job, const std::exception_ptr& error,
-                               bool is_engine_thread) {
+                               const ZeroWork* own) {
   c10::intrusive_ptr<ZeroWork> work = std::move(job->work);
   if (error) {
     try {
@@ -145,7 +189,7 @@ void CollectiveChannel::finish(std::unique_ptr<CollectiveJob> job, const std::ex
       group_->fail(known.what_without_backtrace());
     }
   } else {
-    const auto now = std::chrono::steady_clock::now();
+    const auto now = Clock::now();
     group_->count(work->label(), job->start ? std::chrono::duration<double>(now - *job->start).count() : 0.0,
                   job->execution ? job->execution->waiting_seconds() : std::vector<double>());
   }
@@ -154,17 +198,26 @@ void CollectiveChannel::finish(std::unique_ptr<CollectiveJob> job, const std::ex
     group_->notify_complete(work->completion_key(), work->elapsed_ms());
   }
   work->complete(error);
-  if (is_engine_thread) {
+  if (work.get() != own) {
     group_->retire(std::move(work));
   }
 }
 
 CollectiveJob* CollectiveChannel::head() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return is_held_ || queue_.empty() ? nullptr : queue_.front().get();
+  return queue_.empty() ? nullptr : queue_.front().get();
 }
 
 Activity CollectiveChannel::advance_on_engine_thread() {
+  if (is_waited_for() || head() == nullptr || !try_hold()) {
+    return Activity::kIdle;
+  }
+  const Activity activity = advance_held(nullptr);
+  let_go();
+  return activity;
+}
+
+Activity CollectiveChannel::advance_held(const ZeroWork* own) {
   Activity activity = Activity::kIdle;
   while (CollectiveJob* job = head()) {
     Progress progress = Progress::kBlocked;
@@ -175,7 +228,7 @@ Activity CollectiveChannel::advance_on_engine_thread() {
       error = describe_error(*group_, job->work->label(), std::current_exception());
     }
     if (error) {
-      fail_all_on_engine_thread(error);
+      fail_all_held(error, own);
       return Activity::kMoved;
     }
     if (progress != Progress::kDone) {
@@ -183,34 +236,39 @@ Activity CollectiveChannel::advance_on_engine_thread() {
     }
     activity = Activity::kMoved;
     std::unique_ptr<CollectiveJob> done;
-    bool is_idle = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       done = std::move(queue_.front());
       queue_.pop_front();
-      is_idle = queue_.empty();
     }
-    finish(std::move(done), nullptr, /*is_engine_thread=*/true);
-    if (is_idle) {
-      idle_.notify_all();
+    const bool is_own = done->work.get() == own;
+    finish(std::move(done), nullptr, own);
+    if (is_own) {
+      break;  // what is behind it is for whoever waits for that
     }
   }
   return activity;
 }
 
-void CollectiveChannel::fail_all_on_engine_thread(const std::exception_ptr& error) {
+void CollectiveChannel::fail_all_held(const std::exception_ptr& error, const ZeroWork* own) {
   std::deque<std::unique_ptr<CollectiveJob>> failed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     failed.swap(queue_);
   }
   for (auto& job : failed) {
-    finish(std::move(job), error, /*is_engine_thread=*/true);
+    finish(std::move(job), error, own);
   }
-  idle_.notify_all();
 }
 
 void CollectiveChannel::check_on_engine_thread() {
+  if (!is_waited_for() && head() != nullptr && try_hold()) {
+    check_held(nullptr);
+    let_go();
+  }
+}
+
+void CollectiveChannel::check_held(const ZeroWork* own) {
   CollectiveJob* job = head();
   if (job == nullptr || !job->start) {
     return;
@@ -218,7 +276,7 @@ void CollectiveChannel::check_on_engine_thread() {
   try {
     check(*job);
   } catch (...) {
-    fail_all_on_engine_thread(describe_error(*group_, job->work->label(), std::current_exception()));
+    fail_all_held(describe_error(*group_, job->work->label(), std::current_exception()), own);
   }
 }
 
@@ -243,7 +301,7 @@ void CollectiveChannel::check(CollectiveJob& job) {
       DistBackendError,
       c10::str(label.prefix(), ": ", describe_monitored(label, *job.work, awaited), "timed out after ",
                job.work->timeout().count(), " ms ", job.execution->describe_wait(), ", waiting for ",
-               list_ranks(awaited), group_->silence(),
+               format_ranks(awaited), group_->silence(),
                "; see what they do (a stopped process, another collective, a slow step) or raise the timeout of the"
                " group."));
 }
@@ -254,7 +312,7 @@ bool CollectiveChannel::wait_until_idle(std::chrono::milliseconds limit) {
 }
 
 void CollectiveChannel::set_sleeping(bool is_sleeping) {
-  if (!is_sleeping || head() != nullptr) {
+  if (!is_sleeping || (!is_waited_for() && head() != nullptr)) {
     group_->arena().set_sleeping(is_sleeping);
   }
 }

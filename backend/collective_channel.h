@@ -1,7 +1,9 @@
 // The collectives of one group, run one at a time in the order of the calls.
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -29,13 +31,22 @@ struct CollectiveJob {
   std::optional<std::chrono::steady_clock::time_point> start;  // the deadline counts from here
 };
 
+// Note [Who runs a channel]
+// Exactly one thread at a time runs the head of the queue: the one that holds the channel. A thread that waits for one
+// of its works takes the hold as soon as it can, runs the queue itself and lets go when its work is complete or when it
+// would have to sleep. Meanwhile the progress thread keeps away; it runs what nobody waits for, and is woken by whoever
+// lets go of a queue that is not empty. So a small collective costs no change of threads, and nobody has to wait for
+// one.
 class CollectiveChannel final : public Channel {
  public:
   CollectiveChannel(std::shared_ptr<Group> group, Engine& engine);
 
-  // Synchronous jobs on an idle channel run in the calling thread until they would have to sleep; all else runs on the
-  // progress thread. Does not wait for the job.
+  // Queues the job. Whoever submits a synchronous one waits for its work next, and thereby runs it. Small ones begin in
+  // the calling thread; all else is the progress thread's until somebody waits. Does not wait for the job.
   void submit(std::unique_ptr<CollectiveJob> job, bool is_synchronous);
+
+  // See OperationHost::help. Only in the process that made the group.
+  void help(const ZeroWork& work, std::chrono::steady_clock::time_point until);
 
   // True once every job that was submitted has ended.
   bool wait_until_idle(std::chrono::milliseconds limit);
@@ -46,19 +57,29 @@ class CollectiveChannel final : public Channel {
   int32_t local_world_size() const override;
 
  private:
-  Progress run(CollectiveJob& job);
-  bool run_in_calling_thread(CollectiveJob& job);
-  void check(CollectiveJob& job);
-  void finish(std::unique_ptr<CollectiveJob> job, const std::exception_ptr& error, bool is_engine_thread);
-  void fail_all_on_engine_thread(const std::exception_ptr& error);
+  class Turn;
+
+  bool try_hold();
+  bool let_go();  // true: there is nothing left in the queue
+  // These four, only by the thread that holds the channel. `own` is the work that the thread waits for: it has an
+  // owner.
+  Activity advance_held(const ZeroWork* own);
+  void check_held(const ZeroWork* own);
+  void fail_all_held(const std::exception_ptr& error, const ZeroWork* own);
   CollectiveJob* head();
+
+  Progress run(CollectiveJob& job);
+  void check(CollectiveJob& job);
+  void finish(std::unique_ptr<CollectiveJob> job, const std::exception_ptr& error, const ZeroWork* own);
+  bool is_waited_for() const { return helpers_.load() > 0; }
 
   std::shared_ptr<Group> group_;  // life shared with the process group
   Engine& engine_;
+  std::atomic<int32_t> helpers_{0};  // threads inside help()
   std::mutex mutex_;
   std::condition_variable idle_;
-  std::deque<std::unique_ptr<CollectiveJob>> queue_;  // guarded by mutex_; only the engine's thread takes from it
-  bool is_held_ = false;                              // guarded by mutex_: a calling thread runs a job
+  std::deque<std::unique_ptr<CollectiveJob>> queue_;  // guarded by mutex_; only the holder takes from it
+  bool is_held_ = false;                              // guarded by mutex_
 };
 
 // Turns what stopped an operation into the error that its callers see: it names the operation, and the peer that

@@ -18,6 +18,13 @@ namespace {
 constexpr std::chrono::milliseconds kCheckInterval{50};  // how late a deadline or a dead peer is noticed at most
 constexpr std::chrono::milliseconds kIdleSleep{3'600'000};
 
+// Note [Naps]
+// A thread that posts a receive nearly always waits for it next, and then runs it itself. To wake the progress thread
+// for each would cost two system calls and, worse, a CPU that a peer needs. So after wake_soon() the thread sleeps a
+// millisecond at a time, and only after some calm for good: a caller that does not wait is served all the same.
+constexpr std::chrono::milliseconds kNap{1};
+constexpr int32_t kCalmNaps = 20;
+
 // Signals are for the threads of the program; only a fault of this thread is this thread's.
 void block_signals() {
   sigset_t signals;
@@ -81,18 +88,45 @@ void Engine::remove(Channel* channel) {
   callbacks->stop();
 }
 
+void Engine::start_once() {
+  std::lock_guard<std::mutex> life(life_);
+  if (!is_running_.load()) {
+    thread_ = std::thread([this] { run(); });
+    is_running_ = true;
+  }
+}
+
 void Engine::wake() {
   if (!is_running_.load()) {
-    std::lock_guard<std::mutex> life(life_);
-    if (!is_running_.load()) {
-      thread_ = std::thread([this] { run(); });
-      is_running_ = true;
-      return;
-    }
+    start_once();
   }
   if (is_sleeping_.load()) {
     ring_doorbell(process_doorbell());
   }
+}
+
+void Engine::wake_soon() {
+  if (!is_running_.load()) {
+    start_once();
+  }
+  has_call_ = true;
+  if (is_sleeping_.load() && !is_napping_.load()) {
+    ring_doorbell(process_doorbell());
+  }
+}
+
+// How long the thread may sleep when nothing waits for it.
+std::chrono::milliseconds Engine::idle_sleep() {
+  if (has_call_.exchange(false)) {
+    naps_left_ = kCalmNaps;
+  }
+  is_napping_ = naps_left_ > 0;
+  // A call that came before the flag went down may have relied on it.
+  if (!is_napping_ && has_call_.load()) {
+    is_napping_ = true;
+  }
+  naps_left_ = std::max(0, naps_left_ - 1);
+  return is_napping_ ? kNap : kIdleSleep;
 }
 
 std::shared_ptr<CallbackThreads> Engine::callbacks() {
@@ -163,9 +197,10 @@ void Engine::sleep() {
     }
   }
   if (activity != Activity::kMoved && !is_stopping_.load()) {
-    wait_doorbell(process_doorbell(), activity == Activity::kIdle ? kIdleSleep : kCheckInterval, descriptors_);
+    wait_doorbell(process_doorbell(), activity == Activity::kIdle ? idle_sleep() : kCheckInterval, descriptors_);
   }
   is_sleeping_ = false;
+  is_napping_ = false;
   std::lock_guard<std::mutex> lock(mutex_);
   for (Channel* channel : channels_) {
     channel->set_sleeping(false);

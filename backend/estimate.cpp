@@ -91,13 +91,25 @@ double expected_steps(const EstimateRequest& request, const Algorithm& algorithm
   return repeats * algorithm.plan(spec).steps.size() * spec.world_size;
 }
 
+// A direct algorithm is never chosen here: nothing says where tensors lie. But it may be named.
+const Algorithm& algorithm_of(const EstimateRequest& request, const CollectiveSpec& spec) {
+  const Algorithm* named = request.algorithm.empty() ? nullptr : find_algorithm(request.algorithm);
+  if (named == nullptr || !named->is_direct || named->op != spec.op) {
+    return select_algorithm(spec, request.algorithm, request.model);
+  }
+  if (!named->supports(spec)) {
+    throw std::invalid_argument("estimate: " + request.algorithm + " does not support several nodes; name another one");
+  }
+  return *named;
+}
+
 }  // namespace
 
 Estimate estimate(const EstimateRequest& request) {
   CollectiveSpec spec = spec_of(request);
   check(request, spec);
   const Placement placement(spec);
-  const Algorithm& algorithm = select_algorithm(spec, request.algorithm, request.model);
+  const Algorithm& algorithm = algorithm_of(request, spec);
   Estimate result{.algorithm = std::string(algorithm.name), .link_bytes = {}};
   if (expected_steps(request, algorithm) > kMostSteps) {
     result.time_us = estimate_us(algorithm.cost(spec), request.model);

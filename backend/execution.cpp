@@ -5,12 +5,25 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <numeric>
+
+#include "backend/collectives/copy.h"
+#include "backend/collectives/direct.h"
+#include "backend/collectives/staging_stores.h"
+#include "backend/transport/rank_names.h"
+#include "backend/transport/rank_state.h"
 
 namespace zeropg {
 
 namespace {
 
-constexpr int64_t kTileBytes = 64 << 10;
+// A result that goes to several places, or past the caches, is made in pieces that stay in the L1 cache. (For several
+// places stores past the caches were half as fast: the lines have just been read.)
+constexpr int64_t kPieceBytes = 8 << 10;
+
+bool is_streamed_to_staging(const Step& step) {
+  return step.destination.space == Space::kStaging && should_stream_to_staging(step.bytes);
+}
 
 // What an announcement's payload holds beside its fixed fields.
 struct AnnouncedReduction {
@@ -30,15 +43,6 @@ AnnouncedReduction announced_reduction(const Collective& collective) {
 
 constexpr int32_t kAnnouncedPeers = Announcement::kInlineBytes / sizeof(int64_t);  // all_to_all: byte counts
 
-// What a peer wrote, as far as it can be shown.
-template <size_t size>
-std::string printable_text(const char (&said)[size]) {
-  std::string text(said, strnlen(said, size));
-  std::replace_if(
-      text.begin(), text.end(), [](char letter) { return letter < ' ' || letter > '~'; }, '?');
-  return text;
-}
-
 bool announces_counts(const CollectiveSpec& spec) {
   return spec.op == OpKind::kAllToAll && spec.world_size <= kAnnouncedPeers;
 }
@@ -51,22 +55,26 @@ Execution::Execution(Group& group, const Collective& collective, const Operation
       label_(label),
       sequence_(group.next_announcement()),
       call_headers_(group, collective, sequence_),
+      schedule_(collective.schedule.get()),
       residuals_(*collective.schedule, collective.compression) {
   if (collective.schedule->scratch_bytes > 0) {
     scratch_ = group.scratch(collective.schedule->scratch_bytes);
   }
+  const SharedTensors shared = shared_tensors(collective.spec, collective.spec.rank);
+  if (offers_direct() && (shared.input || shared.output)) {
+    schedule_ = collective.direct.get();
+  }
 }
 
 Progress Execution::advance() {
-  const std::vector<Step>& steps = collective_.schedule->steps;
   bool has_moved = false;
-  while (step_ < steps.size()) {
+  while (step_ < schedule_->steps.size()) {
     const int64_t moved_before = moved_bytes_;
-    if (!run(steps[step_])) {
+    if (!run(schedule_->steps[step_])) {
       note_blocked();
       return has_moved || moved_bytes_ != moved_before ? Progress::kMoved : Progress::kBlocked;
     }
-    ++step_;
+    step_ = std::exchange(is_to_restart_, false) ? 0 : step_ + 1;
     moved_bytes_ = 0;
     has_moved = true;
     note_moved();
@@ -74,7 +82,10 @@ Progress Execution::advance() {
   if (!has_given_banks_) {
     // Here and not when this object dies: by then another thread may have begun the group's next operation.
     has_given_banks_ = true;
-    group_.finish_banks(collective_.schedule->banks_used);
+    group_.finish_banks(schedule_->banks_used);
+    if (schedule_ == collective_.direct.get()) {
+      group_.count_direct(label_);
+    }
   }
   return Progress::kDone;
 }
@@ -84,7 +95,9 @@ bool Execution::run(const Step& step) {
     case StepKind::kCopy: {
       std::byte* destination = address(step.destination);
       const std::byte* source = address(step.source);
-      if (destination != source && step.bytes > 0) {
+      if (step.is_streaming || is_streamed_to_staging(step)) {
+        copy_bytes(destination, source, destination == source ? 0 : step.bytes, /*is_streaming=*/true);
+      } else if (destination != source && step.bytes > 0) {
         std::memmove(destination, source, static_cast<size_t>(step.bytes));
       }
       return true;
@@ -98,8 +111,6 @@ bool Execution::run(const Step& step) {
       return run_send(step);
     case StepKind::kReceive:
       return run_receive(step);
-    case StepKind::kReceiveReduce:
-      return run_receive_reduce(step);
     case StepKind::kEncode:
       encode(step);
       return true;
@@ -127,6 +138,9 @@ bool Execution::run_barrier() {
   if (!is_announced_) {
     is_announced_ = true;
     check_announcements();
+    if (collective_.direct != nullptr) {
+      choose_schedule();
+    }
   }
   return true;
 }
@@ -151,42 +165,27 @@ bool Execution::run_receive(const Step& step) {
   return moved_bytes_ == step.bytes;
 }
 
-// Bytes come in any number at a time; they are reduced a tile at a time, so that an element is never cut.
-bool Execution::run_receive_reduce(const Step& step) {
-  if (step.bytes > 0 && !call_headers_.receive_from(step.peer)) {
-    return false;
-  }
-  tile_.reserve(kTileBytes);
-  while (moved_bytes_ < step.bytes) {
-    const int64_t tile_start = moved_bytes_ / kTileBytes * kTileBytes;
-    const int64_t tile_bytes = std::min(kTileBytes, step.bytes - tile_start);
-    const auto filled = static_cast<size_t>(moved_bytes_ - tile_start);
-    tile_.resize(static_cast<size_t>(tile_bytes));
-    const size_t received =
-        group_.transport_to(step.peer).try_receive(step.peer, Lane::kCollective, std::span(tile_).subspan(filled));
-    if (received == 0) {
-      return false;
-    }
-    moved_bytes_ += static_cast<int64_t>(received);
-    if (filled + received == tile_.size()) {
-      std::byte* destination = address(step.destination) + tile_start;
-      const void* sources[] = {destination, tile_.data()};
-      reduce(destination, sources, 2, tile_bytes / collective_.spec.element_bytes, collective_.dtype,
-             collective_.reduce_op, collective_.factor, step.is_final);
-    }
-  }
-  return true;
-}
-
 void Execution::reduce_step(const Step& step) {
-  std::vector<const void*> sources;
-  sources.reserve(step.source_count);
-  for (int32_t i = 0; i < step.source_count; ++i) {
-    sources.push_back(address(collective_.schedule->sources[step.first_source + i]));
-  }
   const ReduceOp op = step.has_partial_sources ? op_over_partial_results(collective_.reduce_op) : collective_.reduce_op;
-  reduce(address(step.destination), sources.data(), step.source_count, step.bytes / collective_.spec.element_bytes,
-         collective_.dtype, op, collective_.factor, step.is_final);
+  const bool is_streamed = is_streamed_to_staging(step);
+  const int64_t piece_bytes = step.echo_count == 0 && !is_streamed ? step.bytes : kPieceBytes;
+  alignas(64) std::byte piece[kPieceBytes];
+  std::vector<const void*> sources(static_cast<size_t>(step.source_count));
+  for (int64_t offset = 0; offset < step.bytes; offset += piece_bytes) {
+    const int64_t bytes = std::min(piece_bytes, step.bytes - offset);
+    for (int32_t i = 0; i < step.source_count; ++i) {
+      sources[static_cast<size_t>(i)] = address(schedule_->sources[step.first_source + i]) + offset;
+    }
+    std::byte* destination = address(step.destination) + offset;
+    reduce(is_streamed ? piece : destination, sources.data(), step.source_count, bytes / collective_.spec.element_bytes,
+           collective_.dtype, op, collective_.factor, step.is_final);
+    if (is_streamed) {
+      copy_bytes(destination, piece, bytes, /*is_streaming=*/true);
+    }
+    for (int32_t i = 0; i < step.echo_count; ++i) {
+      std::memcpy(address(schedule_->echoes[step.first_echo + i]) + offset, destination, static_cast<size_t>(bytes));
+    }
+  }
 }
 
 void Execution::encode(const Step& step) {
@@ -225,10 +224,77 @@ std::byte* Execution::address(const Region& region) const {
     case Space::kStaging:
       return group_.arena().staging(group_.local_rank(region.index), group_.physical_bank(region.bank)) +
              region.offset_bytes;
+    case Space::kPeerInput:
+      return peer_inputs_.at(region.index) + region.offset_bytes;
+    case Space::kPeerOutput:
+      return peer_outputs_.at(region.index) + region.offset_bytes;
     case Space::kResidual:
       break;
   }
   return nullptr;
+}
+
+bool Execution::offers_direct() const {
+  const CollectiveSpec& spec = collective_.spec;
+  return collective_.offers_direct && (spec.op != OpKind::kAllToAll || announces_counts(spec));
+}
+
+// Note [Direct schedules]
+// A rank knows of its own tensors only whether others can reach them. So it begins with the direct schedule, whose
+// first step is the barrier, where it offers its own for that, and with the staged one where it does not, or where the
+// operation reaches none of its tensors. At the first barrier everybody reads what all have announced, and decides
+// alike: the direct schedule, from behind that barrier, if all offer it; otherwise the staged one. Of that, who began
+// with the other has not done the steps before the barrier yet; then all begin it again, who did them does them twice:
+// they only copy inputs to staging that nobody reads before the next barrier.
+void Execution::choose_schedule() {
+  bool offer_all = true;
+  bool must_restart = false;
+  for (const int32_t peer : group_.node()) {
+    const bool offers = group_.arena().announcement(group_.local_rank(peer), sequence_).offers_direct != 0;
+    const SharedTensors shared = shared_tensors(collective_.spec, peer);
+    offer_all = offer_all && offers;
+    must_restart = must_restart || (offers && (shared.input || shared.output));
+  }
+  if (offer_all) {
+    locate_peer_tensors();
+    schedule_ = collective_.direct.get();
+    step_ = 0;
+  } else {
+    schedule_ = collective_.schedule.get();
+    is_to_restart_ = must_restart;
+  }
+}
+
+void Execution::locate_peer_tensors() {
+  const CollectiveSpec& spec = collective_.spec;
+  peer_inputs_.assign(static_cast<size_t>(spec.world_size), nullptr);
+  peer_outputs_.assign(static_cast<size_t>(spec.world_size), nullptr);
+  for (const int32_t peer : group_.node()) {
+    const Announcement& said = group_.arena().announcement(group_.local_rank(peer), sequence_);
+    const SharedTensors shared = shared_tensors(spec, peer);
+    if (spec.op == OpKind::kAllToAll) {
+      int64_t counts[kAnnouncedPeers] = {};
+      std::memcpy(counts, said.payload, sizeof(counts));
+      int64_t offset = said.pool_input;
+      for (int32_t rank = 0; rank < spec.rank && offset >= 0; ++rank) {
+        offset = counts[rank] < 0 || counts[rank] > group_.pool().bytes_per_rank() ? -1 : offset + counts[rank];
+      }
+      peer_inputs_[peer] = in_pool_of(peer, offset, spec.receive_bytes[peer]);
+    } else if (shared.input) {
+      peer_inputs_[peer] = in_pool_of(peer, said.pool_input, shared_input_bytes(spec));
+    }
+    if (shared.output) {
+      peer_outputs_[peer] = in_pool_of(peer, said.pool_output, spec.bytes);
+    }
+  }
+}
+
+std::byte* Execution::in_pool_of(int32_t rank, int64_t offset, int64_t bytes) const {
+  std::byte* data = group_.pool().at(group_.local_rank(rank), offset, bytes);
+  TORCH_CHECK_WITH(DistBackendError, data != nullptr, label_.prefix(), ": rank ", rank, " says that ", bytes,
+                   " bytes of its tensor begin at ", offset, " of its part of the tensor pool, which has ",
+                   group_.pool().bytes_per_rank(), "; its memory is damaged: restart from a checkpoint.");
+  return data;
 }
 
 // Note [Announcements]
@@ -244,6 +310,9 @@ void Execution::announce() {
   mine.root = spec.root;
   mine.bytes = spec.bytes;
   mine.algorithm = hash_of(collective_.schedule->algorithm);
+  mine.offers_direct = offers_direct() ? 1 : 0;
+  mine.pool_input = collective_.pool_input;
+  mine.pool_output = collective_.pool_output;
   if (announces_counts(spec)) {
     std::memcpy(mine.payload, spec.send_bytes.data(), spec.send_bytes.size() * sizeof(int64_t));
   } else {
@@ -282,7 +351,7 @@ void Execution::check_announcements() {
   }
   if (is_same) {
     TORCH_CHECK_WITH(DistBackendError, planned_otherwise.empty(), label_.prefix(), ": this rank runs ",
-                     collective_.schedule->algorithm, ", ", list_ranks(planned_otherwise),
+                     collective_.schedule->algorithm, ", ", format_ranks(planned_otherwise),
                      " another algorithm; give BackendOptions(algorithms=...) and the version of zeropg the same value "
                      "on every rank.");
     return;
@@ -292,7 +361,7 @@ void Execution::check_announcements() {
   }
   std::string text;
   for (const auto& [call, ranks] : calls) {
-    text += (text.empty() ? "" : "; ") + list_ranks(ranks) + ": " + call;
+    text += (text.empty() ? "" : "; ") + format_ranks(ranks) + ": " + call;
   }
   C10_THROW_ERROR(DistBackendError, c10::str(label_.prefix(), ": the ranks made different calls: ", text,
                                              "; make the same call with the same sizes on every rank."));
@@ -310,11 +379,13 @@ std::string Execution::describe_announcement(int32_t rank) const {
                                           .factor = reduction.factor});
   const bool is_reduction =
       said.op == static_cast<uint32_t>(OpKind::kAllReduce) || said.op == static_cast<uint32_t>(OpKind::kReduceScatter);
-  return is_reduction && reduction.codec[0] != '\0' ? call + " as " + printable_text(reduction.codec) : call;
+  return is_reduction && reduction.codec[0] != '\0'
+             ? call + " as " + printable({reduction.codec, strnlen(reduction.codec, sizeof(reduction.codec))})
+             : call;
 }
 
 std::vector<int32_t> Execution::awaited() const {
-  const std::vector<Step>& steps = collective_.schedule->steps;
+  const std::vector<Step>& steps = schedule_->steps;
   if (step_ >= steps.size()) {
     return {};
   }
@@ -326,8 +397,7 @@ std::vector<int32_t> Execution::awaited() const {
 }
 
 std::string Execution::describe_wait() const {
-  return c10::str("in step ", step_ + 1, " of ", collective_.schedule->steps.size(), " of ",
-                  collective_.schedule->algorithm);
+  return c10::str("in step ", step_ + 1, " of ", schedule_->steps.size(), " of ", schedule_->algorithm);
 }
 
 // Who is late is sampled, not known: a rank counts as late for as long as the samples find it missing.

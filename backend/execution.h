@@ -34,11 +34,14 @@ class Execution {
   bool run_barrier();
   bool run_send(const Step& step);
   bool run_receive(const Step& step);
-  bool run_receive_reduce(const Step& step);
   void encode(const Step& step);
   void decode(const Step& step);
   void announce();
   void check_announcements();
+  bool offers_direct() const;
+  void choose_schedule();
+  void locate_peer_tensors();
+  std::byte* in_pool_of(int32_t rank, int64_t offset, int64_t bytes) const;
   std::string describe_announcement(int32_t rank) const;
   std::byte* address(const Region& region) const;
   void reduce_step(const Step& step);
@@ -50,6 +53,7 @@ class Execution {
   const OperationLabel& label_;
   const uint64_t sequence_;
   CallHeaders call_headers_;
+  const Schedule* schedule_ = nullptr;  // one of the two of collective_: Note [Direct schedules]
   std::byte* scratch_ = nullptr;
   ResidualMap residuals_;
 
@@ -57,8 +61,10 @@ class Execution {
   int64_t moved_bytes_ = 0;  // of the current send or receive
   uint64_t barrier_ = 0;     // the count that the current barrier waits for; 0: not arrived yet
   bool is_announced_ = false;
+  bool is_to_restart_ = false;
+  std::vector<std::byte*> peer_inputs_;  // by rank; empty unless the direct schedule runs
+  std::vector<std::byte*> peer_outputs_;
   bool has_given_banks_ = false;
-  std::vector<std::byte> tile_;  // receive_reduce: bytes that do not yet fill an element
   std::vector<double> waiting_seconds_;
   std::vector<int32_t> waiting_for_;                    // since wait_start_
   std::chrono::steady_clock::time_point wait_start_{};  // zero: not waiting

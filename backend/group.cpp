@@ -7,17 +7,10 @@
 #include <iterator>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "backend/transport/rank_names.h"
 #include "backend/transport/shm_transport.h"
 
 namespace zeropg {
-
-std::string list_ranks(const std::vector<int32_t>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  }
-  return text;
-}
 
 namespace {
 
@@ -36,7 +29,8 @@ std::vector<int32_t> common_ranks(const std::vector<int32_t>& one, const std::ve
 
 }  // namespace
 
-Group::Group(BootstrapResult bootstrap) : bootstrap_(std::move(bootstrap)), owner_(::getpid()) {
+Group::Group(BootstrapResult bootstrap, std::shared_ptr<const Hooks> hooks)
+    : bootstrap_(std::move(bootstrap)), owner_(::getpid()), hooks_(std::move(hooks)) {
   local_transport_ = std::make_unique<ShmTransport>(*bootstrap_.arena, node());
 }
 
@@ -57,13 +51,8 @@ void Group::fail(const std::string& message) {
   if (network() != nullptr) {
     network()->tell_state(RankState::kFailed, message);
   }
-  bool has_hooks = false;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    has_hooks = !abort_hooks_.empty();
-  }
-  if (has_hooks && background_) {
-    background_([group = shared_from_this()] { group->run_abort_hooks(); });
+  if (hooks_->has_abort() && background_) {
+    background_([hooks = hooks_] { hooks->run_abort(); });
   }
 }
 
@@ -145,13 +134,13 @@ void throw_if_lost(const OperationLabel& label, const PeerStates& peers, const s
                    " failed: ", peers.failure);
   const std::vector<int32_t> dead = common_ranks(peers.dead, awaited);
   TORCH_CHECK_WITH(DistBackendError, dead.empty() || peers.loss.empty(), label.prefix(), ": the connection to ",
-                   list_ranks(dead), " broke (", peers.loss,
+                   format_ranks(dead), " broke (", peers.loss,
                    "): the process died, or its machine or the network in"
                    " between is gone; look there for an error, then restart from a checkpoint.");
-  TORCH_CHECK_WITH(DistBackendError, dead.empty(), label.prefix(), ": the process of ", list_ranks(dead),
+  TORCH_CHECK_WITH(DistBackendError, dead.empty(), label.prefix(), ": the process of ", format_ranks(dead),
                    " died; look for its error or a kill (out of memory?), then restart from a checkpoint.");
   const std::vector<int32_t> departed = common_ranks(peers.departed, awaited);
-  TORCH_CHECK_WITH(DistBackendError, departed.empty(), label.prefix(), ": ", list_ranks(departed),
+  TORCH_CHECK_WITH(DistBackendError, departed.empty(), label.prefix(), ": ", format_ranks(departed),
                    " left the group (destroyed it or exited) while this rank waits for it; make the same calls on"
                    " every rank.");
 }
@@ -174,7 +163,7 @@ void Group::depart() {
 
 std::string Group::who_is_late() {
   const std::vector<int32_t> missing = missing_at(barriers_.load(std::memory_order_relaxed));
-  return missing.empty() ? std::string() : "waiting for " + list_ranks(missing);
+  return missing.empty() ? std::string() : "waiting for " + format_ranks(missing);
 }
 
 std::vector<int32_t> Group::missing_at(uint64_t barrier) const {
@@ -191,55 +180,7 @@ std::string Group::silence() const {
     return "";
   }
   const std::vector<int32_t> silent = bootstrap_.network->silent_for(kLimit);
-  return silent.empty() ? "" : "; no sign of life from " + list_ranks(silent);
-}
-
-void Group::set_completion_hook(int64_t id, CompletionHook hook) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (hook) {
-    completion_hooks_[id] = std::move(hook);
-  } else {
-    completion_hooks_.erase(id);
-  }
-  has_completion_hooks_ = !completion_hooks_.empty();
-}
-
-void Group::notify_complete(uint64_t completion_key, float duration_ms) {
-  if (!has_completion_hooks_.load(std::memory_order_relaxed)) {
-    return;
-  }
-  std::map<int64_t, CompletionHook> hooks;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    hooks = completion_hooks_;
-  }
-  for (const auto& [id, hook] : hooks) {
-    hook(completion_key, duration_ms);
-  }
-}
-
-void Group::set_abort_hook(int64_t id, std::function<void()> hook) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (hook) {
-    abort_hooks_[id] = std::move(hook);
-  } else {
-    abort_hooks_.erase(id);
-  }
-}
-
-void Group::run_abort_hooks() {
-  std::map<int64_t, std::function<void()>> hooks;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    hooks = abort_hooks_;
-  }
-  for (const auto& [id, hook] : hooks) {
-    try {
-      hook();
-    } catch (const std::exception& error) {
-      TORCH_WARN("[zeropg] an abort hook failed: ", error.what());
-    }
-  }
+  return silent.empty() ? "" : "; no sign of life from " + format_ranks(silent);
 }
 
 std::byte* Group::scratch(int64_t bytes) {
@@ -273,6 +214,11 @@ void Group::count(const OperationLabel& label, double seconds, const std::vector
   for (size_t peer = 0; peer < waiting_seconds.size(); ++peer) {
     statistics.waiting_seconds[peer] += waiting_seconds[peer];
   }
+}
+
+void Group::count_direct(const OperationLabel& label) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++statistics_[label.name()].direct_calls;
 }
 
 std::map<std::string, OperationStatistics> Group::statistics() const {

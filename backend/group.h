@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "backend/bootstrap.h"
+#include "backend/hooks.h"
 #include "backend/request.h"
 #include "backend/topology.h"
 #include "backend/transport/network.h"
@@ -32,13 +33,11 @@ namespace zeropg {
 // Counters of one kind of operation.
 struct OperationStatistics {
   uint64_t calls = 0;
+  uint64_t direct_calls = 0;  // of those, collectives that read and wrote tensors of other ranks where they lie
   int64_t bytes = 0;
   double seconds = 0;                   // from submission to completion
   std::vector<double> waiting_seconds;  // per rank: how long this rank was late for us
 };
-
-// "rank 2" / "ranks 1, 3"
-std::string list_ranks(const std::vector<int32_t>& ranks);
 
 struct PeerStates {
   std::string failure;  // what the first failed peer says; "" when none has failed
@@ -52,13 +51,16 @@ void throw_if_lost(const OperationLabel& label, const PeerStates& peers, const s
 
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  explicit Group(BootstrapResult bootstrap);
+  // `hooks` hear of completed operations and of the failure.
+  Group(BootstrapResult bootstrap, std::shared_ptr<const Hooks> hooks);
   ~Group();
 
   int32_t rank() const { return bootstrap_.topology.rank; }
   int32_t world_size() const { return bootstrap_.topology.world_size(); }
   const Topology& topology() const { return bootstrap_.topology; }
-  ShmArena& arena() { return *bootstrap_.arena; }          // of this node; it counts the ranks of node()
+  ShmArena& arena() { return *bootstrap_.arena; }  // of this node; it counts the ranks of node()
+  TensorPool& pool() { return *bootstrap_.pool; }  // likewise
+  const std::shared_ptr<TensorPool>& shared_pool() { return bootstrap_.pool; }
   Network* network() { return bootstrap_.network.get(); }  // null: all ranks are on this node
   Transport& transport_to(int32_t peer) { return is_on_this_node(peer) ? *local_transport_ : *network(); }
   DescriptorChannel& descriptors() { return *bootstrap_.channel; }
@@ -88,14 +90,11 @@ class Group : public std::enable_shared_from_this<Group> {
   // "waiting for ranks 1, 3"; a guess from any thread, for messages only.
   std::string who_is_late();
 
-  // Called when an operation has succeeded, on the thread that ran it, without locks; must not take the GIL.
-  using CompletionHook = std::function<void(uint64_t completion_key, float duration_ms)>;
-  void set_completion_hook(int64_t id, CompletionHook hook);  // a null hook removes it
-  void notify_complete(uint64_t completion_key, float duration_ms);
-  // Called when the group fails, on a thread that may block.
-  void set_abort_hook(int64_t id, std::function<void()> hook);  // a null hook removes it
-  void run_abort_hooks();
-  // How fail() gets run_abort_hooks() off the progress thread. Set once, before use.
+  // When an operation has succeeded, by the thread that ran it, without locks.
+  void notify_complete(uint64_t completion_key, float duration_ms) const {
+    hooks_->notify_complete(completion_key, duration_ms);
+  }
+  // How fail() gets the abort hooks off the progress thread. Set once, before use.
   void set_background(std::function<void(std::function<void()>)> background) { background_ = std::move(background); }
 
   // Used only by the one thread that runs the head of the collective channel.
@@ -110,6 +109,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void release_retired();  // destroys tensors: not on the progress thread
 
   void count(const OperationLabel& label, double seconds, const std::vector<double>& waiting_seconds);
+  void count_direct(const OperationLabel& label);
   std::map<std::string, OperationStatistics> statistics() const;
 
  private:
@@ -124,9 +124,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::string failure_;                                    // guarded by mutex_
   std::vector<c10::intrusive_ptr<c10d::Work>> retired_;    // guarded by mutex_
   std::map<std::string, OperationStatistics> statistics_;  // guarded by mutex_
-  std::map<int64_t, CompletionHook> completion_hooks_;     // guarded by mutex_
-  std::map<int64_t, std::function<void()>> abort_hooks_;   // guarded by mutex_
-  std::atomic<bool> has_completion_hooks_{false};
+  const std::shared_ptr<const Hooks> hooks_;               // life shared with the process group
   std::function<void(std::function<void()>)> background_;
   std::mutex liveness_mutex_;
   std::chrono::steady_clock::time_point last_look_{};  // guarded by liveness_mutex_

@@ -1,5 +1,7 @@
 #include "backend/group_channels.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <mutex>
 #include <vector>
@@ -24,11 +26,11 @@ OpenChannels& open_channels() {
 
 }  // namespace
 
-GroupChannels::GroupChannels(std::shared_ptr<Group> group)
+GroupChannels::GroupChannels(std::shared_ptr<Group> group, bool may_use_cma)
     : group_(std::move(group)),
       engine_(Engine::of_this_process()),
       collectives_(group_, engine_),
-      messages_(group_, engine_),
+      messages_(group_, engine_, may_use_cma),
       network_(group_, engine_) {
   engine_.add(&collectives_);
   engine_.add(&messages_);
@@ -36,12 +38,22 @@ GroupChannels::GroupChannels(std::shared_ptr<Group> group)
   group_->set_background([callbacks = callbacks_](std::function<void()> run) { callbacks->post(std::move(run)); });
 }
 
-std::shared_ptr<GroupChannels> GroupChannels::open(std::shared_ptr<Group> group) {
-  std::shared_ptr<GroupChannels> channels(new GroupChannels(std::move(group)));
+std::shared_ptr<GroupChannels> GroupChannels::open(std::shared_ptr<Group> group, bool may_use_cma) {
+  std::shared_ptr<GroupChannels> channels(new GroupChannels(std::move(group), may_use_cma));
   std::lock_guard<std::mutex> lock(open_channels().mutex);
   std::erase_if(open_channels().channels, [](const auto& known) { return known.expired(); });
   open_channels().channels.push_back(channels);
   return channels;
+}
+
+void GroupChannels::help(const ZeroWork& work, std::chrono::steady_clock::time_point until) {
+  TORCH_CHECK_WITH(DistBackendError, group_->is_own_process(), work.label().prefix(),
+                   ": this operation belongs to the parent of this forked process; wait for it there.");
+  if (work.is_message()) {
+    messages_.help(work, until);
+  } else {
+    collectives_.help(work, until);
+  }
 }
 
 void GroupChannels::close(std::chrono::milliseconds patience) {

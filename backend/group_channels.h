@@ -15,10 +15,11 @@
 namespace zeropg {
 
 // The group, its channels on the engine, and the threads for its futures' callbacks.
-class GroupChannels {
+class GroupChannels final : public OperationHost {
  public:
-  // Joins the engine. The result must be closed before its last owner lets it go.
-  static std::shared_ptr<GroupChannels> open(std::shared_ptr<Group> group);
+  // Joins the engine. The result must be closed before its last owner lets it go; works that outlive their process
+  // group are owners too.
+  static std::shared_ptr<GroupChannels> open(std::shared_ptr<Group> group, bool may_use_cma);
   GroupChannels(const GroupChannels&) = delete;
   GroupChannels& operator=(const GroupChannels&) = delete;
 
@@ -27,7 +28,11 @@ class GroupChannels {
   Engine& engine() { return engine_; }
   CollectiveChannel& collectives() { return collectives_; }
   PointToPoint& messages() { return messages_; }
-  const std::shared_ptr<CallbackThreads>& callbacks() { return callbacks_; }
+
+  // The one place where a thread enters a channel in order to wait: it keeps forked children out.
+  void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) override;
+  std::string who_is_late() override { return group_->who_is_late(); }
+  CallbackThreads& callback_threads() override { return *callbacks_; }
 
   // Gives running operations `patience` to end, leaves the group, fails what is left and leaves the engine. Joins
   // threads that may run Python: the GIL must not be held. Only the first call does anything.
@@ -37,7 +42,7 @@ class GroupChannels {
   static void close_all(std::chrono::milliseconds patience);
 
  private:
-  explicit GroupChannels(std::shared_ptr<Group> group);
+  GroupChannels(std::shared_ptr<Group> group, bool may_use_cma);
 
   const std::shared_ptr<Group> group_;  // life shared with the process group, and with segments that check it
   Engine& engine_;

@@ -1,6 +1,8 @@
 #include "backend/local_socket.h"
 
 #include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -18,6 +20,7 @@ constexpr size_t kMaxDescriptors = 128;  // per packet; the kernel's limit is 25
 constexpr std::chrono::hours kForEver{24 * 365 * 10};
 
 [[noreturn]] void throw_system_error(const char* what, int error) {
+  throw_if_out_of_descriptors(what, error);
   C10_THROW_ERROR(DistNetworkError, c10::str(what, ": ", std::strerror(error)));
 }
 
@@ -36,6 +39,15 @@ Descriptor make_socket() {
 }
 
 }  // namespace
+
+void throw_if_out_of_descriptors(const char* what, int error) {
+  if (error != EMFILE && error != ENFILE) return;
+  rlimit limit{};
+  ::getrlimit(RLIMIT_NOFILE, &limit);
+  C10_THROW_ERROR(DistBackendError,
+                  c10::str(what, ": ", std::strerror(error), "; this process may open ", limit.rlim_cur,
+                           " files (ulimit -n) and has none left: raise the limit, or find what keeps files open"));
+}
 
 Clock::time_point deadline_after(std::chrono::milliseconds timeout) {
   return Clock::now() + std::min<std::chrono::milliseconds>(timeout, kForEver);
@@ -100,6 +112,11 @@ Received try_receive(const Descriptor& socket, size_t max_bytes, size_t max_desc
       std::memcpy(&fd, CMSG_DATA(part) + i * sizeof(int), sizeof fd);
       packet->descriptors.emplace_back(fd);
     }
+  }
+  // The kernel cuts descriptors too when this process has no room for them.
+  if ((message.msg_flags & MSG_CTRUNC) != 0 && max_descriptors > 0) {
+    const Descriptor probe(::fcntl(socket.get(), F_DUPFD_CLOEXEC, 0));
+    if (!probe) throw_if_out_of_descriptors("descriptors of another rank", errno);
   }
   const bool is_cut = (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0;
   if (received == 0 || is_cut || packet->descriptors.size() > max_descriptors) {

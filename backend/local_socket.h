@@ -1,5 +1,6 @@
 // Messages and descriptors between processes of one node: SOCK_SEQPACKET sockets in the abstract namespace, which leave
-// no file behind and keep message boundaries. Every call fails with DistNetworkError and never blocks past `deadline`.
+// no file behind and keep message boundaries. Every call fails with DistNetworkError, or DistBackendError where this
+// process is at its limit of open files, and never blocks past `deadline`.
 #pragma once
 
 #include <poll.h>
@@ -19,6 +20,9 @@ using Clock = std::chrono::steady_clock;
 
 // `timeout` from now; a very long one means for ever.
 Clock::time_point deadline_after(std::chrono::milliseconds timeout);
+
+// Throws DistBackendError when `error` (an errno) says that no descriptor is left, for this process or the machine.
+void throw_if_out_of_descriptors(const char* what, int error);
 
 Descriptor listen_local(const std::string& name);
 Descriptor connect_local(const std::string& name, Clock::time_point deadline);
@@ -44,7 +48,7 @@ void send_packet(const Descriptor& socket, std::string_view bytes, std::span<con
                  Clock::time_point deadline);
 
 // poll(2) until something is ready, for at most `kTick` and not past `deadline`.
-constexpr std::chrono::milliseconds kTick{250};
+constexpr std::chrono::milliseconds kTick{50};
 bool poll_until(std::span<pollfd> entries, Clock::time_point deadline);
 
 }  // namespace zeropg

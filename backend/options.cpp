@@ -53,6 +53,8 @@ void BackendOptions::resolve() {
       mailbox_bytes >= kPageBytes && mailbox_bytes <= kLargestRegionBytes && is_power_of_two(mailbox_bytes),
       "[zeropg] BackendOptions: mailbox_bytes is ", mailbox_bytes, ", expected a power of two from ", kPageBytes,
       " to ", kLargestRegionBytes, ".");
+  TORCH_CHECK_VALUE(pool_bytes >= -1, "[zeropg] BackendOptions: pool_bytes is ", pool_bytes,
+                    ", expected a size in bytes, or -1 for this rank's share of the machine's memory.");
   TORCH_CHECK_VALUE(window_bytes >= kPageBytes && window_bytes <= kLargestRegionBytes,
                     "[zeropg] BackendOptions: window_bytes is ", window_bytes, ", expected ", kPageBytes, " to ",
                     kLargestRegionBytes, ".");

@@ -32,8 +32,14 @@ struct BackendOptions : c10d::Backend::Options {
   int64_t bank_bytes = int64_t{1} << 20;
   // Ring memory per ordered pair of ranks and lane. Power of two. Untouched rings cost no memory.
   int64_t mailbox_bytes = int64_t{256} << 10;
+  // Shared memory for tensors (ProcessGroupZero::allocateTensor, zeropg.empty), at most this much for each rank; what
+  // no tensor has used costs nothing. Negative: this rank's share of the machine's memory. 0: none.
+  int64_t pool_bytes = -1;
   // A rank may send this much of a stream to a rank on another node before that one takes any.
   int64_t window_bytes = int64_t{4} << 20;
+  // Whether large messages between ranks of a node may be read from the sender's memory (process_vm_readv), where a
+  // trial shows that this works.
+  bool cma = true;
   // What carries bytes between nodes. Automatic: UCX where every rank has it with RDMA, else TCP.
   NetworkKind network = NetworkKind::kAutomatic;
   // Names, or beginnings of names, of the network interfaces to use between nodes ("eth,ib0"). Empty: the

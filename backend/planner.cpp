@@ -6,6 +6,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "backend/collectives/direct.h"
 #include "backend/collectives/registry.h"
 #include "backend/collectives/select.h"
 
@@ -45,10 +46,6 @@ std::optional<DType> reducible_dtype(at::ScalarType dtype) {
     default:
       return std::nullopt;
   }
-}
-
-bool is_reducing(OpKind op) {
-  return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
 }
 
 std::vector<std::byte*> output_addresses(const std::vector<at::Tensor>& tensors) {
@@ -120,7 +117,9 @@ Collective Planner::plan(const Request& request) {
       .codec = request.compression.codec.get(),
       .has_residuals = request.compression.residuals != nullptr,
   };
-  collective.schedule = schedule_for(collective.spec);
+  Plan plan = plan_for(collective.spec);
+  collective.schedule = std::move(plan.schedule);
+  collective.direct = std::move(plan.direct);
   collective.dtype_id = static_cast<int32_t>(request.dtype);
   if (is_reducing(request.op)) {
     collective.dtype = reducible_dtype(request.dtype).value();
@@ -131,10 +130,24 @@ Collective Planner::plan(const Request& request) {
   collective.inputs = input_addresses(request.inputs);
   collective.outputs = output_addresses(request.outputs);
   collective.compression = request.compression;
+  if (collective.direct != nullptr) {
+    offer_direct(collective, request);
+  }
   return collective;
 }
 
-std::shared_ptr<const Schedule> Planner::schedule_for(const CollectiveSpec& spec) {
+void Planner::offer_direct(Collective& collective, const Request& request) const {
+  const auto offset_of = [&](const std::vector<std::byte*>& addresses, const std::vector<at::Tensor>& tensors) {
+    return addresses.empty() ? -1 : pool_->offset_of(addresses[0], static_cast<int64_t>(tensors[0].nbytes()));
+  };
+  collective.pool_input = offset_of(collective.inputs, request.inputs);
+  collective.pool_output = offset_of(collective.outputs, request.outputs);
+  const SharedTensors shared = shared_tensors(collective.spec, collective.spec.rank);
+  collective.offers_direct =
+      (!shared.input || collective.pool_input >= 0) && (!shared.output || collective.pool_output >= 0);
+}
+
+Planner::Plan Planner::plan_for(const CollectiveSpec& spec) {
   std::vector<int64_t> key{static_cast<int64_t>(spec.op), spec.root, spec.element_bytes, spec.bytes,
                            (spec.input_is_list ? 1 : 0) + (spec.output_is_list ? 2 : 0)};
   key.insert(key.end(), spec.send_bytes.begin(), spec.send_bytes.end());
@@ -150,26 +163,35 @@ std::shared_ptr<const Schedule> Planner::schedule_for(const CollectiveSpec& spec
       return found->second;
     }
   }
-  const auto forced = options_.algorithms.find(op_name(spec.op));
-  std::shared_ptr<const Schedule> schedule;
+  Plan plan = make_plan(spec);
+  const size_t steps = plan.schedule->steps.size() + (plan.direct ? plan.direct->steps.size() : 0);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (cached_steps_ + steps > kLargestCacheSteps) {
+    cache_.clear();
+    cached_steps_ = 0;
+  }
+  if (steps <= kLargestCacheSteps / 4) {
+    cached_steps_ += steps;
+    cache_.emplace(std::move(key), plan);
+  }
+  return plan;
+}
+
+Planner::Plan Planner::make_plan(const CollectiveSpec& spec) const {
+  const auto found = options_.algorithms.find(op_name(spec.op));
+  const std::string forced = found == options_.algorithms.end() ? std::string() : found->second;
+  Plan plan;
   try {
-    const Algorithm& algorithm =
-        select_algorithm(spec, forced == options_.algorithms.end() ? std::string() : forced->second);
-    schedule = std::make_shared<const Schedule>(algorithm.plan(spec));
+    plan.schedule = std::make_shared<const Schedule>(select_algorithm(spec, forced).plan(spec));
+    const bool has_pool = pool_ != nullptr && pool_->bytes_per_rank() > 0;
+    if (const Algorithm* direct = has_pool ? select_direct_algorithm(spec, forced) : nullptr) {
+      plan.direct = std::make_shared<const Schedule>(direct->plan(spec));
+    }
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, "[zeropg rank ", spec.rank, "/", spec.world_size, "] ", op_name(spec.op), ": ",
                       error.what());
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (cached_steps_ + schedule->steps.size() > kLargestCacheSteps) {
-    cache_.clear();
-    cached_steps_ = 0;
-  }
-  if (schedule->steps.size() <= kLargestCacheSteps / 4) {
-    cached_steps_ += schedule->steps.size();
-    cache_.emplace(std::move(key), schedule);
-  }
-  return schedule;
+  return plan;
 }
 
 }  // namespace zeropg

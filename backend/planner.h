@@ -14,12 +14,18 @@
 #include "backend/collectives/reduce.h"
 #include "backend/collectives/schedule.h"
 #include "backend/request.h"
+#include "backend/transport/tensor_pool.h"
 
 namespace zeropg {
 
 // A planned request without its tensors: the progress thread must not own any (Note [Tensor references] in work.h).
 struct Collective {
   std::shared_ptr<const Schedule> schedule;  // life shared with the planner's cache
+  // What runs instead if the tensors of all ranks that it reaches lie in the group's pool; null: nothing does.
+  std::shared_ptr<const Schedule> direct;
+  bool offers_direct = false;  // those of this rank do
+  int64_t pool_input = -1;     // where its first input and output lie in its part of the pool; -1: not there
+  int64_t pool_output = -1;
   CollectiveSpec spec;
   int32_t dtype_id = 0;  // at::ScalarType, for the announcement
   DType dtype = DType::kUInt8;
@@ -47,17 +53,26 @@ class Planner {
 
   // Which ranks share a node, known once the group has met. Before the first plan; empty: all of them.
   void set_nodes(std::vector<std::vector<int32_t>> nodes) { nodes_ = std::move(nodes); }
+  // Where tensors may lie that direct algorithms can reach. Before the first plan; must outlive the planner's use.
+  void set_pool(const TensorPool& pool) { pool_ = &pool; }
   Collective plan(const Request& request);
 
  private:
-  std::shared_ptr<const Schedule> schedule_for(const CollectiveSpec& spec);
+  struct Plan {
+    std::shared_ptr<const Schedule> schedule;
+    std::shared_ptr<const Schedule> direct;
+  };
+  Plan plan_for(const CollectiveSpec& spec);
+  Plan make_plan(const CollectiveSpec& spec) const;
+  void offer_direct(Collective& collective, const Request& request) const;
 
   const PlannerOptions options_;
   std::vector<std::vector<int32_t>> nodes_;
+  const TensorPool* pool_ = nullptr;
   std::mutex mutex_;
-  std::map<std::vector<int64_t>, std::shared_ptr<const Schedule>> cache_;  // guarded by mutex_
-  std::map<std::string, int64_t> codec_ids_;                               // guarded by mutex_; by description
-  size_t cached_steps_ = 0;                                                // guarded by mutex_
+  std::map<std::vector<int64_t>, Plan> cache_;  // guarded by mutex_
+  std::map<std::string, int64_t> codec_ids_;    // guarded by mutex_; by description
+  size_t cached_steps_ = 0;                     // guarded by mutex_
 };
 
 // Whether collectives can reduce this dtype with this operation.

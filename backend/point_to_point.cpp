@@ -7,39 +7,38 @@
 #include <numeric>
 
 #include "backend/collective_channel.h"
+#include "backend/interrupts.h"
+#include "backend/transport/rank_names.h"
+#include "backend/transport/waiter.h"
 
 namespace zeropg {
 
-namespace {
-
-constexpr uint32_t kMagic = 0x7a70676d;  // "zpgm": catches a stream that got out of step
-constexpr size_t kLargestGrowthBytes = size_t{1} << 20;
-
-}  // namespace
-
-PointToPoint::PointToPoint(std::shared_ptr<Group> group, Engine& engine)
-    : group_(std::move(group)),
-      engine_(engine),
-      outboxes_(static_cast<size_t>(group_->world_size())),
-      inboxes_(static_cast<size_t>(group_->world_size())) {}
+PointToPoint::PointToPoint(std::shared_ptr<Group> group, Engine& engine, bool may_use_cma)
+    : group_(std::move(group)), engine_(engine) {
+  for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
+    outboxes_.emplace_back(*group_, peer, may_use_cma);
+    inboxes_.emplace_back(*group_, peer, may_use_cma);
+  }
+}
 
 void PointToPoint::send(Message message) { start(std::move(message), /*is_send=*/true); }
 void PointToPoint::receive(Message message) { start(std::move(message), /*is_send=*/false); }
 
 void PointToPoint::start(Message message, bool is_send) {
   group_->release_retired();
-  Finished finished;
+  const c10::intrusive_ptr<ZeroWork> work = message.work;
+  FinishedMessages finished;
   bool is_pending = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     group_->throw_if_failed();
     const int32_t peer = message.peer;
     const OperationLabel label = message.work->label();
-    Posted posted{std::move(message), ++order_, std::chrono::steady_clock::now()};
+    PostedMessage posted{std::move(message), ++order_, std::chrono::steady_clock::now()};
     if (is_send) {
-      outboxes_[peer].queue.push_back(std::move(posted));
+      outboxes_[peer].push(std::move(posted));
     } else {
-      posted_.push_back(std::move(posted));
+      posted_.push(std::move(posted));
     }
     try {
       group_->throw_if_peer_failed(label);
@@ -49,14 +48,16 @@ void PointToPoint::start(Message message, bool is_send) {
     }
     is_pending = has_pending();
   }
-  finish(std::move(finished), /*is_engine_thread=*/false);
+  finish(std::move(finished), work.get());
   if (is_pending) {
-    engine_.wake();
+    engine_.wake_soon();
   }
 }
 
-Activity PointToPoint::advance_on_engine_thread() {
-  Finished finished;
+Activity PointToPoint::advance_on_engine_thread() { return helpers_.load() > 0 ? Activity::kIdle : advance(nullptr); }
+
+Activity PointToPoint::advance(const ZeroWork* own) {
+  FinishedMessages finished;
   Activity activity = Activity::kIdle;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -70,205 +71,88 @@ Activity PointToPoint::advance_on_engine_thread() {
       fail_locked(std::current_exception(), finished);
     }
   }
-  finish(std::move(finished), /*is_engine_thread=*/true);
+  finish(std::move(finished), own);
   return activity;
 }
 
-Activity PointToPoint::advance_locked(Finished& finished) {
-  bool has_moved = false;
-  for (size_t i = 0; i < posted_.size();) {
-    if (take_from_set_aside(posted_[i])) {
-      finished.emplace_back(std::move(posted_[i]), nullptr);
-      posted_.erase(posted_.begin() + static_cast<std::ptrdiff_t>(i));
-      has_moved = true;
+void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_point until) {
+  using Clock = std::chrono::steady_clock;
+  helpers_.fetch_add(1);
+  Waiter waiter(engine_.ranks_on_node());
+  auto next_check = Clock::now() + kInterruptInterval;
+  while (!work.is_complete()) {
+    const Activity activity = advance(&work);
+    if (work.is_complete()) {
+      break;
+    }
+    if (activity == Activity::kMoved) {
+      waiter.reset();
+    } else if (waiter.should_sleep()) {
+      break;
     } else {
-      ++i;
+      waiter.pause();
+    }
+    const auto now = Clock::now();
+    if (now >= until) {
+      break;
+    }
+    if (now >= next_check) {
+      next_check = now + kInterruptInterval;
+      check(&work);
+      leave();
+      check_interrupts();
+      helpers_.fetch_add(1);
     }
   }
+  leave();
+}
+
+// The progress thread does what is left.
+void PointToPoint::leave() {
+  helpers_.fetch_sub(1);
+  bool is_pending = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_pending = has_pending();
+  }
+  if (is_pending) {
+    engine_.wake();
+  }
+}
+
+Activity PointToPoint::advance_locked(FinishedMessages& finished) {
+  const auto serve = [&](const PostedMessage& posted) { return serve_from_set_aside(posted); };
+  bool has_moved = posted_.take_if(serve, finished);
   for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
-    if (peer != group_->rank()) {
-      has_moved |= advance_outbox(peer, finished);
-      has_moved |= advance_inbox(peer, finished);
+    if (peer == group_->rank()) {
+      continue;
     }
+    has_moved |= outboxes_[peer].advance(finished);
+    has_moved |= inboxes_[peer].advance(posted_, finished, order_);
   }
   return has_moved ? Activity::kMoved : has_pending() ? Activity::kBlocked : Activity::kIdle;
 }
 
-bool PointToPoint::advance_outbox(int32_t peer, Finished& finished) {
-  Outbox& outbox = outboxes_[peer];
-  bool has_moved = false;
-  while (!outbox.queue.empty()) {
-    const Message& message = outbox.queue.front().message;
-    if (outbox.header_sent == 0) {
-      outbox.header = Header{static_cast<uint64_t>(message.bytes), message.tag, kMagic};
-    }
-    if (outbox.header_sent < sizeof(Header)) {
-      const auto header = std::as_bytes(std::span(&outbox.header, 1)).subspan(outbox.header_sent);
-      const size_t moved = group_->transport_to(peer).try_send(peer, Lane::kPointToPoint, header);
-      outbox.header_sent += moved;
-      has_moved |= moved > 0;
-      if (outbox.header_sent < sizeof(Header)) {
-        return has_moved;
-      }
-    }
-    if (outbox.sent < message.bytes) {
-      const std::span<const std::byte> rest(message.data + outbox.sent,
-                                            static_cast<size_t>(message.bytes - outbox.sent));
-      const size_t moved = group_->transport_to(peer).try_send(peer, Lane::kPointToPoint, rest);
-      outbox.sent += static_cast<int64_t>(moved);
-      has_moved |= moved > 0;
-      if (outbox.sent < message.bytes) {
-        return has_moved;
-      }
-    }
-    finished.emplace_back(std::move(outbox.queue.front()), nullptr);
-    outbox.queue.pop_front();
-    outbox.header_sent = 0;
-    outbox.sent = 0;
-  }
-  return has_moved;
-}
-
-bool PointToPoint::wants_from(int32_t peer) const {
-  return std::any_of(posted_.begin(), posted_.end(), [&](const Posted& posted) {
-    return posted.message.peer == peer || posted.message.peer == Message::kAnySource;
-  });
-}
-
-bool PointToPoint::is_named(int32_t peer) const {
-  return std::any_of(posted_.begin(), posted_.end(), [&](const Posted& posted) { return posted.message.peer == peer; });
-}
-
-bool PointToPoint::advance_inbox(int32_t peer, Finished& finished) {
-  Inbox& inbox = inboxes_[peer];
-  bool has_moved = false;
-  // A message that has begun to move is finished; a new one is looked at only for a receive that waits.
-  while (inbox.target || inbox.is_setting_aside || wants_from(peer)) {
-    if (!inbox.target && !inbox.is_setting_aside) {
-      const size_t before = inbox.header_received;
-      bool is_whole = false;
-      try {
-        is_whole = receive_header(peer, inbox);
-      } catch (const c10::DistNetworkError&) {
-        // A receive from anybody goes on without this peer; check_locked() knows when nobody is left.
-        if (inbox.header_received > 0 || is_named(peer)) {
-          throw;
-        }
-        return has_moved;
-      }
-      has_moved |= inbox.header_received != before;
-      if (!is_whole) {
-        return has_moved;
-      }
-      inbox.received = 0;
-      inbox.target = take_posted(peer, inbox.header.tag);
-      if (!inbox.target) {
-        inbox.is_setting_aside = true;
-        inbox.set_aside.push_back(SetAside{inbox.header.tag, inbox.header.bytes, ++order_, {}});
-      } else if (static_cast<uint64_t>(inbox.target->message.bytes) != inbox.header.bytes) {
-        C10_THROW_ERROR(DistBackendError,
-                        c10::str(inbox.target->message.work->label().prefix(), ": rank ", peer, " sent ",
-                                 inbox.header.bytes, " bytes with tag ", inbox.header.tag, ", this rank receives ",
-                                 inbox.target->message.bytes, "; make both tensors the same size."));
-      }
-    }
-    const int64_t before = inbox.received;
-    const bool is_complete = receive_body(peer, inbox, finished);
-    has_moved |= is_complete || inbox.received != before;
-    if (!is_complete) {
-      return has_moved;
-    }
-  }
-  return has_moved;
-}
-
-// True when the header of the next message is whole; it may have come in pieces.
-bool PointToPoint::receive_header(int32_t peer, Inbox& inbox) {
-  const std::span<std::byte> rest = std::span(inbox.header_bytes).subspan(inbox.header_received);
-  inbox.header_received += group_->transport_to(peer).try_receive(peer, Lane::kPointToPoint, rest);
-  if (inbox.header_received < sizeof(Header)) {
-    return false;
-  }
-  std::memcpy(&inbox.header, inbox.header_bytes.data(), sizeof(Header));
-  TORCH_CHECK_WITH(DistNetworkError, inbox.header.magic == kMagic, "rank ", peer,
-                   " sent a message that is none; the shared memory of the group was overwritten.");
-  inbox.header_received = 0;
-  return true;
-}
-
-// True when the message is complete.
-bool PointToPoint::receive_body(int32_t peer, Inbox& inbox, Finished& finished) {
-  if (inbox.target) {
-    const Message& message = inbox.target->message;
-    if (inbox.received < message.bytes) {
-      const std::span<std::byte> rest(message.data + inbox.received,
-                                      static_cast<size_t>(message.bytes - inbox.received));
-      inbox.received += static_cast<int64_t>(group_->transport_to(peer).try_receive(peer, Lane::kPointToPoint, rest));
-    }
-    if (inbox.received < message.bytes) {
-      return false;
-    }
-    message.work->set_source_rank(peer);
-    finished.emplace_back(std::move(*inbox.target), nullptr);
-    inbox.target.reset();
-    return true;
-  }
-  SetAside& message = inbox.set_aside.back();
-  while (message.data.size() < message.bytes) {
-    const size_t filled = message.data.size();
-    const size_t growth = std::min<size_t>(kLargestGrowthBytes, message.bytes - filled);
-    message.data.resize(filled + growth);
-    const size_t moved =
-        group_->transport_to(peer).try_receive(peer, Lane::kPointToPoint, std::span(message.data).subspan(filled));
-    message.data.resize(filled + moved);
-    inbox.received += static_cast<int64_t>(moved);
-    if (moved == 0) {
-      return false;
-    }
-  }
-  inbox.is_setting_aside = false;
-  for (size_t i = 0; i < posted_.size(); ++i) {  // a receive that was posted while the message came in
-    if (take_from_set_aside(posted_[i])) {
-      finished.emplace_back(std::move(posted_[i]), nullptr);
-      posted_.erase(posted_.begin() + static_cast<std::ptrdiff_t>(i));
-      break;
-    }
-  }
-  return true;
-}
-
-std::unique_ptr<PointToPoint::Posted> PointToPoint::take_posted(int32_t peer, int32_t tag) {
-  for (auto it = posted_.begin(); it != posted_.end(); ++it) {
-    const Message& message = it->message;
-    if (message.tag == tag && (message.peer == peer || message.peer == Message::kAnySource)) {
-      auto taken = std::make_unique<Posted>(std::move(*it));
-      posted_.erase(it);
-      return taken;
-    }
-  }
-  return nullptr;
-}
-
 // Serves a receive from the messages that were set aside, if the earliest one with its tag is there in full.
-bool PointToPoint::take_from_set_aside(Posted& posted) {
+bool PointToPoint::serve_from_set_aside(const PostedMessage& posted) {
   const Message& message = posted.message;
-  Inbox* inbox = nullptr;
+  std::deque<SetAside>* messages = nullptr;
   std::deque<SetAside>::iterator found;
   int32_t source = -1;
   for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
     if (message.peer != peer && message.peer != Message::kAnySource) {
       continue;
     }
-    auto& candidates = inboxes_[peer].set_aside;
+    auto& candidates = inboxes_[peer].set_aside();
     auto it = std::find_if(candidates.begin(), candidates.end(),
                            [&](const SetAside& candidate) { return candidate.tag == message.tag; });
-    if (it != candidates.end() && (inbox == nullptr || it->order < found->order)) {
-      inbox = &inboxes_[peer];
+    if (it != candidates.end() && (messages == nullptr || it->order < found->order)) {
+      messages = &candidates;
       found = it;
       source = peer;
     }
   }
-  if (inbox == nullptr || found->data.size() < found->bytes) {
+  if (messages == nullptr || !found->is_whole()) {
     return false;
   }
   TORCH_CHECK_WITH(DistBackendError, found->bytes == static_cast<uint64_t>(message.bytes),
@@ -278,70 +162,78 @@ bool PointToPoint::take_from_set_aside(Posted& posted) {
     std::memcpy(message.data, found->data.data(), found->data.size());
   }
   message.work->set_source_rank(source);
-  inbox->set_aside.erase(found);
+  messages->erase(found);
   return true;
 }
 
 bool PointToPoint::has_pending() const {
-  return !posted_.empty() ||
-         std::any_of(outboxes_.begin(), outboxes_.end(), [](const Outbox& outbox) { return !outbox.queue.empty(); }) ||
-         std::any_of(inboxes_.begin(), inboxes_.end(), [](const Inbox& inbox) { return inbox.target != nullptr; });
+  return !posted_.queue().empty() ||
+         std::any_of(outboxes_.begin(), outboxes_.end(), [](const auto& outbox) { return !outbox.queue().empty(); }) ||
+         std::any_of(inboxes_.begin(), inboxes_.end(), [](const auto& inbox) { return inbox.target().has_value(); });
 }
 
-void PointToPoint::fail_locked(const std::exception_ptr& error, Finished& finished) {
-  for (Posted& posted : posted_) {
+void PointToPoint::fail_locked(const std::exception_ptr& error, FinishedMessages& finished) {
+  for (PostedMessage& posted : posted_.take_all()) {
     finished.emplace_back(std::move(posted), error);
   }
-  posted_.clear();
-  for (Outbox& outbox : outboxes_) {
-    for (Posted& posted : outbox.queue) {
+  for (MessageOutbox& outbox : outboxes_) {
+    for (PostedMessage& posted : outbox.take_all()) {
       finished.emplace_back(std::move(posted), error);
     }
-    outbox.queue.clear();
   }
-  for (Inbox& inbox : inboxes_) {
-    if (inbox.target) {
-      finished.emplace_back(std::move(*inbox.target), error);
-      inbox.target.reset();
+  for (MessageInbox& inbox : inboxes_) {
+    if (auto target = inbox.take_target()) {
+      finished.emplace_back(std::move(*target), error);
     }
   }
 }
 
 void PointToPoint::check_on_engine_thread() {
-  Finished finished;
+  if (helpers_.load() == 0) {
+    check(nullptr);
+  }
+}
+
+void PointToPoint::check(const ZeroWork* own) {
+  FinishedMessages finished;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!has_pending()) {
       return;
     }
-    const PeerStates peers = group_->peer_states();
     try {
+      const PeerStates peers = group_->peer_states();
       group_->throw_if_failed();
       advance_locked(finished);  // what a peer sent before it left still counts
-      for (const Posted& posted : posted_) {
-        std::vector<int32_t> awaited{posted.message.peer};
-        if (posted.message.peer == Message::kAnySource) {
-          awaited.resize(static_cast<size_t>(group_->world_size()));
-          std::iota(awaited.begin(), awaited.end(), 0);
-        }
-        check_locked(posted, peers, awaited);
-      }
-      for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
-        for (const Posted& posted : outboxes_[peer].queue) {
-          check_locked(posted, peers, {peer});
-        }
-        if (inboxes_[peer].target) {
-          check_locked(*inboxes_[peer].target, peers, {peer});
-        }
-      }
+      check_all_locked(peers);
     } catch (...) {
       fail_locked(std::current_exception(), finished);
     }
   }
-  finish(std::move(finished), /*is_engine_thread=*/true);
+  finish(std::move(finished), own);
 }
 
-void PointToPoint::check_locked(const Posted& posted, const PeerStates& peers, const std::vector<int32_t>& awaited) {
+void PointToPoint::check_all_locked(const PeerStates& peers) {
+  for (const PostedMessage& posted : posted_.queue()) {
+    std::vector<int32_t> awaited{posted.message.peer};
+    if (posted.message.peer == Message::kAnySource) {
+      awaited.resize(static_cast<size_t>(group_->world_size()));
+      std::iota(awaited.begin(), awaited.end(), 0);
+    }
+    check_locked(posted, peers, awaited);
+  }
+  for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
+    for (const PostedMessage& posted : outboxes_[peer].queue()) {
+      check_locked(posted, peers, {peer});
+    }
+    if (inboxes_[peer].target()) {
+      check_locked(*inboxes_[peer].target(), peers, {peer});
+    }
+  }
+}
+
+void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& peers,
+                                const std::vector<int32_t>& awaited) {
   const OperationLabel& label = posted.message.work->label();
   // A receive from anybody goes on as long as anybody is left.
   const bool is_any = posted.message.peer == Message::kAnySource;
@@ -352,11 +244,11 @@ void PointToPoint::check_locked(const Posted& posted, const PeerStates& peers, c
   const auto waited = std::chrono::steady_clock::now() - posted.start;
   TORCH_CHECK_WITH(DistBackendError, waited < posted.message.work->timeout(), label.prefix(), ": timed out after ",
                    posted.message.work->timeout().count(), " ms waiting for ",
-                   is_any ? std::string("any rank") : list_ranks(awaited), " with tag ", posted.message.tag,
+                   is_any ? std::string("any rank") : format_ranks(awaited), " with tag ", posted.message.tag,
                    group_->silence(), "; see what it does, or raise the timeout of the group.");
 }
 
-void PointToPoint::finish(Finished finished, bool is_engine_thread) {
+void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {
   if (finished.empty()) {
     return;
   }
@@ -376,7 +268,7 @@ void PointToPoint::finish(Finished finished, bool is_engine_thread) {
       group_->notify_complete(work->completion_key(), work->elapsed_ms());
     }
     work->complete(described);
-    if (is_engine_thread) {
+    if (work.get() != own) {
       group_->retire(std::move(work));
     }
   }
@@ -393,7 +285,7 @@ bool PointToPoint::wait_until_idle(std::chrono::milliseconds limit) {
 
 void PointToPoint::set_sleeping(bool is_sleeping) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!is_sleeping || has_pending()) {
+  if (!is_sleeping || (helpers_.load() == 0 && has_pending())) {
     group_->arena().set_sleeping(is_sleeping);
   }
 }

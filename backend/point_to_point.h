@@ -8,40 +8,34 @@
 // deadlock.
 #pragma once
 
-#include <array>
+#include <atomic>
 #include <chrono>
-#include <cstddef>
+#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include "backend/engine.h"
 #include "backend/group.h"
-#include "backend/work.h"
+#include "backend/message.h"
+#include "backend/message_inbox.h"
+#include "backend/message_outbox.h"
+#include "backend/posted_receives.h"
 
 namespace zeropg {
 
-// A send or a receive. `data` is contiguous and kept alive by `work`.
-struct Message {
-  static constexpr int32_t kAnySource = -1;
-
-  c10::intrusive_ptr<ZeroWork> work;
-  std::byte* data = nullptr;
-  int64_t bytes = 0;
-  int32_t peer = 0;
-  int32_t tag = 0;
-};
-
 class PointToPoint final : public Channel {
  public:
-  PointToPoint(std::shared_ptr<Group> group, Engine& engine);
+  // `may_use_cma`: large messages are read from the sender's memory where that works (Note [Offers]).
+  PointToPoint(std::shared_ptr<Group> group, Engine& engine, bool may_use_cma);
 
-  // What can be moved at once is moved in the calling thread, the rest by the progress thread.
+  // What can be moved at once is moved in the calling thread; the rest by a thread that waits, or the progress thread.
   void send(Message message);
   void receive(Message message);  // peer may be kAnySource
+
+  // See OperationHost::help. Only in the process that made the group.
+  void help(const ZeroWork& work, std::chrono::steady_clock::time_point until);
 
   bool wait_until_idle(std::chrono::milliseconds limit);
 
@@ -51,62 +45,27 @@ class PointToPoint final : public Channel {
   int32_t local_world_size() const override;
 
  private:
-  struct Header {
-    uint64_t bytes = 0;
-    int32_t tag = 0;
-    uint32_t magic = 0;
-  };
-  struct Posted {
-    Message message;
-    uint64_t order = 0;  // of posting, over all peers
-    std::chrono::steady_clock::time_point start;
-  };
-  struct SetAside {
-    int32_t tag = 0;
-    uint64_t bytes = 0;
-    uint64_t order = 0;           // of arrival, over all peers
-    std::vector<std::byte> data;  // grows as bytes arrive: the announced length is not believed
-  };
-  struct Outbox {
-    std::deque<Posted> queue;  // the head is being sent
-    Header header;
-    size_t header_sent = 0;
-    int64_t sent = 0;
-  };
-  struct Inbox {
-    std::array<std::byte, sizeof(Header)> header_bytes{};
-    size_t header_received = 0;
-    Header header;
-    bool is_setting_aside = false;   // the current message goes to set_aside.back()
-    std::unique_ptr<Posted> target;  // the receive that the current message goes to
-    int64_t received = 0;
-    std::deque<SetAside> set_aside;
-  };
-  using Finished = std::vector<std::pair<Posted, std::exception_ptr>>;
-
-  bool advance_outbox(int32_t peer, Finished& finished);
-  bool advance_inbox(int32_t peer, Finished& finished);
-  bool receive_header(int32_t peer, Inbox& inbox);
-  bool receive_body(int32_t peer, Inbox& inbox, Finished& finished);
-  bool take_from_set_aside(Posted& posted);
-  std::unique_ptr<Posted> take_posted(int32_t peer, int32_t tag);
-  bool wants_from(int32_t peer) const;
-  bool is_named(int32_t peer) const;  // by a receive that wants this peer and no other
-  bool has_pending() const;
-  Activity advance_locked(Finished& finished);
-  void fail_locked(const std::exception_ptr& error, Finished& finished);
-  void check_locked(const Posted& posted, const PeerStates& peers, const std::vector<int32_t>& awaited);
-  void finish(Finished finished, bool is_engine_thread);
   void start(Message message, bool is_send);
+  Activity advance(const ZeroWork* own);
+  Activity advance_locked(FinishedMessages& finished);
+  bool serve_from_set_aside(const PostedMessage& posted);
+  bool has_pending() const;
+  void check(const ZeroWork* own);
+  void check_all_locked(const PeerStates& peers);
+  void check_locked(const PostedMessage& posted, const PeerStates& peers, const std::vector<int32_t>& awaited);
+  void fail_locked(const std::exception_ptr& error, FinishedMessages& finished);
+  void finish(FinishedMessages finished, const ZeroWork* own);  // `own` has an owner: its caller, or who waits for it
+  void leave();
 
   std::shared_ptr<Group> group_;  // life shared with the process group
   Engine& engine_;
+  std::atomic<int32_t> helpers_{0};  // threads inside help(): the progress thread leaves the messages to them
   mutable std::mutex mutex_;
   std::condition_variable idle_;
-  std::vector<Outbox> outboxes_;  // per peer; guarded by mutex_
-  std::vector<Inbox> inboxes_;    // per peer; guarded by mutex_
-  std::deque<Posted> posted_;     // receives without a message, in order; guarded by mutex_
-  uint64_t order_ = 0;            // guarded by mutex_
+  std::vector<MessageOutbox> outboxes_;  // per peer; guarded by mutex_
+  std::vector<MessageInbox> inboxes_;    // per peer; guarded by mutex_
+  PostedReceives posted_;                // guarded by mutex_
+  uint64_t order_ = 0;                   // guarded by mutex_
 };
 
 }  // namespace zeropg

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "backend/bootstrap.h"
+#include "backend/interrupts.h"
 
 namespace zeropg {
 
@@ -20,18 +21,29 @@ c10::intrusive_ptr<BackendOptions> resolved(const c10::intrusive_ptr<BackendOpti
 }
 
 std::shared_ptr<Group> join_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                  const BackendOptions& options) {
+                                  const BackendOptions& options, std::chrono::milliseconds timeout,
+                                  std::shared_ptr<const Hooks> hooks) {
   BootstrapResult joined = bootstrap(store, rank, size,
-                                     BootstrapOptions{.timeout = options.timeout,
+                                     BootstrapOptions{.timeout = timeout,
                                                       .secret = options.secret,
                                                       .host_id = options.host_id,
                                                       .bank_bytes = options.bank_bytes,
                                                       .mailbox_bytes = options.mailbox_bytes,
+                                                      .pool_bytes = options.pool_bytes,
                                                       .window_bytes = options.window_bytes,
                                                       .network = options.network,
                                                       .ucx_root = options.ucx_root,
                                                       .interfaces = options.interfaces});
-  return std::make_shared<Group>(std::move(joined));
+  return std::make_shared<Group>(std::move(joined), std::move(hooks));
+}
+
+// Whether the ranks meet only when torch.distributed's reconfigure is called.
+bool is_joined_later(const BackendOptions& options) {
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  return options.enable_reconfigure;
+#else
+  return false;
+#endif
 }
 
 }  // namespace
@@ -39,35 +51,61 @@ std::shared_ptr<Group> join_group(const c10::intrusive_ptr<c10d::Store>& store, 
 ProcessGroupZero::ProcessGroupZero(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                    const c10::intrusive_ptr<BackendOptions>& options, BackendFactory make_cuda_backend)
     : Backend(rank, size),
+      first_store_(store),
       store_(store),
       options_(resolved(options)),
       timeouts_(options_->timeout),
-      // Before the group is joined: a wrong option must not leave peers waiting in a group that half exists.
-      planner_({.rank = rank,
-                .world_size = size,
-                .bank_bytes = options_->bank_bytes,
-                .mailbox_bytes = options_->mailbox_bytes,
-                .window_bytes = options_->window_bytes,
-                .algorithms = options_->algorithms}),
-      channels_(GroupChannels::open(
-          join_group(c10::make_intrusive<c10d::PrefixStore>("zeropg", store), rank, size, *options_))),
       has_cuda_(make_cuda_backend != nullptr),
       make_cuda_backend_(std::move(make_cuda_backend)) {
   init();
-  if (!is_one_node()) {
-    planner_.set_nodes(topology().nodes);
+  if (!is_joined_later(*options_)) {
+    join(options_->timeout);
   }
 }
 
+void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
+  // Before the group is joined: a wrong option must not leave peers waiting in a group that half exists.
+  auto planner = std::make_unique<Planner>(PlannerOptions{.rank = rank_,
+                                                          .world_size = size_,
+                                                          .bank_bytes = options_->bank_bytes,
+                                                          .mailbox_bytes = options_->mailbox_bytes,
+                                                          .window_bytes = options_->window_bytes,
+                                                          .algorithms = options_->algorithms});
+  auto channels = GroupChannels::open(
+      join_group(c10::make_intrusive<c10d::PrefixStore>("zeropg", store_), rank_, size_, *options_, timeout, hooks_),
+      options_->cma);
+  if (!channels->group().is_one_node()) {
+    planner->set_nodes(channels->group().topology().nodes);
+  }
+  planner->set_pool(channels->group().pool());
+  std::lock_guard<std::mutex> lock(membership_mutex_);
+  planner_ = std::move(planner);
+  channels_ = std::move(channels);
+  sequence_ = 0;
+}
+
+Group& ProcessGroupZero::group() const {
+  TORCH_CHECK_WITH(DistBackendError, channels_ != nullptr, "[zeropg rank ", rank_, "/", size_,
+                   "] the group was made with enable_reconfigure and has no members yet; call reconfigure first.");
+  return channels_->group();
+}
+
+std::shared_ptr<GroupChannels> ProcessGroupZero::current_channels() const {
+  std::lock_guard<std::mutex> lock(membership_mutex_);
+  return channels_;
+}
+
 ProcessGroupZero::~ProcessGroupZero() {
-  if (group().is_own_process()) {
+  if (channels_ != nullptr && group().is_own_process()) {
     channels_->close(kShutdownPatience);
     group().release_retired();
   }
 }
 
 void ProcessGroupZero::shutdown() {
-  channels_->close(kShutdownPatience);
+  if (const auto channels = current_channels()) {
+    channels->close(kShutdownPatience);
+  }
   std::lock_guard<std::mutex> lock(inner_mutex_);
   if (cuda_backend_) {
     cuda_backend_->shutdown();
@@ -78,12 +116,14 @@ void ProcessGroupZero::shutdown() {
 void ProcessGroupZero::shutdown_all() { GroupChannels::close_all(kExitPatience); }
 
 void ProcessGroupZero::abort() {
-  if (!group().is_own_process()) {
+  const auto channels = current_channels();
+  if (channels == nullptr || !channels->group().is_own_process()) {
     return;
   }
-  group().fail(c10::str("[zeropg rank ", rank_, "/", size_, "] the process group was aborted; make a new one."));
-  if (!channels_->is_closed()) {
-    channels_->engine().wake();
+  channels->group().fail(
+      c10::str("[zeropg rank ", rank_, "/", size_, "] the process group was aborted; make a new one."));
+  if (!channels->is_closed()) {
+    channels->engine().wake();
   }
   std::lock_guard<std::mutex> lock(inner_mutex_);
   if (cuda_backend_) {
@@ -103,6 +143,7 @@ c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupZero::getBackendOptions()
 
 void ProcessGroupZero::waitForPendingWorks() {
   const std::chrono::milliseconds timeout = timeouts_.get();
+  group();  // there must be one
   TORCH_CHECK_WITH(DistBackendError,
                    channels_->collectives().wait_until_idle(timeout) && channels_->messages().wait_until_idle(timeout),
                    prefix("zeropg:wait_for_pending_works"), ": operations still run after ", timeout.count(),
@@ -126,10 +167,11 @@ c10d::ErrorType ProcessGroupZero::getError() {
       return cuda_backend_->getError();
     }
   }
-  if (!group().has_failed() || channels_->is_closed()) {
+  const auto channels = current_channels();
+  if (channels == nullptr || !channels->group().has_failed() || channels->is_closed()) {
     return c10d::ErrorType::SUCCESS;
   }
-  const std::string failure = group().failure();
+  const std::string failure = channels->group().failure();
   if (failure.find("timed out") != std::string::npos) {
     return c10d::ErrorType::TIMEOUT;
   }
@@ -137,20 +179,23 @@ c10d::ErrorType ProcessGroupZero::getError() {
 }
 
 #ifdef C10D_BACKEND_HAS_HOOKS
-void ProcessGroupZero::registerAbortHook(int64_t id, c10d::AbortHook hook) {
-  group().set_abort_hook(id, std::move(hook));
-}
+void ProcessGroupZero::registerAbortHook(int64_t id, c10d::AbortHook hook) { hooks_->set_abort(id, std::move(hook)); }
 
-void ProcessGroupZero::unregisterAbortHook(int64_t id) { group().set_abort_hook(id, nullptr); }
+void ProcessGroupZero::unregisterAbortHook(int64_t id) { hooks_->set_abort(id, nullptr); }
 
 void ProcessGroupZero::registerCompletionHook(int64_t id, c10d::CompletionHook hook) {
-  group().set_completion_hook(id, [hook = std::move(hook)](uint64_t key, float duration_ms) {
+  hooks_->set_completion(id, [hook = std::move(hook)](uint64_t key, float duration_ms) {
     hook(c10d::CompletionHookArgs{.completionKey = key, .duration_ms = duration_ms});
   });
 }
 
-void ProcessGroupZero::unregisterCompletionHook(int64_t id) { group().set_completion_hook(id, nullptr); }
+void ProcessGroupZero::unregisterCompletionHook(int64_t id) { hooks_->set_completion(id, nullptr); }
 #endif
+
+void ProcessGroupZero::check_peer(const char* title, int32_t peer) {
+  group().throw_if_failed();
+  throw_if_lost(OperationLabel{.rank = rank_, .world_size = size_, .title = title}, group().peer_states(), {peer});
+}
 
 std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_per_rank) {
   if (!is_one_node()) {
@@ -163,6 +208,7 @@ std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_p
   OperationLabel label{.rank = rank_, .world_size = size_, .title = "zeropg:shared_segment"};
   return std::make_shared<SharedSegment>(
       fd, rank_, size_, bytes_per_rank, [group = channels_->shared_group(), label](int32_t awaited) {
+        check_interrupts();
         group->throw_if_failed();
         const PeerStates peers = group->peer_states();
         std::vector<int32_t> needed = peers.dead;  // others may leave while ranks still read what they published

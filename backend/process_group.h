@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -20,7 +21,9 @@
 #include <vector>
 
 #include "backend/arguments.h"
+#include "backend/flight_recorder.h"
 #include "backend/group_channels.h"
+#include "backend/hooks.h"
 #include "backend/options.h"
 #include "backend/planner.h"
 #include "backend/timeouts.h"
@@ -48,12 +51,12 @@ class ProcessGroupZero : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override;
 
   // Of ours, beside c10d's interface.
-  const Topology& topology() const { return channels_->group().topology(); }
-  bool is_one_node() const { return channels_->group().is_one_node(); }
-  std::map<std::string, OperationStatistics> statistics() const { return channels_->group().statistics(); }
+  const Topology& topology() const { return group().topology(); }
+  bool is_one_node() const { return group().is_one_node(); }
+  std::map<std::string, OperationStatistics> statistics() const { return group().statistics(); }
   std::chrono::milliseconds default_timeout() const { return timeouts_.get(); }
   // Registered memory of ranks on other nodes, null where there are none. Lives as long as the group is open.
-  RemoteMemory* remote_memory() { return channels_->group().network(); }
+  RemoteMemory* remote_memory() { return group().network(); }
   // Collective: memory that all ranks map, nullptr when they span nodes. DistBackendError when the sizes differ.
   std::shared_ptr<SharedSegment> allocate_shared(int64_t bytes_per_rank);
   // Collective. Reductions whose bytes travel encoded by `compression.codec`, which must be the same on every rank, as
@@ -66,6 +69,12 @@ class ProcessGroupZero : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> compressed_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                                            Compression compression, const c10d::ReduceOp& op,
                                                            bool is_asynchronous);
+  // Keeps the last operations from now on; for a torch that does not record them itself. Before the first operation.
+  void start_recording();
+  std::vector<RecordedOperation> recorded_operations() const;  // empty unless recording
+  std::string prefix(const char* title) const;  // of errors: "zeropg:split" gives "[zeropg rank 3/8] split"
+  // Throws DistBackendError when the group has failed or `peer` has left or died.
+  void check_peer(const char* title, int32_t peer);
   // Shuts every group of this process down; for the interpreter's exit.
   static void shutdown_all();
 
@@ -79,6 +88,12 @@ class ProcessGroupZero : public c10d::Backend {
                                           const c10::intrusive_ptr<Options>& opts, const int& rank,
                                           const int& size) override;
   uint64_t split_count() const { return split_count_.load(); }
+  // Called by the ranks that stay, also after others died: a group of them, in their order, with the old one's options.
+  // It waits for what runs on the old group, or with torch's SHRINK_ABORT ends it. After it the old group is unusable.
+  // The group's store must still be there. DistBackendError when a rank that should stay does not come in time.
+  bool supportsShrinking() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
+                                           const c10::intrusive_ptr<Options>& opts) override;
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& opts = {}) override;
@@ -144,18 +159,21 @@ class ProcessGroupZero : public c10d::Backend {
   // Gives running operations a few seconds to end, then leaves the group. A second call does nothing.
   void shutdown() override;
 
-  // For CUDA: NCCL's. Refused where there is none.
-  void eagerConnectSingleDevice(at::Device device) override;
+  // On the CPU: a tensor in memory that all ranks of the node share, which collectives of this group read and write
+  // where it lies (README.md, tensors in shared memory). Contents are undefined. Not collective; the memory lives as
+  // long as the tensor, also when the group is gone. DistBackendError when there is no room, ValueError for a negative
+  // `numel`. For CUDA: NCCL's, refused where there is none.
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long numel, at::TensorOptions options = {}) override;
+  // For CUDA: NCCL's. Refused where there is none.
+  void eagerConnectSingleDevice(at::Device device) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
 
   // Refused: each says what to use instead.
-  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
-                                           const c10::intrusive_ptr<Options>& opts) override;
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
 
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+  bool isInitialized() override { return current_channels() != nullptr; }
   void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override { timeouts_.extend(timeout); }
   void startTimeEstimate() override;
   float endTimeEstimate() override;
@@ -164,10 +182,16 @@ class ProcessGroupZero : public c10d::Backend {
   std::unordered_map<std::string, uint64_t> getMemoryStats() override;
 #endif
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
+  // Leaves the group for one of the ranks whose handles are given; the store of the first one must still be there.
+  // Collective over the new members, done when it returns. Not while another thread uses the group. ValueError for
+  // handles without this rank's and for a uuid that was used; DistBackendError naming the ranks that did not come.
+  bool supportsReconfigure() const override { return true; }
   c10d::ReconfigureHandle get_reconfigure_handle() const override;
   c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
 #endif
 #ifdef C10D_BACKEND_HAS_WINDOW
+  // Inside a node. Collective where a tensor is given. See window.h.
+  bool supportsWindow() const override { return is_one_node(); }
   c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
 #endif
 #ifdef C10D_BACKEND_HAS_HOOKS
@@ -188,14 +212,18 @@ class ProcessGroupZero : public c10d::Backend {
   BackendFactory cuda_factory();
 
  private:
-  Group& group() const { return channels_->group(); }
-  std::string prefix(const char* title) const;  // of errors: "zeropg:split" gives "[zeropg rank 3/8] split"
+  // Meets the other ranks in store_. Replaces the group that there was, which must be closed.
+  void join(std::chrono::milliseconds timeout);
+  Group& group() const;  // DistBackendError before the first reconfiguration
+  std::shared_ptr<GroupChannels> current_channels() const;
   c10::intrusive_ptr<BackendOptions> child_options(const c10::intrusive_ptr<Options>& given) const;
 
   Call make_call(const char* title);
   c10::intrusive_ptr<c10d::Work> submit(Call call, c10d::OpType type, std::chrono::milliseconds timeout,
                                         bool is_asynchronous);
   c10::intrusive_ptr<ZeroWork> make_work(Call& call, c10d::OpType type, std::chrono::milliseconds timeout);
+  void record_collective(const std::vector<Request>& requests, const ZeroWork& work);
+  void record_message(const at::Tensor& data, bool is_send, int peer, const ZeroWork& work);
   c10::intrusive_ptr<c10d::Work> coalesce(c10::intrusive_ptr<c10d::Work> work);
   Message make_message(Call& call, const at::Tensor& tensor, bool is_send, int peer, int tag);
   c10::intrusive_ptr<c10d::Work> run_barrier(const char* title, int64_t bytes, std::chrono::milliseconds timeout,
@@ -206,13 +234,22 @@ class ProcessGroupZero : public c10d::Backend {
   c10d::Backend* inner_for(const c10::Device& device);
   c10d::Backend& cuda_backend_for(const char* title);
 
-  const c10::intrusive_ptr<c10d::Store> store_;
+  const c10::intrusive_ptr<c10d::Store> first_store_;
+  c10::intrusive_ptr<c10d::Store> store_;  // part of first_store_ after a reconfiguration
   const c10::intrusive_ptr<BackendOptions> options_;
   Timeouts timeouts_;
-  Planner planner_;
+  const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();  // life shared with groups that still end
+  std::shared_ptr<FlightRecorder> recorder_;                        // life shared with its hook; null: not recording
+  mutable std::mutex membership_mutex_;
+  // Both null until the first reconfiguration where that is asked for. Written under membership_mutex_, which only
+  // those take who may run beside a reconfiguration.
+  std::unique_ptr<Planner> planner_;
   std::shared_ptr<GroupChannels> channels_;  // life shared with close_all, which may be closing it
+  mutable std::string handle_;               // guarded by membership_mutex_
+  std::set<int64_t> uuids_;                  // of reconfigurations
   std::atomic<uint64_t> sequence_{0};
   std::atomic<uint64_t> split_count_{0};
+  std::atomic<uint64_t> shrink_count_{0};
 
   const bool has_cuda_;
   std::mutex inner_mutex_;

@@ -13,9 +13,7 @@ Call ProcessGroupZero::make_call(const char* title) {
 }
 
 c10::intrusive_ptr<ZeroWork> ProcessGroupZero::make_work(Call& call, OpType type, std::chrono::milliseconds timeout) {
-  return c10::make_intrusive<ZeroWork>(call.label(), type, call.take_tensors(), timeouts_.next(timeout),
-                                       channels_->callbacks(),
-                                       [group = channels_->shared_group()] { return group->who_is_late(); });
+  return c10::make_intrusive<ZeroWork>(call.label(), type, call.take_tensors(), timeouts_.next(timeout), channels_);
 }
 
 c10::intrusive_ptr<Work> ProcessGroupZero::submit(Call call, OpType type, std::chrono::milliseconds timeout,
@@ -23,10 +21,11 @@ c10::intrusive_ptr<Work> ProcessGroupZero::submit(Call call, OpType type, std::c
   call.set_sequence(sequence_.fetch_add(1) + 1);  // not before: a call whose arguments are refused must not count
   auto job = std::make_unique<CollectiveJob>();
   for (const Request& request : call.requests()) {
-    job->collectives.push_back(planner_.plan(request));
+    job->collectives.push_back(planner_->plan(request));
   }
   auto work = make_work(call, type, timeout);
   job->work = work;
+  record_collective(call.requests(), *work);
   call.requests().clear();
   channels_->collectives().submit(std::move(job), !is_asynchronous);
   if (!is_asynchronous) {

@@ -1,9 +1,10 @@
-// Groups that are made from a group, and what is refused of changing one.
+// Groups that are made from a group, and what of c10d's is refused.
 #include <algorithm>
 #include <set>
 #include <typeinfo>
 
 #include "backend/process_group.h"
+#include "backend/window.h"
 
 namespace zeropg {
 
@@ -89,13 +90,6 @@ namespace {
 
 }  // namespace
 
-c10::intrusive_ptr<Backend> ProcessGroupZero::shrink(const std::vector<int64_t>& /*ranks_to_exclude*/, int /*flags*/,
-                                                     const c10::intrusive_ptr<Options>& /*opts*/) {
-  refuse(prefix("zeropg:shrink"),
-         "groups keep their ranks; make a new group of those that are left (new_group or split_group while all live,"
-         " a restart from a checkpoint after a rank died).");
-}
-
 void ProcessGroupZero::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& /*hook*/) {
   refuse(prefix("zeropg:register_on_completion_hook"),
          "this hook is NCCL's own; use work.get_future().then(...), and zeropg.stats() for durations.");
@@ -110,20 +104,19 @@ float ProcessGroupZero::endTimeEstimate() {
 }
 #endif
 
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-c10d::ReconfigureHandle ProcessGroupZero::get_reconfigure_handle() const {
-  refuse(prefix("zeropg:get_reconfigure_handle"),
-         "groups keep their ranks; make a new group, or restart from a checkpoint after a rank died.");
-}
-c10::intrusive_ptr<c10d::Work> ProcessGroupZero::reconfigure(const c10d::ReconfigureOptions& /*opts*/) {
-  refuse(prefix("zeropg:reconfigure"),
-         "groups keep their ranks; make a new group, or restart from a checkpoint after a rank died.");
-}
-#endif
-
 #ifdef C10D_BACKEND_HAS_WINDOW
-c10::intrusive_ptr<c10d::Window> ProcessGroupZero::new_window(const std::optional<at::Tensor>& /*tensor*/) {
-  refuse(prefix("zeropg:new_window"), "there are no one-sided windows; use send and recv, or a collective.");
+c10::intrusive_ptr<c10d::Window> ProcessGroupZero::new_window(const std::optional<at::Tensor>& tensor) {
+  make_call("zeropg:new_window");  // refuses a forked child
+  if (!is_one_node()) {
+    refuse(prefix("zeropg:new_window"),
+           "the ranks span nodes, where nothing is one-sided; use send and recv, or a group"
+           " of the ranks of one node.");
+  }
+  auto window = c10::make_intrusive<SharedWindow>(c10::intrusive_ptr<ProcessGroupZero>::reclaim_copy(this));
+  if (tensor.has_value()) {
+    window->tensor_register(*tensor);
+  }
+  return window;
 }
 #endif
 

@@ -1,5 +1,7 @@
 // CUDA tensors: an inner backend, made through torch's Python binding when the first one comes, and the coalescing
 // windows that it needs.
+#include <ATen/ops/from_blob.h>
+
 #include "backend/process_group.h"
 
 namespace zeropg {
@@ -79,12 +81,33 @@ c10d::Backend& ProcessGroupZero::cuda_backend_for(const char* title) {
   return *inner_for(c10::Device(c10::DeviceType::CUDA));
 }
 
+// c10d gives the index of a device alone; the CPU has none.
 bool ProcessGroupZero::supportsTensorAlloc(c10::DeviceIndex device) {
+  if (device < 0) {
+    return group().is_own_process() && !group().has_failed() && group().pool().bytes_per_rank() > 0;
+  }
   return has_cuda_ && cuda_backend_for("zeropg:supports_tensor_alloc").supportsTensorAlloc(device);
 }
 
 at::Tensor ProcessGroupZero::allocateTensor(long numel, at::TensorOptions options) {
-  return cuda_backend_for("zeropg:allocate_tensor").allocateTensor(numel, options);
+  if (!options.device().is_cpu()) {
+    return cuda_backend_for("zeropg:allocate_tensor").allocateTensor(numel, options);
+  }
+  const Call call = make_call("zeropg:allocate_tensor");
+  call.check_value(numel >= 0, "cannot allocate ", numel, " elements.");
+  group().throw_if_failed();  // a rank that does not know it yet may still write to what was freed since
+  const int64_t bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
+  const std::shared_ptr<TensorPool>& pool = group().shared_pool();
+  std::byte* data = nullptr;
+  try {
+    data = pool->allocate(bytes);
+  } catch (const c10::DistBackendError& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str(prefix("zeropg:allocate_tensor"), ": ", error.what_without_backtrace()));
+  }
+  return at::for_blob(data, {numel})
+      .deleter([pool](void* block) { pool->free(static_cast<std::byte*>(block)); })
+      .options(options)
+      .make_tensor();
 }
 
 std::shared_ptr<c10::Allocator> ProcessGroupZero::getMemAllocator() {

@@ -40,7 +40,9 @@ Message ProcessGroupZero::make_message(Call& call, const at::Tensor& tensor, boo
   const OpType type = is_send ? OpType::SEND : peer == Message::kAnySource ? OpType::RECVANYSOURCE : OpType::RECV;
   // A tensor that is guarded against writes can still be sent: a message that is sent is only read.
   void* address = is_send ? const_cast<void*>(data.const_data_ptr()) : data.mutable_data_ptr();
-  return Message{.work = make_work(call, type, c10d::kUnsetTimeout),
+  auto work = make_work(call, type, c10d::kUnsetTimeout);
+  record_message(data, is_send, peer, *work);
+  return Message{.work = std::move(work),
                  .data = static_cast<std::byte*>(address),
                  .bytes = static_cast<int64_t>(data.nbytes()),
                  .peer = peer,

@@ -86,7 +86,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::allreduce_sparse(std::vector<at
   ZeroWork::Tensors result;
   result.outputs = {tensor};
   auto work = c10::make_intrusive<ZeroWork>(call.label(), OpType::_ALLREDUCE_SPARSE, std::move(result),
-                                            timeouts_.next(opts.timeout), channels_->callbacks(), nullptr);
+                                            timeouts_.next(opts.timeout), channels_);
   work->complete(nullptr);
   return coalesce(work);
 }

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "backend/authentication.h"
+#include "backend/interrupts.h"
 #include "backend/transport/network_kind.h"
 #include "backend/transport/rank_names.h"
 
@@ -18,107 +19,17 @@ namespace {
 constexpr std::chrono::microseconds kShortestPause{100};  // between two questions to the store
 constexpr std::chrono::milliseconds kLongestPause{10};
 constexpr std::chrono::microseconds kPausePerRank{50};  // many ranks share one store
-constexpr size_t kMaxTextBytes = 1 << 16;
+constexpr size_t kMaxFailureBytes = 1 << 16;
 const char* const kMapKey = "zeropg/map";
 const char* const kFailureKey = "zeropg/failure";
+const char* const kRollCallKey = "zeropg/roll_call";
+constexpr std::chrono::milliseconds kLookInterval{250};   // at the store; many ranks share one
+constexpr std::chrono::milliseconds kRollCall{1'000};     // for everybody to come by
+constexpr std::chrono::milliseconds kCausePatience{500};  // for the rank that broke a connection to say why
 
 std::string address_key(int32_t rank) { return "zeropg/address/" + std::to_string(rank); }
 std::string rank_key(int32_t rank) { return "zeropg/rank/" + std::to_string(rank); }
-
-class Writer {
- public:
-  Writer& put(int64_t number) {
-    bytes_.append(reinterpret_cast<const char*>(&number), sizeof number);
-    return *this;
-  }
-  Writer& put(std::string_view text) {
-    put(static_cast<int64_t>(text.size()));
-    bytes_.append(text);
-    return *this;
-  }
-  const std::string& bytes() const { return bytes_; }
-
- private:
-  std::string bytes_;
-};
-
-// Whatever the store holds, this reads within bounds or throws.
-class Reader {
- public:
-  explicit Reader(std::string_view bytes) : bytes_(bytes) {}
-  int64_t number() {
-    int64_t value = 0;
-    const std::string_view field = take(sizeof value);
-    std::memcpy(&value, field.data(), sizeof value);
-    return value;
-  }
-  std::string text() {
-    const int64_t bytes = number();
-    if (bytes < 0 || static_cast<size_t>(bytes) > kMaxTextBytes) fail();
-    return std::string(take(static_cast<size_t>(bytes)));
-  }
-  void finish() const {
-    if (!bytes_.empty()) fail();
-  }
-
- private:
-  std::string_view take(size_t bytes) {
-    if (bytes > bytes_.size()) fail();
-    const std::string_view field = bytes_.substr(0, bytes);
-    bytes_.remove_prefix(bytes);
-    return field;
-  }
-  [[noreturn]] static void fail() {
-    C10_THROW_ERROR(DistBackendError, "a record in the store is damaged; do all ranks run the same version of zeropg?");
-  }
-
-  std::string_view bytes_;
-};
-
-std::string encode(const RankRecord& record) {
-  Writer writer;
-  writer.put(record.protocol).put(record.world_size).put(record.bank_bytes).put(record.mailbox_bytes);
-  writer.put(record.window_bytes).put(record.network).put(record.has_rdma);
-  return writer.put(record.has_secret).put(record.host_id).put(record.socket_name).bytes();
-}
-
-RankRecord decode_record(std::string_view bytes) {
-  Reader reader(bytes);
-  RankRecord record;
-  record.protocol = reader.number();
-  record.world_size = reader.number();
-  record.bank_bytes = reader.number();
-  record.mailbox_bytes = reader.number();
-  record.window_bytes = reader.number();
-  record.network = reader.number();
-  record.has_rdma = reader.number();
-  record.has_secret = reader.number();
-  record.host_id = reader.text();
-  record.socket_name = reader.text();
-  reader.finish();
-  return record;
-}
-
-std::string encode(const GroupMap& map) {
-  Writer writer;
-  writer.put(map.error).put(map.secret).put(map.network);
-  for (const std::string& host : map.host_ids) writer.put(host);
-  for (const std::string& name : map.socket_names) writer.put(name);
-  return writer.bytes();
-}
-
-GroupMap decode_map(std::string_view bytes, int32_t world_size) {
-  Reader reader(bytes);
-  GroupMap map;
-  map.error = reader.text();
-  map.secret = reader.text();
-  map.network = reader.number();
-  if (!map.error.empty()) return map;
-  for (int32_t rank = 0; rank < world_size; ++rank) map.host_ids.push_back(reader.text());
-  for (int32_t rank = 0; rank < world_size; ++rank) map.socket_names.push_back(reader.text());
-  reader.finish();
-  return map;
-}
+std::string present_key(int32_t rank) { return "zeropg/present/" + std::to_string(rank); }
 
 struct SharedField {
   const char* name;
@@ -163,10 +74,6 @@ GroupMap make_map(std::vector<RankRecord> records) {
   return map;
 }
 
-Digest sign(const AddressKey& key, int32_t rank, std::string_view address) {
-  return hmac_sha256(key.secret, Writer().put("zeropg address1").put(key.group).put(rank).put(address).bytes());
-}
-
 std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
 }  // namespace
@@ -186,7 +93,7 @@ GroupMap Rendezvous::exchange(const RankRecord& own) {
     store_->set(kMapKey, encode(map));
   } else {
     store_->set(rank_key(rank_), encode(own));
-    wait_for({kMapKey});
+    wait_for({{0, kMapKey}});
     store_->deleteKey(rank_key(rank_));  // rank 0 has read it, or there would be no map
     map = decode_map(to_text(store_->get(kMapKey)), world_size_);
   }
@@ -195,9 +102,11 @@ GroupMap Rendezvous::exchange(const RankRecord& own) {
 }
 
 std::vector<RankRecord> Rendezvous::collect(const RankRecord& own) {
+  std::vector<Awaited> awaited;
+  for (int32_t rank = 1; rank < world_size_; ++rank) awaited.push_back({rank, rank_key(rank)});
+  wait_for(awaited);
   std::vector<std::string> keys;
-  for (int32_t rank = 1; rank < world_size_; ++rank) keys.push_back(rank_key(rank));
-  wait_for(keys);
+  for (const Awaited& record : awaited) keys.push_back(record.key);
   std::vector<std::vector<uint8_t>> values;
   if (store_->hasExtendedApi()) {
     values = store_->multiGet(keys);
@@ -211,74 +120,117 @@ std::vector<RankRecord> Rendezvous::collect(const RankRecord& own) {
 
 // Asks instead of Store::wait: that one cannot be interrupted by a failure elsewhere, and a TCPStore writes warnings to
 // the log whenever a wait runs out. The pauses grow with the time waited, so they add a quarter to it at most.
-void Rendezvous::wait_for(const std::vector<std::string>& keys) {
+void Rendezvous::wait_for(const std::vector<Awaited>& awaited) {
+  std::vector<std::string> keys;
+  for (const Awaited& entry : awaited) keys.push_back(entry.key);
   const auto start = Clock::now();
   const auto longest_pause = kLongestPause + world_size_ * kPausePerRank;
-  auto next_look = start + kTick;
+  next_look_ = start + kLookInterval;
   while (!store_->check(keys)) {
+    look_around();
     const auto now = Clock::now();
-    if (now >= next_look) {
-      throw_if_a_rank_failed();
-      next_look = now + kTick;
-    }
-    if (now >= deadline_) throw_late();
+    if (now >= deadline_) throw_late(awaited);
     const auto pause = std::clamp<Clock::duration>((now - start) / 4, kShortestPause, longest_pause);
     std::this_thread::sleep_for(std::min<Clock::duration>(pause, deadline_ - now));
   }
 }
 
-void Rendezvous::throw_late() {
-  const std::vector<int32_t> missing = missing_ranks();
-  C10_THROW_ERROR(DistBackendError, c10::str(missing.empty() ? "rank 0" : format_ranks(missing),
-                                             " did not come to the store in time; look at what those ranks were doing, "
-                                             "or raise the timeout"));
-}
-
-std::vector<int32_t> Rendezvous::missing_ranks() {
+void Rendezvous::throw_late(const std::vector<Awaited>& awaited) {
   std::vector<int32_t> missing;
-  for (int32_t rank = 1; rank < world_size_; ++rank) {
-    if (!store_->check({rank_key(rank)})) missing.push_back(rank);
+  if (awaited.size() == 1 && awaited[0].key == kMapKey) {  // rank 0 cannot write it before it has heard from everybody
+    for (int32_t rank = 1; rank < world_size_; ++rank) {
+      if (!store_->check({rank_key(rank)})) missing.push_back(rank);
+    }
+    if (missing.empty()) missing.push_back(0);
+  } else {
+    for (const Awaited& entry : awaited) {
+      if (!store_->check({entry.key})) missing.push_back(entry.rank);
+    }
   }
-  return missing;
+  names_the_late_ = true;
+  C10_THROW_ERROR(DistBackendError, c10::str(format_ranks(missing),
+                                             " did not come to the store in time; look at what those ranks were"
+                                             " doing, or raise the timeout"));
 }
 
 std::vector<std::string> Rendezvous::exchange_addresses(const std::string& own, const std::vector<int32_t>& peers,
                                                         const AddressKey& key) {
-  const Digest own_signature = sign(key, rank_, own);
-  store_->set(address_key(rank_), std::string(own_signature.begin(), own_signature.end()) + own);
-  std::vector<std::string> keys;
-  for (const int32_t peer : peers) keys.push_back(address_key(peer));
-  if (!keys.empty()) wait_for(keys);
+  store_->set(address_key(rank_), sign_address(key, rank_, own));
+  std::vector<Awaited> awaited;
+  for (const int32_t peer : peers) awaited.push_back({peer, address_key(peer)});
+  if (!awaited.empty()) wait_for(awaited);
   std::vector<std::string> addresses(static_cast<size_t>(world_size_));
-  for (const int32_t peer : peers) {
-    const std::string value = to_text(store_->get(address_key(peer)));
-    std::string& address = addresses[static_cast<size_t>(peer)];
-    if (value.size() > sizeof(Digest)) address = value.substr(sizeof(Digest));
-    Digest signature{};
-    std::memcpy(signature.data(), value.data(), std::min(value.size(), sizeof(Digest)));
-    if (!is_same_digest(signature, sign(key, peer, address))) {
-      C10_THROW_ERROR(DistBackendError, c10::str("the address of rank ", peer,
-                                                 " in the store does not prove the group's secret; set the "
-                                                 "same ZEROPG_SECRET on every rank"));
-    }
+  for (const Awaited& entry : awaited) {
+    addresses[static_cast<size_t>(entry.rank)] = verify_address(key, entry.rank, to_text(store_->get(entry.key)));
   }
   return addresses;
 }
 
 void Rendezvous::withdraw_address() { store_->deleteKey(address_key(rank_)); }
 
-void Rendezvous::report_failure(const std::string& error) noexcept {
-  try {
-    if (!store_->check({kFailureKey})) store_->set(kFailureKey, "rank " + std::to_string(rank_) + ": " + error);
-  } catch (const std::exception&) {
-    // The store is what failed, or it is gone; the others have their deadlines.
+void Rendezvous::look_around() {
+  check_interrupts();
+  const auto now = Clock::now();
+  if (now < next_look_) return;
+  next_look_ = now + kLookInterval;
+  const std::string failure = reported_failure();
+  if (!failure.empty()) {
+    names_the_late_ = true;
+    C10_THROW_ERROR(DistBackendError, failure);
+  }
+  if (!has_answered_ && store_->check({kRollCallKey})) {
+    store_->set(present_key(rank_), "");
+    has_answered_ = true;
   }
 }
 
-void Rendezvous::throw_if_a_rank_failed() {
-  if (store_->check({kFailureKey})) {
-    const std::string text = to_text(store_->get(kFailureKey)).substr(0, kMaxTextBytes);
-    C10_THROW_ERROR(DistBackendError, text);
+std::string Rendezvous::reported_failure() {
+  return store_->check({kFailureKey}) ? to_text(store_->get(kFailureKey)).substr(0, kMaxFailureBytes) : "";
+}
+
+std::vector<int32_t> Rendezvous::absent_ranks() {
+  std::vector<int32_t> absent;
+  for (int32_t rank = 0; rank < world_size_; ++rank) {
+    if (!store_->check({present_key(rank)})) absent.push_back(rank);
+  }
+  return absent;
+}
+
+std::string Rendezvous::find_cause(const std::string& failure, bool is_consequence) noexcept {
+  try {
+    constexpr std::chrono::milliseconds kPause{20};
+    if (Clock::now() >= deadline_ && !names_the_late_) {  // see Note [Roll call]
+      store_->set(kRollCallKey, "");
+      store_->set(present_key(rank_), "");
+      const auto end = Clock::now() + kRollCall;
+      std::vector<int32_t> absent = absent_ranks();
+      while (!absent.empty() && Clock::now() < end) {
+        std::this_thread::sleep_for(kPause);
+        absent = absent_ranks();
+      }
+      return absent.empty() ? failure : failure + "; no sign of life from " + format_ranks(absent);
+    }
+    const auto end = Clock::now() + kCausePatience;
+    while (is_consequence && Clock::now() < end) {
+      if (const std::string cause = reported_failure(); !cause.empty()) return cause;
+      std::this_thread::sleep_for(kPause);
+    }
+  } catch (const std::exception&) {
+    // The store is what failed, or it is gone.
+  }
+  return failure;
+}
+
+// The map is written over, so that no secret stays, and not deleted: a rank that saw it may just be going to read it.
+void Rendezvous::report_failure(const std::string& error) noexcept {
+  try {
+    const std::string text = "rank " + std::to_string(rank_) + ": " + error;
+    if (!store_->check({kFailureKey})) store_->set(kFailureKey, text);
+    GroupMap map;
+    map.error = text;
+    if (rank_ == 0) store_->set(kMapKey, encode(map));
+  } catch (const std::exception&) {
+    // The store is what failed, or it is gone; the others have their deadlines.
   }
 }
 

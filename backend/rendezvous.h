@@ -7,41 +7,18 @@
 #include <vector>
 
 #include "backend/local_socket.h"
+#include "backend/rendezvous_records.h"
 
 namespace zeropg {
 
-// What a rank says of itself.
-struct RankRecord {
-  int64_t protocol = 2;  // of the bootstrap; all ranks must have the same
-  int64_t world_size = 0;
-  int64_t bank_bytes = 0;
-  int64_t mailbox_bytes = 0;
-  int64_t window_bytes = 0;
-  int64_t network = 0;     // NetworkKind: what the user asked for
-  int64_t has_rdma = 0;    // whether UCX with RDMA can be used here
-  int64_t has_secret = 0;  // whether the user gave one
-  std::string host_id;
-  std::string socket_name;
-};
-
-// What rank 0 makes of the records; the same bytes on every rank.
-struct GroupMap {
-  std::string error;  // the others are empty when there is one
-  std::vector<std::string> host_ids;
-  std::vector<std::string> socket_names;
-  std::string secret;   // random, empty when the users gave theirs
-  int64_t network = 0;  // NetworkKind: what is used between nodes
-};
-
-// Signs addresses.
-struct AddressKey {
-  std::string group;  // a name that no other group has
-  std::string secret;
-};
-
 // Keys under the store's own prefix: "zeropg/rank/<r>" (a record), "zeropg/map", "zeropg/address/<r>", "zeropg/failure"
-// (the first error of any rank, so that the others need not wait for their deadline). Every wait ends at the deadline
-// with DistBackendError naming the ranks that did not come.
+// (the first error of any rank, so that the others need not wait for their deadline), "zeropg/roll_call" and
+// "zeropg/present/<r>". Every wait ends at the deadline with DistBackendError naming the ranks that did not come.
+//
+// Note [Roll call]
+// Who runs into the deadline has waited for some rank, which may itself have waited for another one. So it calls the
+// roll: every rank that is still in its bootstrap answers at its next look at the store, and who does not answer is
+// what is wrong.
 class Rendezvous {
  public:
   Rendezvous(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t world_size, Clock::time_point deadline);
@@ -54,22 +31,36 @@ class Rendezvous {
   std::vector<std::string> exchange_addresses(const std::string& own, const std::vector<int32_t>& peers,
                                               const AddressKey& key);
   void withdraw_address();  // when all who need it have it
+  // Now and then during every wait, as often as one likes: throws what another rank failed with or what a signal's
+  // handler throws, and answers the roll call.
+  void look_around();
+  // What to report instead of `failure`, this rank's own error: another rank's one where that came first and this is a
+  // mere consequence (a connection that broke); at the deadline it adds the ranks that give no sign of life. Takes up
+  // to a second.
+  std::string find_cause(const std::string& failure, bool is_consequence) noexcept;
   void report_failure(const std::string& error) noexcept;
-  void throw_if_a_rank_failed();
   // Rank 0, when everybody has read the map and nobody has been told to go on: the secret should not stay in the store,
   // and a later group with the same prefix must not find it.
   void clean_up();
 
  private:
   std::vector<RankRecord> collect(const RankRecord& own);
-  void wait_for(const std::vector<std::string>& keys);
-  [[noreturn]] void throw_late();
-  std::vector<int32_t> missing_ranks();
+  struct Awaited {
+    int32_t rank = -1;
+    std::string key;
+  };
+  void wait_for(const std::vector<Awaited>& awaited);
+  [[noreturn]] void throw_late(const std::vector<Awaited>& awaited);
+  std::string reported_failure();  // "": none
+  std::vector<int32_t> absent_ranks();
 
   c10::intrusive_ptr<c10d::Store> store_;
   int32_t rank_ = 0;
   int32_t world_size_ = 1;
   Clock::time_point deadline_;
+  bool names_the_late_ = false;  // the error of this rank does
+  bool has_answered_ = false;    // the roll call
+  Clock::time_point next_look_{};
 };
 
 }  // namespace zeropg

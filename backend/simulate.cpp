@@ -18,13 +18,12 @@ namespace {
 constexpr std::byte kPoison{0xcb};  // memory that no step has written yet
 
 const char* kind_name(StepKind kind) {
-  constexpr const char* kNames[] = {"copy",           "reduce", "barrier", "send",      "receive",
-                                    "receive_reduce", "encode", "decode",  "decode_add"};
+  constexpr const char* kNames[] = {"copy", "reduce", "barrier", "send", "receive", "encode", "decode", "decode_add"};
   return kNames[static_cast<size_t>(kind)];
 }
 
 std::string to_string(const Region& region) {
-  constexpr const char* kNames[] = {"input", "output", "scratch", "staging", "residual"};
+  constexpr const char* kNames[] = {"input", "output", "scratch", "staging", "peer_input", "peer_output", "residual"};
   std::ostringstream text;
   text << kNames[static_cast<size_t>(region.space)] << '[' << region.index << ']';
   if (region.space == Space::kStaging) text << " bank " << int{region.bank};
@@ -39,6 +38,16 @@ struct Access {
   int64_t end;
   bool is_write;
   size_t operation;  // of that rank, and its step
+  size_t step;
+};
+
+// The same of the ranks' tensors, by address.
+struct TensorAccess {
+  int32_t rank;
+  const std::byte* begin;
+  const std::byte* end;
+  bool is_write;
+  size_t operation;
   size_t step;
 };
 
@@ -82,6 +91,7 @@ class Simulation {
     if (options.moves_bytes) {
       for (Bank& bank : banks_) bank.bytes.assign(options.bank_bytes, kPoison);
     }
+    tensor_accesses_.resize(nodes_.size());
     traffic_.resize(options.world_size);
     for (int32_t rank = 0; rank < options.world_size; ++rank) {
       traffic_[rank].sent_bytes.assign(options.world_size, 0);
@@ -182,7 +192,7 @@ class Simulation {
     text << " " << schedule.algorithm << ", step " << index << " of " << schedule.steps.size() << " ("
          << kind_name(step.kind);
     if (step.kind == StepKind::kSend) text << ' ' << step.bytes << " bytes to rank " << step.peer;
-    if (step.kind == StepKind::kReceive || step.kind == StepKind::kReceiveReduce) {
+    if (step.kind == StepKind::kReceive) {
       text << ' ' << step.bytes << " bytes from rank " << step.peer;
     }
     if (step.peer < 0 && step.kind != StepKind::kBarrier) {
@@ -233,7 +243,7 @@ class Simulation {
       const auto mailbox = mailboxes_.find({rank, step.peer});
       return mailbox == mailboxes_.end() || mailbox->second.used_bytes < capacity(rank, step.peer);
     }
-    if (step.kind == StepKind::kReceive || step.kind == StepKind::kReceiveReduce) {
+    if (step.kind == StepKind::kReceive) {
       const auto mailbox = mailboxes_.find({step.peer, rank});
       return mailbox != mailboxes_.end() && mailbox->second.used_bytes > 0;
     }
@@ -273,7 +283,6 @@ class Simulation {
       case StepKind::kSend:
         return send(rank);
       case StepKind::kReceive:
-      case StepKind::kReceiveReduce:
         return receive(rank);
       case StepKind::kEncode:
         encode(rank);
@@ -293,9 +302,9 @@ class Simulation {
   void copy(int32_t rank) {
     const Step& step = step_of(rank);
     if (options_.moves_bytes) {
+      if (locate(rank, step.source, step.bytes, false) == locate(rank, step.destination, step.bytes, true)) return;
       const std::byte* source = resolve(rank, step.source, step.bytes, false);
       std::byte* destination = resolve(rank, step.destination, step.bytes, true);
-      if (destination == source) return;
       check_apart(rank, destination, source, step.bytes);
       std::memcpy(destination, source, step.bytes);
     }
@@ -310,7 +319,11 @@ class Simulation {
         step.first_source + size_t(step.source_count) > schedule.sources.size()) {
       fail(rank, "its sources are not in the schedule's list of " + std::to_string(schedule.sources.size()));
     }
-    spend(rank, step.source_count * step.bytes, step.bytes);
+    if (step.echo_count < 0 || step.first_echo < 0 ||
+        step.first_echo + size_t(step.echo_count) > schedule.echoes.size()) {
+      fail(rank, "its echoes are not in the schedule's list of " + std::to_string(schedule.echoes.size()));
+    }
+    spend(rank, step.source_count * step.bytes, (1 + step.echo_count) * step.bytes);
     if (!options_.moves_bytes) return;
     std::vector<const void*> sources;
     std::byte* destination = resolve(rank, step.destination, step.bytes, true);
@@ -319,11 +332,6 @@ class Simulation {
       if (source != destination) check_apart(rank, destination, source, step.bytes);
       sources.push_back(source);
     }
-    reduce_into(rank, destination, sources);
-  }
-
-  void reduce_into(int32_t rank, std::byte* destination, const std::vector<const void*>& sources) {
-    const Step& step = step_of(rank);
     const SimulatedOperation& operation = operation_of(rank);
     const int64_t size = element_bytes(operation.dtype);
     if (step.bytes % size != 0) {
@@ -333,6 +341,9 @@ class Simulation {
     reduce(destination, sources.data(), static_cast<int32_t>(sources.size()), step.bytes / size, operation.dtype, op,
            operation.factor, step.is_final);
     traffic_[rank].reduced_bytes += static_cast<int64_t>(sources.size()) * step.bytes;
+    for (int32_t i = 0; i < step.echo_count; ++i) {
+      std::memcpy(resolve(rank, schedule.echoes[step.first_echo + i], step.bytes, true), destination, step.bytes);
+    }
   }
 
   const Compressor& codec_of(int32_t rank) const {
@@ -386,6 +397,7 @@ class Simulation {
       if (!ranks_[each].is_at_barrier) return;
       latest_us = std::max(latest_us, traffic_[each].time_us);
     }
+    tensor_accesses_[node_of_[rank]].clear();
     for (const int32_t each : node) {
       for (int bank = 0; bank < 2; ++bank) banks_[2 * each + bank].accesses.clear();
       traffic_[each].time_us = latest_us + options_.model.barrier_us;
@@ -459,19 +471,10 @@ class Simulation {
     mailbox.used_bytes -= bytes;
     state.moved_bytes += bytes;
     if (state.moved_bytes < step.bytes) return;
-    if (options_.moves_bytes) store_received(rank);
-    finish_step(rank);
-  }
-
-  void store_received(int32_t rank) {
-    const Step& step = step_of(rank);
-    const RankState& state = ranks_[rank];
-    std::byte* destination = resolve(rank, step.destination, step.bytes, true);
-    if (step.kind == StepKind::kReceive) {
-      std::memcpy(destination, state.received.data(), step.bytes);
-    } else {
-      reduce_into(rank, destination, {destination, state.received.data()});
+    if (options_.moves_bytes) {
+      std::memcpy(resolve(rank, step.destination, step.bytes, true), state.received.data(), step.bytes);
     }
+    finish_step(rank);
   }
 
   void check_peer(int32_t rank) const {
@@ -489,8 +492,20 @@ class Simulation {
     throw SimulationError(describe(rank) + ": " + what);
   }
 
-  // The memory of a region, after checking that it lies inside its buffer and, in staging, that no other rank is at it.
+  // As locate, after checking that no other rank is at it.
   std::byte* resolve(int32_t rank, const Region& region, int64_t bytes, bool is_write) {
+    std::byte* data = locate(rank, region, bytes, is_write);
+    const bool is_tensor = region.space == Space::kInput || region.space == Space::kOutput ||
+                           region.space == Space::kPeerInput || region.space == Space::kPeerOutput;
+    if (region.space == Space::kStaging) log_access(rank, region, bytes, is_write);
+    if (is_tensor && schedule_of(rank).is_direct) {
+      log_tensor_access(rank, region, {data, size_t(bytes)}, is_write);
+    }
+    return data;
+  }
+
+  // The memory of a region, after checking that it lies inside its buffer.
+  std::byte* locate(int32_t rank, const Region& region, int64_t bytes, bool is_write) {
     const SimulatedTensors& tensors = operation_of(rank).tensors[rank];
     std::span<std::byte> buffer;
     const auto list = region.space == Space::kInput    ? std::span(tensors.inputs)
@@ -508,6 +523,10 @@ class Simulation {
       case Space::kScratch:
         buffer = ranks_[rank].scratch;
         break;
+      case Space::kPeerInput:
+      case Space::kPeerOutput:
+        buffer = tensor_of_peer(rank, region, is_write);
+        break;
       case Space::kStaging:
         if (region.index < 0 || region.index >= options_.world_size || region.bank > 1) {
           fail(rank, "there is no " + to_string(region));
@@ -520,8 +539,35 @@ class Simulation {
       fail(rank, std::to_string(bytes) + " bytes at " + to_string(region) + " are outside its " +
                      std::to_string(buffer.size()) + " bytes");
     }
-    if (region.space == Space::kStaging) log_access(rank, region, bytes, is_write);
     return buffer.data() + region.offset_bytes;
+  }
+
+  std::span<std::byte> tensor_of_peer(int32_t rank, const Region& region, bool is_write) const {
+    const bool is_input = region.space == Space::kPeerInput;
+    if (is_input && is_write) fail(rank, "it writes to an input");
+    if (region.index < 0 || region.index >= options_.world_size || !schedule_of(rank).is_direct) {
+      fail(rank, "there is no " + to_string(region));
+    }
+    if (!is_near(rank, region.index)) fail(rank, to_string(region) + " is on another node");
+    const SimulatedTensors& peer = operation_of(rank).tensors[region.index];
+    const auto& tensors = is_input ? peer.inputs : peer.outputs;
+    if (tensors.empty()) fail(rank, "there is no " + to_string(region));
+    const bool has_blocks = is_input && !peer.blocks_for_peers.empty();
+    return has_blocks ? tensors[0].subspan(size_t(peer.blocks_for_peers[rank])) : tensors[0];
+  }
+
+  void log_tensor_access(int32_t rank, const Region& region, std::span<const std::byte> bytes, bool is_write) {
+    const RankState& state = ranks_[rank];
+    std::vector<TensorAccess>& accesses = tensor_accesses_[node_of_[rank]];
+    const TensorAccess access{rank, bytes.data(), bytes.data() + bytes.size(), is_write, state.operation, state.step};
+    for (const TensorAccess& other : accesses) {
+      const bool overlaps = access.begin < other.end && other.begin < access.end;
+      if (other.rank == rank || !overlaps || !(access.is_write || other.is_write)) continue;
+      fail(rank, "race: it " + std::string(is_write ? "writes " : "reads ") + std::to_string(bytes.size()) +
+                     " bytes at " + to_string(region) + " which, with no barrier between, are " +
+                     (other.is_write ? "written by " : "read by ") + describe(other.rank, other.operation, other.step));
+    }
+    accesses.push_back(access);
   }
 
   Bank& bank_of(int32_t rank, const Region& region) {
@@ -550,7 +596,8 @@ class Simulation {
   std::vector<int32_t> node_of_;
   std::mt19937_64 random_;
   std::vector<RankState> ranks_;
-  std::vector<Bank> banks_;  // two per slot
+  std::vector<Bank> banks_;                                 // two per slot
+  std::vector<std::vector<TensorAccess>> tensor_accesses_;  // by node, since its last barrier, of direct schedules
   std::map<std::pair<int32_t, int32_t>, Mailbox> mailboxes_;
   std::vector<Traffic> traffic_;
   int32_t favoured_ = 0;

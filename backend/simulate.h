@@ -1,9 +1,9 @@
 // Runs the schedules of all ranks of a group in one process, with real bytes and no threads.
 //
 // It proves what a machine can only make likely: which rank runs next is drawn from a seed, so that ranks get ahead of
-// each other as far as the schedule lets them; a deadlock, a race on staging memory, a step outside its buffer or into
-// another node's memory, or bytes that nobody receives is an error that says where. It counts what every rank moves and
-// estimates the time.
+// each other as far as the schedule lets them; a deadlock, a race on staging memory or on tensors that ranks share, a
+// step outside its buffer or into another node's memory, or bytes that nobody receives is an error that says where. It
+// counts what every rank moves and estimates the time.
 #pragma once
 
 #include <complex>
@@ -49,6 +49,7 @@ struct SimulatedTensors {
   std::vector<std::span<std::byte>> inputs;
   std::vector<std::span<std::byte>> outputs;
   std::vector<std::span<std::byte>> residuals{};  // by hop; as long as the range of the request
+  std::vector<int64_t> blocks_for_peers{};        // all_to_all: where in the packed input each peer's block begins
 };
 
 struct SimulatedOperation {

@@ -170,7 +170,7 @@ void Mesh::give_up(Call& call, const std::string& trouble) {
   call.received.clear();
   call.until = Clock::now() + kPause;
   // A wrong secret stays wrong. At one of several addresses somebody else may have answered.
-  TORCH_CHECK_WITH(DistBackendError, call.refusals < call.hosts.size(), "rank ", call.peer, " at ", call.trouble);
+  TORCH_CHECK_WITH(DistNetworkError, call.refusals < call.hosts.size(), "rank ", call.peer, " at ", call.trouble);
 }
 
 bool Mesh::advance(Call& call) {
@@ -199,9 +199,10 @@ bool Mesh::advance(Call& call) {
     is_whole = receive_up_to(call.socket, sizeof(Digest), &call.received);
   } catch (const c10::DistNetworkError& error) {
     ++call.refusals;
-    C10_THROW_ERROR(DistNetworkError,
-                    c10::str("it did not take this rank's proof of the group's secret (",
-                             error.what_without_backtrace(), "); set the same ZEROPG_SECRET on every rank"));
+    C10_THROW_ERROR(
+        DistNetworkError,
+        c10::str("it did not take this rank's proof of the group's secret (", error.what_without_backtrace(),
+                 "); set the same ZEROPG_SECRET on every rank, or look why that one ended"));
   }
   if (!is_whole) return false;
   Digest proof;

@@ -15,6 +15,8 @@
 #include <memory>
 #include <span>
 
+#include "backend/local_socket.h"
+
 namespace zeropg {
 namespace {
 
@@ -181,6 +183,7 @@ Descriptor listen_tcp(uint16_t* port) {
     is_bound = socket && ::bind(socket.get(), reinterpret_cast<sockaddr*>(&any4), sizeof any4) == 0;
   }
   if (!is_bound || ::listen(socket.get(), SOMAXCONN) != 0) {
+    throw_if_out_of_descriptors("listen on a TCP port", errno);
     C10_THROW_ERROR(DistBackendError, c10::str("cannot listen on a TCP port: ", std::strerror(errno)));
   }
   sockaddr_storage bound{};
@@ -192,7 +195,9 @@ Descriptor listen_tcp(uint16_t* port) {
 }
 
 Descriptor accept_tcp(const Descriptor& listener) {
-  return Descriptor(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  Descriptor socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!socket) throw_if_out_of_descriptors("accept a TCP connection", errno);
+  return socket;
 }
 
 Descriptor connect_tcp(const std::string& host, uint16_t port) {
@@ -200,6 +205,7 @@ Descriptor connect_tcp(const std::string& host, uint16_t port) {
   TORCH_INTERNAL_ASSERT(parse_host(host, port, &address));
   Descriptor socket(::socket(address.get()->sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const bool is_begun = socket && (::connect(socket.get(), address.get(), address.bytes) == 0 || errno == EINPROGRESS);
+  if (!is_begun) throw_if_out_of_descriptors("connect over TCP", errno);
   if (!is_begun) C10_THROW_ERROR(DistNetworkError, std::strerror(errno));
   return socket;
 }

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "backend/interrupts.h"
+
 namespace zeropg {
 
 namespace {
@@ -92,26 +94,35 @@ c10::intrusive_ptr<c10d::Work> combine(std::vector<c10::intrusive_ptr<c10d::Work
 }
 
 ZeroWork::ZeroWork(OperationLabel label, c10d::OpType type, Tensors tensors, OperationTimeout timeout,
-                   std::shared_ptr<CallbackThreads> callbacks, std::function<std::string()> who_is_late)
+                   std::shared_ptr<OperationHost> host)
     : Work(label.rank, type, label.title, std::optional(tensors.held.empty() ? tensors.outputs : tensors.held)),
       label_(std::move(label)),
       timeout_(std::move(timeout)),
       key_(next_completion_key()),
       start_(std::chrono::steady_clock::now()),
-      callbacks_(std::move(callbacks)),
-      who_is_late_(std::move(who_is_late)),
+      is_message_(c10d::isP2POp(type)),
+      host_(std::move(host)),
       tensors_(std::move(tensors)) {}
 
 bool ZeroWork::wait(std::chrono::milliseconds timeout) {
+  using Clock = std::chrono::steady_clock;
+  const bool is_limited = timeout != kNoTimeout && timeout.count() >= 0;
+  const Clock::time_point until = is_limited ? Clock::now() + timeout : Clock::time_point::max();
+  if (!is_complete()) {
+    host_->help(*this, until);
+  }
   std::unique_lock<std::mutex> lock(mutex_);
-  if (timeout == kNoTimeout || timeout.count() < 0) {
-    cv_.wait(lock, [&] { return completed_; });
-  } else if (!cv_.wait_for(lock, timeout, [&] { return completed_; })) {
+  while (!completed_) {
+    const auto now = Clock::now();
+    if (cv_.wait_until(lock, std::min(until, now + kInterruptInterval), [&] { return completed_; })) {
+      break;
+    }
     lock.unlock();
-    C10_THROW_ERROR(DistBackendError,
-                    c10::str(label_.prefix(), ": not complete after the ", timeout.count(), " ms that wait() was given",
-                             who_is_late_ ? ", " + who_is_late_() : std::string(),
-                             "; wait again with more time, or abort the group."));
+    TORCH_CHECK_WITH(DistBackendError, Clock::now() < until, label_.prefix(), ": not complete after the ",
+                     timeout.count(), " ms that wait() was given", describe_late(),
+                     "; wait again with more time, or abort the group.");
+    check_interrupts();
+    lock.lock();
   }
   if (exception_) {
     std::exception_ptr error = exception_;
@@ -120,6 +131,11 @@ bool ZeroWork::wait(std::chrono::milliseconds timeout) {
   }
   release_tensors(lock);
   return true;
+}
+
+std::string ZeroWork::describe_late() const {
+  const std::string late = host_->who_is_late();
+  return late.empty() ? late : ", " + late;
 }
 
 // Takes the tensors out under the lock and destroys them after it.
@@ -180,6 +196,7 @@ void ZeroWork::complete(std::exception_ptr error) {
     duration_ms_ = elapsed_ms();
     completed_ = true;
     exception_ = error;
+    is_complete_.store(true, std::memory_order_release);
     if (recordFunctionEndCallback_) {
       recordFunctionEndCallback_();
       recordFunctionEndCallback_ = nullptr;
@@ -191,9 +208,8 @@ void ZeroWork::complete(std::exception_ptr error) {
   }
   cv_.notify_all();
   if (future) {
-    callbacks_->post([future = std::move(future), outputs = std::move(outputs), error = std::move(error)] {
-      complete_future(*future, outputs, error);
-    });
+    host_->callback_threads().post([future = std::move(future), outputs = std::move(outputs),
+                                    error = std::move(error)] { complete_future(*future, outputs, error); });
   }
 }
 

@@ -9,9 +9,10 @@
 
 #include <torch/version.h>
 
+#include <atomic>
 #include <chrono>
-#include <functional>
 #include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
@@ -20,6 +21,22 @@
 #include "backend/timeouts.h"
 
 namespace zeropg {
+
+class ZeroWork;
+
+// What runs an operation, as the threads see it that wait for it.
+class OperationHost {
+ public:
+  virtual ~OperationHost() = default;
+
+  // Runs operations in the calling thread until `work` is complete, `until` has passed, or the thread would have to
+  // sleep: then the progress thread goes on. Lets signal handlers run, whose exceptions it passes on. Throws
+  // DistBackendError in a forked child, where nobody would ever run the operation.
+  virtual void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) = 0;
+  // "waiting for rank 2", for messages only.
+  virtual std::string who_is_late() = 0;
+  virtual CallbackThreads& callback_threads() = 0;
+};
 
 class ZeroWork final : public c10d::Work {
  public:
@@ -30,11 +47,11 @@ class ZeroWork final : public c10d::Work {
     std::vector<std::pair<at::Tensor, at::Tensor>> copies_back;
   };
 
-  // `who_is_late` describes what the operation waits for ("waiting for rank 2"); called when wait() times out.
   ZeroWork(OperationLabel label, c10d::OpType type, Tensors tensors, OperationTimeout timeout,
-           std::shared_ptr<CallbackThreads> callbacks, std::function<std::string()> who_is_late);
+           std::shared_ptr<OperationHost> host);
 
-  // Throws the operation's error; DistBackendError when `timeout` passes first (the operation goes on).
+  // The waiting thread runs the operation itself as long as it need not sleep. Throws the operation's error;
+  // DistBackendError when `timeout` passes first (the operation goes on); what a signal handler throws.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override {}
   std::vector<at::Tensor> result() override;
@@ -50,6 +67,10 @@ class ZeroWork final : public c10d::Work {
   uint64_t completion_key() const { return key_; }  // unique in this process, never reused
 
   float elapsed_ms() const;  // since submission
+  // As isCompleted(), without a lock.
+  bool is_complete() const { return is_complete_.load(std::memory_order_acquire); }
+  // Whether it is a send or a receive, and not a collective.
+  bool is_message() const { return is_message_; }
   const OperationLabel& label() const { return label_; }
   std::chrono::milliseconds timeout() const { return timeout_.timeout; }
   void set_source_rank(int rank) { source_rank_ = rank; }  // before complete()
@@ -60,17 +81,19 @@ class ZeroWork final : public c10d::Work {
  private:
   void release_tensors(std::unique_lock<std::mutex>& lock);
   std::vector<at::Tensor> outputs_locked() const;
+  std::string describe_late() const;
 
   const OperationLabel label_;
   const OperationTimeout timeout_;
   const uint64_t key_;
   const std::chrono::steady_clock::time_point start_;
-  std::shared_ptr<CallbackThreads> callbacks_;  // life shared with the engine
-  std::function<std::string()> who_is_late_;
+  const bool is_message_;
+  const std::shared_ptr<OperationHost> host_;                              // life shared with the process group
   Tensors tensors_;                                                        // guarded by mutex_ (of the base class)
   std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> released_outputs_;  // guarded by mutex_
   c10::intrusive_ptr<c10::ivalue::Future> future_;                         // guarded by mutex_
   float duration_ms_ = 0;                                                  // guarded by mutex_
+  std::atomic<bool> is_complete_{false};
   int source_rank_ = -1;
 };
 

@@ -41,6 +41,9 @@ if [ "$sudo" != refused ]; then
   export DEBIAN_FRONTEND=noninteractive
   $sudo apt-get -qq update </dev/null
   $sudo apt-get -qq install -y --no-install-recommends $missing </dev/null >/dev/null && exit 0
+  for package in $missing; do  # one that this release does not have must not keep the others out
+    $sudo apt-get -qq install -y --no-install-recommends "$package" </dev/null >/dev/null 2>&1
+  done
 fi
 has_python_headers || unpack_python_headers
 echo "zeropg: for the C++ tests and every feature, run once: sudo apt-get install -y$missing"

@@ -18,7 +18,8 @@ at::Tensor BufferPool::acquire(int64_t numel, c10::ScalarType dtype, c10::Device
     buffer = std::move(free_[best]);
     free_.erase(free_.begin() + static_cast<int64_t>(best));
   } else {
-    buffer = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+    buffer =
+        allocate_ ? allocate_(bytes, device) : at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
     allocated_bytes_ += bytes;
   }
   return buffer.narrow(0, 0, bytes).view(dtype);

@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
+#include <utility>
 #include <vector>
 
 namespace zeropg {
@@ -12,11 +14,17 @@ namespace zeropg {
 // Not thread-safe: used by the thread that runs forward and backward. Contents of an acquired buffer are undefined.
 class BufferPool {
  public:
+  using Allocate = std::function<at::Tensor(int64_t bytes, c10::Device device)>;  // kByte, [bytes]
+
+  // `allocate` makes new buffers; empty: ordinary ones.
+  explicit BufferPool(Allocate allocate = nullptr) : allocate_(std::move(allocate)) {}
+
   at::Tensor acquire(int64_t numel, c10::ScalarType dtype, c10::Device device);  // [numel]
   void release(at::Tensor buffer);
   int64_t allocated_bytes() const { return allocated_bytes_; }
 
  private:
+  Allocate allocate_;
   std::vector<at::Tensor> free_;  // 1-D, byte-typed, sorted by nothing: there are few
   int64_t allocated_bytes_ = 0;
 };

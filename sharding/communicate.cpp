@@ -1,8 +1,10 @@
 #include "sharding/communicate.h"
 
+#include <ATen/ops/empty.h>
 #include <torch/headeronly/version.h>
 
 #include "backend/process_group.h"
+#include "backend/transport/notices.h"
 
 namespace zeropg {
 
@@ -54,6 +56,21 @@ c10::intrusive_ptr<c10d::Work> Communicator::broadcast(at::Tensor whole, int64_t
   options.rootRank = root;
   std::vector<at::Tensor> tensors{std::move(whole)};
   return group_->broadcast(tensors, options);
+}
+
+at::Tensor Communicator::allocate(int64_t bytes, c10::Device device) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  auto* zeropg = device.is_cpu() && world_size_ > 1
+                     ? dynamic_cast<ProcessGroupZero*>(group_->getBackend(at::kCPU).get())
+                     : nullptr;
+  if (zeropg != nullptr && zeropg->supportsTensorAlloc(device.index())) {
+    try {
+      return zeropg->allocateTensor(bytes, options);
+    } catch (const c10::DistBackendError& error) {
+      notice("buckets", c10::str(error.what_without_backtrace(), " Gradients use ordinary memory instead: slower."));
+    }
+  }
+  return at::empty({bytes}, options);
 }
 
 ProcessGroupZero& Communicator::zeropg_group() {

@@ -1,6 +1,7 @@
 // The few collectives that sharding needs, over any c10d process group, with the time that the caller spends in them.
 //
-// All functions are collective. Works are returned unfinished; `wait` finishes them. The GIL must not be held.
+// All functions but `allocate` are collective. Works are returned unfinished; `wait` finishes them. The GIL must not be
+// held.
 #pragma once
 
 #include <chrono>
@@ -29,6 +30,9 @@ class Communicator {
   c10::intrusive_ptr<c10d::Work> all_reduce_average(at::Tensor whole, const Compression& compression);
   c10::intrusive_ptr<c10d::Work> all_reduce_max(at::Tensor whole);
   c10::intrusive_ptr<c10d::Work> broadcast(at::Tensor whole, int64_t root);
+  // Not collective: a buffer of bytes, [bytes], where this group's collectives are fastest: on a zeropg group and the
+  // CPU in shared memory, as long as there is room for it there.
+  at::Tensor allocate(int64_t bytes, c10::Device device);
   void wait(const c10::intrusive_ptr<c10d::Work>& work);
 
   // Runs `wait` and adds its time to seconds(): for waits that are not a Work.

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "backend/transport/round_up.h"
+
 namespace zeropg {
 
 // Offsets do not depend on stage or world size (only the padding at the end does), so that blocks, SIMD lanes and with
@@ -15,8 +17,6 @@ struct FlatLayout {
   int64_t total_numel = 0;       // a multiple of world_size * kAlignmentNumel
   int64_t shard_numel = 0;       // total_numel / world_size; rank r owns [r * shard_numel, (r + 1) * shard_numel)
 };
-
-inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 inline FlatLayout make_flat_layout(const std::vector<int64_t>& numels, int64_t world_size) {
   FlatLayout layout;

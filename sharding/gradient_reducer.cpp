@@ -82,7 +82,10 @@ struct GradientReducer::Bucket {
 
 GradientReducer::GradientReducer(Communicator& communicator, const ShardingOptions& options,
                                  const std::vector<FlatParameter*>& flats, DuringBackward during_backward)
-    : communicator_(communicator), options_(options), during_backward_(during_backward) {
+    : communicator_(communicator),
+      options_(options),
+      pool_([&communicator](int64_t bytes, c10::Device device) { return communicator.allocate(bytes, device); }),
+      during_backward_(during_backward) {
   for (FlatParameter* flat : flats) {
     Bucket bucket;
     bucket.flat = flat;
@@ -222,7 +225,12 @@ void GradientReducer::open(Bucket& bucket) {
   const FlatLayout& layout = flat.layout();
   const auto options = at::TensorOptions().dtype(flat.master_dtype()).device(flat.device());
   if (!bucket.kept.defined()) {
-    bucket.kept = at::zeros({kept_numel(bucket)}, options);
+    if (options_.stage.shards_gradients) {
+      bucket.kept = at::zeros({kept_numel(bucket)}, options);
+    } else {  // reduced where it is
+      const int64_t bytes = kept_numel(bucket) * static_cast<int64_t>(options.dtype().itemsize());
+      bucket.kept = communicator_.allocate(bytes, flat.device()).view(flat.master_dtype()).zero_();
+    }
   }
   // Inside no_sync gradients of several backwards are summed here, so they get the master's precision.
   const auto dtype = synchronize_ ? options_.reduce_dtype.value_or(flat.master_dtype()) : flat.master_dtype();

@@ -143,13 +143,14 @@ class RankPool:
     ) -> list[Any]:
         """As run_ranks, on this pool's processes."""
         deadline = time.monotonic() + timeout
-        if not self._processes:
-            self._start(timeout)
-        self._calls += 1
-        request = pickle.dumps((self._calls, timeout, function, args))
-        for connection in self._connections:
-            connection.send_bytes(request)
         try:
+            if not self._processes:
+                self._start(timeout)
+            self._calls += 1
+            request = pickle.dumps((self._calls, timeout, function, args))
+            for connection in self._connections:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # died since its last call: `_collect`
+                    connection.send_bytes(request)
             results, failures = self._collect(deadline, frozenset(expect_death))
         except BaseException:
             self._kill()
@@ -192,30 +193,41 @@ class RankPool:
     def _collect(self, deadline: float, expect_death: frozenset[int]) -> tuple[list[Any], dict[int, str]]:
         results: list[Any] = [None] * self.world_size
         failures: dict[int, str] = {}
-        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        waiting = set(range(self.world_size))
         while waiting:
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            # The process too: a child that it forked may hold its end of the connection open after its death.
+            signs = {self._connections[rank]: rank for rank in waiting}
+            signs |= {self._processes[rank].sentinel: rank for rank in waiting}
+            ready = wait(list(signs), max(0.0, deadline - time.monotonic()))
             if not ready:
                 why = f"did not finish; the first to fail: rank {next(iter(failures))}" if failures else "timed out"
-                for rank in waiting.values():
+                for rank in sorted(waiting):
                     failures[rank] = self._describe(rank, why, dump=True)
                 break
-            for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[call-overload]
-                try:
-                    raised, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
-                except (EOFError, OSError):
+            for rank in sorted({signs[sign] for sign in ready}):  # type: ignore[index]
+                waiting.remove(rank)
+                answer = self._answer(rank)
+                if answer is None:
                     self._processes[rank].join(5)
                     if rank not in expect_death:
                         failures[rank] = self._describe(rank, f"died with exit code {self._processes[rank].exitcode}")
+                elif answer[0]:
+                    failures[rank] = self._describe(rank, f"raised\n{answer[1]}")
                 else:
-                    if raised:
-                        failures[rank] = self._describe(rank, f"raised\n{value}")
-                    else:
-                        results[rank] = value
+                    results[rank] = answer[1]
                 if rank in failures:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return results, failures
+
+    def _answer(self, rank: int) -> tuple[bool, Any] | None:
+        """Whether the call raised, and its text or result; None when the rank died without an answer."""
+        try:
+            if not self._connections[rank].poll():
+                return None
+            answer: tuple[bool, Any] = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):
+            return None
+        return answer
 
     def _describe(self, rank: int, what: str, dump: bool = False) -> str:
         if dump and self._processes[rank].is_alive():

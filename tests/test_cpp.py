@@ -21,5 +21,7 @@ def test_cpp(binary: Path | None) -> None:
     if binary is None:
         pytest.skip(f"no C++ tests in {BUILD}: they need GoogleTest (Debian: libgtest-dev) when `make build` runs")
     command = [BUILD / "tests" / binary, "--gtest_brief=1"]
-    result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS)
+    result = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, cwd=ROOT
+    )
     assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,6 +38,19 @@ def _die_on_rank_one() -> str:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return os.environ["FLAVOUR"]
+
+
+def _die_soon_on_rank_one() -> int:
+    if os.environ["RANK"] == "1":
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return os.getpid()
+
+
+def _die_while_a_child_holds_the_pipe() -> None:
+    if os.environ["RANK"] == "1":
+        if os.fork() == 0:
+            time.sleep(600)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _exit_badly() -> None:
@@ -88,6 +102,24 @@ def test_death_of_a_rank_is_a_failure_unless_expected() -> None:
     with pytest.raises(RanksFailed, match="rank 1 died with exit code -9"):
         run_ranks(2, _die_on_rank_one, backend=None, env=env)
     assert run_ranks(2, _die_on_rank_one, backend=None, env=env, expect_death=[1]) == ["salt", None]
+
+
+def test_death_between_two_calls_is_a_failure_of_the_second_and_the_third_starts_anew() -> None:
+    with RankPool(2, backend=None) as pool:
+        _, victim = pool.run(_die_soon_on_rank_one)
+        while _is_alive(victim):
+            time.sleep(0.02)
+        with pytest.raises(RanksFailed, match="rank 1 died with exit code -9") as caught:
+            pool.run(os.getpid)
+        assert set(caught.value.failures) == {1}
+        assert victim not in pool.run(os.getpid)
+
+
+def test_death_is_seen_at_once_although_a_child_lives_on() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match="rank 1 died with exit code -9"):
+        run_ranks(2, _die_while_a_child_holds_the_pipe, backend=None)
+    assert time.monotonic() - start < 20
 
 
 def test_crash_in_teardown_is_a_failure() -> None:

@@ -46,6 +46,22 @@ Cost cost_broadcast_staged(const CollectiveSpec& spec);
 Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec);
 Cost cost_all_to_all_pairwise(const CollectiveSpec& spec);
 
+// The following are direct (direct.h): tensors in shared memory are read and written where they lie.
+Schedule plan_all_reduce_direct(const CollectiveSpec& spec);
+Cost cost_all_reduce_direct(const CollectiveSpec& spec);
+
+Schedule plan_reduce_scatter_direct(const CollectiveSpec& spec);
+Cost cost_reduce_scatter_direct(const CollectiveSpec& spec);
+
+Schedule plan_all_gather_direct(const CollectiveSpec& spec);
+Cost cost_all_gather_direct(const CollectiveSpec& spec);
+
+Schedule plan_broadcast_direct(const CollectiveSpec& spec);
+Cost cost_broadcast_direct(const CollectiveSpec& spec);
+
+Schedule plan_all_to_all_direct(const CollectiveSpec& spec);
+Cost cost_all_to_all_direct(const CollectiveSpec& spec);
+
 // With a codec on one node: every rank exchanges encoded bytes with every other one, through mailboxes.
 bool supports_compressed_exchange(const CollectiveSpec& spec);
 Schedule plan_all_reduce_compressed(const CollectiveSpec& spec);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "backend/collectives/algorithms.h"
+#include "backend/collectives/copy.h"
 #include "backend/collectives/steps.h"
 
 namespace zeropg {
@@ -12,10 +13,11 @@ Schedule plan_all_gather_staged(const CollectiveSpec& spec) {
   const auto stage = [&](Schedule& schedule, int64_t chunk, Range range) {
     add_copy(schedule, staging(spec.rank, chunk, 0), input(range.offset_bytes), range.bytes);
   };
+  const bool is_streaming = spec.world_size * spec.bytes >= kStreamingBytes;
   const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
     for (int32_t rank = 0; rank < spec.world_size; ++rank) {
       const Region source = rank == spec.rank ? input(range.offset_bytes) : staging(rank, chunk, 0);
-      add_copy(schedule, output_block(spec, rank, range.offset_bytes), source, range.bytes);
+      add_long_copy(schedule, output_block(spec, rank, range.offset_bytes), source, range.bytes, is_streaming);
     }
   };
   return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, stage, take);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "backend/collectives/algorithms.h"
+#include "backend/collectives/copy.h"
 #include "backend/collectives/steps.h"
 
 namespace zeropg {
@@ -13,9 +14,10 @@ Schedule plan_broadcast_staged(const CollectiveSpec& spec) {
     if (spec.rank != spec.root) return;
     add_copy(schedule, staging(spec.root, chunk, 0), input(range.offset_bytes), range.bytes);
   };
+  const bool is_streaming = spec.world_size * spec.bytes >= kStreamingBytes;
   const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
     if (spec.rank == spec.root) return;
-    add_copy(schedule, output(range.offset_bytes), staging(spec.root, chunk, 0), range.bytes);
+    add_long_copy(schedule, output(range.offset_bytes), staging(spec.root, chunk, 0), range.bytes, is_streaming);
   };
   return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, stage, take);
 }

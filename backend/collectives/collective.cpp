@@ -26,4 +26,8 @@ const char* op_name(OpKind kind) {
   return "unknown";
 }
 
+bool is_reducing(OpKind kind) {
+  return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
+}
+
 }  // namespace zeropg

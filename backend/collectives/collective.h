@@ -24,6 +24,7 @@ enum class OpKind : uint8_t {
 };
 
 const char* op_name(OpKind kind);  // "all_reduce", ... : the word used in errors and statistics
+bool is_reducing(OpKind kind);
 
 // Conventions of the caller's tensors (each contiguous; `bytes` is the size of one block):
 //   all_reduce      input[0], output[0] (may alias), `bytes` each

@@ -11,12 +11,12 @@ namespace zeropg {
 namespace {
 
 #define ZEROPG_HALF_LANES 8
-void widen_halves(const uint16_t* source, float* destination) {
-  _mm256_storeu_ps(destination, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+typedef float Lanes __attribute__((vector_size(32)));
+inline Lanes widen_halves(const uint16_t* source) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
 }
-void narrow_halves(const float* source, uint16_t* destination) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(destination),
-                   _mm256_cvtps_ph(_mm256_loadu_ps(source), _MM_FROUND_TO_NEAREST_INT));
+inline void narrow_halves(Lanes values, uint16_t* destination) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(destination), _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
 }
 
 }  // namespace

@@ -14,12 +14,12 @@ namespace zeropg {
 namespace {
 
 #define ZEROPG_HALF_LANES 16
-void widen_halves(const uint16_t* source, float* destination) {
-  _mm512_storeu_ps(destination, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source))));
+typedef float Lanes __attribute__((vector_size(64)));
+inline Lanes widen_halves(const uint16_t* source) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 }
-void narrow_halves(const float* source, uint16_t* destination) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(destination),
-                      _mm512_cvtps_ph(_mm512_loadu_ps(source), _MM_FROUND_TO_NEAREST_INT));
+inline void narrow_halves(Lanes values, uint16_t* destination) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(destination), _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
 }
 
 }  // namespace

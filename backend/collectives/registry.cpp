@@ -1,5 +1,6 @@
 #include "backend/collectives/registry.h"
 
+#include "backend/collectives/direct.h"
 #include "backend/collectives/placement.h"
 #include "backend/collectives/steps.h"
 
@@ -52,6 +53,12 @@ constexpr Algorithm kAlgorithms[] = {
     {"broadcast_tree", OpKind::kBroadcast, plan_broadcast_tree, supports_broadcast_nodes, cost_broadcast_tree},
     {"broadcast_chain", OpKind::kBroadcast, plan_broadcast_chain, supports_broadcast_nodes, cost_broadcast_chain},
     {"all_to_all_pairwise", OpKind::kAllToAll, plan_all_to_all_pairwise, has_mailboxes, cost_all_to_all_pairwise},
+    {"all_reduce_direct", OpKind::kAllReduce, plan_all_reduce_direct, can_be_direct, cost_all_reduce_direct, true},
+    {"reduce_scatter_direct", OpKind::kReduceScatter, plan_reduce_scatter_direct, can_be_direct,
+     cost_reduce_scatter_direct, true},
+    {"all_gather_direct", OpKind::kAllGather, plan_all_gather_direct, can_be_direct, cost_all_gather_direct, true},
+    {"broadcast_direct", OpKind::kBroadcast, plan_broadcast_direct, can_be_direct, cost_broadcast_direct, true},
+    {"all_to_all_direct", OpKind::kAllToAll, plan_all_to_all_direct, can_be_direct, cost_all_to_all_direct, true},
     {"barrier", OpKind::kBarrier, plan_barrier, has_one_node, cost_barrier},
     {"barrier_dissemination", OpKind::kBarrier, plan_barrier_dissemination, has_many_nodes, cost_barrier_dissemination},
 };

@@ -15,6 +15,7 @@ struct Algorithm {
   // Whether `plan` can serve this specification; the same answer on every rank.
   bool (*supports)(const CollectiveSpec&) = nullptr;
   Cost (*cost)(const CollectiveSpec&) = nullptr;
+  bool is_direct = false;  // for tensors in shared memory: see direct.h
 };
 
 std::span<const Algorithm> algorithms();

@@ -43,7 +43,7 @@ const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view f
                                   known_names() + "; correct the name or leave it empty");
     }
     // What is forced is forced for bytes as they are; a codec has algorithms of its own.
-    if (wanted->op == spec.op && (spec.codec == nullptr || wanted->supports(spec))) {
+    if (wanted->op == spec.op && !wanted->is_direct && (spec.codec == nullptr || wanted->supports(spec))) {
       if (!wanted->supports(spec)) throw_unsupported(wanted->name, spec);
       return *wanted;
     }
@@ -51,7 +51,7 @@ const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view f
   const Algorithm* best = nullptr;
   double best_us = 0;
   for (const Algorithm& algorithm : algorithms()) {
-    if (algorithm.op != spec.op || !algorithm.supports(spec)) continue;
+    if (algorithm.op != spec.op || algorithm.is_direct || !algorithm.supports(spec)) continue;
     // A group of one rank has no staging that a cost could be computed from, and every plan is the same copy.
     const double us = spec.world_size == 1 ? 0 : estimate_us(algorithm.cost(spec), model);
     if (best == nullptr || us < best_us) {
@@ -61,6 +61,19 @@ const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view f
   }
   if (best == nullptr) throw_unsupported(op_name(spec.op), spec);
   return *best;
+}
+
+const Algorithm* select_direct_algorithm(const CollectiveSpec& spec, std::string_view forced, const CostModel& model) {
+  if (spec.world_size == 1) return nullptr;
+  for (const Algorithm& direct : algorithms()) {
+    if (direct.op != spec.op || !direct.is_direct || !direct.supports(spec)) continue;
+    if (forced == direct.name) return &direct;
+    const Algorithm* wanted = forced.empty() ? nullptr : find_algorithm(forced);
+    if (wanted != nullptr && wanted->op == spec.op) return nullptr;
+    const Algorithm& other = select_algorithm(spec, {}, model);
+    return estimate_us(direct.cost(spec), model) < estimate_us(other.cost(spec), model) ? &direct : nullptr;
+  }
+  return nullptr;
 }
 
 }  // namespace zeropg

@@ -17,11 +17,16 @@ struct CostModel {
 
 double estimate_us(const Cost& cost, const CostModel& model);
 
-// The cheapest algorithm of the operation that supports `spec`, or `forced` where that is one of this operation (a name
-// of another operation is not meant for this one and changes nothing).
-// Throws std::invalid_argument when `forced` is unknown (the message lists the known names) or does not support `spec`,
-// or when no algorithm supports it.
+// The cheapest algorithm of the operation that supports `spec` wherever its tensors lie, or `forced` where that is one
+// of this operation (a name of another operation is not meant for this one and changes nothing, nor does that of a
+// direct one, which needs more than `spec` tells). Throws std::invalid_argument when `forced` is unknown (the message
+// lists the known names) or does not support `spec`, or when no algorithm supports it.
 const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view forced = {},
                                   const CostModel& model = {});
+
+// The direct algorithm (direct.h) for `spec` where it is forced, or where it is cheaper than what select_algorithm
+// gives and nothing is forced; nullptr: none. Throws as select_algorithm does.
+const Algorithm* select_direct_algorithm(const CollectiveSpec& spec, std::string_view forced = {},
+                                         const CostModel& model = {});
 
 }  // namespace zeropg

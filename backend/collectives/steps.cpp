@@ -54,6 +54,14 @@ Region output_block(const CollectiveSpec& spec, int32_t peer, int64_t offset_byt
   return output(peer * spec.bytes + offset_bytes);
 }
 
+Region peer_input(int32_t peer, int64_t offset_bytes) {
+  return {.space = Space::kPeerInput, .index = peer, .offset_bytes = offset_bytes};
+}
+
+Region peer_output(int32_t peer, int64_t offset_bytes) {
+  return {.space = Space::kPeerOutput, .index = peer, .offset_bytes = offset_bytes};
+}
+
 Region advance(Region region, int64_t offset_bytes) {
   region.offset_bytes += offset_bytes;
   return region;
@@ -80,6 +88,22 @@ void add_reduce(Schedule& schedule, Region destination, std::span<const Region> 
                             .first_source = static_cast<int32_t>(schedule.sources.size()),
                             .source_count = static_cast<int32_t>(sources.size())});
   schedule.sources.insert(schedule.sources.end(), sources.begin(), sources.end());
+}
+
+void add_reduce_for_all(Schedule& schedule, Region destination, std::span<const Region> echoes,
+                        std::span<const Region> sources, int64_t bytes) {
+  if (bytes == 0) return;
+  add_reduce(schedule, destination, sources, bytes);
+  Step& step = schedule.steps.back();
+  step.first_echo = static_cast<int32_t>(schedule.echoes.size());
+  step.echo_count = static_cast<int32_t>(echoes.size());
+  schedule.echoes.insert(schedule.echoes.end(), echoes.begin(), echoes.end());
+}
+
+void add_long_copy(Schedule& schedule, Region destination, Region source, int64_t bytes, bool is_streaming) {
+  if (bytes == 0) return;
+  add_copy(schedule, destination, source, bytes);
+  schedule.steps.back().is_streaming = is_streaming;
 }
 
 void add_barrier(Schedule& schedule) { schedule.steps.push_back({.kind = StepKind::kBarrier}); }
@@ -116,6 +140,12 @@ Schedule make_schedule(std::string_view algorithm, int64_t chunks) {
   schedule.algorithm = algorithm;
   schedule.banks_used = static_cast<int32_t>(chunks);
   if (chunks == 0) add_barrier(schedule);
+  return schedule;
+}
+
+Schedule make_direct_schedule(std::string_view algorithm) {
+  Schedule schedule = make_schedule(algorithm, 0);
+  schedule.is_direct = true;
   return schedule;
 }
 

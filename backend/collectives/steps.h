@@ -41,6 +41,9 @@ Region staging(int32_t slot, int64_t chunk, int64_t offset_bytes);  // the bank 
 // Block of a peer in a packed tensor of equal blocks or in a list.
 Region input_block(const CollectiveSpec& spec, int32_t peer, int64_t offset_bytes);
 Region output_block(const CollectiveSpec& spec, int32_t peer, int64_t offset_bytes);
+// Of another rank of the node, in a direct schedule.
+Region peer_input(int32_t peer, int64_t offset_bytes);
+Region peer_output(int32_t peer, int64_t offset_bytes);
 Region advance(Region region, int64_t offset_bytes);
 Region residual(const CollectiveSpec& spec, int32_t hop, int64_t offset_bytes);  // none, where there are none
 
@@ -55,6 +58,11 @@ enum class Reduction : uint8_t {
 void add_copy(Schedule& schedule, Region destination, Region source, int64_t bytes);
 void add_reduce(Schedule& schedule, Region destination, std::span<const Region> sources, int64_t bytes,
                 Reduction reduction = Reduction::kComplete);
+// The same result to several places.
+void add_reduce_for_all(Schedule& schedule, Region destination, std::span<const Region> echoes,
+                        std::span<const Region> sources, int64_t bytes);
+// Copies that nobody will read soon are `is_streaming`; all of an operation are, or none.
+void add_long_copy(Schedule& schedule, Region destination, Region source, int64_t bytes, bool is_streaming);
 void add_barrier(Schedule& schedule);
 void add_send(Schedule& schedule, int32_t peer, Region source, int64_t bytes);
 void add_receive(Schedule& schedule, int32_t peer, Region destination, int64_t bytes);
@@ -66,6 +74,8 @@ void add_decode_add(Schedule& schedule, Region destination, Region source, int64
 // An empty schedule with its name and its count of banks. Without chunks it holds the one barrier that all ranks of a
 // collective meet in whatever its size.
 Schedule make_schedule(std::string_view algorithm, int64_t chunks);
+// Likewise of a direct algorithm, which begins with that barrier.
+Schedule make_direct_schedule(std::string_view algorithm);
 // The schedule of a group of one rank: a reduction of one source (premul_sum still scales it) or a copy; no barrier.
 Schedule plan_alone(std::string_view algorithm, const CollectiveSpec& spec);
 

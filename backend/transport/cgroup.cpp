@@ -42,15 +42,26 @@ bool read_number(const std::string& path, Number* number) {
   return static_cast<bool>(file >> *number);  // fails on "max"
 }
 
+// The number behind `field` in a file of lines like "field 12"; `otherwise` where there is none.
+int64_t field_of(const std::string& path, const std::string& field, int64_t otherwise) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    int64_t number = 0;
+    if (line.starts_with(field + " ") && std::istringstream(line.substr(field.size())) >> number) return number;
+  }
+  return otherwise;
+}
+
+// Of /proc/meminfo, which counts in KiB.
+int64_t meminfo_bytes(const MachineFiles& files, const std::string& field) {
+  const int64_t kibibytes = field_of(files.proc + "/meminfo", field, -1);
+  return kibibytes < 0 ? std::numeric_limits<int64_t>::max() : kibibytes * 1024;
+}
+
 }  // namespace
 
 int64_t memory_limit_bytes(const MachineFiles& files) {
-  int64_t limit = std::numeric_limits<int64_t>::max();
-  std::ifstream meminfo(files.proc + "/meminfo");
-  for (std::string line; std::getline(meminfo, line);) {
-    int64_t kibibytes = 0;
-    if (line.starts_with("MemTotal:") && std::istringstream(line.substr(9)) >> kibibytes) limit = kibibytes * 1024;
-  }
+  int64_t limit = meminfo_bytes(files, "MemTotal:");
   visit_cgroup_folders(files, "memory", [&](const std::string& folder) {
     for (const char* name : {"/memory.max", "/memory.limit_in_bytes"}) {
       int64_t bytes = 0;
@@ -58,6 +69,27 @@ int64_t memory_limit_bytes(const MachineFiles& files) {
     }
   });
   return limit;
+}
+
+int64_t memory_available_bytes(const MachineFiles& files) {
+  struct Names {
+    const char* limit;
+    const char* usage;
+    const char* cached;
+  };
+  constexpr Names kVersions[] = {{"/memory.max", "/memory.current", "inactive_file"},
+                                 {"/memory.limit_in_bytes", "/memory.usage_in_bytes", "total_inactive_file"}};
+  int64_t available = meminfo_bytes(files, "MemAvailable:");
+  visit_cgroup_folders(files, "memory", [&](const std::string& folder) {
+    for (const auto& [limit_name, usage_name, cached_name] : kVersions) {
+      int64_t limit = 0;
+      int64_t usage = 0;
+      if (!read_number(folder + limit_name, &limit) || !read_number(folder + usage_name, &usage)) continue;
+      const int64_t cached = std::min(usage, field_of(folder + "/memory.stat", cached_name, 0));
+      available = std::min(available, std::max<int64_t>(0, limit - (usage - cached)));
+    }
+  });
+  return available;
 }
 
 double cpu_limit(const MachineFiles& files) {

@@ -16,6 +16,10 @@ struct MachineFiles {
 // INT64_MAX when nothing can be read.
 int64_t memory_limit_bytes(const MachineFiles& files = {});
 
+// What could be had of it now without swapping: the smallest of what the machine says is available and what the limits
+// leave, counting cached files as free. INT64_MAX when nothing can be read.
+int64_t memory_available_bytes(const MachineFiles& files = {});
+
 // CPUs' worth of time per period under cpu.max (v2) or cfs_quota_us (v1), the smallest up the tree; infinity: no limit.
 double cpu_limit(const MachineFiles& files = {});
 

@@ -5,27 +5,36 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
 #include <vector>
+
+#include "backend/transport/descriptor.h"
 
 namespace zeropg {
 
+namespace {
+
+// The process's id in the upper half, its bell in the lower one. Without a lock, which a thread might hold at the
+// moment of a fork: the child would wait for it for ever.
+std::atomic<uint64_t> process_and_bell{0};
+
+}  // namespace
+
 int process_doorbell() {
-  static std::mutex mutex;
-  static int event_fd = -1;  // guarded by mutex
-  static pid_t owner = -1;   // guarded by mutex
-  const std::lock_guard lock(mutex);
-  if (owner != getpid()) {
-    // After a fork the inherited descriptor is the parent's bell: the child would steal the parent's wake-ups.
-    if (event_fd >= 0) ::close(event_fd);
-    event_fd = ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    if (event_fd < 0) C10_THROW_ERROR(DistBackendError, c10::str("eventfd: ", std::strerror(errno)));
-    owner = getpid();
-  }
-  return event_fd;
+  const auto process = static_cast<uint64_t>(::getpid()) << 32;
+  const auto bell_of = [](uint64_t word) { return static_cast<int>(word & 0xffffffff); };
+  uint64_t known = process_and_bell.load(std::memory_order_acquire);
+  if ((known & ~uint64_t{0xffffffff}) == process) return bell_of(known);
+  Descriptor bell(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (!bell) C10_THROW_ERROR(DistBackendError, c10::str("eventfd: ", std::strerror(errno)));
+  const uint64_t own = process | static_cast<uint32_t>(bell.get());
+  if (!process_and_bell.compare_exchange_strong(known, own)) return bell_of(known);  // another thread made one
+  // After a fork the inherited descriptor is the parent's bell: the child would steal the parent's wake-ups.
+  if (known != 0) ::close(bell_of(known));
+  return bell.release();
 }
 
 void ring_doorbell(int event_fd) {

@@ -2,33 +2,28 @@
 
 #include <c10/util/Exception.h>
 #include <linux/futex.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <bit>
-#include <cerrno>
 #include <climits>
 #include <cstring>
 #include <limits>
 #include <utility>
 
 #include "backend/transport/descriptor.h"
+#include "backend/transport/pages.h"
 #include "backend/transport/rank_names.h"
+#include "backend/transport/round_up.h"
 #include "backend/transport/sealed_memory.h"
 #include "backend/transport/waiter.h"
-
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // Linux 5.14
-#endif
 
 namespace zeropg {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kMaxRanks = 4096;
 constexpr std::chrono::milliseconds kSleepLimit{10};  // then `check` runs
 
@@ -38,7 +33,7 @@ int64_t data_bytes(int32_t world_size, int64_t bytes_per_rank) {
   TORCH_CHECK_VALUE(bytes_per_rank >= 0 && bytes_per_rank < (int64_t{1} << 60) / world_size,
                     "shared segment: bytes_per_rank is ", bytes_per_rank, ", expected a size in bytes for each of ",
                     world_size, " ranks");
-  return (world_size * bytes_per_rank + kPageBytes - 1) / kPageBytes * kPageBytes;
+  return round_up(world_size * bytes_per_rank, kSmallPageBytes);
 }
 
 // A futex is 32 bits: the low half of a counter, which changes with the counter (short of a jump by 2^32).
@@ -51,22 +46,6 @@ void futex_wait(std::atomic<uint64_t>& counter, uint64_t seen, std::chrono::nano
   const timespec duration{static_cast<time_t>(limit.count() / 1'000'000'000),
                           static_cast<long>(limit.count() % 1'000'000'000)};
   ::syscall(SYS_futex, futex_word(counter), FUTEX_WAIT, static_cast<uint32_t>(seen), &duration, nullptr, 0);
-}
-
-// Brings [data, data + bytes) into memory without changing it.
-void populate(std::byte* data, int64_t bytes) {
-  if (bytes == 0) return;
-  const auto address = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t start = address / kPageBytes * kPageBytes;
-  if (::madvise(reinterpret_cast<void*>(start), address + bytes - start, MADV_POPULATE_WRITE) == 0) return;
-  if (errno == EINVAL) {  // an older kernel
-    for (int64_t offset = 0; offset < bytes; offset += kPageBytes) {
-      [[maybe_unused]] const auto touched = *reinterpret_cast<volatile const std::byte*>(data + offset);
-    }
-    return;
-  }
-  C10_THROW_ERROR(DistBackendError,
-                  c10::str("shared segment: no memory for ", bytes, " bytes: ", std::strerror(errno)));
 }
 
 }  // namespace
@@ -93,7 +72,7 @@ SharedSegment::SharedSegment(int fd, int32_t rank, int32_t world_size, int64_t b
   mapping_ =
       std::make_unique<SealedMapping>(fd, bytes + world_size * kCounters * static_cast<int64_t>(sizeof(Counter)));
   data_ = mapping_->data();
-  populate(data_ + rank * bytes_per_rank, bytes_per_rank);
+  populate(data_ + rank * bytes_per_rank, bytes_per_rank, "shared segment; make it smaller, or use more machines");
 }
 
 SharedSegment::~SharedSegment() = default;

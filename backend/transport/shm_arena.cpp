@@ -11,14 +11,14 @@
 #include <utility>
 
 #include "backend/transport/doorbell.h"
+#include "backend/transport/pages.h"
 #include "backend/transport/process_lock.h"
+#include "backend/transport/round_up.h"
 #include "backend/transport/sealed_memory.h"
 
 namespace zeropg {
 namespace {
 
-constexpr int64_t kPageBytes = 4096;
-constexpr int64_t kBigPageBytes = int64_t{2} << 20;
 constexpr int64_t kMaxRanks = 4096;
 constexpr int64_t kMaxBufferBytes = int64_t{1} << 40;
 constexpr uint64_t kMagic = 0x31'61'67'70'6f'72'65'7a;  // "zeropga1"
@@ -26,8 +26,6 @@ constexpr uint64_t kMagic = 0x31'61'67'70'6f'72'65'7a;  // "zeropga1"
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
               "atomics in shared memory must not need a lock of this process");
 static_assert(sizeof(MailboxCounters) == 128);
-
-constexpr int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // Where the regions of an arena lie; see README.md. None of this can overflow: the fields are limited below.
 struct Layout {
@@ -39,7 +37,7 @@ struct Layout {
   explicit Layout(const ArenaGeometry& geometry) {
     const int64_t ranks = geometry.world_size;
     const int64_t mailboxes = geometry.mailbox_bytes == 0 ? 0 : ranks * ranks * ShmArena::kLanes;
-    counters_offset = kPageBytes * (1 + ranks);
+    counters_offset = kSmallPageBytes * (1 + ranks);
     const int64_t counters_end = counters_offset + mailboxes * static_cast<int64_t>(sizeof(MailboxCounters));
     staging_offset = round_up(counters_end, kBigPageBytes);
     mailbox_offset = staging_offset + ranks * 2 * geometry.bank_bytes;
@@ -56,8 +54,8 @@ void check_geometry(const ArenaGeometry& geometry) {
   TORCH_CHECK_VALUE(geometry.world_size >= 1 && geometry.world_size <= kMaxRanks, "shared arena: world_size is ",
                     geometry.world_size, ", expected 1 to ", kMaxRanks, " ranks on a node");
   TORCH_CHECK_VALUE(
-      geometry.bank_bytes >= 0 && geometry.bank_bytes <= kMaxBufferBytes && geometry.bank_bytes % kPageBytes == 0,
-      "shared arena: bank_bytes is ", geometry.bank_bytes, ", expected a multiple of ", kPageBytes);
+      geometry.bank_bytes >= 0 && geometry.bank_bytes <= kMaxBufferBytes && geometry.bank_bytes % kSmallPageBytes == 0,
+      "shared arena: bank_bytes is ", geometry.bank_bytes, ", expected a multiple of ", kSmallPageBytes);
   const int64_t mailbox = geometry.mailbox_bytes;
   TORCH_CHECK_VALUE(mailbox == 0 || (mailbox >= 64 && mailbox <= kMaxBufferBytes &&
                                      std::has_single_bit(static_cast<uint64_t>(mailbox))),
@@ -107,7 +105,7 @@ int ShmArena::create(const ArenaGeometry& geometry) {
 
 ShmArena::ShmArena(int fd, const ArenaGeometry& geometry, int32_t rank)
     : geometry_(geometry), rank_(rank), owner_pid_(getpid()), lock_(std::make_unique<ProcessLock>(fd, rank)) {
-  static_assert(sizeof(RankBlock) <= kPageBytes);
+  static_assert(sizeof(RankBlock) <= kSmallPageBytes);
   const int64_t total_bytes = geometry.total_bytes();
   TORCH_INTERNAL_ASSERT(rank >= 0 && rank < geometry.world_size);
   mapping_ = std::make_unique<SealedMapping>(fd, total_bytes);
@@ -133,7 +131,7 @@ ShmArena::~ShmArena() {
 
 ShmArena::RankBlock& ShmArena::block(int32_t rank) const {
   TORCH_INTERNAL_ASSERT_DEBUG_ONLY(rank >= 0 && rank < geometry_.world_size);
-  return *reinterpret_cast<RankBlock*>(mapping_->data() + kPageBytes * (1 + static_cast<int64_t>(rank)));
+  return *reinterpret_cast<RankBlock*>(mapping_->data() + kSmallPageBytes * (1 + static_cast<int64_t>(rank)));
 }
 
 std::byte* ShmArena::staging(int32_t rank, int32_t bank) const {

@@ -41,8 +41,11 @@ struct Announcement {
   uint32_t dtype = 0;
   uint32_t reduce_op = 0;
   int32_t root = 0;
-  int64_t bytes = 0;       // CollectiveSpec::bytes
-  uint64_t algorithm = 0;  // a hash of the schedule's name
+  int64_t bytes = 0;           // CollectiveSpec::bytes
+  uint64_t algorithm = 0;      // a hash of the schedule's name
+  uint32_t offers_direct = 0;  // 1: the tensors that others would reach lie in the pool (tensor_pool.h), at
+  int64_t pool_input = -1;     // these bytes of this rank's part; -1: not there
+  int64_t pool_output = -1;
   std::byte payload[kInlineBytes];
 };
 
@@ -51,6 +54,7 @@ struct Announcement {
 struct MailboxCounters {
   alignas(64) std::atomic<uint64_t> sent;      // written by the sender
   alignas(64) std::atomic<uint64_t> received;  // written by the receiver
+  std::atomic<uint64_t> answered;              // written by the receiver, for the user of the lane
 };
 
 // Errors here do not name rank and operation: the caller knows them.

@@ -138,11 +138,8 @@ bool TcpWire::receive(int32_t peer, FrameSink& sink) {
     // Straight to where the payload belongs, and what is behind it to where headers are looked at.
     iovec parts[2];
     int count = 0;
-    size_t payload_rest = 0;
-    if (connection.has_header()) {
-      payload_rest = connection.payload.bytes - connection.payload_filled;
-      parts[count++] = {connection.payload.data.get() + connection.payload_filled, payload_rest};
-    }
+    const std::span<std::byte> room = connection.incoming.payload_room();
+    if (!room.empty()) parts[count++] = {room.data(), room.size()};
     parts[count++] = {arriving_.data(), arriving_.size()};
     const ssize_t received = ::readv(connection.socket.get(), parts, count);
     if (received < 0 && is_passing(errno)) break;
@@ -152,12 +149,11 @@ bool TcpWire::receive(int32_t peer, FrameSink& sink) {
     }
     has_moved = true;
     sink.note_sign_of_life(peer);
-    const size_t to_payload = std::min<size_t>(static_cast<size_t>(received), payload_rest);
+    const size_t to_payload = std::min<size_t>(static_cast<size_t>(received), room.size());
     const size_t behind = static_cast<size_t>(received) - to_payload;
-    connection.payload_filled += to_payload;
     try {
-      if (payload_rest > 0 && to_payload == payload_rest) finish_frame(peer, connection, sink);
-      parse(peer, connection, std::span<const std::byte>(arriving_).first(behind), sink);
+      if (to_payload > 0) connection.incoming.take_payload(peer, to_payload, sink);
+      connection.incoming.take(peer, std::span<const std::byte>(arriving_).first(behind), sink);
     } catch (const c10::DistNetworkError& error) {
       drop(peer, error.what_without_backtrace(), sink);
       return true;
@@ -165,33 +161,6 @@ bool TcpWire::receive(int32_t peer, FrameSink& sink) {
     if (behind < arriving_.size()) break;  // that was all
   }
   return has_moved;
-}
-
-void TcpWire::parse(int32_t peer, Connection& connection, std::span<const std::byte> bytes, FrameSink& sink) {
-  while (!bytes.empty()) {
-    if (!connection.has_header()) {
-      const size_t part = std::min(bytes.size(), sizeof(FrameHeader) - connection.header_filled);
-      std::memcpy(connection.header_bytes.data() + connection.header_filled, bytes.data(), part);
-      connection.header_filled += part;
-      bytes = bytes.subspan(part);
-      if (!connection.has_header()) return;
-      std::memcpy(&connection.header, connection.header_bytes.data(), sizeof(FrameHeader));
-      sink.check_frame(peer, connection.header);
-      const size_t payload_bytes = connection.header.payload_bytes;
-      connection.payload = {std::make_unique_for_overwrite<std::byte[]>(payload_bytes), payload_bytes};
-      connection.payload_filled = 0;
-    }
-    const size_t part = std::min(bytes.size(), connection.payload.bytes - connection.payload_filled);
-    if (part > 0) std::memcpy(connection.payload.data.get() + connection.payload_filled, bytes.data(), part);
-    connection.payload_filled += part;
-    bytes = bytes.subspan(part);
-    if (connection.payload_filled == connection.payload.bytes) finish_frame(peer, connection, sink);
-  }
-}
-
-void TcpWire::finish_frame(int32_t peer, Connection& connection, FrameSink& sink) {
-  connection.header_filled = 0;
-  sink.take_frame(peer, connection.header, std::move(connection.payload));
 }
 
 void TcpWire::drop(int32_t peer, const std::string& reason, FrameSink& sink) {

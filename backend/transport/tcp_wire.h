@@ -1,10 +1,10 @@
 // Frames over TCP: one connection per peer, made and proven by tcp_mesh.h. The default between nodes without RDMA.
 #pragma once
 
-#include <array>
 #include <vector>
 
 #include "backend/transport/descriptor.h"
+#include "backend/transport/frame_decoder.h"
 #include "backend/transport/wire.h"
 
 namespace zeropg {
@@ -31,18 +31,10 @@ class TcpWire final : public Wire {
     bool has_said_end = false;
     std::vector<std::byte> waiting;  // [waiting_sent, end) has been taken but not sent
     size_t waiting_sent = 0;
-    // What comes in: a header in pieces, then its payload in pieces.
-    std::array<std::byte, sizeof(FrameHeader)> header_bytes;
-    size_t header_filled = 0;
-    FrameHeader header;
-    Payload payload;
-    size_t payload_filled = 0;
-    bool has_header() const { return header_filled == sizeof(FrameHeader); }
+    FrameDecoder incoming;
   };
 
   bool receive(int32_t peer, FrameSink& sink);
-  void parse(int32_t peer, Connection& connection, std::span<const std::byte> bytes, FrameSink& sink);
-  void finish_frame(int32_t peer, Connection& connection, FrameSink& sink);
   bool flush(Connection& connection);
   void keep(Connection& connection, std::span<const std::byte> bytes);
   void watch(int32_t peer, Connection& connection);

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <thread>
 
@@ -10,6 +11,10 @@
 
 namespace zeropg {
 namespace {
+
+// 0: not counted yet. Not a static of the function that counts: a fork while the progress thread initialises one leaves
+// the child waiting for that thread, which it does not have. Two threads that count get the same number.
+std::atomic<int32_t> cpus_of_this_process{0};
 
 int32_t affinity_cpus() {
   // The static set holds 1024 CPUs; larger machines need a larger mask (EINVAL otherwise).
@@ -40,7 +45,11 @@ int32_t usable_cpus(int32_t affinity_cpus, double cpu_limit) {
 }
 
 int32_t usable_cpus() {
-  static const int32_t cpus = usable_cpus(affinity_cpus(), cpu_limit());  // a fact of the machine, not a state
+  int32_t cpus = cpus_of_this_process.load(std::memory_order_relaxed);
+  if (cpus == 0) {
+    cpus = usable_cpus(affinity_cpus(), cpu_limit());
+    cpus_of_this_process.store(cpus, std::memory_order_relaxed);
+  }
   return cpus;
 }
 

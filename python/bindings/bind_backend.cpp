@@ -89,8 +89,12 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
         options->bank_bytes = value.cast<int64_t>();
       } else if (name == "mailbox_bytes") {
         options->mailbox_bytes = value.cast<int64_t>();
+      } else if (name == "pool_bytes") {
+        options->pool_bytes = value.cast<int64_t>();
       } else if (name == "window_bytes") {
         options->window_bytes = value.cast<int64_t>();
+      } else if (name == "cma") {
+        options->cma = value.cast<bool>();
       } else if (name == "network") {
         options->network = network_kind(value.cast<std::string>());
       } else if (name == "interfaces") {
@@ -103,8 +107,8 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
         options->host_id = value.cast<std::string>();
       } else {
         throw py::type_error("[zeropg] BackendOptions has no option '" + name +
-                             "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, window_bytes, network, "
-                             "interfaces, ucx_root, secret and host_id.");
+                             "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, pool_bytes, window_bytes, cma, "
+                             "network, interfaces, ucx_root, secret and host_id.");
       }
     } catch (const py::cast_error&) {
       throw py::type_error("[zeropg] BackendOptions: " + name + " cannot be " + py::repr(value).cast<std::string>() +
@@ -119,10 +123,32 @@ py::dict statistics(const ProcessGroupZero& group) {
   for (const auto& [name, counters] : group.statistics()) {
     py::dict entry;
     entry["calls"] = counters.calls;
+    entry["direct_calls"] = counters.direct_calls;
     entry["bytes"] = counters.bytes;
     entry["seconds"] = counters.seconds;
     entry["waiting_seconds"] = counters.waiting_seconds;
     result[py::str(name)] = entry;
+  }
+  return result;
+}
+
+py::list recorded_operations(const ProcessGroupZero& group) {
+  py::list result;
+  for (const RecordedOperation& operation : group.recorded_operations()) {
+    py::dict entry;
+    entry["id"] = operation.id;
+    entry["name"] = operation.name;
+    entry["is_message"] = operation.is_message;
+    entry["sequence"] = operation.sequence;
+    entry["input_sizes"] = operation.input_sizes;
+    entry["output_sizes"] = operation.output_sizes;
+    entry["input_dtypes"] = operation.input_dtypes;
+    entry["output_dtypes"] = operation.output_dtypes;
+    entry["timeout_ms"] = operation.timeout_ms;
+    entry["created_ns"] = operation.created_ns;
+    entry["completed_ns"] = operation.completed_ns;
+    entry["duration_ms"] = operation.duration_ms;
+    result.append(entry);
   }
   return result;
 }
@@ -136,7 +162,9 @@ timeout: timedelta, deadline of every operation; init_process_group's own `timeo
 algorithms: dict, operation -> algorithm, e.g. {"all_reduce": "all_reduce_staged"}; others are planned.
 bank_bytes: int, staging memory per rank and bank, a multiple of 4096; default 1 MiB.
 mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; default 256 KiB.
+pool_bytes: int, most shared memory for tensors per rank (zeropg.empty); default -1: this rank's share of all; 0: none.
 window_bytes: int, what a rank may send to a rank on another node before that one takes any; default 4 MiB.
+cma: bool, whether ranks may read a neighbour's large messages in its memory (process_vm_readv); default True.
 network: str, "tcp", "ucx", or "automatic": UCX where every rank has it with RDMA, else TCP.
 interfaces: str, network interfaces to use between nodes, e.g. "eth,ib0"; default ZEROPG_INTERFACE, else all.
 ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the system's with RDMA, else the libucx wheel.
@@ -146,7 +174,9 @@ host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else p
       .def_readwrite("algorithms", &BackendOptions::algorithms)
       .def_readwrite("bank_bytes", &BackendOptions::bank_bytes)
       .def_readwrite("mailbox_bytes", &BackendOptions::mailbox_bytes)
+      .def_readwrite("pool_bytes", &BackendOptions::pool_bytes)
       .def_readwrite("window_bytes", &BackendOptions::window_bytes)
+      .def_readwrite("cma", &BackendOptions::cma)
       .def_property(
           "network", [](const BackendOptions& self) { return network_name(self.network); },
           [](BackendOptions& self, const std::string& name) { self.network = network_kind(name); })
@@ -204,7 +234,12 @@ void bind_backend(py::module_& m) {
       .def("shutdown", &BoundProcessGroup::shutdown, py::call_guard<py::gil_scoped_release>(),
            "Gives running operations a few seconds to end, then leaves the group.")
       .def("topology", &BoundProcessGroup::topology, py::return_value_policy::copy)
-      .def("stats", [](const BoundProcessGroup& self) { return statistics(self); });
+      .def("stats", [](const BoundProcessGroup& self) { return statistics(self); })
+      .def("start_recording", &BoundProcessGroup::start_recording,
+           "Keeps the group's last operations from now on, for a torch without hooks. Before the first operation.")
+      .def(
+          "recorded_operations", [](const BoundProcessGroup& self) { return recorded_operations(self); },
+          "The operations that were kept, oldest first; see flight_recorder.h for the fields.");
   m.def("shutdown_all", &ProcessGroupZero::shutdown_all, py::call_guard<py::gil_scoped_release>(),
         "Shuts every group of this process down; called at the interpreter's exit.");
 }

@@ -8,6 +8,7 @@ namespace zeropg {
 void bind_backend(pybind11::module_& m);
 void bind_checkpoint(pybind11::module_& m);
 void bind_compression(pybind11::module_& m);
+void bind_interpreter(pybind11::module_& m);
 void bind_offload(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
 void bind_sharding(pybind11::module_& m);

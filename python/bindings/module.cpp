@@ -6,6 +6,7 @@ PYBIND11_MODULE(_C, m) {
   zeropg::bind_backend(m);
   zeropg::bind_checkpoint(m);
   zeropg::bind_compression(m);
+  zeropg::bind_interpreter(m);
   zeropg::bind_optim(m);
   zeropg::bind_offload(m);  // takes optimizers
   zeropg::bind_sharding(m);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,9 @@ class BackendOptions(Backend.Options):
     algorithms: dict, operation -> algorithm, e.g. {"all_reduce": "all_reduce_staged"}; others are planned.
     bank_bytes: int, staging memory per rank and bank, a multiple of 4096; default 1 MiB.
     mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; default 256 KiB.
+    pool_bytes: int, most shared memory for tensors per rank (zeropg.empty); default -1: its share of all; 0: none.
     window_bytes: int, what a rank may send to a rank on another node before that one takes any; default 4 MiB.
+    cma: bool, whether ranks may read a neighbour's large messages in its memory (process_vm_readv); default True.
     network: str, "tcp", "ucx", or "automatic": UCX where every rank has it with RDMA, else TCP.
     interfaces: str, network interfaces to use between nodes, e.g. "eth,ib0"; default ZEROPG_INTERFACE, else all.
     ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the system's with RDMA, else the wheel.
@@ -43,9 +45,17 @@ class BackendOptions(Backend.Options):
     @bank_bytes.setter
     def bank_bytes(self, value: int) -> None: ...
     @property
+    def cma(self) -> bool: ...
+    @cma.setter
+    def cma(self, value: bool) -> None: ...
+    @property
     def mailbox_bytes(self) -> int: ...
     @mailbox_bytes.setter
     def mailbox_bytes(self, value: int) -> None: ...
+    @property
+    def pool_bytes(self) -> int: ...
+    @pool_bytes.setter
+    def pool_bytes(self, value: int) -> None: ...
     @property
     def window_bytes(self) -> int: ...
     @window_bytes.setter
@@ -83,8 +93,12 @@ class ProcessGroupZero(Backend):
         """How often this group was split."""
     def perform_nocolor_split(self, device: Any) -> None:
         """Does nothing: a child is made by its members alone. c10d calls it on the other ranks."""
+    def recorded_operations(self) -> list[dict[str, Any]]:
+        """The operations that were kept, oldest first; see flight_recorder.h for the fields."""
     def shutdown(self) -> None:
         """Gives running operations a few seconds to end, then leaves the group."""
+    def start_recording(self) -> None:
+        """Keeps the group's last operations from now on, for a torch without hooks. Before the first operation."""
     def stats(self) -> dict[str, dict[str, Any]]: ...
     def topology(self) -> Topology: ...
     @property
@@ -352,6 +366,9 @@ def compressed_reduce_scatter(
 def is_sharded(tensor: torch.Tensor) -> bool: ...
 def join_checksums(pieces: Sequence[tuple[int, int, int]], file_bytes: int, chunk_bytes: int) -> list[int]:
     """One checksum per chunk of a file from the pieces of all its writers."""
+
+def listen_to_notices(listener: Callable[[str], Any] | None) -> None:
+    """The function that gets each line for people that the core says, on the main thread; None: they go to stderr."""
 
 def make_offload(
     *,

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import _zeropg_register
 from zeropg import _native as _native  # checks versions before anything loads the core
+from zeropg import _notices as _notices
 from zeropg import compression as compression
 from zeropg.access import clip_grad_norm_, full_gradients, full_parameters, local_shards, no_sync
-from zeropg.backend import BackendOptions, Topology, stats, topology
+from zeropg.backend import BackendOptions, Topology, empty, shrink_group, stats, topology
 from zeropg.checkpoint import load_checkpoint, save_checkpoint
 from zeropg.export import save_16bit_weights
+from zeropg.flight_recorder import dump_flight_recorder
 from zeropg.fully_sharded import FullyShardedModule, fully_shard
 from zeropg.grad_scaler import GradScaler
 from zeropg.offload import Offload
@@ -29,6 +31,8 @@ __all__ = [
     "Offload",
     "Topology",
     "clip_grad_norm_",
+    "dump_flight_recorder",
+    "empty",
     "full_gradients",
     "full_optimizer_state_dict",
     "full_parameters",
@@ -41,6 +45,7 @@ __all__ = [
     "save_16bit_weights",
     "save_checkpoint",
     "shard_optimizer",
+    "shrink_group",
     "stats",
     "topology",
 ]

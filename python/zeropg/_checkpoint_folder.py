@@ -13,12 +13,12 @@ import errno
 import fcntl
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeropg._commit import sync_directory, write_small_file
+from zeropg._directory_lock import take_directory_lock
 from zeropg._manifest import FOLDER_NAME, MANIFEST_NAME, Manifest, read_manifest
 
 _LOCK_SECONDS = 10.0
@@ -39,7 +39,8 @@ class CheckpointFolder:
         Raises OSError: another process saves into the directory, or the file system refuses.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = _take_lock(self.directory)
+        held = f"another process is saving into '{self.directory}'; give each job a directory of its own"
+        self._lock = take_directory_lock(self.directory, _LOCK_SECONDS, held=held)
         if (self.directory / MANIFEST_NAME).is_dir():
             raise IsADirectoryError(errno.EISDIR, f"'{self.directory / MANIFEST_NAME}' is a directory; remove it")
         self._remove_others()
@@ -123,23 +124,3 @@ def _locked_for_removal(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _take_lock(directory: Path) -> int:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                text = (
-                    f"another process is saving into '{directory}' (it has held the lock for {_LOCK_SECONDS:.0f} s); "
-                    "give each job a directory of its own"
-                )
-                raise OSError(errno.EWOULDBLOCK, text) from error
-            time.sleep(0.05)
-        except OSError:
-            return descriptor  # a file system without locks

@@ -38,17 +38,27 @@ class Loading:
         self._directory = directory
         self._state = state
         self._optimizer = optimizer
-        self._manifest = _read_manifest(directory)
         self._plan = plan_model(state)
-        self._saved_names = _match(self._manifest, self._plan)  # by index of the plan's tensors
         self._readers: dict[str, _C.FileReader] = {}
         self._modules: dict[str, Any] = {}
         self._is_changing = False
-        if optimizer is not None and self._manifest.optimizer is not None:
-            _match_optimizer(self._manifest.optimizer, optimizer, self._plan, self._saved_names)
         self._resources = ExitStack()
+        while True:
+            self._manifest = _read_manifest(directory)
+            self._saved_names = _match(self._manifest, self._plan)  # by index of the plan's tensors
+            if optimizer is not None and self._manifest.optimizer is not None:
+                _match_optimizer(self._manifest.optimizer, optimizer, self._plan, self._saved_names)
+            try:
+                self._open()
+                return
+            except FileNotFoundError:
+                # Another job may have replaced the checkpoint meanwhile, and removed what the manifest named.
+                if _read_manifest(directory).folder == self._manifest.folder:
+                    raise
+
+    def _open(self) -> None:
+        data = self._directory / self._manifest.folder
         try:
-            data = directory / self._manifest.folder
             self._resources.enter_context(reading(data))
             for name, file in self._manifest.files.items():
                 if self._is_needed(name):

@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from zeropg._directory_lock import take_directory_lock
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -102,20 +104,9 @@ def commit(directory: Path, token: str, *, companions: list[str], weights: list[
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     # Two jobs that commit into one directory at the same time must do so one after the other.
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    held = f"another process holds the lock of '{directory}'"
+    descriptor = take_directory_lock(directory, _LOCK_SECONDS, held=held)
     try:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    text = f"another process has held the lock of '{directory}' for {_LOCK_SECONDS:.0f} s"
-                    raise OSError(errno.EWOULDBLOCK, text) from error
-                time.sleep(0.05)
-            except OSError:
-                break  # a file system without locks
         yield
     finally:
         os.close(descriptor)

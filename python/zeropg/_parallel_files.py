@@ -12,11 +12,16 @@ from zeropg._native import _C
 
 
 class FileSpec(NamedTuple):
-    """A file as it will be: rank 0 makes it with all its bytes reserved and `header` at its beginning."""
+    """A file as it will be: rank 0 makes it with all its bytes reserved and `header` at its beginning.
+
+    Where it is not shared by all ranks, it is opened by who writes into it, when it does: nobody holds a descriptor for
+    every rank of the group.
+    """
 
     path: str
     size_bytes: int
     header: bytes
+    is_shared: bool = True
 
 
 class ByteRange(NamedTuple):
@@ -41,21 +46,26 @@ class ParallelFiles:
     def __init__(self, specs: Sequence[FileSpec], *, chunk_bytes: int | None = None) -> None:
         self._specs = specs
         self._chunk_bytes = chunk_bytes
-        self._writers: list[_C.FileWriter] = []
+        self._writers: dict[int, _C.FileWriter] = {}  # by the file's number
         self._staging: _C.StagingBuffer | None = None
 
     def create(self) -> None:
         """Makes all files with their full size and their headers (rank 0)."""
-        for spec in self._specs:
-            self._add(_C.FileWriter.create(spec.path, spec.size_bytes))
-        for writer, spec in zip(self._writers, self._specs, strict=True):
-            writer.write_bytes(0, spec.header)
+        for number, spec in enumerate(self._specs):
+            writer = _C.FileWriter.create(spec.path, spec.size_bytes)
+            if spec.is_shared:
+                self._add(number, writer)
+            else:
+                writer.close()
+        for number, writer in self._writers.items():
+            writer.write_bytes(0, self._specs[number].header)
 
     def open(self) -> bool:
         """Opens the files that rank 0 made; False when this rank does not see them (no shared file system)."""
         try:
-            for spec in self._specs:
-                self._add(_C.FileWriter.open(spec.path, spec.size_bytes))
+            for number, spec in enumerate(self._specs):
+                if spec.is_shared:
+                    self._add(number, _C.FileWriter.open(spec.path, spec.size_bytes))
         except FileNotFoundError:
             self.close()
             return False
@@ -64,24 +74,29 @@ class ParallelFiles:
     def write(self, part: ByteRange) -> None:
         if self._staging is None:
             self._staging = _C.StagingBuffer()
+        if part.file not in self._writers:
+            spec = self._specs[part.file]
+            self._add(part.file, _C.FileWriter.open(spec.path, spec.size_bytes))
         self._writers[part.file].write(part.offset, part.values, part.dtype, self._staging)
 
     def sync(self) -> None:
         """What this rank wrote is on the disk when this returns."""
-        for writer in self._writers:
+        for writer in self._writers.values():
             writer.sync()
 
     def checksums(self) -> list[list[tuple[int, int, int]]]:
         """Per file, (start, stop, CRC-32C) of each piece that this rank wrote."""
-        return [writer.checksums() for writer in self._writers]
+        return [
+            self._writers[number].checksums() if number in self._writers else [] for number in range(len(self._specs))
+        ]
 
     def close(self) -> None:
-        for writer in self._writers:
+        for writer in self._writers.values():
             with suppress(OSError):
                 writer.close()
-        self._writers = []
+        self._writers = {}
 
-    def _add(self, writer: _C.FileWriter) -> None:
+    def _add(self, number: int, writer: _C.FileWriter) -> None:
         if self._chunk_bytes is not None:
             writer.keep_checksums(self._chunk_bytes)
-        self._writers.append(writer)
+        self._writers[number] = writer

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import os
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.distributed_c10d import PrefixStore
 
 from zeropg._native import _C
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
     from torch._C._distributed_c10d import Backend, Store
     from torch.distributed import ProcessGroup
 
 BackendOptions: Any = _C.BackendOptions
 Topology: Any = _C.Topology
+
+logger = logging.getLogger("zeropg")
 
 # The progress thread must have ended before the interpreter's state goes away.
 atexit.register(_C.shutdown_all)
@@ -42,16 +51,36 @@ def create_backend(distributed_backend_options: Any, pg_options: Any) -> Backend
             "'cpu:zeropg,cuda:nccl' cannot take any"
         )
     if getattr(given, "enable_reconfigure", False):
-        raise NotImplementedError(
-            "[zeropg] enable_reconfigure: groups keep their ranks; make a new group, or restart from a checkpoint "
-            "after a rank died"
-        )
+        options.enable_reconfigure = True
     options._timeout = given.timeout
     options.group_name = given.group_id
     options.global_ranks_in_group = given.global_ranks_in_group
     make_cuda_backend = _make_nccl if torch.cuda.is_available() else None
     backend = _C.ProcessGroupZero(given.store, given.group_rank, given.group_size, options, make_cuda_backend)
+    if not _torch_records():
+        backend.start_recording()
+    if get_debug_level() != DebugLevel.OFF and not getattr(given, "enable_reconfigure", False):
+        _say_what_was_made(backend, given.group_id)
     return cast("Backend", backend)
+
+
+def _torch_records() -> bool:
+    """Whether torch's own flight recorder sees the operations of any backend (2.15)."""
+    return hasattr(dist.distributed_c10d, "FlightRecorderHook")
+
+
+def _say_what_was_made(backend: Any, name: str) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL: one line per group and rank."""
+    nodes = backend.topology().nodes
+    line = (
+        f"[zeropg rank {backend.rank()}/{backend.size()}] made the group '{name}': {backend.size()} ranks on "
+        f"{len(nodes)} node{'s' * (len(nodes) > 1)}, timeout {backend.options._timeout.total_seconds():g} s, "
+        f"pid {os.getpid()}"
+    )
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", line)
+    else:
+        print(line, file=sys.stderr)  # whoever asks torch for details sees them without setting up logging
 
 
 def _make_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
@@ -62,6 +91,25 @@ def _make_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Backen
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return cast("Backend", dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options))
+
+
+def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: ProcessGroup | None = None) -> Tensor:
+    """Returns an uninitialised CPU tensor in memory that all ranks of the node share.
+
+    Collectives of `group` (default: the world) read and write such tensors where they lie: an all-reduce then moves the
+    least bytes there are. All ranks' tensors must be made so for that; a call where some are not gives the same result,
+    slower. Views work as well; copies (`clone`, `to`) are ordinary tensors.
+
+    size: as for torch.empty. dtype: default torch's default.
+    No communication. The memory lives as long as the tensor, also when the group is gone; freed memory is kept for the
+    next tensors of the group.
+    Raises DistBackendError when there is no room (`BackendOptions(pool_bytes=...)`), TypeError when the group's CPU
+    backend is not zeropg.
+    """
+    shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    backend = _backend_of(group)
+    return cast("Tensor", backend.allocate_tensor(shape.numel(), dtype=dtype, device=torch.device("cpu"))).view(shape)
 
 
 def topology(group: ProcessGroup | None = None) -> Any:
@@ -75,10 +123,46 @@ def topology(group: ProcessGroup | None = None) -> Any:
 def stats(group: ProcessGroup | None = None) -> dict[str, dict[str, Any]]:
     """Returns this rank's counters of `group` per operation: calls, bytes, seconds, and waiting_seconds per peer.
 
+    `direct_calls` counts those collectives that used all tensors where they lie in shared memory (`zeropg.empty`).
     `waiting_seconds[peer]` sums the time in which this rank waited and `peer` had not arrived; it is sampled, and
     counts a wait for several ranks for each of them. CPU operations only. No communication.
     """
     return dict(_backend_of(group).stats())
+
+
+def shrink_group(
+    ranks_to_exclude: list[int], group: ProcessGroup | None = None, *, abort: bool = False
+) -> ProcessGroup:
+    """Returns a group of the ranks of `group` that are left, in their order, and destroys `group`.
+
+    Called by every rank that stays, within the group's timeout, also after others died: the errors of what ran then are
+    raised by the operations' own waits. The store that the group was made with must still be there.
+
+    ranks_to_exclude: ranks in `group`, at least one and not all; the same on every rank that stays.
+    group: default the world, and then the result is the new world; other groups are destroyed with it.
+    abort: ends what runs on the group with an error, instead of waiting for it.
+    Raises ValueError for wrong ranks, RuntimeError on an excluded rank, TypeError when the CPU backend is not zeropg or
+    TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it, DistBackendError naming the ranks that did not come.
+    """
+    world = dist.distributed_c10d._world
+    group = dist.distributed_c10d._get_default_group() if group is None else group
+    _backend_of(group)
+    devices, is_world = group._device_types, group is dist.group.WORLD
+    excluded = set(ranks_to_exclude)
+    members = [rank for place, rank in enumerate(dist.get_process_group_ranks(group)) if place not in excluded]
+    flags = dist.distributed_c10d.SHRINK_ABORT if abort else dist.distributed_c10d.SHRINK_DEFAULT
+    smaller = dist.distributed_c10d.shrink_group(ranks_to_exclude, group, flags)
+    # torch registers what comes back as gloo's, for the CPU alone; its logger then takes it for a ProcessGroupGloo.
+    backend = smaller._get_backend(torch.device("cpu"))
+    for device in devices:
+        smaller._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, backend)
+    smaller._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    # It also takes ranks of the group for ranks of the world; a new world counts anew.
+    world.pg_group_ranks[smaller] = {rank: i for i, rank in enumerate(range(len(members)) if is_world else members)}
+    if _torch_records():
+        config = dist.distributed_c10d.BackendConfig(dist.Backend("zeropg"))
+        dist.distributed_c10d._maybe_attach_flight_recorder(smaller, config, list(world.pg_group_ranks[smaller]))
+    return smaller
 
 
 def _backend_of(group: ProcessGroup | None) -> Any:

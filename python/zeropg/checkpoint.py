@@ -248,15 +248,18 @@ class _Save:
             kind = optimizer_kind(self._optimizer)
             self._optimizer_plan = plan_optimizer(kind, self._groups, self._model_plan, states)
             layouts.append(self._optimizer_plan.layout)
-        sizes = [(file.name, file.bytes, file.header) for layout in layouts for file in layout.files]
-        sizes += [(name, size, b"") for entry in announced for name, size in entry["own_files"].items()]
-        self._names = [name for name, _, _ in sizes]
-        total_bytes = sum(size for _, size, _ in sizes)
+        shared = [(file.name, file.bytes, file.header) for layout in layouts for file in layout.files]
+        own = [(name, size, b"") for entry in announced for name, size in entry["own_files"].items()]
+        self._names = [name for name, _, _ in shared + own]
+        total_bytes = sum(size for _, size, _ in shared + own)
         while total_bytes / self._chunk_bytes > _MOST_CHUNKS:
             self._chunk_bytes *= 2
         self._token = announced[0]["token"]
         self._folder = CheckpointFolder(self.directory, self._token)
-        self._specs = [FileSpec(str(self._folder.data / name), size, header) for name, size, header in sizes]
+        self._specs = [
+            FileSpec(str(self._folder.data / name), size, header, is_shared=index < len(shared))
+            for index, (name, size, header) in enumerate(shared + own)
+        ]
         self._files = ParallelFiles(self._specs, chunk_bytes=self._chunk_bytes)
         self._is_async = async_save
 
@@ -335,8 +338,9 @@ class _Save:
     def _take_snapshot(self) -> None:
         self._snapshot = [
             part._replace(values=part.values.detach().to(device="cpu", dtype=part.dtype, copy=True))
-            for part in self._own_ranges()
+            for part in self._live_ranges()
         ]
+        self._snapshot += self._own_file_ranges()  # nobody changes these: they are copies
 
     def close(self) -> None:
         self._snapshot = None
@@ -410,10 +414,17 @@ class _Save:
         )
 
     def _own_ranges(self) -> Iterator[ByteRange]:
+        yield from self._live_ranges()
+        yield from self._own_file_ranges()
+
+    def _live_ranges(self) -> Iterator[ByteRange]:
+        """Of the model's and the optimizer's own tensors, which go on changing."""
         assert self._model_plan is not None
         yield from self._model_plan.ranges(self._state.model, is_first=self.rank == 0)
         if self._optimizer is not None and self._optimizer_plan is not None:
             yield from self._optimizer_plan.ranges(self._optimizer, len(self._model_plan.layout.files))
+
+    def _own_file_ranges(self) -> Iterator[ByteRange]:
         for name, file in self._own_files.items():
             yield from file.ranges(self._names.index(name))
 

@@ -1,6 +1,7 @@
 #include "sharding/offload/file_tier.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -12,6 +13,7 @@
 #include <mutex>
 #include <system_error>
 
+#include "backend/transport/notices.h"
 #include "sharding/checkpoint/checksum.h"
 #include "sharding/offload/aligned_buffer.h"
 #include "sharding/offload/transfer_queue.h"
@@ -209,8 +211,9 @@ class FileTier final : public Tier {
     const int flags = ::fcntl(descriptor_.number, F_GETFL);
     if (::fcntl(descriptor_.number, F_SETFL, flags & ~O_DIRECT) != 0) return false;
     if (is_direct_.exchange(false)) {  // after F_SETFL: who reads false must not meet O_DIRECT. Others may be here too
-      TORCH_WARN("[zeropg rank ", options_.rank, "/", options_.world_size, "] offload: ", options_.directory,
-                 " refuses O_DIRECT, so swapping goes through the page cache, which is slower and takes memory.");
+      notice("O_DIRECT " + options_.directory,
+             c10::str("[zeropg rank ", options_.rank, "/", options_.world_size, "] offload: ", options_.directory,
+                      " refuses O_DIRECT, so swapping goes through the page cache, which is slower and takes memory."));
     }
     return true;
   }

@@ -78,7 +78,8 @@ TEST(Bootstrap, EveryRankGetsTheSameTopologyAndArena) {
     auto outcomes = run(world_size, [](int) { return small_options(); });
     for (int rank = 0; rank < world_size; ++rank) {
       ASSERT_EQ(outcomes[rank].error, "");
-      const auto& [topology, arena, channel, network] = outcomes[rank].result;
+      const auto& [topology, arena, pool, channel, network] = outcomes[rank].result;
+      EXPECT_GT(pool->bytes_per_rank(), 0);
       EXPECT_EQ(network, nullptr);
       EXPECT_EQ(topology.rank, rank);
       EXPECT_EQ(topology.node_count(), 1);

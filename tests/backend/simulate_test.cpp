@@ -78,14 +78,11 @@ TEST(SimulateTest, SendsThroughMailboxesThatAreSmallerThanTheMessage) {
   Group group(3);
   for (int32_t rank = 0; rank < 2; ++rank) add_send(group.schedules[rank], rank + 1, input(0), kBytes);
   add_receive(group.schedules[1], 0, output(0), kBytes);
-  group.schedules[2].steps.push_back(
-      {.kind = StepKind::kReceiveReduce, .is_final = true, .peer = 1, .destination = output(0), .bytes = kBytes});
-  group.output(2).fill(std::byte(100));
+  add_receive(group.schedules[2], 1, output(0), kBytes);
   const std::vector<Traffic> traffic = group.run();
   EXPECT_EQ(group.output(1), group.input(0));
-  EXPECT_EQ(group.output(2)[kBytes - 1], std::byte(100 + 2));
+  EXPECT_EQ(group.output(2), group.input(1));
   EXPECT_EQ(traffic[1].sent_bytes, (std::vector<int64_t>{0, 0, kBytes}));
-  EXPECT_EQ(traffic[2].reduced_bytes, 2 * kBytes);
 }
 
 TEST(SimulateTest, ReportsADeadlockWithEveryRanksStep) {
@@ -119,6 +116,41 @@ TEST(SimulateTest, ReportsARaceInAnyInterleaving) {
     add_copy(group.schedules[1], output(0), staging(0, 0, kBytes - 1), 1);
     expect_words(group.fault(), {"race", "staging[0] bank 0", "rank 0, operation 0", "rank 1, operation 0"});
   }
+}
+
+TEST(SimulateTest, ReportsARaceOnTensorsThatRanksShare) {
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    Group group(2);
+    group.options.seed = seed;
+    for (Schedule& schedule : group.schedules) schedule.is_direct = true;
+    const Region sources[] = {input(kBytes - 4)};
+    const Region echoes[] = {peer_output(1, kBytes - 4)};
+    add_reduce_for_all(group.schedules[0], output(0), echoes, sources, 4);
+    add_copy(group.schedules[1], output(0), peer_input(0, 0), kBytes);
+    expect_words(group.fault(), {"race", "output", "rank 0, operation 0", "rank 1, operation 0"});
+    group.schedules[0].steps.insert(group.schedules[0].steps.begin(), Step{});
+    add_barrier(group.schedules[1]);
+    EXPECT_EQ(group.fault(), "no fault");
+  }
+}
+
+TEST(SimulateTest, ReportsTensorsOfOthersThatCannotBeReached) {
+  Group group(2);
+  add_copy(group.schedules[0], output(0), peer_input(1, 0), 1);
+  expect_words(group.fault(), {"there is no peer_input[1] + 0"});  // not a direct schedule
+  group.schedules[0].is_direct = true;
+  EXPECT_EQ(group.fault(), "no fault");
+  group.schedules[0].steps[0].source = peer_input(2, 0);
+  expect_words(group.fault(), {"there is no peer_input[2] + 0"});
+  group.schedules[0].steps[0].source = peer_input(1, kBytes);
+  expect_words(group.fault(), {"outside its 64 bytes"});
+  group.schedules[0].steps[0].source = input(0);
+  group.schedules[0].steps[0].destination = peer_input(1, 0);
+  expect_words(group.fault(), {"it writes to an input"});
+  group.schedules[0].steps[0] = {
+      .kind = StepKind::kCopy, .destination = output(0), .source = peer_input(1, 0), .bytes = 1};
+  group.options.nodes = {{0}, {1}};
+  expect_words(group.fault(), {"is on another node"});
 }
 
 TEST(SimulateTest, AllowsNeighboursAndReadersWithoutABarrier) {

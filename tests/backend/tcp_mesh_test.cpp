@@ -39,7 +39,7 @@ std::string connect(const Node& node, const MeshPlan& plan, std::vector<Descript
   try {
     *connections = connect_mesh(node.listener, plan, Clock::now() + limit, [] {});
     return "";
-  } catch (const c10::DistBackendError& error) {
+  } catch (const c10::DistError& error) {
     return error.what_without_backtrace();
   }
 }

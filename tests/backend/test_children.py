@@ -107,17 +107,10 @@ def test_a_child_has_its_parents_options_unless_given_others(run: Callable[..., 
 
 # What c10d offers and this backend does not, by the method of torch's Backend; torch 2.11 has fewer.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "shrink": (lambda backend: backend.shrink([1]), "make a new group of those that are left"),
-    "new_window": (lambda backend: backend.new_window(), "use send and recv, or a collective"),
-    "get_reconfigure_handle": (lambda backend: backend.get_reconfigure_handle(), "restart from a checkpoint"),
     "_start_time_estimate": (lambda backend: backend._start_time_estimate(), "read zeropg.stats"),
     "_register_on_completion_hook": (
         lambda backend: backend._register_on_completion_hook(print),
         r"work.get_future\(\).then",
-    ),
-    "allocate_tensor": (
-        lambda backend: backend.allocate_tensor(4, dtype=torch.float32, device=CPU),
-        "use ordinary tensors",
     ),
     "mem_allocator": (lambda backend: backend.mem_allocator, "use ordinary tensors"),
     "suspend": (lambda backend: backend.suspend(), "only NCCL has this"),
@@ -140,22 +133,9 @@ def test_what_is_refused_says_what_to_do_instead(run: Callable[..., Any], name: 
 
     if name != "split_group" and not hasattr(Backend, name):
         pytest.skip("this version of torch has no such call")
-    if torch.cuda.is_available() and name in ("allocate_tensor", "mem_allocator", "suspend"):
+    if torch.cuda.is_available() and name in ("mem_allocator", "suspend"):
         pytest.skip("NCCL has it")
     run(check_refused, name)
-
-
-def check_reconfigure() -> None:
-    dist.init_process_group("zeropg", store=dist.HashStore(), rank=0, world_size=1, enable_reconfigure=True)
-
-
-@pytest.mark.skipif(IS_OLD, reason="torch 2.11 has no enable_reconfigure")
-def test_enable_reconfigure_is_refused() -> None:
-    import zeropg  # noqa: F401
-
-    with pytest.raises(NotImplementedError, match="groups keep their ranks"):
-        check_reconfigure()
-    assert not dist.is_initialized()
 
 
 def check_mesh() -> None:

@@ -170,21 +170,27 @@ def test_nothing_is_named_in_dev_shm(run: Callable[..., Any]) -> None:
 
 
 def check_fork() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
     dist.all_reduce(torch.ones(3), async_op=True).wait()
+    awaited = dist.irecv(torch.ones(3), (rank - 1) % size)
+    assert awaited is not None
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        try:
-            dist.all_reduce(torch.ones(3))
-            answer = "no error"
-        except Exception as error:
-            answer = str(error)
-        os.write(writer, answer.encode())
+        for call in (lambda: dist.all_reduce(torch.ones(3)), awaited.wait):
+            try:
+                call()
+                answer = "no error\n"
+            except Exception as error:
+                answer = str(error) + "\n"
+            os.write(writer, answer.encode())
         os._exit(0)
     os.close(writer)
-    answer = os.read(reader, 10_000).decode()
     os.waitpid(child, 0)
-    assert "forked process" in answer, answer
+    answers = os.read(reader, 10_000).decode().splitlines()
+    assert len(answers) == 2 and all("forked process" in answer for answer in answers), answers
+    dist.send(torch.ones(3), (rank + 1) % size)
+    awaited.wait()
     dist.barrier()  # the parent's group is none the worse
 
 

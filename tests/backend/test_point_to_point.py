@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests import seccomp
 from tests.backend.reference import MOVABLE, assert_same, values
-from tests.spawn import RankPool, SeparateHosts
+from tests.spawn import RankPool, SeparateHosts, run_ranks
 
-LARGE = 700_001  # ten times a mailbox
+LARGE = 700_001  # ten times a mailbox, and large enough to be read from the sender's memory
 
 
-@pytest.fixture(scope="module", params=[(0, 0), (0, 0, 0), (0, 0, 1)], ids=str)  # the host of each rank
+@dataclass(frozen=True)
+class WithoutCma(SeparateHosts):
+    """Ranks that may not read each other's memory."""
+
+    def enter(self, rank: int) -> None:
+        seccomp.forbid(seccomp.PROCESS_VM_READV)
+
+
+PLACES = {
+    "2 ranks": SeparateHosts(hosts=(0, 0)),
+    "2 ranks without cma": WithoutCma(hosts=(0, 0)),
+    "3 ranks": SeparateHosts(hosts=(0, 0, 0)),
+    "3 ranks on 2 hosts": SeparateHosts(hosts=(0, 0, 1)),
+}
+
+
+@pytest.fixture(scope="module", params=PLACES)
 def run(request: pytest.FixtureRequest, rank_pool: Callable[..., RankPool]) -> Iterator[Callable[..., Any]]:
-    yield rank_pool(len(request.param), place=SeparateHosts(hosts=request.param)).run
+    place = PLACES[request.param]
+    yield rank_pool(len(place.hosts), place=place).run
 
 
 def ring() -> tuple[int, int, int]:
@@ -152,3 +175,100 @@ def check_strided() -> None:
 
 def test_strided_messages(run: Callable[..., Any]) -> None:
     run(check_strided)
+
+
+def check_large_messages(cma: bool) -> None:
+    """Unwanted ones are set aside, whichever way they come; sizes around the limit."""
+    import zeropg
+
+    rank, after, before = ring()
+    group = dist.new_group(pg_options=zeropg.BackendOptions(cma=cma))
+    for numel in (65_535, 65_536, 65_537, LARGE):
+        first, second = torch.zeros(numel), torch.zeros(3)
+        sends = [
+            dist.isend(values(rank, numel, torch.float32), after, group, tag=1),
+            dist.isend(torch.full((3,), float(rank)), after, group, tag=2),
+        ]
+        dist.recv(second, before, group, tag=2)
+        dist.recv(first, before, group, tag=1)
+        for work in sends:
+            assert work is not None
+            work.wait()
+        assert_same(first, values(before, numel, torch.float32), numel)
+        assert (second == before).all()
+
+
+@pytest.mark.parametrize("cma", [True, False])
+def test_large_messages_that_nobody_wants_yet(run: Callable[..., Any], cma: bool) -> None:
+    run(check_large_messages, cma)
+
+
+def check_refusal() -> list[str]:
+    """What the logger `zeropg` says on this rank."""
+    import logging
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeropg").addHandler(handler)
+    for _ in range(3):
+        check_large_messages(cma=True)
+    return lines
+
+
+def test_a_refused_read_is_said_once() -> None:
+    for rank, lines in enumerate(run_ranks(2, check_refusal, place=WithoutCma(hosts=(0, 0)))):
+        assert len(lines) == 1
+        assert re.search(rf"rank {rank}/2\] cannot read the memory of rank {1 - rank} \(.*not permitted\)", lines[0])
+    assert run_ranks(2, check_refusal) == [[], []]
+
+
+def die_while_it_is_read(seconds: float) -> str:
+    rank = dist.get_rank()
+    tensor = torch.ones(32 << 20)
+    dist.barrier()
+    if rank == 1:
+        dist.isend(tensor, 0)
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(2):
+            dist.recv(tensor, 1)
+    except dist.DistBackendError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.005, 0.02])
+def test_a_sender_that_dies_while_it_is_read_is_named(seconds: float) -> None:
+    text = run_ranks(2, die_while_it_is_read, seconds, expect_death={1})[0]
+    assert re.search(r"rank 0/2\] recv .*rank 1 died", text), text
+
+
+def interrupt_waits() -> float:
+    """Seconds that handlers were late in all."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["interrupted"])
+        dist.send(torch.ones(1), 0)
+        dist.barrier()  # the one that rank 0 gave up waiting for goes on
+        dist.recv(torch.ones(1), 0)
+        return 0.0
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    start = time.monotonic()
+    for wait in (lambda: dist.recv(torch.ones(1), 1), dist.barrier):
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    late = time.monotonic() - start - 0.6
+    store.set("interrupted", "")
+    dist.send(torch.ones(1), 1)
+    return late
+
+
+def test_a_signal_interrupts_a_wait_and_the_operation_goes_on() -> None:
+    assert run_ranks(2, interrupt_waits)[0] < 0.4

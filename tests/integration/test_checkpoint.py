@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -199,6 +200,36 @@ def test_a_checkpoint_that_is_being_read_is_not_removed_and_may_be_moved(rank_po
     assert not (tmp_path / "b" / data.name).exists()
 
 
+def load_while_another_saves(directory: Path) -> None:
+    from zeropg import _checkpoint_load
+
+    reading = _checkpoint_load.reading
+    replaced: list[Path] = []
+
+    def reading_late(data: Path) -> Any:
+        if not replaced:
+            replaced.append(data)
+            (newer,) = (directory / "b").glob("data-*")
+            newer.rename(directory / "a" / newer.name)
+            (directory / "b" / MANIFEST).replace(directory / "a" / MANIFEST)
+            shutil.rmtree(data)
+        return reading(data)
+
+    _checkpoint_load.reading = reading_late
+    try:
+        assert int(load(directory / "a", stage=1)["seed"]) == 2
+    finally:
+        _checkpoint_load.reading = reading
+    assert len(replaced) == 1
+
+
+def test_a_load_that_meets_a_save_takes_the_newer_checkpoint(rank_pool: Any, tmp_path: Path) -> None:
+    pool = rank_pool(1)
+    pool.run(save, tmp_path / "a", 1)
+    pool.run(save, tmp_path / "b", 2)
+    pool.run(load_while_another_saves, tmp_path)
+
+
 def save_beside_another(directory: Path) -> str:
     import zeropg._checkpoint_folder
 
@@ -301,6 +332,33 @@ def test_a_save_in_the_background_writes_what_was_there(rank_pool: Any, tmp_path
     rank_pool(2).run(background, tmp_path)
     run_ranks(1, background, tmp_path / "alone")
     run_ranks(3, background, tmp_path / "gloo", backend="gloo")
+
+
+def snapshot(directory: Path) -> None:
+    import zeropg
+    from zeropg import checkpoint
+
+    take = checkpoint._Save._take_snapshot
+    kept: list[bool] = []
+
+    def take_and_look(self: checkpoint._Save) -> None:
+        take(self)
+        own = {tensor.data_ptr() for file in self._own_files.values() for tensor in file.tensors}
+        assert self._snapshot is not None
+        kept.append(own <= {part.values.data_ptr() for part in self._snapshot})
+
+    checkpoint._Save._take_snapshot = take_and_look  # type: ignore[method-assign]
+    try:
+        model, optimizer = make(seed=1)
+        extra = {"table": torch.arange(1000)}
+        zeropg.save_checkpoint(directory, model, optimizer, extra=extra, async_save=True).wait()
+    finally:
+        checkpoint._Save._take_snapshot = take  # type: ignore[method-assign]
+    assert kept == [True]
+
+
+def test_a_save_in_the_background_copies_extra_values_once(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool(2).run(snapshot, tmp_path)
 
 
 def failing_background(directory: Path) -> None:

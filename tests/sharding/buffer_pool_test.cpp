@@ -19,6 +19,17 @@ TEST(BufferPool, GivesTheSameMemoryAgainInAnyDtype) {
   EXPECT_EQ(pool.allocated_bytes(), 400);
 }
 
+TEST(BufferPool, MakesNewBuffersAsItIsTold) {
+  std::vector<int64_t> asked;
+  BufferPool pool([&](int64_t bytes, c10::Device device) {
+    asked.push_back(bytes);
+    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  });
+  pool.release(pool.acquire(100, at::kFloat, at::kCPU));
+  pool.release(pool.acquire(50, at::kFloat, at::kCPU));
+  EXPECT_EQ(asked, std::vector<int64_t>{400});
+}
+
 TEST(BufferPool, NeverGivesOneBufferTwice) {
   BufferPool pool;
   const at::Tensor a = pool.acquire(10, at::kDouble, at::kCPU);

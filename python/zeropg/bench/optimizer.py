@@ -16,6 +16,7 @@ from zeropg import _machine
 from zeropg._native import _C
 from zeropg._quantities import count
 from zeropg.bench import harness
+from zeropg.bench.plot import plot_optimizer
 
 _DESCRIPTION = """
 Times one optimizer step over flat masters in one process. zeropg's fused kernel takes gradients, updates master and
@@ -51,8 +52,7 @@ def main(arguments: list[str]) -> int:
     """Measure as `arguments` say; returns the exit status. One process."""
     options = _parse(arguments)
     quiet = harness.Quiet(options.even_if_busy)
-    if not quiet.look():
-        print(f"zeropg bench: {quiet.refusal()}", file=sys.stderr)
+    if quiet.refuses():
         return harness.BUSY
     torch.set_num_threads(options.threads)
     load, own = _machine.OthersLoad(), harness.own_cpu_seconds()
@@ -80,13 +80,7 @@ def main(arguments: list[str]) -> int:
             for row in rows.values():
                 row["times_zeropgs"] = None
     _print(tables, quiet)
-    if options.output:
-        harness.write_json(options.output, document)
-    if options.plot:
-        from zeropg.bench.plot import plot_optimizer
-
-        plot_optimizer(document, options.plot)
-    return 0 if quiet.may_claim else harness.BUSY
+    return harness.finish(options, quiet, document, plot_optimizer)
 
 
 def _contestants(options: argparse.Namespace, param_dtype: torch.dtype) -> dict[str, Contestant]:
@@ -217,12 +211,8 @@ def _print(tables: dict[str, Any], quiet: harness.Quiet) -> None:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg bench optimizer",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = harness.make_parser(
+        "optimizer", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/optimizer_1_thread.json"
     )
     parser.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="(default adamw)")
     parser.add_argument("--numel", type=count, default=50_000_000, help="parameters, e.g. 100M (default 50M)")
@@ -232,7 +222,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", choices=("float32", "bfloat16"), help="dtype of parameters and gradients"
     )
-    harness.add_common_arguments(parser, output="benchmarks/results/optimizer_1_thread.json")
     options = parser.parse_args(arguments)
     if min(options.threads, options.rounds, options.iterations) < 1:
         parser.error("--threads, --rounds and --iterations must be positive")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,10 @@ _COLORS = ("#0b6e99", "#d9730d", "#448361", "#9065b0")  # readable on white and 
 
 
 def plot_collectives(document: dict[str, Any], file: Path) -> None:
-    """Size against bus bandwidth on log axes, one panel per operation, the first dtype and reduction of each."""
+    """Size against bus bandwidth on log axes, one panel per operation, the first dtype and reduction of each.
+
+    Dashed, what the memory would allow: the lower bound of each row.
+    """
     peers = {document["backend"]: document["results"]} | {
         name: peer["results"] for name, peer in document["peers"].items()
     }
@@ -24,6 +28,9 @@ def plot_collectives(document: dict[str, Any], file: Path) -> None:
             points = _points(rows, name)
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=peer)
+        bound = _bound(document["results"], name)
+        if bound:
+            axes.plot(*zip(*bound, strict=True), color="gray", linestyle="--", linewidth=1, label="bound")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_title(name, fontsize=10)
@@ -32,6 +39,18 @@ def plot_collectives(document: dict[str, Any], file: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     _save(figure, document["header"], f"{document['config']['ranks']} ranks", file)
+
+
+def plot_groups(document: dict[str, Any], file: Path) -> None:
+    """Bars: milliseconds until a group works, the world's and a further one, per backend."""
+    table = document["table"]
+    names = list(table)[::-1]
+    figure, (axes,) = _figure(1)
+    colors = [_COLORS[0] if name.startswith("zeropg") else _COLORS[1] for name in names]
+    axes.barh(names, [table[name]["ms"] for name in names], color=colors)
+    axes.set_title("ms until a group works", fontsize=10)
+    axes.grid(axis="x", alpha=0.3)
+    _save(figure, document["header"], f"{document['header']['ranks']} ranks", file)
 
 
 def plot_train(document: dict[str, Any], file: Path) -> None:
@@ -126,11 +145,21 @@ def _operations(rows: list[dict[str, Any]]) -> list[str]:
 
 def _points(rows: list[dict[str, Any]], operation: str) -> list[tuple[int, float]]:
     """(bytes, bus bandwidth) of an operation: its first dtype and reduction, in place where there is that."""
+    return [(size, timing["bus_bw"]) for size, timing, _ in _timings(rows, operation)]
+
+
+def _bound(rows: list[dict[str, Any]], operation: str) -> list[tuple[int, float]]:
+    """(bytes, bus bandwidth at the lower bound), where there is one."""
+    shares = (
+        (size, timing["bus_bw"], details["percent_of_bound"]) for size, timing, details in _timings(rows, operation)
+    )
+    return [(size, 100 * bandwidth / percent) for size, bandwidth, percent in shares if percent > 0]
+
+
+def _timings(rows: list[dict[str, Any]], operation: str) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
     rows = [row for row in rows if row["experiment_name"] == operation]
-    kept = [row for row in rows if (row["type"], row["redop"]) == (rows[0]["type"], rows[0]["redop"])]
-    points = []
-    for row in kept:
-        timing = row["in_place"] or row["out_of_place"]
-        if timing and timing["bus_bw"] > 0:
-            points.append((row["size"], timing["bus_bw"]))
-    return points
+    for row in rows:
+        place = "in_place" if row["in_place"] else "out_of_place"
+        is_first_kind = (row["type"], row["redop"]) == (rows[0]["type"], rows[0]["redop"])
+        if is_first_kind and row[place] and row[place]["bus_bw"] > 0:
+            yield row["size"], row[place], row[f"{place}_per_iter"]

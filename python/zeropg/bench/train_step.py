@@ -13,6 +13,7 @@ from typing import Any
 
 from zeropg import _machine
 from zeropg.bench import harness
+from zeropg.bench.plot import plot_train
 
 # name: (process group, wrapper or ZeRO stage)
 IMPLEMENTATIONS: dict[str, tuple[str, str | int]] = {
@@ -50,8 +51,7 @@ def main(arguments: list[str]) -> int:
     if options.as_rank_of:
         return _run_rank(options.as_rank_of, options)
     quiet = harness.Quiet(options.even_if_busy)
-    if not quiet.look():
-        print(f"zeropg bench: {quiet.refusal()}", file=sys.stderr)
+    if quiet.refuses():
         return harness.BUSY
     load, own = _machine.OthersLoad(), harness.own_cpu_seconds()
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in _chosen(options)}
@@ -101,13 +101,7 @@ def _report(
     if not quiet.may_claim:
         print(f"# ratios not claimed: {quiet.refusal()}")
     document = {"header": facts, "table": table, "runs": runs}
-    if options.output:
-        harness.write_json(options.output, document)
-    if options.plot:
-        from zeropg.bench.plot import plot_train
-
-        plot_train(document, options.plot)
-    return 0 if quiet.may_claim else harness.BUSY
+    return harness.finish(options, quiet, document, plot_train)
 
 
 def _row(
@@ -211,13 +205,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg bench train",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = harness.make_parser("train", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/train_step_2_ranks.json")
     parser.add_argument("-n", "--ranks", type=int, default=2, help="processes to start (default 2)")
     parser.add_argument("--rounds", type=int, default=3, help="each implementation's turns (default 3)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps per turn (default 8)")
@@ -228,7 +216,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", choices=IMPLEMENTATIONS, help="besides the baseline; may be repeated (default: all)"
     )
-    harness.add_common_arguments(parser, output="benchmarks/results/train_step_2_ranks.json")
     parser.add_argument("--as-rank-of", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

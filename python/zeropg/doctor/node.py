@@ -168,13 +168,15 @@ def _cross_memory_attach() -> Finding:
     )
     answer = run.stdout.strip()
     if answer == _WORD.decode():
-        return Finding("CMA", "ok", "process_vm_readv between processes works (zeropg does without, UCX may use it)")
+        return Finding("CMA", "ok", "process_vm_readv between processes works: large messages are copied once")
     scope = _machine.read_text(Path("/proc/sys/kernel/yama/ptrace_scope"))
     return Finding(
         "CMA",
         "warn",
-        f"process_vm_readv: {answer or 'failed'}" + (f" (yama ptrace_scope {scope})" if scope else ""),
-        "nothing for zeropg; for UCX inside a node allow ptrace (docker --cap-add SYS_PTRACE)",
+        f"process_vm_readv: {answer or 'failed'}"
+        + (f" (yama ptrace_scope {scope})" if scope else "")
+        + ": large messages between ranks of this node are copied twice",
+        "allow it (docker --cap-add SYS_PTRACE, sysctl kernel.yama.ptrace_scope=0), or BackendOptions(cma=False)",
     )
 
 

@@ -54,6 +54,7 @@ TEST_P(AlgorithmTest, TakesListsAndWorksInPlace) {
     for (const Nodes& nodes : placements_of(algorithm(), world_size)) {
       for (const int64_t numel : {0, 1, 37, 300}) {
         for (const int variant : {1, 2, 3}) {
+          if ((variant & 1) != 0 && !takes_lists(algorithm())) continue;
           run({.world_size = world_size,
                .numel = numel,
                .root = world_size - 1,
@@ -125,35 +126,60 @@ TEST_P(AlgorithmTest, WritesEveryOutputByteOnceAndNoneBeforeTheRanksHaveMet) {
     const std::vector<Nodes> served = placements_of(algorithm(), world_size);
     if (served.empty()) continue;  // one rank is not several nodes
     for (const int64_t numel : {0, 1, 37, 2000}) {
-      const CollectiveShape shape{
-          .world_size = world_size, .numel = numel, .bank_bytes = 1024, .is_list = true, .nodes = served.back()};
+      const CollectiveShape shape{.world_size = world_size,
+                                  .numel = numel,
+                                  .bank_bytes = 1024,
+                                  .is_list = takes_lists(algorithm()),
+                                  .nodes = served.back()};
       const Collective collective(algorithm(), shape);
       SCOPED_TRACE(collective.describe());
+      std::vector<std::vector<std::vector<int>>> writes(world_size);  // [rank][output][byte]
+      for (int32_t rank = 0; rank < world_size; ++rank) {
+        for (const auto& output : collective.tensors()[rank].outputs) writes[rank].emplace_back(output.size(), 0);
+      }
       for (int32_t rank = 0; rank < world_size; ++rank) {
         const Schedule& schedule = collective.schedules()[rank];
-        const auto& outputs = collective.tensors()[rank].outputs;
-        std::vector<std::vector<int>> writes;
-        for (const auto& output : outputs) writes.emplace_back(output.size(), 0);
         bool has_met = world_size == 1;
+        const auto count = [&](const Region& region, int64_t bytes) {
+          const bool is_peer = region.space == Space::kPeerOutput;
+          if (region.space != Space::kOutput && !is_peer) return;
+          EXPECT_TRUE(has_met);
+          EXPECT_GT(bytes, 0);
+          auto& tensor = is_peer ? writes.at(region.index).at(0) : writes[rank].at(region.index);
+          for (int64_t i = 0; i < bytes; ++i) ++tensor.at(region.offset_bytes + i);
+        };
         for (const Step& step : schedule.steps) {
           has_met |= step.kind == StepKind::kBarrier;
           EXPECT_TRUE(has_met || step.kind != StepKind::kSend);
-          if (step.destination.space != Space::kOutput) continue;
-          EXPECT_TRUE(has_met);
-          EXPECT_GT(step.bytes, 0);
-          for (int64_t i = 0; i < step.bytes; ++i) {
-            ++writes.at(step.destination.index).at(step.destination.offset_bytes + i);
-          }
+          count(step.destination, step.bytes);
+          for (int32_t i = 0; i < step.echo_count; ++i) count(schedule.echoes.at(step.first_echo + i), step.bytes);
         }
         EXPECT_TRUE(has_met);
+      }
+      for (int32_t rank = 0; rank < world_size; ++rank) {
         const OpKind op = algorithm().op;
         const bool only_root_writes = op == OpKind::kReduce || op == OpKind::kGather;
         const bool is_shared = op == OpKind::kBroadcast && rank == 0;
         const int wanted = (only_root_writes && rank != 0) || is_shared ? 0 : 1;
-        for (const auto& tensor : writes) {
+        for (const auto& tensor : writes[rank]) {
           EXPECT_EQ(std::count(tensor.begin(), tensor.end(), wanted), static_cast<int64_t>(tensor.size()));
         }
       }
+    }
+  }
+}
+
+// Before it others may not be there yet, after it nobody may still read.
+TEST_P(AlgorithmTest, BeginsAndEndsWithABarrierWhereTensorsAreShared) {
+  if (!algorithm().is_direct) return;
+  for (const int32_t world_size : {2, 5}) {
+    const Collective collective(algorithm(), {.world_size = world_size, .numel = 100});
+    for (const Schedule& schedule : collective.schedules()) {
+      EXPECT_TRUE(schedule.is_direct);
+      EXPECT_EQ(schedule.banks_used, 0);
+      EXPECT_EQ(schedule.steps.front().kind, StepKind::kBarrier);
+      EXPECT_EQ(schedule.steps.back().kind, StepKind::kBarrier);
+      EXPECT_GT(schedule.steps.size(), 1);
     }
   }
 }
@@ -189,7 +215,8 @@ TEST_P(AlgorithmTest, ReducesInRankOrder) {
         ASSERT_EQ(step.source_count, world_size);
         for (int32_t i = 0; i < world_size; ++i) {
           const Region& source = schedule.sources.at(step.first_source + i);
-          EXPECT_EQ(source.space == Space::kStaging ? source.index : rank, i);
+          const bool is_of_peer = source.space == Space::kStaging || source.space == Space::kPeerInput;
+          EXPECT_EQ(is_of_peer ? source.index : rank, i);
         }
       }
     }
@@ -265,6 +292,17 @@ TEST(AllReduceTest, StagedMovesFewBytesWhateverTheWorld) {
   }
 }
 
+TEST(AllReduceTest, DirectMovesTheLeastBytes) {
+  for (const int32_t world_size : {2, 4, 8}) {
+    const CollectiveShape shape{.world_size = world_size, .numel = 1 << 12};
+    const Collective collective(*find_algorithm("all_reduce_direct"), shape);
+    for (const Traffic& traffic : simulate(simulator_options(shape), {collective.operation()})) {
+      EXPECT_EQ(traffic.memory_bytes, 2 * 4 * shape.numel);
+      EXPECT_EQ(traffic.copied_bytes, 0);
+    }
+  }
+}
+
 TEST(AllToAllTest, StartsWithABarrierAndFitsTheMailboxes) {
   const Collective collective(*find_algorithm("all_to_all_pairwise"), {.world_size = 5, .numel = 3000, .seed = 5});
   for (const Schedule& schedule : collective.schedules()) {
@@ -306,10 +344,10 @@ TEST(BackToBackTest, RandomCollectivesShareTheStagingOfOneGroup) {
       for (int i = 0; i < 12; ++i) {
         shape.numel = static_cast<int64_t>(random() % (random() % 2 == 0 ? 40 : 900));
         shape.root = static_cast<int32_t>(random() % world_size);
-        shape.is_list = random() % 2 == 0;
         shape.is_in_place = random() % 2 == 0;
         shape.seed = random();
         const Algorithm& algorithm = serving[random() % serving.size()];
+        shape.is_list = random() % 2 == 0 && takes_lists(algorithm);
         collectives.emplace_back(algorithm, shape);
         operations.push_back(collectives.back().operation());
       }

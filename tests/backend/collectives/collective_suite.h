@@ -95,6 +95,17 @@ inline std::vector<Nodes> placements_of(const Algorithm& algorithm, int32_t worl
   return served;
 }
 
+// Direct algorithms take no lists of inputs.
+inline bool takes_lists(const Algorithm& algorithm) {
+  return algorithm.supports({.op = algorithm.op,
+                             .world_size = 4,
+                             .bank_bytes = 1 << 20,
+                             .mailbox_bytes = 1 << 20,
+                             .input_is_list = true,
+                             .window_bytes = 1 << 20}) ||
+         !algorithm.is_direct;
+}
+
 class Collective {
  public:
   Collective(const Algorithm& algorithm, const CollectiveShape& shape) : shape_(shape), random_(shape.seed) {
@@ -225,6 +236,13 @@ class Collective {
     for (Bytes& tensor : memory_.back().inputs) tensors.inputs.emplace_back(tensor);
     for (Bytes& tensor : memory_.back().outputs) tensors.outputs.emplace_back(tensor);
     alias(rank, memory_.back(), tensors);
+    if (op() == OpKind::kAllToAll) {
+      int64_t offset = 0;
+      for (int32_t peer = 0; peer < shape_.world_size; ++peer) {
+        tensors.blocks_for_peers.push_back(offset);
+        offset += input_bytes(rank, peer);
+      }
+    }
     tensors_.push_back(std::move(tensors));
   }
 

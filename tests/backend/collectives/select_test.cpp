@@ -112,6 +112,25 @@ TEST(SelectTest, NoWindowBetweenNodesIsAnError) {
   expect_words(message_of(spec, ""), {"all_reduce does not support", "windows between nodes of 0 bytes"});
 }
 
+TEST(SelectTest, DirectAlgorithmsAreChosenApart) {
+  for (const Algorithm& algorithm : algorithms()) {
+    if (!algorithm.is_direct) continue;
+    CollectiveSpec spec = all_reduce(2, 64 << 20);
+    spec.op = algorithm.op;
+    spec.send_bytes = spec.receive_bytes = {1 << 20, 1 << 20};
+    EXPECT_FALSE(select_algorithm(spec).is_direct);
+    EXPECT_FALSE(select_algorithm(spec, algorithm.name).is_direct);
+    EXPECT_EQ(select_direct_algorithm(spec)->name, algorithm.name);
+    EXPECT_EQ(select_direct_algorithm(spec, algorithm.name, {.barrier_us = 1e9})->name, algorithm.name);
+    EXPECT_EQ(select_direct_algorithm(spec, select_algorithm(spec).name), nullptr);
+    EXPECT_NE(select_direct_algorithm(spec, "barrier"), nullptr);
+    spec.bytes = 64;
+    EXPECT_EQ(select_direct_algorithm(spec, {}, {.barrier_us = 1e9}), nullptr);  // one barrier is cheaper than two
+    spec.nodes = {{0}, {1}};
+    EXPECT_EQ(select_direct_algorithm(spec, algorithm.name), nullptr);
+  }
+}
+
 TEST(SelectTest, AForcedNameHoldsForItsOperationOnly) {
   EXPECT_EQ(select_algorithm(all_reduce(4, 8), "all_reduce_staged").name, "all_reduce_staged");
   EXPECT_EQ(select_algorithm(all_reduce(4, 8), "broadcast_staged").name, "all_reduce_one_shot");

@@ -40,6 +40,25 @@ TEST_F(Cgroup, PhysicalMemoryIsALimit) {
   EXPECT_EQ(memory_limit_bytes(files_), 16 * 1024);
 }
 
+TEST_F(Cgroup, AvailableIsWhatTheLimitsLeaveAndCachedFilesDoNotCount) {
+  EXPECT_EQ(memory_available_bytes(files_), std::numeric_limits<int64_t>::max());
+  write("proc/meminfo", "MemTotal: 64 kB\nMemAvailable:   32 kB\n");
+  EXPECT_EQ(memory_available_bytes(files_), 32 * 1024);
+  write("proc/self/cgroup", "0::/job\n");
+  write("cgroup/job/memory.max", "20000\n");
+  write("cgroup/job/memory.current", "15000\n");
+  EXPECT_EQ(memory_available_bytes(files_), 5000);
+  write("cgroup/job/memory.stat", "active_file 7\ninactive_file 1000\n");
+  EXPECT_EQ(memory_available_bytes(files_), 6000);
+  write("cgroup/job/memory.current", "30000\n");
+  EXPECT_EQ(memory_available_bytes(files_), 0);
+  write("proc/self/cgroup", "4:memory:/old\n");
+  write("cgroup/memory/old/memory.limit_in_bytes", "10000\n");
+  write("cgroup/memory/old/memory.usage_in_bytes", "9000\n");
+  write("cgroup/memory/old/memory.stat", "total_inactive_file 500\n");
+  EXPECT_EQ(memory_available_bytes(files_), 1500);
+}
+
 TEST_F(Cgroup, UnifiedTakesTheSmallestUpTheTree) {
   write("proc/self/cgroup", "0::/job/step\n");
   write("cgroup/job/step/cpu.max", "max 100000\n");

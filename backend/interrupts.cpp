@@ -1,0 +1,21 @@
+#include "backend/interrupts.h"
+
+#include <atomic>
+
+namespace zeropg {
+
+namespace {
+
+std::atomic<InterruptCheck> installed{nullptr};  // of the process's interpreter, of which there is one
+
+}  // namespace
+
+void set_interrupt_check(InterruptCheck check) { installed = check; }
+
+void check_interrupts() {
+  if (const InterruptCheck check = installed.load(std::memory_order_acquire)) {
+    check();
+  }
+}
+
+}  // namespace zeropg

@@ -1,0 +1,43 @@
+// The messages of this rank to one other rank, in order.
+#pragma once
+
+#include <deque>
+#include <span>
+#include <utility>
+
+#include "backend/group.h"
+#include "backend/message.h"
+#include "backend/message_start.h"
+
+namespace zeropg {
+
+class MessageOutbox {
+ public:
+  // `group` must outlive it. `may_offer`: large messages need not go through a ring (Note [Offers]).
+  MessageOutbox(Group& group, int32_t peer, bool may_offer);
+
+  void push(PostedMessage posted) { queue_.push_back(std::move(posted)); }
+  // Sends what can be sent now. True: something moved. Throws DistNetworkError when the peer is gone.
+  bool advance(FinishedMessages& finished);
+  const std::deque<PostedMessage>& queue() const { return queue_; }  // the first one is being sent
+  std::deque<PostedMessage> take_all() { return std::exchange(queue_, {}); }
+
+ private:
+  void begin(const Message& message);
+  bool is_answered();
+  size_t send(std::span<const std::byte> bytes);
+
+  Group& group_;
+  const int32_t peer_;
+  bool may_offer_;
+  std::deque<PostedMessage> queue_;
+  // Of the first one:
+  MessageStart start_;
+  size_t start_sent_ = 0;
+  bool is_offered_ = false;  // and not answered
+  int64_t sent_ = 0;
+
+  uint64_t offers_ = 0;
+};
+
+}  // namespace zeropg

@@ -1,0 +1,52 @@
+// What the ranks of a group write to the c10d store, and how it is read back. Anybody may write to a store, so whatever
+// bytes come from there are read within bounds or refused with DistBackendError.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace zeropg {
+
+// What a rank says of itself.
+struct RankRecord {
+  int64_t protocol = 2;  // of the bootstrap; all ranks must have the same
+  int64_t world_size = 0;
+  int64_t bank_bytes = 0;
+  int64_t mailbox_bytes = 0;
+  int64_t window_bytes = 0;
+  int64_t network = 0;     // NetworkKind: what the user asked for
+  int64_t has_rdma = 0;    // whether UCX with RDMA can be used here
+  int64_t has_secret = 0;  // whether the user gave one
+  std::string host_id;
+  std::string socket_name;
+};
+
+// What rank 0 makes of the records; the same bytes on every rank.
+struct GroupMap {
+  std::string error;  // the others are empty when there is one
+  std::vector<std::string> host_ids;
+  std::vector<std::string> socket_names;
+  std::string secret;   // random, empty when the users gave theirs
+  int64_t network = 0;  // NetworkKind: what is used between nodes
+};
+
+// Signs addresses.
+struct AddressKey {
+  std::string group;  // a name that no other group has
+  std::string secret;
+};
+
+std::string encode(const RankRecord& record);
+RankRecord decode_record(std::string_view bytes);
+
+std::string encode(const GroupMap& map);
+GroupMap decode_map(std::string_view bytes, int32_t world_size);
+
+// An address with its signature in front.
+std::string sign_address(const AddressKey& key, int32_t rank, std::string_view address);
+// The address. DistBackendError where `signed_address` was not made by `rank` with the same key.
+std::string verify_address(const AddressKey& key, int32_t rank, std::string_view signed_address);
+
+}  // namespace zeropg

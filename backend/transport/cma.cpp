@@ -1,0 +1,96 @@
+#include "backend/transport/cma.h"
+
+#include <pthread.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "backend/transport/process_lock.h"
+#include "backend/transport/waiter.h"
+
+namespace zeropg {
+namespace {
+
+// The kernel copies a page at a time, and one CPU does not reach the memory's limit that way: two do.
+constexpr size_t kSharedReadBytes = size_t{4} << 20;
+
+// "" when all was read.
+std::string read_alone(pid_t pid, uint64_t address, std::span<std::byte> into) {
+  while (!into.empty()) {
+    const iovec local{into.data(), into.size()};
+    const iovec remote{reinterpret_cast<void*>(address), into.size()};
+    const ssize_t moved = ::process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    if (moved > 0) {  // when it is less than was asked for, the next call says why
+      into = into.subspan(static_cast<size_t>(moved));
+      address += static_cast<uint64_t>(moved);
+    } else if (moved == 0 || errno != EINTR) {
+      return std::string("process_vm_readv: ") + (moved == 0 ? "nothing was read" : std::strerror(errno));
+    }
+  }
+  return "";
+}
+
+// Without signals: they are for the threads of the program. Not joinable where no thread can be had.
+template <typename Read>
+std::thread start_reader(const Read& read) {
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, &before);
+  std::thread reader;
+  try {
+    reader = std::thread(read);
+  } catch (const std::system_error&) {
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return reader;
+}
+
+}  // namespace
+
+CmaIdentity own_cma_identity() {
+  static std::mutex mutex;
+  static CmaIdentity identity;                                  // guarded by mutex
+  static std::unique_ptr<std::array<uint64_t, 2>> token_place;  // guarded by mutex; peers read it
+  const std::lock_guard lock(mutex);
+  if (identity.pid != ::getpid()) {
+    token_place = std::make_unique<std::array<uint64_t, 2>>(process_nonce());
+    identity = {::getpid(), reinterpret_cast<uint64_t>(token_place->data()), *token_place};
+  }
+  return identity;
+}
+
+CmaReader::CmaReader(const CmaIdentity& peer) : peer_(peer) { confirm(); }
+
+bool CmaReader::read(uint64_t address, std::span<std::byte> into) {
+  if (!is_usable()) return false;
+  const pid_t pid = static_cast<pid_t>(peer_.pid);
+  const size_t half = into.size() >= kSharedReadBytes && usable_cpus() > 1 ? into.size() / 2 / 4096 * 4096 : 0;
+  std::string other_refusal;
+  std::thread other = half == 0
+                          ? std::thread()
+                          : start_reader([&, half] { other_refusal = read_alone(pid, address, into.first(half)); });
+  const size_t own_start = other.joinable() ? half : 0;
+  refusal_ = read_alone(pid, address + own_start, into.subspan(own_start));
+  if (other.joinable()) other.join();
+  if (refusal_.empty()) refusal_ = std::move(other_refusal);
+  return is_usable();
+}
+
+bool CmaReader::confirm() {
+  std::array<uint64_t, 2> found{};
+  if (read(peer_.token_address, std::as_writable_bytes(std::span(found))) && found != peer_.token) {
+    refusal_ = "process_vm_readv: its pid here is another process's";
+  }
+  return is_usable();
+}
+
+}  // namespace zeropg

@@ -1,0 +1,60 @@
+// What the core asks of the interpreter: to log its notices, and to run signal handlers while a thread waits.
+#include "backend/interrupts.h"
+#include "backend/transport/notices.h"
+#include "python/bindings/bindings.h"
+
+namespace zeropg {
+
+namespace py = pybind11;
+
+namespace {
+
+PyObject* notice_listener = nullptr;  // guarded by the GIL; owned
+unsigned long main_thread = 0;        // NOLINT: the type of PyThread_get_thread_ident
+
+// On the main thread, with the GIL, between two instructions of Python code.
+int deliver_notices(void* /*unused*/) {
+  for (const std::string& line : take_notices()) {
+    if (notice_listener == nullptr) {
+      break;
+    }
+    PyObject* answer = PyObject_CallFunction(notice_listener, "s", line.c_str());
+    if (answer == nullptr) {
+      PyErr_WriteUnraisable(notice_listener);
+    }
+    Py_XDECREF(answer);
+  }
+  return 0;
+}
+
+// Needs no GIL. When the interpreter's list is full, the lines wait for the next bell.
+void ring() { Py_AddPendingCall(&deliver_notices, nullptr); }
+
+void listen_to_notices(const py::object& listener) {
+  deliver_notices(nullptr);
+  Py_XDECREF(notice_listener);
+  notice_listener = listener.is_none() ? nullptr : listener.inc_ref().ptr();
+  set_notice_bell(notice_listener == nullptr ? nullptr : &ring);
+}
+
+// Only the main thread runs handlers, so no other one waits for the GIL here.
+void run_signal_handlers() {
+  if (PyThread_get_thread_ident() != main_thread || Py_IsInitialized() == 0) {
+    return;
+  }
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace
+
+void bind_interpreter(py::module_& m) {
+  main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
+  set_interrupt_check(&run_signal_handlers);
+  m.def("listen_to_notices", &listen_to_notices, py::arg("listener"),
+        "The function that gets each line for people that the core says, on the main thread; None: they go to stderr.");
+}
+
+}  // namespace zeropg
