@@ -30,7 +30,7 @@ help:
 	@echo "make fuzz       libFuzzer on what parses bytes of strangers  (make fuzz SECONDS=600; part of make test, a minute)"
 	@echo "make sanitize   the C++ tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make smoke      the tests marked smoke, for other versions   (make smoke TORCH=2.11.0)"
-	@echo "make lint       clang-format, ruff, mypy                     (make format repairs the first two)"
+	@echo "make lint       clang-format, ruff, mypy, conflict markers   (make format repairs the first two)"
 	@echo "make build      $(BUILD): libraries, bindings and C++ tests; PYTHONPATH=$(BUILD)/python runs it uninstalled"
 	@echo "make wheel      dist/zeropg-*.whl for torch $(TORCH)"
 	@echo "make clean      remove build/ and dist/; the virtual environments stay"
@@ -89,6 +89,7 @@ smoke: build $(BUILD)/installed.stamp
 	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest tests -m smoke $(ARGS)
 
 lint: $(VENV)/requirements.stamp
+	@! git grep -nE '^(<<<<<<<|>>>>>>>) ' # what a merge left behind
 	@$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

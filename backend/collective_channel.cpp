@@ -286,8 +286,9 @@ void CollectiveChannel::check(CollectiveJob& job) {
     return;
   }
   const OperationLabel& label = job.work->label();
-  // In this order: a peer that arrived and then left is not awaited any more.
+  // In this order: what a peer did before it left, or died, still counts.
   const PeerStates peers = group_->peer_states();
+  run(job);
   const std::vector<int32_t> awaited = job.execution->awaited();
   if (awaited.empty()) {
     return;

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.spawn import run_ranks
+from tests.spawn import SeparateHosts, run_ranks
 
 Op = dist.ReduceOp
 
@@ -217,6 +217,28 @@ def check_departed() -> str:
 def test_a_rank_that_left_is_named() -> None:
     error = run_ranks(2, check_departed)[0]
     assert "all_reduce #1 (12 bytes): rank 1 left the group" in error, error
+
+
+def leave_after_its_part(rounds: int) -> list[str]:
+    """Whoever has done its part leaves at once, while others still look for what it sent them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    errors = []
+    for turn in range(rounds):
+        group = dist.new_group()
+        splits = [[(3 * source + 5 * target + turn) % 7 * 100 for target in range(size)] for source in range(size)]
+        received = [splits[source][rank] for source in range(size)]
+        output, sent = torch.empty(sum(received)), torch.ones(sum(splits[rank]))
+        errors.append(
+            error_of(lambda: dist.all_to_all_single(output, sent, received, splits[rank], group=group, async_op=True))  # noqa: B023
+        )
+        dist.destroy_process_group(group)
+    return errors
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 1)])
+def test_a_rank_that_did_its_part_may_leave(hosts: tuple[int, ...]) -> None:
+    for errors in run_ranks(3, leave_after_its_part, 40, place=SeparateHosts(hosts=hosts)):
+        assert set(errors) == {"no error"}, errors
 
 
 def check_abort() -> list[str]:
