@@ -294,6 +294,7 @@ void CollectiveChannel::check(CollectiveJob& job) {
     return;
   }
   throw_if_lost(label, peers, awaited);
+  job.execution->note_wait();
   const auto waited = std::chrono::steady_clock::now() - *job.start;
   if (waited < job.work->timeout()) {
     return;
@@ -302,7 +303,7 @@ void CollectiveChannel::check(CollectiveJob& job) {
       DistBackendError,
       c10::str(label.prefix(), ": ", describe_monitored(label, *job.work, awaited), "timed out after ",
                job.work->timeout().count(), " ms ", job.execution->describe_wait(), ", waiting for ",
-               format_ranks(awaited), group_->silence(),
+               format_ranks(awaited), group_->held_up(Lane::kCollective, awaited), group_->silence(),
                "; see what they do (a stopped process, another collective, a slow step) or raise the timeout of the"
                " group."));
 }

@@ -396,6 +396,11 @@ std::vector<int32_t> Execution::awaited() const {
   return step.peer >= 0 ? std::vector<int32_t>{step.peer} : std::vector<int32_t>();
 }
 
+void Execution::note_wait() const {
+  const Step& step = schedule_->steps[step_];
+  group_.note_wait(Lane::kCollective, step.kind == StepKind::kBarrier ? ShmArena::kAtBarrier : step.peer);
+}
+
 std::string Execution::describe_wait() const {
   return c10::str("in step ", step_ + 1, " of ", schedule_->steps.size(), " of ", schedule_->algorithm);
 }

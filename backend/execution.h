@@ -26,6 +26,7 @@ class Execution {
   Progress advance();
 
   std::vector<int32_t> awaited() const;                                            // the ranks that this one waits for
+  void note_wait() const;                                                          // for other ranks: Group::note_wait
   std::string describe_wait() const;                                               // "at step 3 of 12 (barrier)"
   const std::vector<double>& waiting_seconds() const { return waiting_seconds_; }  // per rank
 

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "backend/held_up.h"
 #include "backend/transport/rank_names.h"
 #include "backend/transport/shm_transport.h"
 
@@ -181,6 +183,22 @@ std::string Group::silence() const {
   }
   const std::vector<int32_t> silent = bootstrap_.network->silent_for(kLimit);
   return silent.empty() ? "" : "; no sign of life from " + format_ranks(silent);
+}
+
+std::string Group::held_up(Lane lane, const std::vector<int32_t>& awaited) {
+  // A rank that waits in the other lane is no more to blame than one that waits in this one.
+  const Lane other = lane == Lane::kCollective ? Lane::kPointToPoint : Lane::kCollective;
+  return describe_held_up(rank(), awaited, [&](int32_t peer) -> std::vector<int32_t> {
+    if (!is_on_this_node(peer)) return {};
+    const int32_t local = local_rank(peer);
+    const std::optional<int32_t> here = arena().wait_of(local, lane);
+    const std::optional<int32_t> wait = here ? here : arena().wait_of(local, other);
+    if (!wait) return {};
+    if (*wait != ShmArena::kAtBarrier) return *wait < world_size() ? std::vector{*wait} : std::vector<int32_t>();
+    std::vector<int32_t> missing = arena().missing_for(local);
+    for (int32_t& late : missing) late = node()[late];
+    return missing;
+  });
 }
 
 std::byte* Group::scratch(int64_t bytes) {

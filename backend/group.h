@@ -87,6 +87,10 @@ class Group : public std::enable_shared_from_this<Group> {
   void depart();  // tells the peers that this rank left on purpose, unless it failed; later calls raise
   // "; no sign of life from ranks 2, 3", or "": which ranks of other nodes do not even answer.
   std::string silence() const;
+  // What the progress of a lane waits for, said again at every check: `peer`, or ShmArena::kAtBarrier.
+  void note_wait(Lane lane, int32_t peer) { arena().note_wait(lane, peer); }
+  // "; rank 1 itself waits for rank 2", or "": held_up.h, for the ranks of this node.
+  std::string held_up(Lane lane, const std::vector<int32_t>& awaited);
   // "waiting for ranks 1, 3"; a guess from any thread, for messages only.
   std::string who_is_late();
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <numeric>
 
 #include "backend/collective_channel.h"
@@ -214,6 +215,9 @@ void PointToPoint::check(const ZeroWork* own) {
 }
 
 void PointToPoint::check_all_locked(const PeerStates& peers) {
+  if (const std::optional<int32_t> peer = peer_of_oldest_locked()) {
+    group_->note_wait(Lane::kPointToPoint, *peer);
+  }
   for (const PostedMessage& posted : posted_.queue()) {
     std::vector<int32_t> awaited{posted.message.peer};
     if (posted.message.peer == Message::kAnySource) {
@@ -232,6 +236,25 @@ void PointToPoint::check_all_locked(const PeerStates& peers) {
   }
 }
 
+std::optional<int32_t> PointToPoint::peer_of_oldest_locked() const {
+  uint64_t order = std::numeric_limits<uint64_t>::max();
+  std::optional<int32_t> peer;
+  const auto look = [&](const PostedMessage& posted) {
+    if (posted.order < order && posted.message.peer != Message::kAnySource) {
+      order = posted.order;
+      peer = posted.message.peer;
+    }
+  };
+  std::for_each(posted_.queue().begin(), posted_.queue().end(), look);
+  for (size_t i = 0; i < outboxes_.size(); ++i) {
+    std::for_each(outboxes_[i].queue().begin(), outboxes_[i].queue().end(), look);
+    if (inboxes_[i].target()) {
+      look(*inboxes_[i].target());
+    }
+  }
+  return peer;
+}
+
 void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& peers,
                                 const std::vector<int32_t>& awaited) {
   const OperationLabel& label = posted.message.work->label();
@@ -245,7 +268,8 @@ void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& p
   TORCH_CHECK_WITH(DistBackendError, waited < posted.message.work->timeout(), label.prefix(), ": timed out after ",
                    posted.message.work->timeout().count(), " ms waiting for ",
                    is_any ? std::string("any rank") : format_ranks(awaited), " with tag ", posted.message.tag,
-                   group_->silence(), "; see what it does, or raise the timeout of the group.");
+                   group_->held_up(Lane::kPointToPoint, awaited), group_->silence(),
+                   "; see what it does, or raise the timeout of the group.");
 }
 
 void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {

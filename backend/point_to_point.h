@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "backend/engine.h"
@@ -52,6 +53,7 @@ class PointToPoint final : public Channel {
   bool has_pending() const;
   void check(const ZeroWork* own);
   void check_all_locked(const PeerStates& peers);
+  std::optional<int32_t> peer_of_oldest_locked() const;
   void check_locked(const PostedMessage& posted, const PeerStates& peers, const std::vector<int32_t>& awaited);
   void fail_locked(const std::exception_ptr& error, FinishedMessages& finished);
   void finish(FinishedMessages finished, const ZeroWork* own);  // `own` has an owner: its caller, or who waits for it

@@ -62,6 +62,23 @@ void check_geometry(const ArenaGeometry& geometry) {
                     "shared arena: mailbox_bytes is ", mailbox, ", expected 0 or a power of two of at least 64");
 }
 
+// When and for whom, in one word, so that a reader never mixes two notes.
+struct WaitNote {
+  static constexpr int kPeerBits = 24;
+  uint64_t milliseconds = 0;  // of the machine's monotonic clock
+  int32_t peer = 0;
+
+  explicit WaitNote(int32_t peer) : milliseconds(now()), peer(peer) {}
+  explicit WaitNote(uint64_t word)
+      : milliseconds(word >> kPeerBits), peer(static_cast<int32_t>(word & ((1U << kPeerBits) - 1)) - 1) {}
+  uint64_t packed() const { return milliseconds << kPeerBits | static_cast<uint64_t>(peer + 1); }
+
+  static uint64_t now() {
+    const auto time = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(time).count());
+  }
+};
+
 }  // namespace
 
 // Byte 0 of the arena; written once by the creator.
@@ -84,6 +101,7 @@ struct ShmArena::RankBlock {
   alignas(64) std::atomic<uint32_t> state;
   alignas(64) std::atomic<uint32_t> is_sleeping;
   alignas(64) std::atomic<uint64_t> nonce[2];
+  std::atomic<uint64_t> waits[kLanes];  // packed: WaitNote
   AnnouncementSlot announcements[2];
   std::atomic<uint32_t> failure_bytes;
   char failure[kFailureBytes];
@@ -162,6 +180,20 @@ std::vector<int32_t> ShmArena::missing(uint64_t count) const {
     if (block(rank).arrived.load(std::memory_order_acquire) < count) ranks.push_back(rank);
   }
   return ranks;
+}
+
+void ShmArena::note_wait(Lane lane, int32_t peer) {
+  block(rank_).waits[static_cast<size_t>(lane)].store(WaitNote(peer).packed(), std::memory_order_relaxed);
+}
+
+std::optional<int32_t> ShmArena::wait_of(int32_t rank, Lane lane) const {
+  const WaitNote note(block(rank).waits[static_cast<size_t>(lane)].load(std::memory_order_relaxed));
+  const uint64_t age = WaitNote::now() - note.milliseconds;
+  return age <= static_cast<uint64_t>(kWaitNoteLife.count()) ? std::optional(note.peer) : std::nullopt;
+}
+
+std::vector<int32_t> ShmArena::missing_for(int32_t rank) const {
+  return missing(block(rank).arrived.load(std::memory_order_acquire));
 }
 
 void ShmArena::set_state(RankState state, std::string_view error) {

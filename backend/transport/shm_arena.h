@@ -8,9 +8,11 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -85,6 +87,14 @@ class ShmArena {
   void arrive(uint64_t count);             // release; wakes sleepers
   bool all_arrived(uint64_t count) const;  // acquire
   std::vector<int32_t> missing(uint64_t count) const;
+
+  // What this rank waits for in a lane, for the error messages of others; to be said again while it lasts: a rank that
+  // was stopped meanwhile must not look like one that waits. `peer` is of the caller's counting.
+  static constexpr int32_t kAtBarrier = -1;
+  static constexpr std::chrono::milliseconds kWaitNoteLife{500};
+  void note_wait(Lane lane, int32_t peer);
+  std::optional<int32_t> wait_of(int32_t rank, Lane lane) const;  // what was noted last, unless that is too long ago
+  std::vector<int32_t> missing_for(int32_t rank) const;           // at the barrier that `rank` reached last
 
   // First error wins and is final; a departed rank stays departed. Wakes sleepers. Any thread.
   void set_state(RankState state, std::string_view error = {});

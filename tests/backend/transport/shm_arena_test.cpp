@@ -144,6 +144,22 @@ TEST(ShmArena, BarrierPublishesStagingBytesAmongThreads) {
   EXPECT_EQ(wrong, 0);
 }
 
+TEST(ShmArena, AWaitIsKnownToOthersAndForgottenWhenItIsNotSaidAgain) {
+  auto ranks = make_ranks(3);
+  EXPECT_EQ(ranks[0]->wait_of(1, Lane::kCollective), std::nullopt);
+  ranks[1]->note_wait(Lane::kCollective, 2);
+  ranks[1]->note_wait(Lane::kPointToPoint, 0);
+  ranks[2]->note_wait(Lane::kCollective, ShmArena::kAtBarrier);
+  EXPECT_EQ(ranks[0]->wait_of(1, Lane::kCollective), 2);
+  EXPECT_EQ(ranks[0]->wait_of(1, Lane::kPointToPoint), 0);
+  EXPECT_EQ(ranks[0]->wait_of(2, Lane::kCollective), ShmArena::kAtBarrier);
+  ranks[0]->arrive(1);
+  ranks[2]->arrive(1);
+  EXPECT_EQ(ranks[0]->missing_for(2), std::vector<int32_t>{1});
+  std::this_thread::sleep_for(2 * ShmArena::kWaitNoteLife);
+  EXPECT_EQ(ranks[0]->wait_of(1, Lane::kCollective), std::nullopt);
+}
+
 TEST(ShmArena, FirstErrorWinsAndIsFinal) {
   auto ranks = make_ranks(2);
   ranks[0]->set_state(RankState::kFailed, "first\nerror");
