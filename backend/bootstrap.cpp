@@ -369,12 +369,12 @@ BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank
   C10_THROW_ERROR(DistBackendError, text);
 }
 
-int share_descriptor(DescriptorChannel& channel, const std::function<int()>& create,
-                     std::chrono::milliseconds timeout) {
+int share_descriptor(DescriptorChannel& channel, const std::function<int()>& create, std::chrono::milliseconds timeout,
+                     const std::function<void()>& tick) {
   const auto deadline = deadline_after(timeout);
   try {
     if (!channel.is_leader) {
-      return receive_descriptors(channel.peers[0], 1, deadline, [] {})[0].release();
+      return receive_descriptors(channel.peers[0], 1, deadline, tick)[0].release();
     }
     Descriptor fd;
     try {

@@ -50,6 +50,8 @@ BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank
 // Collective over the ranks of a node: its leader makes a descriptor with `create`, every rank returns its own copy of
 // it. Calls must come in the same order on all ranks (no other use of the channel in between). Every message proves the
 // group's secret.
-int share_descriptor(DescriptorChannel& channel, const std::function<int()>& create, std::chrono::milliseconds timeout);
+int share_descriptor(
+    DescriptorChannel& channel, const std::function<int()>& create, std::chrono::milliseconds timeout,
+    const std::function<void()>& tick = [] {});
 
 }  // namespace zeropg

@@ -31,13 +31,15 @@ std::string describe_monitored(const OperationLabel& label, const ZeroWork& work
 
 }  // namespace
 
-std::exception_ptr describe_error(Group& group, const OperationLabel& label, const std::exception_ptr& error) {
+std::exception_ptr describe_error(Group& group, const OperationLabel& label, const std::exception_ptr& error,
+                                  const std::vector<int32_t>& awaited) {
   try {
     try {
       std::rethrow_exception(error);
     } catch (const c10::DistNetworkError& lost) {
       std::vector<int32_t> everybody(static_cast<size_t>(group.world_size()));
       std::iota(everybody.begin(), everybody.end(), 0);
+      throw_if_lost(label, group.peer_states(), awaited);  // others may well have left, having done their part
       throw_if_lost(label, group.peer_states(), everybody);
       throw;
     }
@@ -225,7 +227,8 @@ Activity CollectiveChannel::advance_held(const ZeroWork* own) {
     try {
       progress = run(*job);
     } catch (...) {
-      error = describe_error(*group_, job->work->label(), std::current_exception());
+      error = describe_error(*group_, job->work->label(), std::current_exception(),
+                             job->execution ? job->execution->awaited() : std::vector<int32_t>());
     }
     if (error) {
       fail_all_held(error, own);

@@ -84,6 +84,7 @@ class CollectiveChannel final : public Channel {
 
 // Turns what stopped an operation into the error that its callers see: it names the operation, and the peer that
 // failed, left or died where that is the cause.
-std::exception_ptr describe_error(Group& group, const OperationLabel& label, const std::exception_ptr& error);
+std::exception_ptr describe_error(Group& group, const OperationLabel& label, const std::exception_ptr& error,
+                                  const std::vector<int32_t>& awaited = {});
 
 }  // namespace zeropg

@@ -21,6 +21,9 @@ namespace {
 // places stores past the caches were half as fast: the lines have just been read.)
 constexpr int64_t kPieceBytes = 8 << 10;
 
+// How much of a rank's tensor is at most written after it gave up.
+constexpr int64_t kCheckBytes = 1 << 20;
+
 bool is_streamed_to_staging(const Step& step) {
   return step.destination.space == Space::kStaging && should_stream_to_staging(step.bytes);
 }
@@ -83,7 +86,7 @@ Progress Execution::advance() {
     // Here and not when this object dies: by then another thread may have begun the group's next operation.
     has_given_banks_ = true;
     group_.finish_banks(schedule_->banks_used);
-    if (schedule_ == collective_.direct.get()) {
+    if (is_direct()) {
       group_.count_direct(label_);
     }
   }
@@ -127,6 +130,8 @@ bool Execution::run_barrier() {
   if (barrier_ == 0) {
     if (!is_announced_) {
       announce();
+    } else {
+      check_peer_tensors();
     }
     barrier_ = group_.next_barrier();
     arena.arrive(barrier_);
@@ -138,15 +143,13 @@ bool Execution::run_barrier() {
   if (!is_announced_) {
     is_announced_ = true;
     check_announcements();
-    if (collective_.direct != nullptr) {
-      choose_schedule();
-    }
+    choose_schedule();
   }
   return true;
 }
 
 bool Execution::run_send(const Step& step) {
-  if (step.bytes > 0 && !call_headers_.send_to(step.peer)) {
+  if (!call_headers_.send_to(step.peer)) {
     return false;
   }
   const std::byte* source = address(step.source);
@@ -156,7 +159,7 @@ bool Execution::run_send(const Step& step) {
 }
 
 bool Execution::run_receive(const Step& step) {
-  if (step.bytes > 0 && !call_headers_.receive_from(step.peer)) {
+  if (!call_headers_.receive_from(step.peer)) {
     return false;
   }
   std::byte* destination = address(step.destination);
@@ -171,7 +174,12 @@ void Execution::reduce_step(const Step& step) {
   const int64_t piece_bytes = step.echo_count == 0 && !is_streamed ? step.bytes : kPieceBytes;
   alignas(64) std::byte piece[kPieceBytes];
   std::vector<const void*> sources(static_cast<size_t>(step.source_count));
+  int64_t next_check = kCheckBytes;
   for (int64_t offset = 0; offset < step.bytes; offset += piece_bytes) {
+    if (offset >= next_check) {
+      next_check += kCheckBytes;
+      check_peer_tensors();
+    }
     const int64_t bytes = std::min(piece_bytes, step.bytes - offset);
     for (int32_t i = 0; i < step.source_count; ++i) {
       sources[static_cast<size_t>(i)] = address(schedule_->sources[step.first_source + i]) + offset;
@@ -243,17 +251,17 @@ bool Execution::offers_direct() const {
 // A rank knows of its own tensors only whether others can reach them. So it begins with the direct schedule, whose
 // first step is the barrier, where it offers its own for that, and with the staged one where it does not, or where the
 // operation reaches none of its tensors. At the first barrier everybody reads what all have announced, and decides
-// alike: the direct schedule, from behind that barrier, if all offer it; otherwise the staged one. Of that, who began
-// with the other has not done the steps before the barrier yet; then all begin it again, who did them does them twice:
-// they only copy inputs to staging that nobody reads before the next barrier.
+// alike, from nothing that ranks may see differently (a rank with a list, or with little to send, has no direct
+// schedule at all): the direct schedule, from behind that barrier, if all offer it; otherwise the staged one. Of that,
+// who began with the other has not done the steps before the barrier yet; then all begin it again, who did them does
+// them twice: they only copy inputs to staging that nobody reads before the next barrier.
 void Execution::choose_schedule() {
   bool offer_all = true;
   bool must_restart = false;
   for (const int32_t peer : group_.node()) {
-    const bool offers = group_.arena().announcement(group_.local_rank(peer), sequence_).offers_direct != 0;
-    const SharedTensors shared = shared_tensors(collective_.spec, peer);
-    offer_all = offer_all && offers;
-    must_restart = must_restart || (offers && (shared.input || shared.output));
+    const Announcement& said = group_.arena().announcement(group_.local_rank(peer), sequence_);
+    offer_all = offer_all && said.offers_direct != 0;
+    must_restart = must_restart || said.begins_direct != 0;
   }
   if (offer_all) {
     locate_peer_tensors();
@@ -262,6 +270,20 @@ void Execution::choose_schedule() {
   } else {
     schedule_ = collective_.schedule.get();
     is_to_restart_ = must_restart;
+  }
+}
+
+// Nobody passes the last barrier before this rank has arrived; so who has left by now did so early, and may have
+// changed what this rank has read of its tensor, or want it for itself again.
+void Execution::check_peer_tensors() const {
+  if (!is_direct()) {
+    return;
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);  // the reads above come before this look
+  for (const int32_t peer : group_.node()) {
+    const RankState state = group_.arena().state_of(group_.local_rank(peer));
+    TORCH_CHECK_WITH(DistNetworkError, state == RankState::kAlive, "rank ", peer,
+                     " gave up while others worked on its tensor");
   }
 }
 
@@ -310,6 +332,7 @@ void Execution::announce() {
   mine.root = spec.root;
   mine.bytes = spec.bytes;
   mine.algorithm = hash_of(collective_.schedule->algorithm);
+  mine.begins_direct = is_direct() ? 1 : 0;
   mine.offers_direct = offers_direct() ? 1 : 0;
   mine.pool_input = collective_.pool_input;
   mine.pool_output = collective_.pool_output;

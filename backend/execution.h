@@ -41,6 +41,8 @@ class Execution {
   void check_announcements();
   bool offers_direct() const;
   void choose_schedule();
+  bool is_direct() const { return schedule_ == collective_.direct.get(); }
+  void check_peer_tensors() const;  // DistNetworkError
   void locate_peer_tensors();
   std::byte* in_pool_of(int32_t rank, int64_t offset, int64_t bytes) const;
   std::string describe_announcement(int32_t rank) const;

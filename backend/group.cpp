@@ -121,9 +121,12 @@ std::vector<int32_t> Group::dead_neighbours() {
     last_look_ = now;
     dead_.clear();
     for (const int32_t peer : node()) {
-      const RankState state = arena().state_of(local_rank(peer));
-      if (peer != rank() && state != RankState::kDeparted && state != RankState::kFailed &&
-          !arena().is_process_alive(local_rank(peer))) {
+      const auto is_here = [&] {
+        const RankState state = arena().state_of(local_rank(peer));
+        return state != RankState::kDeparted && state != RankState::kFailed;
+      };
+      // Its state once more after that: it may have left between the two looks.
+      if (peer != rank() && is_here() && !arena().is_process_alive(local_rank(peer)) && is_here()) {
         dead_.push_back(peer);
       }
     }

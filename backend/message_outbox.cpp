@@ -25,6 +25,7 @@ void MessageOutbox::begin(const Message& message) {
     start_.offer = {own_cma_identity(), reinterpret_cast<uint64_t>(message.data)};
     ++offers_;
   }
+  start_sent_ = 0;
   sent_ = 0;
 }
 
@@ -32,8 +33,8 @@ bool MessageOutbox::advance(FinishedMessages& finished) {
   bool has_moved = false;
   while (!queue_.empty()) {
     const Message& message = queue_.front().message;
-    if (start_sent_ == 0) {
-      begin(message);
+    if (!std::exchange(has_begun_, true)) {
+      begin(message);  // once: the receiver counts offers too
     }
     if (start_sent_ < start_.wire_bytes()) {
       const auto whole = std::as_bytes(std::span(&start_, 1)).first(start_.wire_bytes());
@@ -58,7 +59,7 @@ bool MessageOutbox::advance(FinishedMessages& finished) {
     has_moved = true;
     finished.emplace_back(std::move(queue_.front()), nullptr);
     queue_.pop_front();
-    start_sent_ = 0;
+    has_begun_ = false;
   }
   return has_moved;
 }

@@ -32,6 +32,7 @@ class MessageOutbox {
   bool may_offer_;
   std::deque<PostedMessage> queue_;
   // Of the first one:
+  bool has_begun_ = false;
   MessageStart start_;
   size_t start_sent_ = 0;
   bool is_offered_ = false;  // and not answered

@@ -203,9 +203,16 @@ std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_p
   }
   const std::chrono::milliseconds timeout = timeouts_.get();
   run_barrier("zeropg:allocate_shared", bytes_per_rank, timeout, /*is_asynchronous=*/false);  // compares the sizes
-  const int fd = share_descriptor(
-      group().descriptors(), [&] { return SharedSegment::create(size_, bytes_per_rank); }, timeout);
   OperationLabel label{.rank = rank_, .world_size = size_, .title = "zeropg:shared_segment"};
+  const auto look_after_leader = [&] {
+    check_interrupts();
+    group().throw_if_failed();
+    PeerStates peers = group().peer_states();
+    peers.departed.clear();  // it may have sent the memory before it left
+    throw_if_lost(label, peers, {0});
+  };
+  const int fd = share_descriptor(
+      group().descriptors(), [&] { return SharedSegment::create(size_, bytes_per_rank); }, timeout, look_after_leader);
   return std::make_shared<SharedSegment>(
       fd, rank_, size_, bytes_per_rank, [group = channels_->shared_group(), label](int32_t awaited) {
         check_interrupts();

@@ -60,7 +60,11 @@ class SignalWork final : public c10d::Work {
       if (now >= next_check) {
         next_check = now + kCheckInterval;
         check_interrupts();
-        group_->check_peer("zeropg:wait_signal", peer_);
+        try {
+          group_->check_peer("zeropg:wait_signal", peer_);
+        } catch (const c10::DistBackendError&) {
+          if (!has_come()) throw;  // it signalled, and then it left
+        }
         TORCH_CHECK_WITH(DistBackendError, now - start < limit || has_come(), group_->prefix("zeropg:wait_signal"),
                          ": timed out after ", limit.count(), " ms waiting for a signal of rank ", peer_,
                          "; see what it does, or give more time.");
@@ -173,7 +177,12 @@ c10::intrusive_ptr<c10d::Work> SharedWindow::wait_signal(int64_t peer, bool is_a
   auto work =
       c10::make_intrusive<SignalWork>(group_, segment_, signals(group_->getRank(), sender), target, sender, timeout);
   if (!is_asynchronous) {
-    work->wait(timeout);
+    try {
+      work->wait(timeout);
+    } catch (...) {
+      --taken_[static_cast<size_t>(sender)];  // the signal is for whoever waits next
+      throw;
+    }
   }
   return work;
 }

@@ -29,12 +29,12 @@ Detected detect() {
   return detected;
 }
 
+// Found at load: a fork in the middle of a function's static would leave the child waiting for it.
+const Detected detected = detect();
+
 }  // namespace
 
-std::span<const BlockQuantSet> usable_block_quant_sets() {
-  static const Detected detected = detect();
-  return {detected.sets, detected.count};
-}
+std::span<const BlockQuantSet> usable_block_quant_sets() { return {detected.sets, detected.count}; }
 
 BlockQuant::BlockQuant(int64_t bits, int64_t block, const BlockQuantSet& set) : bits_(bits), block_(block) {
   if (bits != 4 && bits != 8) {

@@ -18,9 +18,11 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
   constexpr std::string_view kName = "all_to_all_pairwise";
   const auto [sources, destinations] = all_to_all_blocks(spec);
   if (spec.world_size == 1) return plan_alone(kName, spec);
-  Schedule schedule = make_schedule(kName, 0);
-  add_copy(schedule, destinations[spec.rank], sources[spec.rank], spec.send_bytes[spec.rank]);
   const Placement placement(spec);
+  Schedule schedule = make_schedule(kName, 0);
+  // Counts are compared also where one side has none: between nodes by a header, inside one by the announcement.
+  const auto has_header = [&](int32_t peer) { return placement.node_of(peer) != placement.node(); };
+  add_copy(schedule, destinations[spec.rank], sources[spec.rank], spec.send_bytes[spec.rank]);
   const auto piece_bytes = [&](int32_t peer) {
     const bool is_near = placement.node_of(peer) == placement.node();
     return std::max<int64_t>(1, (is_near ? spec.mailbox_bytes : spec.window_bytes) / 2);
@@ -28,6 +30,10 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
   for (int32_t distance = 1; distance < spec.world_size; ++distance) {
     const int32_t to = (spec.rank + distance) % spec.world_size;
     const int32_t from = (spec.rank - distance + spec.world_size) % spec.world_size;
+    if (spec.send_bytes[to] == 0 && has_header(to)) schedule.steps.push_back({.kind = StepKind::kSend, .peer = to});
+    if (spec.receive_bytes[from] == 0 && has_header(from)) {
+      schedule.steps.push_back({.kind = StepKind::kReceive, .peer = from});
+    }
     const int64_t pieces = std::max(part_count(spec.send_bytes[to], piece_bytes(to)),
                                     part_count(spec.receive_bytes[from], piece_bytes(from)));
     for (int64_t piece = 0; piece < pieces; ++piece) {

@@ -36,12 +36,12 @@ bool is_copy(int32_t source_count, DType dtype, ReduceOp op) {
   return source_count == 1 && op != ReduceOp::kAverage && op != ReduceOp::kPremulSum && dtype != DType::kBool;
 }
 
+// Found at load: a fork in the middle of a function's static would leave the child waiting for it.
+const Dispatch dispatch = detect();
+
 }  // namespace
 
-std::span<const InstructionSet> usable_instruction_sets() {
-  static const Dispatch dispatch = detect();
-  return {dispatch.sets, dispatch.count};
-}
+std::span<const InstructionSet> usable_instruction_sets() { return {dispatch.sets, dispatch.count}; }
 
 int64_t element_bytes(DType dtype) {
   switch (dtype) {

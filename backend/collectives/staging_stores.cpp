@@ -15,11 +15,10 @@ bool is_amd() {
 #endif
 }
 
+const bool is_worth_it = is_amd();  // found at load, as in reduce.cpp
+
 }  // namespace
 
-bool should_stream_to_staging(int64_t bytes) {
-  static const bool is_worth_it = is_amd();
-  return is_worth_it && bytes >= kLeastBytes;
-}
+bool should_stream_to_staging(int64_t bytes) { return is_worth_it && bytes >= kLeastBytes; }
 
 }  // namespace zeropg

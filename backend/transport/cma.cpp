@@ -4,11 +4,11 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -56,16 +56,19 @@ std::thread start_reader(const Read& read) {
 
 }  // namespace
 
+// Without a lock, and never freed, as process_nonce(): peers read the token where it lies.
 CmaIdentity own_cma_identity() {
-  static std::mutex mutex;
-  static CmaIdentity identity;                                  // guarded by mutex
-  static std::unique_ptr<std::array<uint64_t, 2>> token_place;  // guarded by mutex; peers read it
-  const std::lock_guard lock(mutex);
-  if (identity.pid != ::getpid()) {
-    token_place = std::make_unique<std::array<uint64_t, 2>>(process_nonce());
-    identity = {::getpid(), reinterpret_cast<uint64_t>(token_place->data()), *token_place};
+  struct Token {
+    pid_t owner = ::getpid();
+    std::array<uint64_t, 2> value = process_nonce();
+  };
+  static std::atomic<const Token*> current{nullptr};
+  const Token* known = current.load(std::memory_order_acquire);
+  while (known == nullptr || known->owner != ::getpid()) {
+    auto fresh = std::make_unique<Token>();
+    if (current.compare_exchange_strong(known, fresh.get(), std::memory_order_acq_rel)) known = fresh.release();
   }
-  return identity;
+  return {known->owner, reinterpret_cast<uint64_t>(known->value.data()), known->value};
 }
 
 CmaReader::CmaReader(const CmaIdentity& peer) : peer_(peer) { confirm(); }

@@ -15,6 +15,7 @@ namespace {
 constexpr uint64_t kHeaderRoom = 64 << 10;             // Note [Windows]
 constexpr std::chrono::milliseconds kAskAfter{1'000};  // of silence
 constexpr size_t kMaxGetsPerPeer = 1024;               // that wait to be served
+constexpr size_t kMaxRepliesPerPeer = 16 << 10;        // of those, and of refusals
 
 std::span<const std::byte> as_bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
 
@@ -102,7 +103,7 @@ size_t Network::try_send(int32_t peer_rank, Lane lane, std::span<const std::byte
       break;
     } else {
       has_looked = true;  // for credit, or to make room
-      wire_->progress(peer_rank, *this);
+      read_from(peer_rank);
     }
   }
   if (events_ != events_before) ring_doorbell(process_doorbell());  // see Note [Other people's frames]
@@ -120,7 +121,7 @@ size_t Network::try_receive(int32_t peer_rank, Lane lane, std::span<std::byte> d
   size_t moved = take_queued(stream, data);
   if (moved < data.size() && !is_closed_) {
     wanted_ = {FrameKind::kData, peer_rank, static_cast<uint8_t>(lane)};
-    wire_->progress(peer_rank, *this);
+    read_from(peer_rank);
     moved += take_queued(stream, data.subspan(moved));
   }
   if (moved > 0) tell_taken(peer_rank, static_cast<size_t>(lane));
@@ -128,6 +129,24 @@ size_t Network::try_receive(int32_t peer_rank, Lane lane, std::span<std::byte> d
   // A rank that sent and then left is still heard to the end.
   if (moved == 0 && !data.empty() && is_gone(peer)) throw_gone(peer_rank);
   return moved;
+}
+
+bool Network::read_from(int32_t peer) {
+  const bool has_moved = wire_->progress(peer, *this);
+  answer_pings();
+  return has_moved;
+}
+
+// One answer for however many questions, and only when there is room for it: a peer that asks and does not read must
+// not fill our memory.
+void Network::answer_pings() {
+  if (!std::exchange(owes_pongs_, false)) return;
+  for (const int32_t rank : options_.peers) {
+    Peer& peer = peers_[static_cast<size_t>(rank)];
+    if (!peer.owes_pong || is_gone(peer)) continue;
+    peer.owes_pong = !wire_->send(rank, {FrameKind::kPong, 0, 0, 0, 0}, {}, Urgency::kCanWait);
+    owes_pongs_ |= peer.owes_pong;
+  }
 }
 
 size_t Network::take_queued(Incoming& stream, std::span<std::byte> data) {
@@ -164,7 +183,7 @@ void Network::send_small(int32_t peer, FrameKind kind, uint8_t index, uint64_t v
 bool Network::progress() {
   const std::lock_guard lock(mutex_);
   if (is_closed_) return false;
-  bool has_moved = wire_->progress(-1, *this);
+  bool has_moved = read_from(-1);
   has_moved |= serve_gets();
   return has_moved;
 }
@@ -223,7 +242,7 @@ void Network::take_frame(int32_t peer_rank, const FrameHeader& header, Payload p
       take_state(peer_rank, header.value, payload);
       break;
     case FrameKind::kPing:
-      send_small(peer_rank, FrameKind::kPong, 0, 0);
+      peer.owes_pong = owes_pongs_ = true;
       break;
     case FrameKind::kPong:
       break;
@@ -287,10 +306,11 @@ void Network::unregister_region(uint64_t region) {
   const std::lock_guard lock(mutex_);
   regions_.erase(region);
   for (const int32_t rank : options_.peers) {
-    std::erase_if(peers_[static_cast<size_t>(rank)].replies, [&](const Reply& reply) {
-      if (reply.region == region) refuse_get(rank, reply.ticket, "the region was unregistered during the read");
-      return reply.region == region;
-    });
+    for (Reply& reply : peers_[static_cast<size_t>(rank)].replies) {
+      if (reply.region == region && reply.refusal.empty()) {
+        reply = {.ticket = reply.ticket, .refusal = "the region was unregistered during the read"};
+      }
+    }
   }
 }
 
@@ -313,7 +333,7 @@ bool Network::is_complete(uint64_t ticket) {
   if (!get->second.rest.empty() && get->second.failure.empty() && !is_closed_) {
     const uint64_t events_before = events_;
     wanted_ = {FrameKind::kGetReply, peer_rank, 0};
-    wire_->progress(peer_rank, *this);
+    read_from(peer_rank);
     if (events_ != events_before) ring_doorbell(process_doorbell());
   }
   if (get->second.rest.empty()) {
@@ -352,12 +372,14 @@ void Network::take_get(int32_t peer_rank, uint64_t ticket, const Payload& payloa
   Peer& peer = peers_[static_cast<size_t>(peer_rank)];
   if (peer.replies.size() >= kMaxGetsPerPeer) return refuse_get(peer_rank, ticket, "too many reads at a time");
   if (request.bytes > 0) {
-    peer.replies.push_back({ticket, request.region, region->second.data() + request.offset, request.bytes});
+    peer.replies.push_back({ticket, request.region, region->second.data() + request.offset, request.bytes, {}});
   }
 }
 
-void Network::refuse_get(int32_t peer_rank, uint64_t ticket, std::string_view reason) {
-  send_small(peer_rank, FrameKind::kGetRefused, 0, ticket, as_bytes_of(reason.substr(0, kFailureBytes)));
+void Network::refuse_get(int32_t peer_rank, uint64_t ticket, std::string reason) {
+  std::deque<Reply>& replies = peers_[static_cast<size_t>(peer_rank)].replies;
+  if (replies.size() >= kMaxRepliesPerPeer) throw_senseless("questions without end for memory, and reads no answer");
+  replies.push_back({.ticket = ticket, .refusal = std::move(reason)});
 }
 
 bool Network::serve_gets() {
@@ -367,6 +389,15 @@ bool Network::serve_gets() {
     if (replies.empty()) continue;
     // One piece per round, so that streams and other peers have their turn.
     Reply& reply = replies.front();
+    if (!reply.refusal.empty()) {
+      const auto text = as_bytes_of(std::string_view(reply.refusal).substr(0, kFailureBytes));
+      const FrameHeader refused{FrameKind::kGetRefused, 0, 0, static_cast<uint32_t>(text.size()), reply.ticket};
+      if (wire_->send(rank, refused, text, Urgency::kCanWait)) {
+        has_moved = true;
+        replies.pop_front();
+      }
+      continue;
+    }
     const size_t bytes = std::min<uint64_t>(reply.rest, kMaxPayloadBytes);
     const FrameHeader header{FrameKind::kGetReply, 0, 0, static_cast<uint32_t>(bytes), reply.ticket};
     if (!wire_->send(rank, header, {reply.next, bytes}, Urgency::kCanWait)) continue;

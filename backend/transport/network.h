@@ -98,9 +98,11 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
     uint64_t region = 0;
     const std::byte* next = nullptr;
     uint64_t rest = 0;
+    std::string refusal;  // "": none, and the fields above say what is sent
   };
   struct Peer {
     bool is_member = false;
+    bool owes_pong = false;
     RemoteState remote;
     Outgoing outgoing[kLaneCount];
     Incoming incoming[kLaneCount];
@@ -132,8 +134,10 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   void take_state(int32_t peer, uint64_t state, const Payload& payload);
   void take_get(int32_t peer, uint64_t ticket, const Payload& payload);
   void take_get_reply(int32_t peer, uint64_t ticket, const Payload& payload);
-  void refuse_get(int32_t peer, uint64_t ticket, std::string_view reason);
+  void refuse_get(int32_t peer, uint64_t ticket, std::string reason);
   bool serve_gets();
+  bool read_from(int32_t peer);  // what the wire has, of one or, with -1, of all
+  void answer_pings();
   size_t take_queued(Incoming& stream, std::span<std::byte> data);
   void tell_taken(int32_t peer, size_t lane);
   void send_small(int32_t peer, FrameKind kind, uint8_t index, uint64_t value, std::span<const std::byte> payload = {});
@@ -148,8 +152,9 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   std::map<uint64_t, std::span<const std::byte>> regions_;
   std::map<uint64_t, Get> gets_;
   uint64_t last_ticket_ = 0;
-  Wanted wanted_;        // what the thread that reads waits for itself
-  uint64_t events_ = 0;  // counts all else that came: Note [Other people's frames]
+  Wanted wanted_;            // what the thread that reads waits for itself
+  uint64_t events_ = 0;      // counts all else that came: Note [Other people's frames]
+  bool owes_pongs_ = false;  // some Peer::owes_pong
   bool is_closed_ = false;
 };
 

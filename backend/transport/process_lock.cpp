@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <map>
@@ -29,18 +30,22 @@ struct flock one_byte(short type, int64_t byte) {
 
 }  // namespace
 
+// Without a lock, which a fork could leave held in the child. What is there is never freed: others may read it.
 std::array<uint64_t, 2> process_nonce() {
-  static std::mutex mutex;
-  static std::array<uint64_t, 2> nonce{};  // guarded by mutex
-  static pid_t owner = -1;                 // guarded by mutex
-  const std::lock_guard lock(mutex);
-  if (owner != getpid()) {
-    if (::getrandom(nonce.data(), sizeof nonce, 0) != sizeof nonce) {
+  struct Nonce {
+    pid_t owner = ::getpid();
+    std::array<uint64_t, 2> value{};
+  };
+  static std::atomic<const Nonce*> current{nullptr};
+  const Nonce* known = current.load(std::memory_order_acquire);
+  while (known == nullptr || known->owner != ::getpid()) {
+    auto fresh = std::make_unique<Nonce>();
+    if (::getrandom(fresh->value.data(), sizeof fresh->value, 0) != sizeof fresh->value) {
       C10_THROW_ERROR(DistBackendError, c10::str("getrandom: ", std::strerror(errno)));
     }
-    owner = getpid();
+    if (current.compare_exchange_strong(known, fresh.get(), std::memory_order_acq_rel)) known = fresh.release();
   }
-  return nonce;
+  return known->value;
 }
 
 struct ProcessLock::File {

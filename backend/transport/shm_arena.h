@@ -45,6 +45,7 @@ struct Announcement {
   int32_t root = 0;
   int64_t bytes = 0;           // CollectiveSpec::bytes
   uint64_t algorithm = 0;      // a hash of the schedule's name
+  uint32_t begins_direct = 0;  // 1: this rank began with the direct schedule
   uint32_t offers_direct = 0;  // 1: the tensors that others would reach lie in the pool (tensor_pool.h), at
   int64_t pool_input = -1;     // these bytes of this rank's part; -1: not there
   int64_t pool_output = -1;

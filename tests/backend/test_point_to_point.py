@@ -203,6 +203,26 @@ def test_large_messages_that_nobody_wants_yet(run: Callable[..., Any], cma: bool
     run(check_large_messages, cma)
 
 
+def check_behind_a_full_ring() -> None:
+    """A large message whose first bytes find no room at all, with nothing of another one in their way."""
+    rank, after, before = ring()
+    header_bytes, ring_bytes = 16, 256 << 10
+    sizes = [(ring_bytes - header_bytes) // 4, LARGE]
+    sends = [dist.isend(values(rank, numel, torch.float32), after) for numel in sizes]
+    time.sleep(0.2)
+    for numel in sizes:
+        received = torch.zeros(numel)
+        dist.recv(received, before)
+        assert_same(received, values(before, numel, torch.float32), numel)
+    for work in sends:
+        assert work is not None
+        work.wait()
+
+
+def test_a_large_message_behind_a_full_ring(run: Callable[..., Any]) -> None:
+    run(check_behind_a_full_ring)
+
+
 def check_refusal() -> list[str]:
     """What the logger `zeropg` says on this rank."""
     import logging

@@ -153,6 +153,31 @@ def test_all_to_all_with_uneven_splits(run: Callable[..., Any]) -> None:
     run(check_uneven_all_to_all)
 
 
+def check_unlike_plans() -> None:
+    """Ranks with much and with little to send, with a list and with one tensor: alone, each would choose otherwise."""
+    rank, size = world()
+    group = dist.new_group(backend="zeropg")
+    for turn in range(6):
+        counts = [400_000 if (source + turn) % 2 == 0 else 250 for source in range(size)]
+        inputs = [values(peer, counts[peer] * size, torch.float32, turn) for peer in range(size)]
+        output = torch.empty(sum(counts))
+        dist.all_to_all_single(output, in_pool(inputs[rank], group), counts, [counts[rank]] * size, group=group)
+        assert_same(output, torch.cat([inputs[peer].view(size, -1)[rank] for peer in range(size)]), ("uneven", turn))
+
+        whole = [values(peer, LARGE * size, torch.float32, turn) for peer in range(size)]
+        mine, output = in_pool(whole[rank], group), torch.empty(LARGE)
+        if rank == turn % size:
+            dist.reduce_scatter(output, list(mine.chunk(size)), group=group)
+        else:
+            dist.reduce_scatter_tensor(output, mine, group=group)
+        assert_same(output, reduced([each.view(size, LARGE)[rank] for each in whole], dist.ReduceOp.SUM), turn)
+    dist.destroy_process_group(group)
+
+
+def test_ranks_that_would_plan_differently(run: Callable[..., Any]) -> None:
+    run(check_unlike_plans)
+
+
 def check_mixed() -> None:
     """Some tensors are in the pool and some are not, differently on each rank."""
     rank, size = world()

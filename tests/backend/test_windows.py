@@ -107,8 +107,11 @@ def wait_for_nobody() -> None:
     if dist.get_rank() == 0:
         with pytest.raises(dist.DistBackendError, match="timed out after 1000 ms waiting for a signal of rank 1"):
             window.wait_signal(1, False)
-    elif dist.get_rank() == 1:
-        time.sleep(1.5)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        window.signal(0, False)
+    elif dist.get_rank() == 0:
+        window.wait_signal(1, False)  # the one that came too late
 
 
 def wait_for_the_dead() -> None:
