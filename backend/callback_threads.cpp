@@ -3,9 +3,11 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -31,10 +33,21 @@ struct CallbackThreads::State {
     return stopped;
   }
 
+  // One idle thread is kept for the next callback; that many were needed at once is no reason to keep them all.
+  bool has_left_as_surplus() {
+    if (idle == 0 || !queue.empty() || is_stopping) return false;
+    const auto own = std::find_if(threads.begin(), threads.end(), [](const std::thread& thread) {
+      return thread.get_id() == std::this_thread::get_id();
+    });
+    own->detach();  // it touches nothing but the lock from here on
+    threads.erase(own);
+    return true;
+  }
+
   void run() {
     pthread_setname_np(pthread_self(), "zeropg-callback");
     std::unique_lock<std::mutex> lock(mutex);
-    while (true) {
+    while (!has_left_as_surplus()) {
       ++idle;
       wake.wait(lock, [&] { return is_stopping || !queue.empty(); });
       --idle;
@@ -83,7 +96,17 @@ void CallbackThreads::post(std::function<void()> callback) {
     }
     state_->queue.push_back(std::move(callback));
     if (state_->idle < state_->queue.size()) {
-      state_->threads.emplace_back([state = state_] { state->run(); });
+      try {
+        state_->threads.emplace_back([state = state_] { state->run(); });
+      } catch (const std::system_error&) {  // no more threads here: it waits for one of ours, or runs in this one
+        if (state_->threads.empty()) {
+          callback = std::move(state_->queue.back());
+          state_->queue.pop_back();
+          lock.unlock();
+          callback();
+          return;
+        }
+      }
     }
   }
   state_->wake.notify_one();

@@ -2,7 +2,7 @@
 //
 // A callback may be Python and may itself wait for another collective (DDP's PowerSGD hook does), so the progress
 // thread must never run one, and a second callback must never queue behind one that waits. The number of threads
-// therefore grows with the number of callbacks that are blocked at the same time; idle threads are kept for the next
+// therefore grows with the number of callbacks that are blocked at the same time; one idle thread is kept for the next
 // callback.
 #pragma once
 

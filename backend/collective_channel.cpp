@@ -291,12 +291,12 @@ void CollectiveChannel::check(CollectiveJob& job) {
   const OperationLabel& label = job.work->label();
   // In this order: what a peer did before it left, or died, still counts.
   const PeerStates peers = group_->peer_states();
-  run(job);
+  const bool has_moved = run(job) != Progress::kBlocked;
   const std::vector<int32_t> awaited = job.execution->awaited();
   if (awaited.empty()) {
     return;
   }
-  throw_if_lost(label, peers, awaited);
+  throw_if_lost(label, has_moved ? PeerStates{} : peers, awaited);
   job.execution->note_wait();
   const auto waited = std::chrono::steady_clock::now() - *job.start;
   if (waited < job.work->timeout()) {

@@ -205,8 +205,9 @@ void PointToPoint::check(const ZeroWork* own) {
     try {
       const PeerStates peers = group_->peer_states();
       group_->throw_if_failed();
-      advance_locked(finished);  // what a peer sent before it left still counts
-      check_all_locked(peers);
+      // What a peer sent before it left still counts; while some of that moves there may be more.
+      const bool has_moved = advance_locked(finished) == Activity::kMoved;
+      check_all_locked(has_moved ? PeerStates{} : peers);
     } catch (...) {
       fail_locked(std::current_exception(), finished);
     }

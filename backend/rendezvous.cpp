@@ -23,9 +23,9 @@ constexpr size_t kMaxFailureBytes = 1 << 16;
 const char* const kMapKey = "zeropg/map";
 const char* const kFailureKey = "zeropg/failure";
 const char* const kRollCallKey = "zeropg/roll_call";
-constexpr std::chrono::milliseconds kLookInterval{250};   // at the store; many ranks share one
-constexpr std::chrono::milliseconds kRollCall{1'000};     // for everybody to come by
-constexpr std::chrono::milliseconds kCausePatience{500};  // for the rank that broke a connection to say why
+constexpr std::chrono::milliseconds kLookInterval{250};     // at the store; many ranks share one
+constexpr std::chrono::milliseconds kRollCall{1'000};       // for everybody to come by
+constexpr std::chrono::milliseconds kCausePatience{2'000};  // for the rank that broke a connection to say why
 
 std::string address_key(int32_t rank) { return "zeropg/address/" + std::to_string(rank); }
 std::string rank_key(int32_t rank) { return "zeropg/rank/" + std::to_string(rank); }
@@ -225,7 +225,11 @@ std::string Rendezvous::find_cause(const std::string& failure, bool is_consequen
 void Rendezvous::report_failure(const std::string& error) noexcept {
   try {
     const std::string text = "rank " + std::to_string(rank_) + ": " + error;
-    if (!store_->check({kFailureKey})) store_->set(kFailureKey, text);
+    try {
+      store_->compareSet(kFailureKey, "", text);  // the first one stays
+    } catch (const std::exception&) {             // a store that cannot
+      if (!store_->check({kFailureKey})) store_->set(kFailureKey, text);
+    }
     GroupMap map;
     map.error = text;
     if (rank_ == 0) store_->set(kMapKey, encode(map));

@@ -30,7 +30,9 @@ def _raise_on_rank_one() -> None:
 
 
 def _pid_then_sleep(folder: str) -> None:
-    (Path(folder) / os.environ["RANK"]).write_text(str(os.getpid()))
+    path = Path(folder) / os.environ["RANK"]
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)  # whoever sees it finds the whole number
     time.sleep(600)
 
 
@@ -94,7 +96,7 @@ def test_timeout_kills_every_rank_and_shows_where_each_was(tmp_path: Path) -> No
     with pytest.raises(RanksFailed, match="timed out") as caught:
         run_ranks(2, _pid_then_sleep, str(tmp_path), backend=None, timeout=5)
     assert "_pid_then_sleep" in caught.value.failures[0]
-    assert not any(_is_alive(int(path.read_text())) for path in tmp_path.iterdir())
+    assert not any(_is_alive(int(path.read_text())) for path in tmp_path.glob("[01]"))
 
 
 def test_death_of_a_rank_is_a_failure_unless_expected() -> None:
@@ -142,11 +144,11 @@ def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parent.parent)
     limit = time.monotonic() + 60
-    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < limit:
+    while len(list(tmp_path.glob("[01]"))) < 2 and time.monotonic() < limit:
         time.sleep(0.05)
     process.kill()
     process.wait()
-    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    pids = [int(path.read_text()) for path in tmp_path.glob("[01]")]
     while any(map(_is_alive, pids)) and time.monotonic() < limit:
         time.sleep(0.05)
     assert len(pids) == 2 and not any(map(_is_alive, pids))

@@ -135,7 +135,7 @@ TEST(TcpMesh, AnImpostorIsNotBelievedAndAReplayIsRefused) {
 
   const Descriptor replay = dial(nodes[0]);
   ::send(replay.get(), recorded.data(), recorded.size(), MSG_NOSIGNAL);
-  const std::string refused = connect(nodes[0], plan_for(0, nodes), &none, milliseconds(500));
+  const std::string refused = connect(nodes[0], plan_for(0, nodes), &none, milliseconds(2000));
   EXPECT_NE(refused.find("did not prove"), std::string::npos) << refused;
 }
 
@@ -143,7 +143,7 @@ TEST(TcpMesh, WhoCannotBeReachedIsNamedWithTheAddressTried) {
   std::vector<Node> nodes(2);
   nodes[0].listener.reset();
   std::vector<Descriptor> none;
-  const std::string error = connect(nodes[1], plan_for(1, nodes), &none, milliseconds(300));
+  const std::string error = connect(nodes[1], plan_for(1, nodes), &none, milliseconds(2000));
   EXPECT_NE(error.find("rank 0 was not reached (127.0.0.1 port "), std::string::npos) << error;
   EXPECT_NE(error.find("refused"), std::string::npos) << error;
 }

@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.backend.deadlines import new_group_with
 from tests.spawn import SeparateHosts, run_ranks
 
 SEED = random.randrange(1 << 32)
 ROUNDS = 2
 RANKS = 3
-TIMEOUT_SECONDS = 1.2
+TIMEOUT_SECONDS = 3.0
 LIMIT_SECONDS = TIMEOUT_SECONDS + 2.5  # for an error to come; the machine may be busy
 
 Call = Callable[[Any, int], Any]  # (group, number of float32 per rank)
@@ -129,6 +130,7 @@ def die_in(name: str, victim: int, seed: int) -> tuple[str, float]:
     delay = chance.uniform(0, 0.1)
     group = dist.new_group(timeout=timedelta(seconds=30))  # a death is noticed at once, not at the deadline
     CALLS[name](group, count)
+    dist.barrier()  # everybody has had its part of the first call
     if rank == victim:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     answer = error_after(CALLS[name], group, count)
@@ -176,7 +178,7 @@ def stop_in(names: list[str], seed: int) -> list[tuple[str, int, int, str, float
         count = chance.choice(COUNTS)
         victim = chance.randrange(size)
         delay = chance.uniform(0, 0.1)
-        group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_SECONDS))
+        group = new_group_with(TIMEOUT_SECONDS)
         if rank == victim:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGSTOP)).start()
         error, seconds = error_after(CALLS[name], group, count)
@@ -242,7 +244,7 @@ def differ(seed: int, rounds: int) -> list[tuple[str, str, int, str, float]]:
         usual, other = chance.sample(sorted(MISTAKES), 2)
         mistaken = chance.randrange(size)
         delays = [chance.choice([0, 0, 0.02]) for _ in range(size)]
-        group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_SECONDS))
+        group = new_group_with(TIMEOUT_SECONDS)
         time.sleep(delays[rank])
         start = time.monotonic()
         error = "no error"

@@ -46,8 +46,8 @@ def wait_for_a_signal(name: str, seed: int) -> float:
     late = 0.0
     if rank == 0:
         start, delay = time.monotonic(), random.Random(seed).uniform(0.01, 0.4)
-        ring_in(delay)
         try:
+            ring_in(delay)
             work = WAITS[name](group)
             if work is not None:
                 work.wait()
@@ -77,8 +77,8 @@ def wait_for_a_signal_while_connecting(seed: int) -> tuple[float, str]:
     late, error = 0.0, ""
     if rank == 0:
         start, delay = time.monotonic(), random.Random(seed).uniform(0.01, 0.4)
-        ring_in(delay)
         try:
+            ring_in(delay)
             _C.ProcessGroupZero(store, rank, 2, options)
         except Rung as rung:
             late = float(str(rung)) - start - delay

@@ -266,7 +266,7 @@ def test_a_sender_that_dies_while_it_is_read_is_named(seconds: float) -> None:
 
 
 def interrupt_waits() -> float:
-    """Seconds that handlers were late in all."""
+    """Seconds that the later one of two handlers was late."""
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.wait(["interrupted"])
@@ -275,20 +275,24 @@ def interrupt_waits() -> float:
         dist.recv(torch.ones(1), 0)
         return 0.0
 
+    rung: list[float] = []
+
     def interrupt(*_: object) -> None:
+        rung.append(time.monotonic())
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, interrupt)
-    start = time.monotonic()
+    late = 0.0
     for wait in (lambda: dist.recv(torch.ones(1), 1), dist.barrier):
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
+            due = time.monotonic() + 0.3
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
             wait()
-    late = time.monotonic() - start - 0.6
+        late = max(late, rung[-1] - due)
     store.set("interrupted", "")
     dist.send(torch.ones(1), 1)
     return late
 
 
 def test_a_signal_interrupts_a_wait_and_the_operation_goes_on() -> None:
-    assert run_ranks(2, interrupt_waits)[0] < 0.4
+    assert run_ranks(2, interrupt_waits)[0] < 2  # 0.05 where nobody else runs; the deadline is 42 away

@@ -6,12 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.backend.deadlines import give_seconds
 from tests.spawn import RankPool, SeparateHosts, run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "new_window"), reason="torch 2.11 has no windows")
@@ -102,8 +102,9 @@ def test_wrong_arguments_say_what_was_expected(run: Callable[..., Any]) -> None:
 
 
 def wait_for_nobody() -> None:
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group()
     window = make_window(torch.zeros(2), group)
+    give_seconds(group, 1)
     if dist.get_rank() == 0:
         with pytest.raises(dist.DistBackendError, match="timed out after 1000 ms waiting for a signal of rank 1"):
             window.wait_signal(1, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -133,6 +134,7 @@ texts = {
     "gone": None,
 }
 connection = socket.create_connection((address, port), timeout=5)
+print("in", flush=True)
 text = texts[kind]
 if text is not None:
     try:
@@ -169,6 +171,15 @@ def test_strangers_harm_nobody(tmp_path: Path) -> None:
     stop = threading.Event()
     strangers: dict[tuple[str, int], list[subprocess.Popen[str]]] = {}  # by the door at which they knock
 
+    inside: set[tuple[str, int]] = set()
+
+    def look_who_is_in() -> None:
+        for door in strangers.keys() - inside:
+            for stranger in strangers[door]:
+                assert stranger.stdout is not None
+                if select.select([stranger.stdout], [], [], 0)[0] and stranger.stdout.readline() == "in\n":
+                    inside.add(door)
+
     def knock(lab: Lab) -> None:
         last = time.monotonic()
         while not stop.wait(0.01):
@@ -176,7 +187,8 @@ def test_strangers_harm_nobody(tmp_path: Path) -> None:
                 command = (sys.executable, "-S", "-c", STRANGER, address, str(port))
                 strangers[address, port] = [lab.run(2, [*command, kind, "5"]) for kind in KINDS]
                 last = time.monotonic()
-            if len(strangers) >= 2 and time.monotonic() - last > 2:
+            look_who_is_in()
+            if len(strangers) >= 2 and inside == strangers.keys() and time.monotonic() - last > 2:
                 lab.unite(0, 1)  # while silent strangers still wait in front of the ranks
             gone = all(stranger.poll() is not None for knocking in strangers.values() for stranger in knocking)
             if gone and len(list(tmp_path.glob("rank*"))) == 4:
@@ -193,6 +205,6 @@ def test_strangers_harm_nobody(tmp_path: Path) -> None:
             thread.join()
         assert len(set(counts)) == 1 and counts[0] > 1
         assert len(strangers) >= 2, f"only {[*strangers]} listened while the hosts could not reach each other"
-        for door, knocking in strangers.items():
-            errors = [stranger.communicate(timeout=30)[1] for stranger in knocking]
-            assert any("ConnectionRefused" not in error for error in errors), f"nobody got through to {door} in time"
+        for knocking in strangers.values():
+            for stranger in knocking:
+                stranger.communicate(timeout=30)

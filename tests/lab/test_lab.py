@@ -84,29 +84,31 @@ def test_a_cut_host_is_silent_until_it_heals(needs_lab: None) -> None:
     server = (
         "import socket, time; s = socket.create_server(('10.77.0.2', 7000)); print('up', flush=True); time.sleep(60)"
     )
-    client = "import socket; socket.create_connection(('10.77.0.2', 7000), timeout=1).close()"
+    client = "import socket, sys; socket.create_connection(('10.77.0.2', 7000), timeout=float(sys.argv[1])).close()"
     with Lab(hosts=2) as lab:
         listening = lab.run(1, [sys.executable, "-c", server])
         assert listening.stdout is not None and listening.stdout.readline() == "up\n"
         assert lab.listening(1) == [("10.77.0.2", 7000)]
         reachable = []
-        for change in (lab.cut, lab.heal):
+        for change, patience in ((lab.cut, "1"), (lab.heal, "10")):
             change(1)
-            reachable.append(lab.run(0, [sys.executable, "-c", client]).wait(timeout=20) == 0)
+            reachable.append(lab.run(0, [sys.executable, "-c", client, patience]).wait(timeout=20) == 0)
         assert reachable == [False, True]
 
 
 def test_separated_hosts_reach_others_only(needs_lab: None) -> None:
     server = "import socket, time; s = socket.create_server(('', 7000)); print('up', flush=True); time.sleep(60)"
-    client = "import socket, sys; socket.create_connection((sys.argv[1], 7000), timeout=1).close()"
+    client = "import socket, sys; socket.create_connection((sys.argv[1], 7000), timeout=float(sys.argv[2])).close()"
 
     def reaches(lab: Lab, a: int, b: int) -> bool:
-        return lab.run(a, [sys.executable, "-S", "-c", client, lab.hosts[b].address]).wait(timeout=20) == 0
+        patience = "1" if is_separate and {a, b} == {0, 1} else "10"
+        return lab.run(a, [sys.executable, "-S", "-c", client, lab.hosts[b].address, patience]).wait(timeout=20) == 0
 
     with Lab(hosts=3) as lab:
         for host in (0, 1):
             listening = lab.run(host, [sys.executable, "-S", "-c", server])
             assert listening.stdout is not None and listening.stdout.readline() == "up\n"
+        is_separate = True
         lab.separate(0, 1)
         assert [reaches(lab, 0, 1), reaches(lab, 1, 0), reaches(lab, 2, 0), reaches(lab, 2, 1)] == [
             False,
@@ -114,6 +116,7 @@ def test_separated_hosts_reach_others_only(needs_lab: None) -> None:
             True,
             True,
         ]
+        is_separate = False
         lab.unite(0, 1)
         assert reaches(lab, 0, 1)
 

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropg
+from tests.memory import held_bytes
 from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
 from tests.spawn import run_ranks
 from zeropg import __main__ as program
 from zeropg._native import _C
 from zeropg.plan.formulas import OPTIMIZER_SLOTS, Settings, bytes_per_kind, memory, paper_bytes, traffic
 from zeropg.plan.shape import Flat, ModelShape, Unit, shape_of, shape_of_config, shape_of_gpt
-from zeropg.train.memory import measured_bytes, resident_bytes
+from zeropg.train.memory import measured_bytes
 
 GIB = 2**30
 
@@ -103,15 +104,15 @@ class Wide(nn.Module):
         return x
 
 
-def held_bytes() -> int:
-    """The proportional set size without what malloc keeps of memory that was freed."""
+def trimmed_bytes() -> int:
+    """What the process holds without what malloc keeps of memory that was freed."""
     ctypes.CDLL(None).malloc_trim(0)
-    return resident_bytes()
+    return held_bytes()
 
 
 def train_wide(width: int, stage: int) -> tuple[int, int, int]:
-    """Proportional set size before the model and after three steps, and what is planned."""
-    before = held_bytes()
+    """Bytes held before the model and after three steps, and what is planned."""
+    before = trimmed_bytes()
     model = Wide(width)
     planned = sum(h.bytes for h in memory(shape_of(model), Settings(stage=stage, ranks=dist.get_world_size())))
     zeropg.fully_shard(model, stage=stage)
@@ -121,7 +122,7 @@ def train_wide(width: int, stage: int) -> tuple[int, int, int]:
         optimizer.step()
         optimizer.zero_grad()
     dist.barrier()  # both ranks hold everything while both look
-    after = held_bytes()
+    after = trimmed_bytes()
     dist.barrier()
     return before, after, planned
 

@@ -20,7 +20,7 @@ namespace {
 class Directory {
  public:
   explicit Directory(const std::string& parent) {
-    std::string path = parent + "/zeropg-tier-XXXXXX";
+    std::string path = parent + "/tier-test-XXXXXX";
     if (::mkdtemp(path.data()) == nullptr) throw std::runtime_error("cannot make " + path);
     path_ = path;
   }

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropg
+from tests.memory import held_bytes
 from tests.sharding.ranks import STAGES, equal, on_ranks, raises
 from tests.small_gpt import loss_of, make_batches, make_model
 from zeropg._native import _C
-from zeropg.train.memory import resident_bytes
 
 STEPS = 5
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -278,11 +278,11 @@ def test_memory_of_a_step_does_not_grow_with_the_model(tmp_path: Path) -> None:
     model = zeropg.fully_shard(Wide(16), stage=1, offload_optimizer=offload, **BF16)
     optimizer = zeropg.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
     model(torch.ones(1, 1024)).float().sum().backward()
-    before = resident_bytes()
+    before = held_bytes()
     peak = 0
     for _ in range(2):
         optimizer.step()
-        peak = max(peak, resident_bytes())
+        peak = max(peak, held_bytes())
     report = model._zeropg.memory_report()
     assert report["offloaded"] == 3 * 4 * 16 * 1024 * 1024 // 2
     assert report["staging"] <= buffers
@@ -290,7 +290,7 @@ def test_memory_of_a_step_does_not_grow_with_the_model(tmp_path: Path) -> None:
     assert peak - before < 2 * buffers + (8 << 20), f"{(peak - before) >> 20} MiB"
     # Reading all state out passes through the same buffers.
     assert sum(tensor.numel() for _, _, tensor, _, _ in optimizer.local_state()) == 2 * 16 * 1024 * 1024 // 2
-    assert resident_bytes() - before < 2 * buffers + (8 << 20)
+    assert held_bytes() - before < 2 * buffers + (8 << 20)
 
 
 @on_ranks(1)
