@@ -30,9 +30,8 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
   for (int32_t distance = 1; distance < spec.world_size; ++distance) {
     const int32_t to = (spec.rank + distance) % spec.world_size;
     const int32_t from = (spec.rank - distance + spec.world_size) % spec.world_size;
-    if (spec.send_bytes[to] == 0 && has_header(to)) schedule.steps.push_back({.kind = StepKind::kSend, .peer = to});
-    if (spec.receive_bytes[from] == 0 && has_header(from)) {
-      schedule.steps.push_back({.kind = StepKind::kReceive, .peer = from});
+    if (spec.send_bytes[to] == 0 && has_header(to)) {
+      schedule.steps.push_back({.kind = StepKind::kSend, .peer = to, .source = sources[to]});
     }
     const int64_t pieces = std::max(part_count(spec.send_bytes[to], piece_bytes(to)),
                                     part_count(spec.receive_bytes[from], piece_bytes(from)));
@@ -41,6 +40,9 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
       const Range received = part_of(spec.receive_bytes[from], piece_bytes(from), piece);
       add_send(schedule, to, advance(sources[to], sent.offset_bytes), sent.bytes);
       add_receive(schedule, from, advance(destinations[from], received.offset_bytes), received.bytes);
+    }
+    if (spec.receive_bytes[from] == 0 && has_header(from)) {
+      schedule.steps.push_back({.kind = StepKind::kReceive, .peer = from, .destination = destinations[from]});
     }
   }
   return schedule;

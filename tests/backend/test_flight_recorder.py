@@ -7,6 +7,7 @@ import contextlib
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 

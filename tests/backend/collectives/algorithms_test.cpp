@@ -151,7 +151,8 @@ TEST_P(AlgorithmTest, WritesEveryOutputByteOnceAndNoneBeforeTheRanksHaveMet) {
         for (const Step& step : schedule.steps) {
           has_met |= step.kind == StepKind::kBarrier;
           EXPECT_TRUE(has_met || step.kind != StepKind::kSend);
-          count(step.destination, step.bytes);
+          // A header alone, which the simulation allows between nodes only, is no write.
+          if (step.kind != StepKind::kReceive || step.bytes > 0) count(step.destination, step.bytes);
           for (int32_t i = 0; i < step.echo_count; ++i) count(schedule.echoes.at(step.first_echo + i), step.bytes);
         }
         EXPECT_TRUE(has_met);
