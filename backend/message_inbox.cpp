@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "backend/collectives/copy.h"
 #include "backend/transport/notices.h"
 
 namespace zeropg {
@@ -133,6 +134,11 @@ size_t MessageInbox::receive(std::span<std::byte> into) {
     return group_.transport_to(peer_).try_receive(peer_, Lane::kPointToPoint, into);
   }
   const std::span<std::byte> piece = into.first(std::min(into.size(), kLargestReadBytes));
+  if (pooled_ != nullptr) {
+    const bool is_streaming = start_.header.bytes >= static_cast<uint64_t>(kStreamingBytes);
+    copy_bytes(piece.data(), pooled_ + received_, static_cast<int64_t>(piece.size()), is_streaming);
+    return piece.size();
+  }
   if (reader_->read(start_.offer.address + received_, piece)) {
     return piece.size();
   }
@@ -142,8 +148,21 @@ size_t MessageInbox::receive(std::span<std::byte> into) {
 
 void MessageInbox::take_offer() {
   ++offers_;
+  pooled_ = nullptr;
+  if (const int64_t offset = start_.offer.pool_offset; offset >= 0) {
+    pooled_ = group_.pool().at(group_.local_rank(peer_), offset, static_cast<int64_t>(start_.header.bytes));
+    TORCH_CHECK_WITH(DistNetworkError, pooled_ != nullptr, "rank ", peer_, " sends ", start_.header.bytes,
+                     " bytes from ", offset,
+                     " of its part of the tensor pool, which has fewer; the shared memory of the"
+                     " group was overwritten.");
+  } else {
+    try_cma();
+  }
+}
+
+void MessageInbox::try_cma() {
   const CmaIdentity& sender = start_.offer.sender;
-  if (may_read_ && !(reader_ && reader_->peer() == sender)) {
+  if (may_use_cma_ && !(reader_ && reader_->peer() == sender)) {
     reader_.emplace(sender);
     if (!reader_->is_usable()) {
       notice("cma", c10::str("[zeropg rank ", group_.rank(), "/", group_.world_size(),
@@ -152,7 +171,7 @@ void MessageInbox::take_offer() {
                              "what to do, BackendOptions(cma=False) that it is meant so."));
     }
   }
-  if (!may_read_ || !reader_->is_usable()) {
+  if (!may_use_cma_ || !reader_->is_usable()) {
     answer(/*is_refused=*/true);
   }
 }
@@ -161,7 +180,8 @@ void MessageInbox::take_offer() {
 // sender that failed may have let go of its tensor while it was read.
 void MessageInbox::end_offer() {
   const RankState state = group_.arena().state_of(group_.local_rank(peer_));
-  answer(/*is_refused=*/!reader_->confirm() || state != RankState::kAlive);
+  const bool is_sound = pooled_ != nullptr || reader_->confirm();
+  answer(/*is_refused=*/!is_sound || state != RankState::kAlive);
 }
 
 void MessageInbox::answer(bool is_refused) {

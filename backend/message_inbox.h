@@ -29,8 +29,8 @@ struct SetAside {
 
 class MessageInbox {
  public:
-  // `group` must outlive it. `may_read`: offers are taken (Note [Offers]).
-  MessageInbox(Group& group, int32_t peer, bool may_read) : group_(group), peer_(peer), may_read_(may_read) {}
+  // `group` must outlive it. `may_use_cma`: the sender's memory may be read (Note [Offers]).
+  MessageInbox(Group& group, int32_t peer, bool may_use_cma) : group_(group), peer_(peer), may_use_cma_(may_use_cma) {}
 
   // Takes in what has come for the receives of `posted`, which it takes out of there. True: something moved. Stops
   // after a message that it had to set aside, since a receive may have been posted for it meanwhile: `order` counts
@@ -48,13 +48,15 @@ class MessageInbox {
   void receive_set_aside();
   size_t receive(std::span<std::byte> into);
   void take_offer();
+  void try_cma();
   void end_offer();
   void answer(bool is_refused);
 
   Group& group_;
   const int32_t peer_;
-  bool may_read_;
+  const bool may_use_cma_;
   std::optional<CmaReader> reader_;
+  const std::byte* pooled_ = nullptr;  // where the offered bytes lie in the pool; null: in the sender's own memory
 
   MessageStart start_;
   size_t start_received_ = 0;

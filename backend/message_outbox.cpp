@@ -10,8 +10,8 @@ constexpr int64_t kSmallestOffer = 256 << 10;  // below it a ring is as fast, an
 
 }  // namespace
 
-MessageOutbox::MessageOutbox(Group& group, int32_t peer, bool may_offer)
-    : group_(group), peer_(peer), may_offer_(may_offer && group.is_on_this_node(peer)) {}
+MessageOutbox::MessageOutbox(Group& group, int32_t peer, bool may_use_cma)
+    : group_(group), peer_(peer), may_use_cma_(may_use_cma) {}
 
 size_t MessageOutbox::send(std::span<const std::byte> bytes) {
   return group_.transport_to(peer_).try_send(peer_, Lane::kPointToPoint, bytes);
@@ -19,10 +19,17 @@ size_t MessageOutbox::send(std::span<const std::byte> bytes) {
 
 void MessageOutbox::begin(const Message& message) {
   start_ = MessageStart{.header = {static_cast<uint64_t>(message.bytes), message.tag}, .offer = {}};
-  is_offered_ = may_offer_ && message.bytes > kSmallestOffer;
+  is_offered_ = false;
+  if (message.bytes > kSmallestOffer && group_.is_on_this_node(peer_)) {
+    start_.offer.pool_offset = group_.pool().offset_of(message.data, message.bytes);
+    is_offered_ = start_.offer.pool_offset >= 0 || may_use_cma_;
+  }
   if (is_offered_) {
     start_.header.magic = MessageHeader::kOfferFollows;
-    start_.offer = {own_cma_identity(), reinterpret_cast<uint64_t>(message.data)};
+    if (start_.offer.pool_offset < 0) {
+      start_.offer.sender = own_cma_identity();
+      start_.offer.address = reinterpret_cast<uint64_t>(message.data);
+    }
     ++offers_;
   }
   start_sent_ = 0;
@@ -72,7 +79,7 @@ bool MessageOutbox::is_answered() {
   if (answer == answer_to(offers_, /*is_refused=*/false)) {
     sent_ = queue_.front().message.bytes;
   } else if (answer == answer_to(offers_, /*is_refused=*/true)) {
-    may_offer_ = false;
+    may_use_cma_ = may_use_cma_ && start_.offer.pool_offset >= 0;  // the next ones save themselves the attempt
   } else {
     TORCH_CHECK_WITH(DistNetworkError, answer < answer_to(offers_, false), "rank ", peer_,
                      " answered an offer that nobody made; the shared memory of the group was overwritten.");

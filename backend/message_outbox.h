@@ -13,8 +13,8 @@ namespace zeropg {
 
 class MessageOutbox {
  public:
-  // `group` must outlive it. `may_offer`: large messages need not go through a ring (Note [Offers]).
-  MessageOutbox(Group& group, int32_t peer, bool may_offer);
+  // `group` must outlive it. `may_use_cma`: the receiver may read this process's memory (Note [Offers]).
+  MessageOutbox(Group& group, int32_t peer, bool may_use_cma);
 
   void push(PostedMessage posted) { queue_.push_back(std::move(posted)); }
   // Sends what can be sent now. True: something moved. Throws DistNetworkError when the peer is gone.
@@ -29,7 +29,7 @@ class MessageOutbox {
 
   Group& group_;
   const int32_t peer_;
-  bool may_offer_;
+  bool may_use_cma_;
   std::deque<PostedMessage> queue_;
   // Of the first one:
   bool has_begun_ = false;

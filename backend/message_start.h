@@ -10,9 +10,10 @@ namespace zeropg {
 
 // Note [Offers]
 // The bytes of a small message follow its header. A large one to a rank of the same node is offered: the header is
-// followed by where the bytes lie in the sender's memory. The receiver reads them there, once a receive wants them, and
-// answers in a word of the arena (MailboxCounters::answered); until then the sender keeps the tensor. An answer is no
-// message: it must not queue behind one. Where the receiver cannot read, it says so, and the bytes follow as usual.
+// followed by where the bytes lie, in the tensor pool that both have mapped or else in the sender's own memory, which
+// the kernel reads (cma.h). The receiver reads them there, once a receive wants them, and answers in a word of the
+// arena (MailboxCounters::answered); until then the sender keeps the tensor. An answer is no message: it must not queue
+// behind one. Where the receiver cannot read, it says so, and the bytes follow as usual.
 struct MessageHeader {
   static constexpr uint32_t kBytesFollow = 0x7a70676d;  // "zpgm": catches a stream that got out of step
   static constexpr uint32_t kOfferFollows = 0x7a70676f;
@@ -23,6 +24,7 @@ struct MessageHeader {
 };
 
 struct MemoryOffer {
+  int64_t pool_offset = -1;  // in the sender's part of the pool; -1: not there, but
   CmaIdentity sender;
   uint64_t address = 0;
 };
@@ -35,7 +37,7 @@ struct MessageStart {
     return header.magic == MessageHeader::kOfferFollows ? sizeof(MessageStart) : sizeof(MessageHeader);
   }
 };
-static_assert(sizeof(MessageStart) == 16 + 40);
+static_assert(sizeof(MessageStart) == 16 + 48);
 
 // An answer: twice the number of the offer between the two ranks, counted from 1, and 1 more where it is refused.
 constexpr uint64_t answer_to(uint64_t offer, bool is_refused) { return 2 * offer + (is_refused ? 1 : 0); }

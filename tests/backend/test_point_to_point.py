@@ -177,16 +177,21 @@ def test_strided_messages(run: Callable[..., Any]) -> None:
     run(check_strided)
 
 
-def check_large_messages(cma: bool) -> None:
+def check_large_messages(way: str) -> None:
     """Unwanted ones are set aside, whichever way they come; sizes around the limit."""
     import zeropg
 
     rank, after, before = ring()
-    group = dist.new_group(pg_options=zeropg.BackendOptions(cma=cma))
+    group = dist.new_group(pg_options=zeropg.BackendOptions(cma=way == "cma"))
+
+    def sent(numel: int) -> torch.Tensor:
+        tensor = values(rank, numel, torch.float32)
+        return zeropg.empty(numel, group=group).copy_(tensor) if way == "pool" else tensor
+
     for numel in (65_535, 65_536, 65_537, LARGE):
         first, second = torch.zeros(numel), torch.zeros(3)
         sends = [
-            dist.isend(values(rank, numel, torch.float32), after, group, tag=1),
+            dist.isend(sent(numel), after, group, tag=1),
             dist.isend(torch.full((3,), float(rank)), after, group, tag=2),
         ]
         dist.recv(second, before, group, tag=2)
@@ -198,9 +203,9 @@ def check_large_messages(cma: bool) -> None:
         assert (second == before).all()
 
 
-@pytest.mark.parametrize("cma", [True, False])
-def test_large_messages_that_nobody_wants_yet(run: Callable[..., Any], cma: bool) -> None:
-    run(check_large_messages, cma)
+@pytest.mark.parametrize("way", ["cma", "pool", "ring"])
+def test_large_messages_that_nobody_wants_yet(run: Callable[..., Any], way: str) -> None:
+    run(check_large_messages, way)
 
 
 def check_behind_a_full_ring() -> None:
@@ -232,7 +237,7 @@ def check_refusal() -> list[str]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zeropg").addHandler(handler)
     for _ in range(3):
-        check_large_messages(cma=True)
+        check_large_messages("cma")
     return lines
 
 
