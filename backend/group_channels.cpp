@@ -78,6 +78,9 @@ void GroupChannels::close(std::chrono::milliseconds patience) {
   }
   engine_.remove(&collectives_);
   engine_.remove(&messages_);
+  // What is left when the thread was busy for a long time with another group: nobody else fails it any more.
+  collectives_.advance_on_engine_thread();
+  messages_.advance_on_engine_thread();
   network_.close(kGoodbyePatience);
   group_->release_retired();
 }
