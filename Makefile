@@ -75,13 +75,14 @@ fuzz: $(VENV)/requirements.stamp
 	ZEROPG_BUILD_DIR=$(BUILD) ZEROPG_FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -s tests/fuzz $(ARGS)
 
 # ARGS='-k transport' goes to pytest; SANITIZERS=thread runs one of them. Without address randomisation, of which new
-# kernels have more than ThreadSanitizer expects. torch is not instrumented: its vectors may hide their bounds.
+# kernels have more than ThreadSanitizer expects, and without UCX's hooks in the allocator. torch is not instrumented:
+# its vectors may hide their bounds.
 sanitize: $(SANITIZERS:%=sanitize-%)
 
 sanitize-%: $(VENV)/requirements.stamp
 	$(BIN)/cmake -S . -B build/sanitize-$* -G Ninja -DPython3_EXECUTABLE=$(BIN)/python -DZEROPG_SANITIZE=$*
 	$(BIN)/cmake --build build/sanitize-$* --target gtests --parallel $(JOBS)
-	TSAN_OPTIONS=die_after_fork=0:halt_on_error=1 ASAN_OPTIONS=detect_container_overflow=0 \
+	UCX_MEM_EVENTS=n TSAN_OPTIONS=die_after_fork=0:halt_on_error=1 ASAN_OPTIONS=detect_container_overflow=0 \
 	  UBSAN_OPTIONS=print_stacktrace=1 ZEROPG_BUILD_DIR=build/sanitize-$* \
 	  setarch -R $(BIN)/python -m pytest tests/test_cpp.py $(ARGS)
 

@@ -21,7 +21,7 @@ class AlgorithmTest : public testing::TestWithParam<Algorithm> {
   const Algorithm& algorithm() const { return GetParam(); }
 
   std::vector<Traffic> run(const CollectiveShape& shape) const {
-    Collective collective(algorithm(), shape);
+    SimulatedCollective collective(algorithm(), shape);
     SCOPED_TRACE(collective.describe());
     const std::vector<Traffic> traffic = simulate(simulator_options(shape), {collective.operation()});
     collective.expect_outputs();
@@ -131,7 +131,7 @@ TEST_P(AlgorithmTest, WritesEveryOutputByteOnceAndNoneBeforeTheRanksHaveMet) {
                                   .bank_bytes = 1024,
                                   .is_list = takes_lists(algorithm()),
                                   .nodes = served.back()};
-      const Collective collective(algorithm(), shape);
+      const SimulatedCollective collective(algorithm(), shape);
       SCOPED_TRACE(collective.describe());
       std::vector<std::vector<std::vector<int>>> writes(world_size);  // [rank][output][byte]
       for (int32_t rank = 0; rank < world_size; ++rank) {
@@ -174,7 +174,7 @@ TEST_P(AlgorithmTest, WritesEveryOutputByteOnceAndNoneBeforeTheRanksHaveMet) {
 TEST_P(AlgorithmTest, BeginsAndEndsWithABarrierWhereTensorsAreShared) {
   if (!algorithm().is_direct) return;
   for (const int32_t world_size : {2, 5}) {
-    const Collective collective(algorithm(), {.world_size = world_size, .numel = 100});
+    const SimulatedCollective collective(algorithm(), {.world_size = world_size, .numel = 100});
     for (const Schedule& schedule : collective.schedules()) {
       EXPECT_TRUE(schedule.is_direct);
       EXPECT_EQ(schedule.banks_used, 0);
@@ -188,7 +188,7 @@ TEST_P(AlgorithmTest, BeginsAndEndsWithABarrierWhereTensorsAreShared) {
 TEST_P(AlgorithmTest, MeetsEquallyOftenOnEveryRankAndKeepsToCacheLines) {
   const CollectiveShape shape{
       .world_size = 5, .numel = 5000, .root = 2, .bank_bytes = 1024, .nodes = placements_of(algorithm(), 5).back()};
-  const Collective collective(algorithm(), shape);
+  const SimulatedCollective collective(algorithm(), shape);
   std::set<int64_t> barriers;
   for (const Schedule& schedule : collective.schedules()) {
     EXPECT_EQ(schedule.algorithm, algorithm().name);
@@ -207,7 +207,7 @@ TEST_P(AlgorithmTest, MeetsEquallyOftenOnEveryRankAndKeepsToCacheLines) {
 TEST_P(AlgorithmTest, ReducesInRankOrder) {
   if (!placements_of(algorithm(), 2)[0].empty()) return;  // between nodes: hierarchical_test.cpp
   for (const int32_t world_size : {2, 5}) {
-    const Collective collective(algorithm(), {.world_size = world_size, .numel = 3000, .root = 1});
+    const SimulatedCollective collective(algorithm(), {.world_size = world_size, .numel = 3000, .root = 1});
     for (int32_t rank = 0; rank < world_size; ++rank) {
       const Schedule& schedule = collective.schedules()[rank];
       for (const Step& step : schedule.steps) {
@@ -230,7 +230,7 @@ TEST_P(AlgorithmTest, CostsWhatItsFormulaSays) {
   for (const int32_t world_size : {2, 4, 8}) {
     if (!placements_of(algorithm(), world_size)[0].empty()) continue;  // between nodes: hierarchical_test.cpp
     const CollectiveShape shape{.world_size = world_size, .numel = 4096, .bank_bytes = 4096};
-    const Collective collective(algorithm(), shape);
+    const SimulatedCollective collective(algorithm(), shape);
     const std::vector<Traffic> traffic = simulate(simulator_options(shape), {collective.operation()});
     const Cost cost = algorithm().cost(collective.specs()[0]);
     int64_t memory_bytes = 0;
@@ -261,7 +261,7 @@ TEST(AllReduceTest, ReducesEverySourceByteOnce) {
   for (const char* name : {"all_reduce_one_shot", "all_reduce_staged"}) {
     for (const int32_t world_size : {2, 3, 17}) {
       const CollectiveShape shape{.world_size = world_size, .numel = 1500, .bank_bytes = 2048};
-      const Collective collective(*find_algorithm(name), shape);
+      const SimulatedCollective collective(*find_algorithm(name), shape);
       for (int32_t rank = 0; rank < world_size; ++rank) {
         const std::vector<int32_t> bits(shape.numel, 1 << rank);
         std::memcpy(collective.tensors()[rank].inputs[0].data(), bits.data(), 4 * bits.size());
@@ -285,7 +285,7 @@ TEST(AllReduceTest, ReducesEverySourceByteOnce) {
 TEST(AllReduceTest, StagedMovesFewBytesWhateverTheWorld) {
   for (const int32_t world_size : {2, 4, 8, 16}) {
     const CollectiveShape shape{.world_size = world_size, .numel = 1 << 14, .bank_bytes = 4096};
-    const Collective collective(*find_algorithm("all_reduce_staged"), shape);
+    const SimulatedCollective collective(*find_algorithm("all_reduce_staged"), shape);
     for (const Traffic& traffic : simulate(simulator_options(shape), {collective.operation()})) {
       EXPECT_LE(traffic.memory_bytes, 5 * 4 * shape.numel);
       EXPECT_GE(traffic.memory_bytes, 2 * 4 * shape.numel);
@@ -296,7 +296,7 @@ TEST(AllReduceTest, StagedMovesFewBytesWhateverTheWorld) {
 TEST(AllReduceTest, DirectMovesTheLeastBytes) {
   for (const int32_t world_size : {2, 4, 8}) {
     const CollectiveShape shape{.world_size = world_size, .numel = 1 << 12};
-    const Collective collective(*find_algorithm("all_reduce_direct"), shape);
+    const SimulatedCollective collective(*find_algorithm("all_reduce_direct"), shape);
     for (const Traffic& traffic : simulate(simulator_options(shape), {collective.operation()})) {
       EXPECT_EQ(traffic.memory_bytes, 2 * 4 * shape.numel);
       EXPECT_EQ(traffic.copied_bytes, 0);
@@ -305,7 +305,8 @@ TEST(AllReduceTest, DirectMovesTheLeastBytes) {
 }
 
 TEST(AllToAllTest, StartsWithABarrierAndFitsTheMailboxes) {
-  const Collective collective(*find_algorithm("all_to_all_pairwise"), {.world_size = 5, .numel = 3000, .seed = 5});
+  const SimulatedCollective collective(*find_algorithm("all_to_all_pairwise"),
+                                       {.world_size = 5, .numel = 3000, .seed = 5});
   for (const Schedule& schedule : collective.schedules()) {
     EXPECT_EQ(schedule.steps[0].kind, StepKind::kBarrier);
     for (const Step& step : schedule.steps) {
@@ -339,7 +340,7 @@ TEST(BackToBackTest, RandomCollectivesShareTheStagingOfOneGroup) {
         const std::vector<Nodes> served = placements_of(algorithm, world_size);
         if (std::find(served.begin(), served.end(), shape.nodes) != served.end()) serving.push_back(algorithm);
       }
-      std::vector<Collective> collectives;
+      std::vector<SimulatedCollective> collectives;
       collectives.reserve(12);
       std::vector<SimulatedOperation> operations;
       for (int i = 0; i < 12; ++i) {
@@ -353,7 +354,7 @@ TEST(BackToBackTest, RandomCollectivesShareTheStagingOfOneGroup) {
         operations.push_back(collectives.back().operation());
       }
       simulate(simulator_options(shape), operations);
-      for (const Collective& collective : collectives) collective.expect_outputs();
+      for (const SimulatedCollective& collective : collectives) collective.expect_outputs();
     }
   }
 }

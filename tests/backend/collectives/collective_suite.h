@@ -106,9 +106,9 @@ inline bool takes_lists(const Algorithm& algorithm) {
          !algorithm.is_direct;
 }
 
-class Collective {
+class SimulatedCollective {
  public:
-  Collective(const Algorithm& algorithm, const CollectiveShape& shape) : shape_(shape), random_(shape.seed) {
+  SimulatedCollective(const Algorithm& algorithm, const CollectiveShape& shape) : shape_(shape), random_(shape.seed) {
     make_specs(algorithm);
     for (const CollectiveSpec& spec : specs_) schedules_.push_back(algorithm.plan(spec));
     for (int32_t rank = 0; rank < shape.world_size; ++rank) make_tensors(rank);

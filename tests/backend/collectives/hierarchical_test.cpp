@@ -45,7 +45,7 @@ int32_t world_size_of(const Nodes& nodes) {
   return world_size;
 }
 
-std::vector<Traffic> run(const Collective& collective, const CollectiveShape& shape) {
+std::vector<Traffic> run(const SimulatedCollective& collective, const CollectiveShape& shape) {
   std::vector<Traffic> traffic = simulate(simulator_options(shape), {collective.operation()});
   collective.expect_outputs();
   return traffic;
@@ -65,7 +65,7 @@ constexpr int64_t kNumel = 1 << 15;
 TEST(HierarchicalTest, AllReduceSendsTheLowerBoundOverEveryLink) {
   for (const Nodes& nodes : many_nodes()) {
     const CollectiveShape shape = shape_of(nodes, kNumel);
-    const Collective collective(*find_algorithm("all_reduce_hierarchical"), shape);
+    const SimulatedCollective collective(*find_algorithm("all_reduce_hierarchical"), shape);
     SCOPED_TRACE(collective.describe());
     const auto node_count = static_cast<double>(nodes.size());
     const double bound = 2 * (node_count - 1) / node_count * 4 * kNumel;
@@ -87,7 +87,7 @@ TEST(HierarchicalTest, BlocksCrossToEachOtherNodeOnce) {
   for (const char* name : {"all_gather_hierarchical", "reduce_scatter_hierarchical"}) {
     for (const Nodes& nodes : many_nodes()) {
       const CollectiveShape shape = shape_of(nodes, 3001);
-      const Collective collective(*find_algorithm(name), shape);
+      const SimulatedCollective collective(*find_algorithm(name), shape);
       SCOPED_TRACE(collective.describe());
       const int64_t block_bytes = collective.specs()[0].bytes;
       const auto between = bytes_between_nodes(run(collective, shape), nodes);
@@ -104,7 +104,7 @@ TEST(HierarchicalTest, BlocksCrossToEachOtherNodeOnce) {
 TEST(HierarchicalTest, ReduceBringsTheRootsNodeTwoThirdsOfWhatEveryNodeWouldSend) {
   const Nodes nodes = nodes_of_sizes({2, 2, 2});
   const CollectiveShape shape = shape_of(nodes, kNumel);
-  const Collective collective(*find_algorithm("reduce_hierarchical"), shape);
+  const SimulatedCollective collective(*find_algorithm("reduce_hierarchical"), shape);
   const auto links = link_bytes(run(collective, shape), nodes);
   EXPECT_NEAR(links[2].received, 2 * 2.0 / 3 * 4 * kNumel, 16'384);
 }
@@ -113,7 +113,7 @@ TEST(HierarchicalTest, BroadcastEntersEveryNodeOnce) {
   for (const char* name : {"broadcast_tree", "broadcast_chain"}) {
     for (const Nodes& nodes : many_nodes()) {
       const CollectiveShape shape = shape_of(nodes, 100'003);
-      const Collective collective(*find_algorithm(name), shape);
+      const SimulatedCollective collective(*find_algorithm(name), shape);
       SCOPED_TRACE(collective.describe());
       int64_t most_sent = 0;
       int32_t entered = 0;
@@ -133,7 +133,7 @@ TEST(HierarchicalTest, GatherAndScatterSendEachBlockStraightToItsRank) {
   for (const char* name : {"gather_staged", "scatter_staged"}) {
     for (const Nodes& nodes : many_nodes()) {
       const CollectiveShape shape = shape_of(nodes, 1001);
-      const Collective collective(*find_algorithm(name), shape);
+      const SimulatedCollective collective(*find_algorithm(name), shape);
       SCOPED_TRACE(collective.describe());
       int64_t total = 0;
       for (const LinkBytes& link : link_bytes(run(collective, shape), nodes)) total += link.sent;
@@ -151,7 +151,7 @@ TEST(HierarchicalTest, CostsWhatItsFormulaSays) {
       shape.bank_bytes = 1 << 14;
       const std::vector<Nodes> served = placements_of(algorithm, shape.world_size);
       if (std::find(served.begin(), served.end(), nodes) == served.end()) continue;
-      const Collective collective(algorithm, shape);
+      const SimulatedCollective collective(algorithm, shape);
       SCOPED_TRACE(collective.describe());
       const std::vector<Traffic> traffic = run(collective, shape);
       const Cost cost = algorithm.cost(collective.specs()[0]);
@@ -169,10 +169,10 @@ TEST(HierarchicalTest, CostsWhatItsFormulaSays) {
   }
 }
 
-// Reductions of chosen values. The Collective gives schedules and memory; its own values are replaced.
+// Reductions of chosen values. The SimulatedCollective gives schedules and memory; its own values are replaced.
 template <typename T>
 struct Values {
-  const Collective& collective;
+  const SimulatedCollective& collective;
   int32_t world_size;
 
   void put(int32_t rank, const std::vector<T>& values) const {
@@ -190,7 +190,7 @@ TEST(HierarchicalTest, AddsNodesInOrderAndRanksInOrderWithinANode) {
   for (const char* name : {"all_reduce_hierarchical", "all_reduce_hierarchical_one_shot"}) {
     for (const Nodes& nodes : many_nodes()) {
       const CollectiveShape shape = shape_of(nodes, 1537);
-      const Collective collective(*find_algorithm(name), shape);
+      const SimulatedCollective collective(*find_algorithm(name), shape);
       SCOPED_TRACE(collective.describe());
       const Values<float> values{collective, shape.world_size};
       std::mt19937_64 random(5);
@@ -221,7 +221,7 @@ TEST(HierarchicalTest, MultipliesEveryInputOnceAndDividesOnceAtTheEnd) {
     for (const Nodes& nodes : {nodes_of_sizes({2, 2}), nodes_of_sizes({1, 1, 2})}) {
       for (const ReduceOp op : {ReduceOp::kPremulSum, ReduceOp::kAverage}) {
         const CollectiveShape shape = shape_of(nodes, 100);
-        const Collective collective(*find_algorithm(name), shape);
+        const SimulatedCollective collective(*find_algorithm(name), shape);
         const Values<float> values{collective, shape.world_size};
         for (int32_t rank = 0; rank < 4; ++rank) values.put(rank, std::vector<float>(100, 1.0F + rank));
         SimulatedOperation operation = collective.operation();
@@ -288,7 +288,7 @@ TEST(HierarchicalTest, NetworkTimeHidesBehindMemoryTimeAndTheOtherWayRound) {
   CollectiveShape shape = shape_of(nodes, 1 << 20);
   shape.bank_bytes = 1 << 20;
   shape.window_bytes = 1 << 20;
-  const Collective collective(*find_algorithm("all_reduce_hierarchical"), shape);
+  const SimulatedCollective collective(*find_algorithm("all_reduce_hierarchical"), shape);
   SimulatorOptions options = simulator_options(shape);
   const auto time_of = [&](double memory_bytes_per_us, double network_bytes_per_us) {
     options.model = {.barrier_us = 0,
@@ -313,7 +313,7 @@ TEST(HierarchicalTest, TakesTheSameTimeWithoutMovingBytes) {
     const CollectiveShape shape = shape_of(nodes_of_sizes({2, 1}), 5000);
     const std::vector<Nodes> served = placements_of(algorithm, shape.world_size);
     if (std::find(served.begin(), served.end(), shape.nodes) == served.end()) continue;
-    const Collective collective(algorithm, shape);
+    const SimulatedCollective collective(algorithm, shape);
     SimulatorOptions options = simulator_options(shape);
     const std::vector<Traffic> moved = simulate(options, {collective.operation()});
     options.moves_bytes = false;

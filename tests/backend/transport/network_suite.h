@@ -21,17 +21,20 @@ class NetworkWorld : public TransportWorld, public RemoteMemoryWorld {
   static constexpr int64_t kWindowBytes = 8192;
 
   ~NetworkWorld() override {
-    is_over_ = true;
-    for (std::thread& thread : threads_) thread.join();
+    for (size_t rank = 0; rank < threads_.size(); ++rank) stop(static_cast<int32_t>(rank));
   }
   Network& rank(int32_t rank) override { return *networks_[rank]; }
   RemoteMemory& memory_of(int32_t rank) override { return *networks_[rank]; }
   std::span<std::byte> allocate(int32_t rank, size_t bytes) override { return allocated_[rank].emplace_back(bytes); }
   void depart(int32_t rank) override {
     networks_[rank]->tell_state(RankState::kDeparted);
+    stop(rank);
     networks_[rank]->close(std::chrono::milliseconds(1000));
   }
-  void vanish(int32_t rank) { networks_[rank]->close(std::chrono::milliseconds(0)); }
+  void vanish(int32_t rank) {
+    stop(rank);
+    networks_[rank]->close(std::chrono::milliseconds(0));
+  }
 
  protected:
   // Until everybody has heard from everybody.
@@ -50,8 +53,9 @@ class NetworkWorld : public TransportWorld, public RemoteMemoryWorld {
       if (peer != options.rank) options.peers.push_back(peer);
     }
     networks_.push_back(std::make_unique<Network>(std::move(wire), std::move(options)));
-    threads_.emplace_back([this, network = networks_.back().get()] {
-      while (!is_over_) {
+    is_over_.emplace_back(false);
+    threads_.emplace_back([&is_over = is_over_.back(), network = networks_.back().get()] {
+      while (!is_over) {
         while (network->progress()) {
         }
         if (!network->arm()) continue;
@@ -62,9 +66,15 @@ class NetworkWorld : public TransportWorld, public RemoteMemoryWorld {
   }
 
  private:
+  // A network that closes is nobody else's any more: the engine lets go of it too.
+  void stop(int32_t rank) {
+    is_over_[rank] = true;
+    if (threads_[rank].joinable()) threads_[rank].join();
+  }
+
   std::vector<std::unique_ptr<Network>> networks_;
   std::vector<std::thread> threads_;
-  std::atomic<bool> is_over_{false};
+  std::deque<std::atomic<bool>> is_over_;
   std::map<int32_t, std::deque<std::vector<std::byte>>> allocated_;
 };
 
