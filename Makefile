@@ -83,7 +83,7 @@ sanitize-%: $(VENV)/requirements.stamp
 	$(BIN)/cmake -S . -B build/sanitize-$* -G Ninja -DPython3_EXECUTABLE=$(BIN)/python -DZEROPG_SANITIZE=$*
 	$(BIN)/cmake --build build/sanitize-$* --target gtests --parallel $(JOBS)
 	UCX_MEM_EVENTS=n TSAN_OPTIONS=die_after_fork=0:halt_on_error=1 ASAN_OPTIONS=detect_container_overflow=0 \
-	  UBSAN_OPTIONS=print_stacktrace=1 ZEROPG_BUILD_DIR=build/sanitize-$* \
+	  UBSAN_OPTIONS=print_stacktrace=1 ZEROPG_TEST_SECONDS=1800 ZEROPG_BUILD_DIR=build/sanitize-$* \
 	  setarch -R $(BIN)/python -m pytest tests/test_cpp.py $(ARGS)
 
 smoke: build $(BUILD)/installed.stamp

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 BUILD = Path(os.environ.get("ZEROPG_BUILD_DIR", ROOT / "build" / f"torch-{version('torch').split('+')[0]}")).resolve()
 SOURCES = sorted(path.relative_to(ROOT / "tests").with_suffix("") for path in (ROOT / "tests").rglob("*_test.cpp"))
 BINARIES = [path for path in SOURCES if (BUILD / "tests" / path).is_file()]
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = int(os.environ.get("ZEROPG_TEST_SECONDS", "300"))  # for one binary; sanitizers need more
 
 
 @pytest.mark.parametrize("binary", BINARIES or [None], ids=str)
