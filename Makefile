@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 JOBS := $(shell nproc)
 RANKS ?= 2
 SECONDS ?= 60
-SANITIZERS ?= thread address,undefined
+SANITIZERS ?= thread address
 RESULTS := benchmarks/results
 
 SOURCES := $(shell find compression backend sharding cpp python CMakeLists.txt setup.py pyproject.toml \
