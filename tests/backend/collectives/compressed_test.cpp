@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -106,7 +106,8 @@ class Reduction {
     for (int32_t rank = 0; rank < shape_.world_size; ++rank) {
       const std::span<std::byte> output = tensors_[rank].outputs[0];
       ASSERT_EQ(output.size(), 4 * expected_[rank].size());
-      EXPECT_EQ(std::memcmp(output.data(), expected_[rank].data(), output.size()), 0) << describe() << " rank " << rank;
+      const auto expected = std::as_bytes(std::span(expected_[rank]));
+      EXPECT_TRUE(std::equal(output.begin(), output.end(), expected.begin())) << describe() << " rank " << rank;
       for (int hop = 0; hop < 2; ++hop) {
         EXPECT_TRUE(residuals_[rank][hop] == expected_residuals_[rank][hop])
             << describe() << " rank " << rank << " hop " << hop;
@@ -133,7 +134,8 @@ class Reduction {
       }
     }
     for (int32_t rank = 1; is_all_reduce() && rank < shape_.world_size; ++rank) {
-      EXPECT_EQ(std::memcmp(output(rank).data(), output(0).data(), 4 * shape_.numel), 0) << describe() << rank;
+      EXPECT_TRUE(std::ranges::equal(std::as_bytes(std::span(output(rank))), std::as_bytes(std::span(output(0)))))
+          << describe() << rank;
     }
   }
 
