@@ -53,8 +53,8 @@ def main(arguments: list[str]) -> int:
 
 def _collectives(documents: dict[str, Any]) -> Iterator[str]:
     lines = []
-    for name, document in documents.items():
-        if not name.startswith("collectives_") or _BASELINE not in document["peers"]:
+    for document in _named(documents, "collectives_"):
+        if _BASELINE not in document["peers"]:
             continue
         for operation in dict.fromkeys(row["experiment_name"] for row in document["results"]):
             for peer, tensors in _TENSORS.items():
@@ -90,9 +90,7 @@ def _cells(document: dict[str, Any], operation: str, peer: str) -> list[str]:
 
 def _dtypes(documents: dict[str, Any]) -> Iterator[str]:
     """The rate of bfloat16 beside that of float, in bytes."""
-    for name, document in documents.items():
-        if not name.startswith("dtypes_"):
-            continue
+    for document in _named(documents, "dtypes_"):
         for peer, tensors in _TENSORS.items():
             rates: dict[str, dict[int, float]] = {"float": {}, "bfloat16": {}}
             for row in _rows(document, peer, "all_reduce"):
@@ -109,9 +107,7 @@ def _dtypes(documents: dict[str, Any]) -> Iterator[str]:
 
 
 def _latency(documents: dict[str, Any]) -> Iterator[str]:
-    for name, document in documents.items():
-        if not name.startswith("latency_"):
-            continue
+    for document in _named(documents, "latency_"):
         for row in document["results"]:
             details = _details(row)
             if details:
@@ -125,14 +121,17 @@ def _latency(documents: dict[str, Any]) -> Iterator[str]:
 
 
 def _groups(documents: dict[str, Any]) -> Iterator[str]:
-    for name, document in documents.items():
-        if name.startswith("groups_"):
-            for row_name, row in document["table"].items():
-                yield ""
-                yield (
-                    f"{row_name} group of {document['header']['ranks']} ranks: {row['ms']:.1f} ms, "
-                    f"{row['ms_per_rank']:.2f} ms per rank."
-                )
+    for document in _named(documents, "groups_"):
+        for row_name, row in document["table"].items():
+            yield ""
+            yield (
+                f"{row_name} group of {document['header']['ranks']} ranks: {row['ms']:.1f} ms, "
+                f"{row['ms_per_rank']:.2f} ms per rank."
+            )
+
+
+def _named(documents: dict[str, Any], start: str) -> Iterator[dict[str, Any]]:
+    return (document for name, document in documents.items() if name.startswith(start))
 
 
 def _rows(document: dict[str, Any], peer: str, operation: str, size: int | None = None) -> list[dict[str, Any]]:
