@@ -4,11 +4,9 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
-#include <memory>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -56,19 +54,10 @@ std::thread start_reader(const Read& read) {
 
 }  // namespace
 
-// Without a lock, and never freed, as process_nonce(): peers read the token where it lies.
+// The token is the process's nonce, which peers read where it lies.
 CmaIdentity own_cma_identity() {
-  struct Token {
-    pid_t owner = ::getpid();
-    std::array<uint64_t, 2> value = process_nonce();
-  };
-  static std::atomic<const Token*> current{nullptr};
-  const Token* known = current.load(std::memory_order_acquire);
-  while (known == nullptr || known->owner != ::getpid()) {
-    auto fresh = std::make_unique<Token>();
-    if (current.compare_exchange_strong(known, fresh.get(), std::memory_order_acq_rel)) known = fresh.release();
-  }
-  return {known->owner, reinterpret_cast<uint64_t>(known->value.data()), known->value};
+  const std::array<uint64_t, 2>& token = process_nonce();
+  return {::getpid(), reinterpret_cast<uint64_t>(token.data()), token};
 }
 
 CmaReader::CmaReader(const CmaIdentity& peer) : peer_(peer) { confirm(); }

@@ -31,7 +31,7 @@ struct flock one_byte(short type, int64_t byte) {
 }  // namespace
 
 // Without a lock, which a fork could leave held in the child. What is there is never freed: others may read it.
-std::array<uint64_t, 2> process_nonce() {
+const std::array<uint64_t, 2>& process_nonce() {
   struct Nonce {
     pid_t owner = ::getpid();
     std::array<uint64_t, 2> value{};

@@ -7,8 +7,8 @@
 
 namespace zeropg {
 
-// 128 random bits that name this process; a forked child gets new ones.
-std::array<uint64_t, 2> process_nonce();
+// 128 random bits that name this process, for as long as it lives in one place; a forked child gets new ones.
+const std::array<uint64_t, 2>& process_nonce();
 
 // A write lock on one byte of a shared descriptor. The kernel releases it when the process ends, in whatever way.
 //
