@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import sys
@@ -62,6 +63,16 @@ def create_backend(distributed_backend_options: Any, pg_options: Any) -> Backend
     if get_debug_level() != DebugLevel.OFF and not getattr(given, "enable_reconfigure", False):
         _say_what_was_made(backend, given.group_id)
     return cast("Backend", backend)
+
+
+def leave_groups() -> None:
+    """Destroys the process groups of a program that ends, once nothing of it holds them; its models are no longer held.
+
+    A model is full of reference cycles, and it holds its group: gloo's threads would outlive the group's destruction,
+    and abort the process where one of them frees a tensor while the interpreter ends.
+    """
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def _torch_records() -> bool:
@@ -169,9 +180,33 @@ def _backend_of(group: ProcessGroup | None) -> Any:
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError("[zeropg] there is no process group; call torch.distributed.init_process_group first")
-    backend = group._get_backend(torch.device("cpu"))
-    while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-        backend = backend.wrapped_pg
+    backend = unwrapped_backend(group, torch.device("cpu"))
     if not isinstance(backend, _C.ProcessGroupZero):
         raise TypeError(f"[zeropg] the group's CPU backend is {backend.name()}, expected zeropg")
     return backend
+
+
+def unwrapped_backend(group: ProcessGroup, device: torch.device) -> Any:
+    """The backend of `group` for `device`'s tensors itself, also under TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    backend = group._get_backend(device)
+    while hasattr(backend, "wrapped_pg"):
+        backend = backend.wrapped_pg
+    return backend
+
+
+def group_like(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """Makes another group of the same ranks and backends, with the timeout of `device`'s. All of its ranks must call.
+
+    Options go along where all of the group's backends are zeropg: torch would hand them to the others as well.
+    """
+    backends = {unwrapped_backend(group, one) for one in group._device_types}
+    same = next(iter(backends)) if len(backends) == 1 else None
+    options = getattr(unwrapped_backend(group, device), "options", None)
+    second = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=getattr(options, "_timeout", None),
+        backend=dist.get_backend_config(group),
+        pg_options=same.options if isinstance(same, _C.ProcessGroupZero) else None,
+        use_local_synchronization=True,
+    )
+    return cast("ProcessGroup", second)  # this rank is a member

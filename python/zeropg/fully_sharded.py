@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeropg._native import _C
 from zeropg._state import ShardedState
 from zeropg._units import UnitChoice, UnitPlan, materialize, plan_units
+from zeropg.backend import group_like, unwrapped_backend
 from zeropg.compression import Codec, backend_of, check_codec
 from zeropg.offload import check_offload_params, human_bytes, offload_of, open_offload
 
@@ -209,13 +210,11 @@ def _reduction_group(group: dist.ProcessGroup, stage: int, device: torch.device)
     """A second group of the same ranks where units are gathered: gradients must not queue up between gathers."""
     if stage < 3 or group.size() == 1 or _shares_memory(group, device):
         return group
-    ranks = dist.get_process_group_ranks(group)
-    second = dist.new_group(ranks, backend=dist.get_backend_config(group), use_local_synchronization=True)
-    return cast("dist.ProcessGroup", second)  # this rank is a member
+    return group_like(group, device)
 
 
 def _shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    backend = group._get_backend(device)
+    backend = unwrapped_backend(group, device)
     return device.type == "cpu" and isinstance(backend, _C.ProcessGroupZero) and len(backend.topology().nodes) == 1
 
 

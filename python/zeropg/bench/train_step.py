@@ -136,13 +136,23 @@ def _run_rank(name: str, options: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    import zeropg  # noqa: F401  (registers the backend where the package is not installed)
-    from zeropg.train.gpt import GPT, GPTConfig
-    from zeropg.train.memory import resident_bytes
+    from zeropg.backend import leave_groups  # the import registers the backend where the package is not installed
 
     backend, kind = IMPLEMENTATIONS[name]
     torch.set_num_threads(1)
     dist.init_process_group(backend)
+    _measure_rank(kind, options)
+    leave_groups()
+    return 0
+
+
+def _measure_rank(kind: str | int, options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from zeropg.train.gpt import GPT, GPTConfig
+    from zeropg.train.memory import resident_bytes
+
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     before = resident_bytes()
@@ -171,8 +181,6 @@ def _run_rank(name: str, options: argparse.Namespace) -> int:
         step_s, cpu_s, memory = mine.tolist()
         figures = {"step_s": step_s, "cpu_s": cpu_s, "memory_bytes": memory, "parameters": parameters}
         harness.write_json(options.result, figures | {"loss": loss_sum.item() / world_size})
-    dist.destroy_process_group()
-    return 0
 
 
 def _wrap(kind: str | int, model: Any) -> tuple[Any, Any, Callable[[], Any]]:

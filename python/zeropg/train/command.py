@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import math
 import os
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropg
+from zeropg.backend import leave_groups
 from zeropg.plan.formulas import Settings, paper_bytes
 from zeropg.plan.shape import shape_of
 from zeropg.train.export import check_export, export, generate, load_plain
@@ -52,10 +52,7 @@ def main(arguments: list[str]) -> int:
         # No good-bye to the other ranks: they may be past answering. Each was interrupted, or will see this one gone.
         print(f"[zeropg rank {rank}/{world_size}] train: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    # A model is full of reference cycles, and it holds the group: gloo's threads would outlive this call, and abort the
-    # process if one of them frees a tensor while the interpreter is shut down.
-    gc.collect()
-    dist.destroy_process_group()
+    leave_groups()
     return 0
 
 
