@@ -6,6 +6,7 @@
 
 #include "backend/bootstrap.h"
 #include "backend/interrupts.h"
+#include "backend/waiting_threads.h"
 
 namespace zeropg {
 
@@ -113,7 +114,13 @@ void ProcessGroupZero::shutdown() {
   make_cuda_backend_ = nullptr;
 }
 
-void ProcessGroupZero::shutdown_all() { GroupChannels::close_all(kExitPatience); }
+void ProcessGroupZero::shutdown_all() {
+  const bool somebody_waits = has_waiting_threads();
+  GroupChannels::close_all(kExitPatience);
+  if (somebody_waits) {
+    let_waiting_threads_out(kExitPatience);
+  }
+}
 
 void ProcessGroupZero::abort() {
   const auto channels = current_channels();

@@ -12,6 +12,7 @@
 #include "backend/interrupts.h"
 #include "backend/transport/round_up.h"
 #include "backend/transport/waiter.h"
+#include "backend/waiting_threads.h"
 
 namespace zeropg {
 
@@ -51,6 +52,7 @@ class SignalWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override {
     constexpr std::chrono::microseconds kNap{50};
     constexpr std::chrono::milliseconds kCheckInterval{20};
+    const WaitingThread thread;
     const auto limit = timeout == kNoTimeout || timeout.count() < 0 ? timeout_ : timeout;
     const auto start = Clock::now();
     auto next_check = start + kCheckInterval;

@@ -9,6 +9,7 @@
 #include "backend/process_group.h"
 #include "backend/topology.h"
 #include "python/bindings/bindings.h"
+#include "python/bindings/release_gil.h"
 
 namespace zeropg {
 
@@ -22,7 +23,7 @@ class BoundProcessGroup final : public ProcessGroupZero {
   using ProcessGroupZero::ProcessGroupZero;
   ~BoundProcessGroup() override {
     if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
-      py::gil_scoped_release no_gil;
+      const WithoutGil no_gil;
       close_at_end();
     } else {
       close_at_end();
@@ -213,7 +214,7 @@ void bind_backend(py::module_& m) {
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        const c10::intrusive_ptr<BackendOptions>& options, py::object make_cuda_backend) {
              auto factory = backend_factory(std::move(make_cuda_backend));
-             py::gil_scoped_release no_gil;
+             const WithoutGil no_gil;
              return c10::make_intrusive<BoundProcessGroup>(store, rank, size, options, std::move(factory));
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"),
@@ -223,15 +224,14 @@ void bind_backend(py::module_& m) {
                                return c10::dynamic_intrusive_pointer_cast<BackendOptions>(self.getBackendOptions());
                              })
       .def_property_readonly("_timeout", &BoundProcessGroup::default_timeout)
-      .def("_set_default_timeout", &BoundProcessGroup::setTimeout, py::arg("timeout"),
-           py::call_guard<py::gil_scoped_release>())
+      .def("_set_default_timeout", &BoundProcessGroup::setTimeout, py::arg("timeout"), ReleaseGil())
       .def(
           "perform_nocolor_split", [](const BoundProcessGroup&, const py::object&) {}, py::arg("device"),
           "Does nothing: a child is made by its members alone. c10d calls it on the other ranks.")
       .def("comm_split_count", &BoundProcessGroup::split_count, "How often this group was split.")
-      .def("abort", &BoundProcessGroup::abort, py::call_guard<py::gil_scoped_release>(),
+      .def("abort", &BoundProcessGroup::abort, ReleaseGil(),
            "Ends every operation with an error, on the peers too; the group stays unusable. Never waits.")
-      .def("shutdown", &BoundProcessGroup::shutdown, py::call_guard<py::gil_scoped_release>(),
+      .def("shutdown", &BoundProcessGroup::shutdown, ReleaseGil(),
            "Gives running operations a few seconds to end, then leaves the group.")
       .def("topology", &BoundProcessGroup::topology, py::return_value_policy::copy)
       .def("stats", [](const BoundProcessGroup& self) { return statistics(self); })
@@ -240,7 +240,7 @@ void bind_backend(py::module_& m) {
       .def(
           "recorded_operations", [](const BoundProcessGroup& self) { return recorded_operations(self); },
           "The operations that were kept, oldest first; see flight_recorder.h for the fields.");
-  m.def("shutdown_all", &ProcessGroupZero::shutdown_all, py::call_guard<py::gil_scoped_release>(),
+  m.def("shutdown_all", &ProcessGroupZero::shutdown_all, ReleaseGil(),
         "Shuts every group of this process down; called at the interpreter's exit.");
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "python/bindings/bindings.h"
+#include "python/bindings/release_gil.h"
 #include "sharding/checkpoint/checksum.h"
 #include "sharding/checkpoint/layout.h"
 #include "sharding/checkpoint/reader.h"
@@ -94,34 +95,33 @@ void bind_checkpoint(py::module_& m) {
         "Parses and validates the head of an untrusted safetensors file: (tensors, metadata, data_offset).");
 
   py::class_<StagingBuffer>(m, "StagingBuffer").def(py::init<>());
-  using release_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<FileWriter>(m, "FileWriter")
-      .def_static("create", &FileWriter::create, py::arg("path"), py::arg("bytes"), release_gil())
-      .def_static("open", &FileWriter::open, py::arg("path"), py::arg("bytes"), release_gil())
+      .def_static("create", &FileWriter::create, py::arg("path"), py::arg("bytes"), ReleaseGil())
+      .def_static("open", &FileWriter::open, py::arg("path"), py::arg("bytes"), ReleaseGil())
       .def(
           "write",
           [](FileWriter& writer, uint64_t offset, const at::Tensor& flat, at::ScalarType dtype,
              StagingBuffer& staging) { writer.write(offset, flat, dtype, staging); },
-          py::arg("offset"), py::arg("flat"), py::arg("dtype"), py::arg("staging"), release_gil())
+          py::arg("offset"), py::arg("flat"), py::arg("dtype"), py::arg("staging"), ReleaseGil())
       .def(
           "write_bytes",
           [](FileWriter& writer, uint64_t offset, const py::bytes& bytes) {
             const auto view = as_bytes(static_cast<std::string_view>(bytes));
-            const py::gil_scoped_release no_gil;
+            const WithoutGil no_gil;
             writer.write(offset, view);
           },
           py::arg("offset"), py::arg("bytes"))
       .def("keep_checksums", &FileWriter::keep_checksums, py::arg("chunk_bytes"))
       .def("checksums", &pieces_of, "[(start, stop, CRC-32C)] of what was written, in pieces inside one chunk each.")
-      .def("sync", &FileWriter::sync, release_gil())
-      .def("close", &FileWriter::close, release_gil())
+      .def("sync", &FileWriter::sync, ReleaseGil())
+      .def("close", &FileWriter::close, ReleaseGil())
       .def_property_readonly("path", &FileWriter::path)
       .def_property_readonly("bytes", &FileWriter::bytes);
 
   py::class_<FileReader>(m, "FileReader", "Reads ranges of a file, whole chunks with their checksums verified.")
       .def(py::init<std::string, uint64_t, uint64_t, std::vector<uint32_t>>(), py::arg("path"), py::arg("bytes"),
-           py::arg("chunk_bytes"), py::arg("checksums"), release_gil())
-      .def("read", &FileReader::read, py::arg("offset"), py::arg("dtype"), py::arg("flat"), release_gil())
+           py::arg("chunk_bytes"), py::arg("checksums"), ReleaseGil())
+      .def("read", &FileReader::read, py::arg("offset"), py::arg("dtype"), py::arg("flat"), ReleaseGil())
       .def(
           "read_bytes",
           [](FileReader& reader, uint64_t offset, uint64_t bytes) {

@@ -16,13 +16,13 @@
 #include "compression/registry.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/bound_codec.h"
+#include "python/bindings/release_gil.h"
 
 namespace py = pybind11;
 
 namespace zeropg {
 namespace {
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using Residuals = std::shared_ptr<ResidualStore>;
 using PyRange = std::tuple<std::string, int64_t, int64_t>;  // name, start, numel
 

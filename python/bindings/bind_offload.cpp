@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "python/bindings/bindings.h"
+#include "python/bindings/release_gil.h"
 #include "sharding/offload/pipelined_step.h"
 #include "sharding/offload/registry.h"
 
@@ -12,8 +13,6 @@ namespace py = pybind11;
 
 namespace zeropg {
 namespace {
-
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 std::shared_ptr<Offload> make_offload(const std::string& device, const std::string& directory, int64_t threads,
                                       bool is_pinned, int64_t buffer_bytes, int64_t rank, int64_t world_size) {

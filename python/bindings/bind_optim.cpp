@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "python/bindings/bindings.h"
+#include "python/bindings/release_gil.h"
 #include "sharding/optim/registry.h"
 
 namespace zeropg {
@@ -59,7 +60,7 @@ void bind_optim(pybind11::module_& m) {
              const std::vector<at::Tensor>& state, const std::optional<at::Tensor>& parameter_out,
              const std::pair<int64_t, int64_t>& range, const Hyperparameters& hyperparameters, int64_t step_count,
              double gradient_factor) {
-            const py::gil_scoped_release no_gil;
+            const WithoutGil no_gil;
             step(optimizer, master, gradient, state, parameter_out, range,
                  {.hyperparameters = hyperparameters, .step = step_count, .gradient_factor = gradient_factor});
           },

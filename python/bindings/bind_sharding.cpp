@@ -6,14 +6,13 @@
 
 #include "python/bindings/bindings.h"
 #include "python/bindings/bound_codec.h"
+#include "python/bindings/release_gil.h"
 #include "sharding/sharded_module.h"
 
 namespace py = pybind11;
 
 namespace zeropg {
 namespace {
-
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 // One flat parameter of a model, as optimizers, state dicts and exports see it. Keeps the model's core alive.
 struct FlatGroup {
@@ -128,7 +127,7 @@ void bind_sharding(py::module_& m) {
            [](const FlatGroup& self) {
              at::Tensor gradient;
              {
-               py::gil_scoped_release no_gil;  // after a backward that raised it waits for other ranks
+               const WithoutGil no_gil;  // after a backward that raised it waits for other ranks
                gradient = self.module->gradient(self.index);
              }
              return defined_or_none(gradient);

@@ -4,6 +4,7 @@
 
 #include "backend/estimate.h"
 #include "python/bindings/bindings.h"
+#include "python/bindings/release_gil.h"
 
 namespace zeropg {
 namespace {
@@ -37,7 +38,7 @@ pybind11::dict simulate_collective(const std::string& op, int64_t bytes, std::ve
                                 .node_bytes_per_us = std::move(node_bytes_per_us)};
   Estimate result;
   {
-    pybind11::gil_scoped_release without_gil;
+    const WithoutGil no_gil;
     result = estimate(request);
   }
   pybind11::dict answer;

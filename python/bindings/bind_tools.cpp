@@ -7,6 +7,7 @@
 #include "backend/collectives/registry.h"
 #include "backend/topology_probe.h"
 #include "python/bindings/bindings.h"
+#include "python/bindings/release_gil.h"
 
 namespace zeropg {
 namespace {
@@ -51,8 +52,8 @@ void bind_tools(pybind11::module_& m) {
   m.def("collective_algorithms", &collective_algorithms, py::arg("operation"),
         "Names of the algorithms of an operation such as all_reduce, for one node and for several.");
   m.def("probe_host_id", &probe_host_id, "Equal for two processes exactly when they can share memory.");
-  m.def("copy_bytes", &copy_tensor, py::arg("destination"), py::arg("source"), py::arg("is_streaming"),
-        py::call_guard<py::gil_scoped_release>(), "Copies a tensor's bytes, past the caches if is_streaming.");
+  m.def("copy_bytes", &copy_tensor, py::arg("destination"), py::arg("source"), py::arg("is_streaming"), ReleaseGil(),
+        "Copies a tensor's bytes, past the caches if is_streaming.");
 }
 
 }  // namespace zeropg

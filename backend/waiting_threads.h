@@ -1,0 +1,46 @@
+// What becomes of threads that wait for operations when the program's interpreter ends.
+//
+// Note [Threads at the end]
+// CPython before 3.14 ends a thread that wants the GIL of an ending interpreter by pthread_exit, which unwinds the C++
+// frames on the thread's stack. Bindings take the GIL back in a destructor, through which nothing may be thrown: the
+// process aborts, although its program is done. Only daemon threads and threads of C++ come into this. Those that wait
+// when the groups are closed for good are therefore let out first, while the interpreter is whole and nobody holds the
+// GIL; and a thread whose wait ends later never returns from it.
+#pragma once
+
+#include <chrono>
+
+namespace zeropg {
+
+// What the bindings install: whether the interpreter has begun to end and will not let this thread in again. Needs no
+// GIL. Null: there is no interpreter.
+using EndCheck = bool (*)();
+void set_end_check(EndCheck check);
+
+// In a frame below which the GIL is taken back: does not come back to it once the interpreter ends.
+class UntilInterpreterEnds {
+ public:
+  UntilInterpreterEnds() = default;
+  ~UntilInterpreterEnds();
+  UntilInterpreterEnds(const UntilInterpreterEnds&) = delete;
+  UntilInterpreterEnds& operator=(const UntilInterpreterEnds&) = delete;
+};
+
+// A thread's stay in the wait for an operation, which the closing of the group ends.
+class WaitingThread {
+ public:
+  WaitingThread();
+  ~WaitingThread();
+  WaitingThread(const WaitingThread&) = delete;
+  WaitingThread& operator=(const WaitingThread&) = delete;
+
+ private:
+  UntilInterpreterEnds end_;  // destroyed last
+};
+
+bool has_waiting_threads();
+// Gives threads whose wait has ended the time to take the GIL, which the caller must not hold. At most `patience` for
+// the waits to end.
+void let_waiting_threads_out(std::chrono::milliseconds patience);
+
+}  // namespace zeropg

@@ -1,0 +1,18 @@
+// Letting go of the GIL for a call that may outlast the interpreter.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend/waiting_threads.h"
+
+namespace zeropg {
+
+// Note [Threads at the end]: a thread that is still in here when the interpreter ends stays.
+struct WithoutGil {
+  pybind11::gil_scoped_release no_gil;
+  UntilInterpreterEnds end;  // destroyed first
+};
+
+using ReleaseGil = pybind11::call_guard<WithoutGil>;
+
+}  // namespace zeropg
