@@ -223,15 +223,10 @@ Activity CollectiveChannel::advance_held(const ZeroWork* own) {
   Activity activity = Activity::kIdle;
   while (CollectiveJob* job = head()) {
     Progress progress = Progress::kBlocked;
-    std::exception_ptr error;
     try {
       progress = run(*job);
     } catch (...) {
-      error = describe_error(*group_, job->work->label(), std::current_exception(),
-                             job->execution ? job->execution->awaited() : std::vector<int32_t>());
-    }
-    if (error) {
-      fail_all_held(error, own);
+      fail_all_held(*job, std::current_exception(), own);
       return Activity::kMoved;
     }
     if (progress != Progress::kDone) {
@@ -253,14 +248,16 @@ Activity CollectiveChannel::advance_held(const ZeroWork* own) {
   return activity;
 }
 
-void CollectiveChannel::fail_all_held(const std::exception_ptr& error, const ZeroWork* own) {
+void CollectiveChannel::fail_all_held(const CollectiveJob& job, const std::exception_ptr& reason, const ZeroWork* own) {
+  const std::exception_ptr error = describe_error(*group_, job.work->label(), reason,
+                                                  job.execution ? job.execution->awaited() : std::vector<int32_t>());
   std::deque<std::unique_ptr<CollectiveJob>> failed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     failed.swap(queue_);
   }
-  for (auto& job : failed) {
-    finish(std::move(job), error, own);
+  for (auto& one : failed) {
+    finish(std::move(one), error, own);
   }
 }
 
@@ -279,7 +276,7 @@ void CollectiveChannel::check_held(const ZeroWork* own) {
   try {
     check(*job);
   } catch (...) {
-    fail_all_held(describe_error(*group_, job->work->label(), std::current_exception()), own);
+    fail_all_held(*job, std::current_exception(), own);
   }
 }
 

@@ -65,7 +65,7 @@ class CollectiveChannel final : public Channel {
   // owner.
   Activity advance_held(const ZeroWork* own);
   void check_held(const ZeroWork* own);
-  void fail_all_held(const std::exception_ptr& error, const ZeroWork* own);
+  void fail_all_held(const CollectiveJob& job, const std::exception_ptr& reason, const ZeroWork* own);  // job: the head
   CollectiveJob* head();
 
   Progress run(CollectiveJob& job);

@@ -85,17 +85,30 @@ void GroupChannels::close(std::chrono::milliseconds patience) {
   group_->release_retired();
 }
 
+std::vector<std::shared_ptr<GroupChannels>> GroupChannels::all_open() {
+  std::vector<std::shared_ptr<GroupChannels>> open;
+  std::lock_guard<std::mutex> lock(open_channels().mutex);
+  for (const auto& known : open_channels().channels) {
+    const auto channels = known.lock();
+    if (channels != nullptr && channels->group_->is_own_process() && !channels->is_closed()) {
+      open.push_back(channels);
+    }
+  }
+  return open;
+}
+
+bool GroupChannels::are_all_idle() {
+  constexpr std::chrono::milliseconds kNow{0};
+  const auto open = all_open();
+  return std::all_of(open.begin(), open.end(), [&](const auto& channels) {
+    return channels->collectives_.wait_until_idle(kNow) && channels->messages_.wait_until_idle(kNow);
+  });
+}
+
 // Without the lock while it closes: a callback that is waited for may itself make or drop a group.
 void GroupChannels::close_all(std::chrono::milliseconds patience) {
-  std::vector<std::weak_ptr<GroupChannels>> open;
-  {
-    std::lock_guard<std::mutex> lock(open_channels().mutex);
-    open = open_channels().channels;
-  }
-  for (const auto& known : open) {
-    if (const auto channels = known.lock()) {
-      channels->close(patience);
-    }
+  for (const auto& channels : all_open()) {
+    channels->close(patience);
   }
 }
 

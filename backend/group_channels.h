@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <vector>
 
 #include "backend/callback_threads.h"
 #include "backend/collective_channel.h"
@@ -40,8 +41,10 @@ class GroupChannels final : public OperationHost {
   bool is_closed() const { return is_closed_; }
   // Closes what is open in this process, for the interpreter's exit.
   static void close_all(std::chrono::milliseconds patience);
+  static bool are_all_idle();  // of this process
 
  private:
+  static std::vector<std::shared_ptr<GroupChannels>> all_open();
   GroupChannels(std::shared_ptr<Group> group, bool may_use_cma);
 
   const std::shared_ptr<Group> group_;  // life shared with the process group, and with segments that check it

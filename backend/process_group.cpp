@@ -115,9 +115,10 @@ void ProcessGroupZero::shutdown() {
 }
 
 void ProcessGroupZero::shutdown_all() {
-  const bool somebody_waits = has_waiting_threads();
+  // Somebody may also wait for a future of what still runs.
+  const bool may_somebody_wait = has_waiting_threads() || !GroupChannels::are_all_idle();
   GroupChannels::close_all(kExitPatience);
-  if (somebody_waits) {
+  if (may_somebody_wait || has_waiting_threads()) {
     let_waiting_threads_out(kExitPatience);
   }
 }

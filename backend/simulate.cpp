@@ -462,7 +462,7 @@ class Simulation {
     const int64_t bytes = std::min(step.bytes - state.moved_bytes, piece.size);
     if (options_.moves_bytes) {
       state.received.resize(step.bytes);
-      std::memcpy(state.received.data() + state.moved_bytes, piece.bytes.data(), bytes);
+      std::copy_n(piece.bytes.begin(), bytes, state.received.begin() + state.moved_bytes);
       piece.bytes.erase(piece.bytes.begin(), piece.bytes.begin() + bytes);
     }
     take_time_to_receive(rank, step.peer, piece.arrival_us, bytes);

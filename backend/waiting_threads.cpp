@@ -9,11 +9,20 @@ namespace zeropg {
 
 namespace {
 
-// Between the end of a wait and the GIL lie some microseconds, and on a busy machine the turns of other threads.
-constexpr std::chrono::milliseconds kTimeToTakeTheGil{100};
+using Clock = std::chrono::steady_clock;
 
-std::atomic<EndCheck> installed{nullptr};  // of the process's interpreter, of which there is one
-std::atomic<int> waiting{0};               // of the whole process: its end concerns every group
+// Between the end of a wait and the GIL lie some microseconds, and on a busy machine the turns of other threads.
+constexpr std::chrono::milliseconds kTimeToTakeTheGil{500};
+
+// All of the whole process: its end concerns every group.
+std::atomic<EndCheck> installed{nullptr};
+std::atomic<int> waiting{0};
+std::atomic<Clock::time_point> last_end{Clock::time_point::min()};
+
+bool is_main_thread() {
+  static thread_local const bool is_main = ::gettid() == ::getpid();
+  return is_main;
+}
 
 }  // namespace
 
@@ -26,17 +35,29 @@ UntilInterpreterEnds::~UntilInterpreterEnds() {
   }
 }
 
-WaitingThread::WaitingThread() { waiting.fetch_add(1); }
-WaitingThread::~WaitingThread() { waiting.fetch_sub(1); }
+WaitingThread::WaitingThread() {
+  if (!is_main_thread()) waiting.fetch_add(1);
+}
 
-bool has_waiting_threads() { return waiting.load() > 0; }
+WaitingThread::~WaitingThread() {
+  if (is_main_thread()) return;
+  last_end = Clock::now();
+  waiting.fetch_sub(1);
+}
+
+bool has_waiting_threads() {
+  const Clock::time_point end = last_end.load();
+  return waiting.load() > 0 || (end != Clock::time_point::min() && Clock::now() - end < kTimeToTakeTheGil);
+}
 
 void let_waiting_threads_out(std::chrono::milliseconds patience) {
-  const auto deadline = std::chrono::steady_clock::now() + patience;
-  while (has_waiting_threads() && std::chrono::steady_clock::now() < deadline) {
+  const auto deadline = Clock::now() + patience;
+  while (waiting.load() > 0 && Clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   std::this_thread::sleep_for(kTimeToTakeTheGil);
 }
+
+void forget_waiting_threads() { waiting = 0; }
 
 }  // namespace zeropg

@@ -3,9 +3,9 @@
 // Note [Threads at the end]
 // CPython before 3.14 ends a thread that wants the GIL of an ending interpreter by pthread_exit, which unwinds the C++
 // frames on the thread's stack. Bindings take the GIL back in a destructor, through which nothing may be thrown: the
-// process aborts, although its program is done. Only daemon threads and threads of C++ come into this. Those that wait
-// when the groups are closed for good are therefore let out first, while the interpreter is whole and nobody holds the
-// GIL; and a thread whose wait ends later never returns from it.
+// process aborts, although its program is done. Only daemon threads and threads of C++ come into this. Those whose wait
+// ends when the groups are closed for good are therefore let out first, while the interpreter is whole and nobody holds
+// the GIL; and a thread whose wait ends later never returns from it.
 #pragma once
 
 #include <chrono>
@@ -26,7 +26,8 @@ class UntilInterpreterEnds {
   UntilInterpreterEnds& operator=(const UntilInterpreterEnds&) = delete;
 };
 
-// A thread's stay in the wait for an operation, which the closing of the group ends.
+// A thread's stay in a call that the closing of a group ends. The main thread, which ends the interpreter, is not
+// counted.
 class WaitingThread {
  public:
   WaitingThread();
@@ -38,9 +39,12 @@ class WaitingThread {
   UntilInterpreterEnds end_;  // destroyed last
 };
 
+// Whether threads wait, or waited a moment ago and may still be on their way to the GIL.
 bool has_waiting_threads();
-// Gives threads whose wait has ended the time to take the GIL, which the caller must not hold. At most `patience` for
-// the waits to end.
+// Gives threads whose wait ends the time to take the GIL, which the caller must not hold. At most `patience` for the
+// waits to end.
 void let_waiting_threads_out(std::chrono::milliseconds patience);
+// In a forked child, which has none of its parent's.
+void forget_waiting_threads();
 
 }  // namespace zeropg

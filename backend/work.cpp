@@ -109,9 +109,8 @@ bool ZeroWork::wait(std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
   const bool is_limited = timeout != kNoTimeout && timeout.count() >= 0;
   const Clock::time_point until = is_limited ? Clock::now() + timeout : Clock::time_point::max();
-  std::optional<WaitingThread> thread;
+  const WaitingThread thread;
   if (!is_complete()) {
-    thread.emplace();
     host_->help(*this, until);
   }
   std::unique_lock<std::mutex> lock(mutex_);

@@ -1,5 +1,7 @@
 // What the core asks of the interpreter: to log its notices, to run signal handlers while a thread waits, and whether
 // it ends.
+#include <pthread.h>
+
 #include "backend/interrupts.h"
 #include "backend/transport/notices.h"
 #include "backend/waiting_threads.h"
@@ -50,14 +52,21 @@ void run_signal_handlers() {
   }
 }
 
-// The main thread ends the interpreter, and keeps the GIL's favour while it does.
+// The main thread ends the interpreter, and keeps the GIL's favour while it does. A thread without a state of Python's
+// has nothing to take back.
 bool has_begun_to_end() {
 #if PY_VERSION_HEX >= 0x030D0000
   const bool is_finalizing = Py_IsFinalizing() != 0;
 #else
   const bool is_finalizing = _Py_IsFinalizing() != 0;
 #endif
-  return is_finalizing && PyThread_get_thread_ident() != main_thread;
+  return is_finalizing && PyThread_get_thread_ident() != main_thread && PyGILState_GetThisThreadState() != nullptr;
+}
+
+// The thread that forked is the child's main one.
+void begin_child() {
+  main_thread = PyThread_get_thread_ident();
+  forget_waiting_threads();
 }
 
 }  // namespace
@@ -66,6 +75,7 @@ void bind_interpreter(py::module_& m) {
   main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
   set_interrupt_check(&run_signal_handlers);
   set_end_check(&has_begun_to_end);
+  ::pthread_atfork(nullptr, nullptr, &begin_child);
   m.def("listen_to_notices", &listen_to_notices, py::arg("listener"),
         "The function that gets each line for people that the core says, on the main thread; None: they go to stderr.");
 }

@@ -10,7 +10,7 @@ namespace zeropg {
 // Note [Threads at the end]: a thread that is still in here when the interpreter ends stays.
 struct WithoutGil {
   pybind11::gil_scoped_release no_gil;
-  UntilInterpreterEnds end;  // destroyed first
+  WaitingThread thread;  // destroyed first
 };
 
 using ReleaseGil = pybind11::call_guard<WithoutGil>;
