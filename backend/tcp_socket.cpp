@@ -222,7 +222,6 @@ void prepare_connection(const Descriptor& socket) {
   set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, 10);
   set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 5);
   set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 4);
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 30'000U);  // ms that sent bytes may stay unacknowledged
 }
 
 }  // namespace zeropg

@@ -441,6 +441,8 @@ void Network::greet() {
 
 void Network::ask_for_life() {
   const std::lock_guard lock(mutex_);
+  if (is_closed_) return;
+  wire_->lose_unreachable(*this);
   const auto now = Clock::now();
   for (const int32_t rank : options_.peers) {
     Peer& peer = peers_[static_cast<size_t>(rank)];

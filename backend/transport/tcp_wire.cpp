@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 #include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -28,8 +30,11 @@ bool is_passing(int error) { return error == EAGAIN || error == EWOULDBLOCK || e
 
 }  // namespace
 
-TcpWire::TcpWire(std::vector<Descriptor> connections)
-    : epoll_(::epoll_create1(EPOLL_CLOEXEC)), connections_(connections.size()), arriving_(kArrivingBytes) {
+TcpWire::TcpWire(std::vector<Descriptor> connections, std::chrono::milliseconds patience)
+    : patience_(patience),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      connections_(connections.size()),
+      arriving_(kArrivingBytes) {
   if (!epoll_) C10_THROW_ERROR(DistBackendError, c10::str("tcp transport: epoll_create1: ", std::strerror(errno)));
   close_in_children(epoll_.get());
   for (size_t peer = 0; peer < connections.size(); ++peer) {
@@ -161,6 +166,32 @@ bool TcpWire::receive(int32_t peer, FrameSink& sink) {
     if (behind < arriving_.size()) break;  // that was all
   }
   return has_moved;
+}
+
+// Not TCP_USER_TIMEOUT, under which the kernel also breaks the connection to a process that is stopped, while its
+// system answers that there is no room.
+void TcpWire::lose_unreachable(FrameSink& sink) {
+  constexpr int kLooks = 30;  // within the patience
+  const auto now = Clock::now();
+  if (now - last_look_ < patience_ / kLooks) return;
+  last_look_ = now;
+  for (size_t peer = 0; peer < connections_.size(); ++peer) {
+    Connection& connection = connections_[peer];
+    if (!connection.socket) continue;
+    tcp_info info{};
+    socklen_t bytes = sizeof info;
+    const bool is_known = ::getsockopt(connection.socket.get(), IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0;
+    const auto last_answer = now - std::chrono::milliseconds(info.tcpi_last_ack_recv);
+    if (!is_known || info.tcpi_unacked == 0) {
+      connection.silent_since = {};
+    } else if (connection.silent_since == Clock::time_point{} || connection.silent_since < last_answer) {
+      connection.silent_since = now;
+    } else if (now - connection.silent_since >= patience_) {
+      const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(patience_);
+      drop(static_cast<int32_t>(peer), c10::str("its machine has acknowledged nothing for ", seconds.count(), " s"),
+           sink);
+    }
+  }
 }
 
 void TcpWire::drop(int32_t peer, const std::string& reason, FrameSink& sink) {

@@ -1,6 +1,7 @@
 // Frames over TCP: one connection per peer, made and proven by tcp_mesh.h. The default between nodes without RDMA.
 #pragma once
 
+#include <chrono>
 #include <vector>
 
 #include "backend/transport/descriptor.h"
@@ -13,7 +14,9 @@ class TcpWire final : public Wire {
  public:
   // `connections`: by rank; empty for ranks that are no peers. Non-blocking, proven, nothing read from them beyond
   // that.
-  explicit TcpWire(std::vector<Descriptor> connections);
+  // `patience`: how long sent bytes may stay unacknowledged by the peer's system before the peer is lost. A process
+  // that is stopped, and takes nothing, has a system that acknowledges.
+  explicit TcpWire(std::vector<Descriptor> connections, std::chrono::milliseconds patience = kPatience);
   ~TcpWire() override;
 
   std::string_view name() const override { return "tcp"; }
@@ -21,15 +24,20 @@ class TcpWire final : public Wire {
   bool progress(int32_t peer, FrameSink& sink) override;
   int descriptor() const override { return epoll_.get(); }
   bool arm() override { return true; }
+  void lose_unreachable(FrameSink& sink) override;
   void close(std::chrono::milliseconds patience) override;
 
  private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::milliseconds kPatience{30'000};
+
   struct Connection {
     Descriptor socket;
     bool wants_room = false;  // waits for the socket to take more
     bool is_watched = false;  // for room
     bool has_said_end = false;
-    std::vector<std::byte> waiting;  // [waiting_sent, end) has been taken but not sent
+    Clock::time_point silent_since{};  // zero: its system acknowledges
+    std::vector<std::byte> waiting;    // [waiting_sent, end) has been taken but not sent
     size_t waiting_sent = 0;
     FrameDecoder incoming;
   };
@@ -40,6 +48,8 @@ class TcpWire final : public Wire {
   void watch(int32_t peer, Connection& connection);
   void drop(int32_t peer, const std::string& reason, FrameSink& sink);
 
+  const std::chrono::milliseconds patience_;
+  Clock::time_point last_look_{};
   Descriptor epoll_;
   std::vector<Connection> connections_;  // by rank
   std::vector<std::byte> arriving_;      // where headers and small payloads are read to

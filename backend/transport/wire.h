@@ -43,6 +43,9 @@ class Wire {
   // Poll it for reading; ready whenever progress() has something to do, if arm() returned true before.
   virtual int descriptor() const = 0;
   virtual bool arm() = 0;
+  // Loses peers whose machines have not acknowledged for long what was sent to them, where the wire would not notice by
+  // itself. Cheap; to be called now and then.
+  virtual void lose_unreachable(FrameSink& /*sink*/) {}
   // Gives what was sent up to `patience` to arrive, then lets go of every peer.
   virtual void close(std::chrono::milliseconds patience) = 0;
 };

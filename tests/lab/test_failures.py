@@ -95,6 +95,25 @@ def test_a_host_whose_cable_is_pulled(tmp_path: Path) -> None:
         check(failures[2:], ("rank 0", "rank 1", "ranks 0"), cut[0], GROUP_TIMEOUT + MARGIN)
 
 
+def wait_for_a_host_that_is_gone(folder: str) -> Failure:
+    join(150)
+    dist.all_reduce(torch.ones(1))
+    Path(folder, f"rank{dist.get_rank()}").touch()
+    try:
+        while True:
+            dist.all_reduce(torch.ones(1000))
+    except Exception as error:
+        return Failure(str(error), time.time())
+
+
+def test_a_cable_is_missed_long_before_a_distant_deadline(tmp_path: Path) -> None:
+    with Lab(hosts=2) as lab, RankPool(4, backend=None, place=HostsPlace(lab)) as pool:
+        with when_all_train(tmp_path, lambda: lab.cut(1)) as cut:
+            failures = pool.run(wait_for_a_host_that_is_gone, str(tmp_path), timeout=150)
+        check(failures[:2], ("rank 2", "rank 3", "ranks 2"), cut[0], 80)
+        assert any("acknowledged nothing for 30 s" in failure.message for failure in failures), failures
+
+
 def test_a_host_that_dies(tmp_path: Path) -> None:
     with Lab(hosts=2) as lab, RankPool(4, backend=None, place=HostsPlace(lab)) as pool:
         with when_all_train(tmp_path, lambda: lab.kill(1)) as death:

@@ -145,5 +145,26 @@ TEST(TcpWire, AKilledProcessIsLostAlsoWhenItsChildrenLiveOn) {
   EXPECT_FALSE(child.succeeded());
 }
 
+// As a process that is stopped: its system takes what fits, and then answers that there is no room.
+TEST(TcpWire, APeerThatTakesNothingIsNotLost) {
+  auto [silent, here] = tcp_pair();
+  std::vector<Descriptor> connections(2);
+  connections[1] = std::move(here);
+  constexpr int64_t kWindow = 64 << 20;
+  Network network(std::make_unique<TcpWire>(std::move(connections), milliseconds(600)),
+                  {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = kWindow});
+  const std::vector<std::byte> data(1 << 20);
+  size_t sent = 0;
+  const auto start = std::chrono::steady_clock::now();
+  while (std::chrono::steady_clock::now() - start < milliseconds(3000)) {
+    sent += network.try_send(1, Lane::kCollective, data);
+    network.progress();
+    network.ask_for_life();
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  EXPECT_LT(sent, static_cast<size_t>(kWindow)) << "there was room for all of it";
+  EXPECT_FALSE(network.state_of(1).is_lost) << network.state_of(1).loss;
+}
+
 }  // namespace
 }  // namespace zeropg
