@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 10.0  # for the other ranks to fail or finish by themselves once one rank has failed
+DUMP_SECONDS = 5.0  # for a rank to write its stacks
 TAIL_CHARACTERS = 6000  # of a rank's output that an error quotes
 
 
@@ -231,12 +233,25 @@ class RankPool:
 
     def _describe(self, rank: int, what: str, dump: bool = False) -> str:
         if dump and self._processes[rank].is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._processes[rank].pid, signal.SIGUSR1)  # faulthandler writes all stacks
-                time.sleep(0.3)
+            self._dump_stacks(rank)
         output = Path(self._output(rank))
         tail = output.read_text(errors="replace")[-TAIL_CHARACTERS:].rstrip() if output.exists() else ""
         return f"--- rank {rank} {what}" + (f"\n--- rank {rank} had written:\n{tail}" if tail else "")
+
+    def _dump_stacks(self, rank: int) -> None:
+        """Returns when they are in the rank's output, which takes a while on a busy machine, or when none come."""
+        output = Path(self._output(rank))
+        begin = output.stat().st_size if output.exists() else 0
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)  # to faulthandler
+        deadline = time.monotonic() + DUMP_SECONDS
+        known = b""
+        while time.monotonic() < deadline and self._processes[rank].is_alive():
+            time.sleep(0.2)
+            new = output.read_bytes()[begin:] if output.exists() else b""
+            if new == known and b"most recent call first" in new:
+                return
+            known = new
 
     def _output(self, rank: int) -> str:
         return os.path.join(self._folder.name, f"rank{rank}.txt")
@@ -296,6 +311,7 @@ def _serve(
             answer = pickle.dumps((True, traceback.format_exc()))
         connection.send_bytes(answer)
     if dist.is_initialized():
+        gc.collect()  # models in cycles hold groups; gloo's would live on, and their threads outlive the interpreter
         dist.destroy_process_group()
 
 

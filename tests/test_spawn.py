@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.processes import kill_with_children
 from tests.spawn import RankPool, RanksFailed, run_ranks
 
 
@@ -93,10 +94,32 @@ def test_error_holds_the_traceback_and_the_output_of_the_rank() -> None:
 
 
 def test_timeout_kills_every_rank_and_shows_where_each_was(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match="timed out") as caught:
-        run_ranks(2, _pid_then_sleep, str(tmp_path), backend=None, timeout=5)
+    with RankPool(2, backend=None) as pool:
+        pool.run(os.getpid)  # has started, which may take long
+        with pytest.raises(RanksFailed, match="timed out") as caught:
+            pool.run(_pid_then_sleep, str(tmp_path), timeout=8)
     assert "_pid_then_sleep" in caught.value.failures[0]
     assert not any(_is_alive(int(path.read_text())) for path in tmp_path.glob("[01]"))
+
+
+def test_a_killed_program_takes_its_children_along(tmp_path: Path) -> None:
+    note = tmp_path / "children"
+    start_two = (
+        "import os, pathlib, subprocess, time\n"
+        "pids = [subprocess.Popen(['sleep', '600'], start_new_session=own).pid for own in (True, False)]\n"
+        f"pathlib.Path({str(note)!r}).with_suffix('.new').write_text(' '.join(map(str, pids)))\n"
+        f"os.rename({str(note.with_suffix('.new'))!r}, {str(note)!r})\n"
+        "time.sleep(600)"
+    )
+    limit = time.monotonic() + 60
+    with subprocess.Popen([sys.executable, "-S", "-c", start_two]) as program:
+        while not note.exists() and time.monotonic() < limit:
+            time.sleep(0.02)
+        kill_with_children(program.pid)
+    children = [int(pid) for pid in note.read_text().split()]
+    while any(map(_is_alive, children)) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert len(children) == 2 and not any(map(_is_alive, children))
 
 
 def test_death_of_a_rank_is_a_failure_unless_expected() -> None:
@@ -143,7 +166,7 @@ def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
         f"if __name__ == '__main__': run_ranks(2, _pid_then_sleep, {str(tmp_path)!r}, backend=None)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parent.parent)
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 150
     while len(list(tmp_path.glob("[01]"))) < 2 and time.monotonic() < limit:
         time.sleep(0.05)
     process.kill()

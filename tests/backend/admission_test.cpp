@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 
 #include <cstring>
+#include <optional>
 #include <thread>
 
 #include "backend/transport/doorbell.h"
@@ -25,14 +26,22 @@ class Admission : public ::testing::Test {
   bool rank_gets_in(const std::function<void()>& strangers) {
     const auto deadline = deadline_after(milliseconds(20000));
     std::vector<Member> members;
-    std::thread leader([&] { members = admit_members(listener_, place_, {1}, deadline, kNoTick); });
-    strangers();
-    const ProvenConnection connection = join_leader(place_, 1, process_doorbell(), deadline, kNoTick);
-    leader.join();
+    std::optional<ProvenConnection> connection;
+    {
+      const std::jthread leader([&] {
+        try {
+          members = admit_members(listener_, place_, {1}, deadline, kNoTick);
+        } catch (const c10::Error& error) {
+          ADD_FAILURE() << error.what_without_backtrace();
+        }
+      });
+      strangers();
+      connection.emplace(join_leader(place_, 1, process_doorbell(), deadline, kNoTick));
+    }
     return members.size() == 1 && members[0].rank == 1 && Clock::now() < deadline - milliseconds(10000);
   }
 
-  Descriptor knock() { return connect_local(place_.name, deadline_after(milliseconds(1000))); }
+  Descriptor knock() { return connect_local(place_.name, deadline_after(milliseconds(10000))); }
 
   // What the leader does with `bytes` sent as an answer to its challenge.
   Received reaction_to(std::string_view bytes) {
@@ -91,8 +100,8 @@ TEST_F(Admission, DescriptorsOfStrangersAreNotTaken) {
   EXPECT_TRUE(rank_gets_in([&] {
     const Descriptor socket = knock();
     const int fds[] = {0, 1, 2};
-    send_packet(socket, std::string(64, 'x'), fds, deadline_after(milliseconds(1000)));
-    receive_packet(socket, sizeof(Nonce), 0, deadline_after(milliseconds(1000)), kNoTick);
+    send_packet(socket, std::string(64, 'x'), fds, deadline_after(milliseconds(10000)));
+    receive_packet(socket, sizeof(Nonce), 0, deadline_after(milliseconds(10000)), kNoTick);
     EXPECT_EQ(wait_for_reaction(socket), Received::kClosed);
   }));
 }
@@ -157,21 +166,20 @@ TEST_F(Admission, DoorbellThatCouldBlockIsRefused) {
 }
 
 TEST_F(Admission, DeadlineNamesWhoIsMissingAndWhoWasRefused) {
-  std::thread stranger([&] {
+  const std::jthread stranger([&] {
     try {
       reaction_to("garbage");
     } catch (const c10::Error&) {
     }
   });
   try {
-    admit_members(listener_, place_, {1, 5}, deadline_after(milliseconds(1000)), kNoTick);
-    FAIL();
+    admit_members(listener_, place_, {1, 5}, deadline_after(milliseconds(5000)), kNoTick);
+    ADD_FAILURE();
   } catch (const c10::DistBackendError& error) {
     const std::string text = error.what_without_backtrace();
     EXPECT_NE(text.find("ranks 1, 5 did not connect"), std::string::npos) << text;
     EXPECT_NE(text.find("1 connections did not prove"), std::string::npos) << text;
   }
-  stranger.join();
 }
 
 TEST(ProvenConnection, MessagesCannotBeReplayedReorderedOrReflected) {

@@ -164,7 +164,7 @@ TEST(Bootstrap, SecondGroupOnTheSameStoreNeedsItsOwnPrefixOnly) {
 }
 
 TEST(Bootstrap, MissingRanksAreNamed) {
-  auto outcomes = run(4, [](int) { return small_options(milliseconds(2000)); }, {1, 3});
+  auto outcomes = run(4, [](int) { return small_options(milliseconds(5000)); }, {1, 3});
   for (const int rank : {0, 2}) {
     const std::string& error = outcomes[rank].error;
     EXPECT_EQ(error.rfind("[zeropg rank " + std::to_string(rank) + "/4] bootstrap: ", 0), 0U) << error;
@@ -173,7 +173,7 @@ TEST(Bootstrap, MissingRanksAreNamed) {
 }
 
 TEST(Bootstrap, MissingRankZeroIsNamed) {
-  auto outcomes = run(2, [](int) { return small_options(milliseconds(2000)); }, {0});
+  auto outcomes = run(2, [](int) { return small_options(milliseconds(5000)); }, {0});
   EXPECT_NE(outcomes[1].error.find("rank 0 did not come"), std::string::npos) << outcomes[1].error;
 }
 
@@ -297,7 +297,7 @@ TEST(Bootstrap, ARankOfAnotherNodeThatStaysAwayIsNamed) {
   auto outcomes = run(3,
                       [](int rank) {
                         BootstrapOptions options = options_on(std::to_string(rank));
-                        options.timeout = milliseconds(2000);
+                        options.timeout = milliseconds(5000);
                         return options;
                       },
                       {2});

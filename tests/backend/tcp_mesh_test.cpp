@@ -98,7 +98,7 @@ TEST(TcpMesh, AnotherSecretIsToldBeforeTheDeadline) {
   std::vector<Node> nodes(2);
   std::vector<Descriptor> none;
   std::thread thread([&] {
-    const std::string error = connect(nodes[0], plan_for(0, nodes), &none, milliseconds(2'000));
+    const std::string error = connect(nodes[0], plan_for(0, nodes), &none, milliseconds(5'000));
     EXPECT_NE(error.find("rank 1 did not connect"), std::string::npos) << error;
     EXPECT_NE(error.find("1 connections did not prove the group's secret"), std::string::npos) << error;
   });
@@ -135,7 +135,7 @@ TEST(TcpMesh, AnImpostorIsNotBelievedAndAReplayIsRefused) {
 
   const Descriptor replay = dial(nodes[0]);
   ::send(replay.get(), recorded.data(), recorded.size(), MSG_NOSIGNAL);
-  const std::string refused = connect(nodes[0], plan_for(0, nodes), &none, milliseconds(2000));
+  const std::string refused = connect(nodes[0], plan_for(0, nodes), &none, milliseconds(5'000));
   EXPECT_NE(refused.find("did not prove"), std::string::npos) << refused;
 }
 

@@ -26,7 +26,8 @@ SEED = random.randrange(1 << 32)
 ROUNDS = 2
 RANKS = 3
 TIMEOUT_SECONDS = 3.0
-LIMIT_SECONDS = TIMEOUT_SECONDS + 2.5  # for an error to come; the machine may be busy
+LIMIT_SECONDS = TIMEOUT_SECONDS + 20  # for an error to come; the machine may be busy, and the world has 70 s
+AT_ONCE_SECONDS = 15.0  # where the group has twice as long
 
 Call = Callable[[Any, int], Any]  # (group, number of float32 per rank)
 
@@ -128,7 +129,7 @@ def die_in(name: str, victim: int, seed: int) -> tuple[str, float]:
     chance = random.Random(seed)
     count = chance.choice(COUNTS)
     delay = chance.uniform(0, 0.1)
-    group = dist.new_group(timeout=timedelta(seconds=30))  # a death is noticed at once, not at the deadline
+    group = new_group_with(2 * AT_ONCE_SECONDS)  # a death is noticed at once, not at the deadline
     CALLS[name](group, count)
     dist.barrier()  # everybody has had its part of the first call
     if rank == victim:
@@ -150,7 +151,7 @@ def test_a_rank_killed_at_any_moment_is_named_at_once(name: str) -> None:
             error, seconds = answers[rank]
             check_error(error, rank)
             assert f"the process of rank {victim} died" in error, error
-            assert seconds < 3, (seconds, error)
+            assert seconds < AT_ONCE_SECONDS, (seconds, error)
 
 
 def test_a_rank_killed_at_any_moment_on_another_host_is_named_at_once() -> None:
@@ -164,7 +165,7 @@ def test_a_rank_killed_at_any_moment_on_another_host_is_named_at_once() -> None:
             error, seconds = answers[rank]
             check_error(error, rank)
             assert re.search(f"the (process|connection) (of|to) rank {victim} (died|broke)", error), error
-            assert seconds < 3, (seconds, error)
+            assert seconds < AT_ONCE_SECONDS, (seconds, error)
 
 
 def stop_in(names: list[str], seed: int) -> list[tuple[str, int, int, str, float]]:
@@ -244,7 +245,7 @@ def differ(seed: int, rounds: int) -> list[tuple[str, str, int, str, float]]:
         usual, other = chance.sample(sorted(MISTAKES), 2)
         mistaken = chance.randrange(size)
         delays = [chance.choice([0, 0, 0.02]) for _ in range(size)]
-        group = new_group_with(TIMEOUT_SECONDS)
+        group = new_group_with(2 * AT_ONCE_SECONDS)  # a mistake is noticed at once, too
         time.sleep(delays[rank])
         start = time.monotonic()
         error = "no error"
@@ -270,7 +271,7 @@ def test_different_calls_are_an_error_on_every_rank(hosts: tuple[int, ...]) -> N
             what = (usual, other, mistaken, rank, seconds, error)
             check_error(error, rank)
             assert "the ranks made different calls" in error or "which expects" in error, what
-            assert seconds < LIMIT_SECONDS, what
+            assert seconds < AT_ONCE_SECONDS, what
 
 
 def stop_while_connecting(victim: int, delay: float) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.spawn import run_ranks
 
 SEED = random.randrange(1 << 32)
+AT_ONCE_SECONDS = 15  # about 50 ms on a machine that is not busy; each deadline is 30 s away or more
 
 
 class Rung(Exception):
@@ -63,7 +64,7 @@ def wait_for_a_signal(name: str, seed: int) -> float:
 @pytest.mark.parametrize("name", WAITS)
 def test_a_signal_is_handled_in_the_middle_of_a_wait(name: str) -> None:
     late = run_ranks(2, wait_for_a_signal, name, SEED)[0]
-    assert late < 1, late  # about 50 ms on a machine that is not busy
+    assert late < AT_ONCE_SECONDS, late
 
 
 def wait_for_a_signal_while_connecting(seed: int) -> tuple[float, str]:
@@ -94,6 +95,6 @@ def wait_for_a_signal_while_connecting(seed: int) -> tuple[float, str]:
 
 def test_a_signal_is_handled_while_a_group_is_made() -> None:
     (late, _), (seconds, error) = run_ranks(2, wait_for_a_signal_while_connecting, SEED, backend="gloo")
-    assert 0 < late < 1, late
+    assert 0 < late < AT_ONCE_SECONDS, late
     assert "rank 0: " in error and "interrupted" in error, error
-    assert seconds < 5, seconds
+    assert seconds < AT_ONCE_SECONDS, seconds

@@ -300,4 +300,4 @@ def interrupt_waits() -> float:
 
 
 def test_a_signal_interrupts_a_wait_and_the_operation_goes_on() -> None:
-    assert run_ranks(2, interrupt_waits)[0] < 2  # 0.05 where nobody else runs; the deadline is 42 away
+    assert run_ranks(2, interrupt_waits)[0] < 15  # 0.05 where nobody else runs; the deadline is 42 away

@@ -228,7 +228,7 @@ def test_groups_are_made_and_dropped_in_callbacks() -> None:
 
 
 SCRIPT = """
-import sys, threading, time
+import contextlib, sys, threading, time
 import torch
 import torch.distributed as dist
 import zeropg
@@ -239,13 +239,14 @@ rank = int(sys.argv[1])
 dist.init_process_group("zeropg", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
 groups = [dist.new_group() for _ in range(4)]
 split = dist.group.WORLD.split_group([0, 1], group_name="child")
-for group in groups:
-    for _ in range(3):
-        tensor = torch.ones(2000, requires_grad=True).detach()  # has a PyObject of its own
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        work.get_future().then(lambda done: [time.sleep(0.01), done.value()[0].sum().item()])
-        del tensor, work
-split.allreduce([torch.ones(5)])
+with contextlib.suppress(*{suppressed}):
+    for group in groups:
+        for _ in range(3):
+            tensor = torch.ones(2000, requires_grad=True).detach()  # has a PyObject of its own
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            work.get_future().then(lambda done: [time.sleep(0.01), done.value()[0].sum().item()])
+            del tensor, work
+    split.allreduce([torch.ones(5)])
 {ending}
 print("done")
 """
@@ -253,7 +254,10 @@ ENDINGS = {
     "without destroying anything": "dist.barrier()",
     "some groups dropped": "dist.barrier(); dist.destroy_process_group(groups.pop()); del groups[:2], split",
     "while callbacks run": "",
-    "while a callback waits": "if rank == 0: dist.all_reduce(torch.ones(1), async_op=True).get_future().then(print)",
+    "while a callback waits": (
+        "with contextlib.suppress(dist.DistBackendError):\n"
+        "    if rank == 0: dist.all_reduce(torch.ones(1), async_op=True).get_future().then(print)"
+    ),
     "after an abort": "dist.barrier(); groups[0]._get_backend(torch.device('cpu')).abort()",
     "with a thread that waits": (
         "dist.barrier()\n"
@@ -268,7 +272,12 @@ ENDINGS = {
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_interpreter_ends_cleanly(ending: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    script = textwrap.dedent(SCRIPT).format(port=store.port, ending=ENDINGS[ending])
+    script = textwrap.dedent(SCRIPT).format(
+        port=store.port,
+        ending=ENDINGS[ending],
+        # Nothing holds a rank back before these two: it may be gone when a slow peer still makes calls.
+        suppressed="[dist.DistBackendError]" if ending.startswith("while ") else "[]",
+    )
     # torch's flight recorder dumps what failed on a thread of its own and gives up waiting for it after 15 s. On a busy
     # machine that thread outlived the interpreter once, and its wish for the GIL aborted the process.
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "0"}

@@ -112,6 +112,7 @@ def wait_for_nobody() -> None:
     if dist.get_rank() == 1:
         window.signal(0, False)
     elif dist.get_rank() == 0:
+        give_seconds(group, 60)
         window.wait_signal(1, False)  # the one that came too late
 
 
@@ -122,7 +123,7 @@ def wait_for_the_dead() -> None:
     start = time.monotonic()
     with pytest.raises(dist.DistBackendError, match="rank 1"):
         window.wait_signal(1, False)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
 
 def test_a_signal_that_does_not_come_is_an_error(run: Callable[..., Any]) -> None:

@@ -161,7 +161,8 @@ def test_a_model_that_one_rank_cannot_shard_is_an_error_on_all_at_once() -> None
 
 # --- ranks that fail ---
 
-DEADLINE_SECONDS = 6.0
+AT_ONCE_SECONDS = 25.0  # well before the deadline
+DEADLINE_SECONDS = 60.0
 OWN_GROUP = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # over the store of the pool, which no death takes away
 
 
@@ -197,7 +198,7 @@ def train_and_fail(stage: int, moment: str, how: str, backend: str) -> str:
             optimizer.zero_grad()
     except Exception as error:
         seconds = time.monotonic() - begin
-        assert seconds < DEADLINE_SECONDS + 4, f"{seconds} s"
+        assert seconds < AT_ONCE_SECONDS, f"{seconds} s"
         if victim:
             dist.destroy_process_group()  # as at the end of a program that raised
         return f"{type(error).__name__}: {error}"
@@ -210,7 +211,7 @@ def test_a_rank_that_fails_is_named_by_all_others(moment: str, how: str) -> None
     stage = 1 if (moment, how) == ("backward", "raise") else 3
     died = (1,) if how == "kill" else ()
     with RankPool(3, backend=None, env=OWN_GROUP) as pool:
-        results = pool.run(train_and_fail, stage, moment, how, "zeropg", timeout=40, expect_death=died)
+        results = pool.run(train_and_fail, stage, moment, how, "zeropg", timeout=90, expect_death=died)
     assert results[1] == (None if how == "kill" else "ArithmeticError: mine")
     for rank in (0, 2):
         assert "rank 1" in results[rank] and f"[zeropg rank {rank}/3]" in results[rank], results[rank]
@@ -219,7 +220,7 @@ def test_a_rank_that_fails_is_named_by_all_others(moment: str, how: str) -> None
 
 def test_a_rank_that_dies_under_gloo_leaves_nobody_hanging() -> None:
     with RankPool(2, backend=None, env=OWN_GROUP) as pool:
-        results = pool.run(train_and_fail, 3, "backward", "kill", "gloo", timeout=40, expect_death=(1,))
+        results = pool.run(train_and_fail, 3, "backward", "kill", "gloo", timeout=90, expect_death=(1,))
     assert results[0] is not None and results[0] != "nothing raised"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import run_program
 from zeropg import __main__ as program
 from zeropg import _machine
 from zeropg.bench import harness
@@ -23,7 +24,7 @@ QUICK = ["--rounds", "2", "--iterations", "2", "-w", "1", "--even-if-busy"]
 
 def run(*arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zeropg", *arguments]
-    return subprocess.run(command, capture_output=True, check=False, text=True, timeout=timeout, env=ENVIRONMENT)
+    return run_program(command, timeout=timeout, env=ENVIRONMENT)
 
 
 def test_collectives_check_time_and_file_every_operation(tmp_path):

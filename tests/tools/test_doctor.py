@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import run_program
 from zeropg import __main__ as program
 from zeropg import _machine
 from zeropg._native import _C
@@ -23,7 +23,7 @@ def find(findings, topic: str) -> Finding:
 
 def test_doctor_checks_this_machine_and_two_ranks_add_up():
     command = [sys.executable, "-m", "zeropg", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=150)
+    done = run_program(command, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     findings = {entry["topic"]: entry for entry in report["findings"]}

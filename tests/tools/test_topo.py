@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+from tests.processes import run_program
 from tests.spawn import run_ranks
 from zeropg.topo import measure
 
@@ -16,7 +17,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 def run(*arguments: str, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks else []
     command = [sys.executable, "-m", *torchrun, "zeropg", "topo", *arguments]
-    return subprocess.run(command, capture_output=True, check=False, text=True, timeout=120, env=ENVIRONMENT)
+    return run_program(command, timeout=120, env=ENVIRONMENT)
 
 
 def test_alone_it_shows_this_machine():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.processes import kill_with_children, run_program
 
 from zeropg.train.options import parse
 
@@ -29,7 +30,7 @@ def launch(*arguments: str, ranks: int | None = None) -> list[str]:
 
 def run(*arguments: str, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
     command = launch(*arguments, ranks=ranks)
-    return subprocess.run(command, capture_output=True, check=False, text=True, timeout=120, env=ENVIRONMENT)
+    return run_program(command, timeout=120, env=ENVIRONMENT)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_ctrl_c_leaves_no_process(tmp_path):
     command = launch("train", *TINY, "--steps", "1000000", "--output", str(tmp_path), ranks=2)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as launcher:
         assert launcher.stderr is not None
-        watchdog = threading.Timer(100, launcher.kill)  # only if the run hangs
+        watchdog = threading.Timer(100, kill_with_children, [launcher.pid])  # only if the run hangs
         watchdog.daemon = True
         watchdog.start()
         shown = ""
