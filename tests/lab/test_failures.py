@@ -39,10 +39,10 @@ class Failure(NamedTuple):
     time: float  # of the machine's clock
 
 
-def join() -> None:
+def join(timeout: float = JOIN_TIMEOUT) -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timedelta(seconds=60))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    limit = timedelta(seconds=JOIN_TIMEOUT)
+    limit = timedelta(seconds=timeout)
     dist.init_process_group("zeropg", store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
