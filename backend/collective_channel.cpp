@@ -295,8 +295,8 @@ void CollectiveChannel::check(CollectiveJob& job) {
   }
   throw_if_lost(label, has_moved ? PeerStates{} : peers, awaited);
   job.execution->note_wait();
-  const auto waited = std::chrono::steady_clock::now() - *job.start;
-  if (waited < job.work->timeout()) {
+  const auto now = Clock::now();
+  if (!stall_watch_.may_blame(now, *job.start) || now - *job.start < job.work->timeout()) {
     return;
   }
   C10_THROW_ERROR(

@@ -14,6 +14,7 @@
 #include "backend/execution.h"
 #include "backend/group.h"
 #include "backend/planner.h"
+#include "backend/stall.h"
 #include "backend/work.h"
 
 namespace zeropg {
@@ -75,6 +76,7 @@ class CollectiveChannel final : public Channel {
 
   std::shared_ptr<Group> group_;  // life shared with the process group
   Engine& engine_;
+  StallWatch stall_watch_;           // of the thread that holds the channel
   std::atomic<int32_t> helpers_{0};  // threads inside help()
   std::mutex mutex_;
   std::condition_variable idle_;

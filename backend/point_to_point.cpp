@@ -265,9 +265,10 @@ void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& p
   if (!is_any || peers.failed >= 0 || !peers.dead.empty() || is_alone) {
     throw_if_lost(label, peers, awaited);
   }
-  const auto waited = std::chrono::steady_clock::now() - posted.start;
-  TORCH_CHECK_WITH(DistBackendError, waited < posted.message.work->timeout(), label.prefix(), ": timed out after ",
-                   posted.message.work->timeout().count(), " ms waiting for ",
+  const auto now = std::chrono::steady_clock::now();
+  const bool is_in_time = now - posted.start < posted.message.work->timeout();
+  TORCH_CHECK_WITH(DistBackendError, !stall_watch_.may_blame(now, posted.start) || is_in_time, label.prefix(),
+                   ": timed out after ", posted.message.work->timeout().count(), " ms waiting for ",
                    is_any ? std::string("any rank") : format_ranks(awaited), " with tag ", posted.message.tag,
                    group_->held_up(Lane::kPointToPoint, awaited), group_->silence(),
                    "; see what it does, or raise the timeout of the group.");

@@ -23,6 +23,7 @@
 #include "backend/message_inbox.h"
 #include "backend/message_outbox.h"
 #include "backend/posted_receives.h"
+#include "backend/stall.h"
 
 namespace zeropg {
 
@@ -68,6 +69,7 @@ class PointToPoint final : public Channel {
   std::vector<MessageInbox> inboxes_;    // per peer; guarded by mutex_
   PostedReceives posted_;                // guarded by mutex_
   uint64_t order_ = 0;                   // guarded by mutex_
+  StallWatch stall_watch_;               // guarded by mutex_
 };
 
 }  // namespace zeropg

@@ -25,7 +25,7 @@ const char* const kFailureKey = "zeropg/failure";
 const char* const kRollCallKey = "zeropg/roll_call";
 constexpr std::chrono::milliseconds kLookInterval{250};     // at the store; many ranks share one
 constexpr std::chrono::milliseconds kRollCall{1'000};       // for everybody to come by
-constexpr std::chrono::milliseconds kCausePatience{2'000};  // for the rank that broke a connection to say why
+constexpr std::chrono::milliseconds kCausePatience{5'000};  // for the rank that broke a connection to say why
 
 std::string address_key(int32_t rank) { return "zeropg/address/" + std::to_string(rank); }
 std::string rank_key(int32_t rank) { return "zeropg/rank/" + std::to_string(rank); }
@@ -211,9 +211,9 @@ std::string Rendezvous::find_cause(const std::string& failure, bool is_consequen
       return absent.empty() ? failure : failure + "; no sign of life from " + format_ranks(absent);
     }
     const auto end = Clock::now() + kCausePatience;
-    while (is_consequence && Clock::now() < end) {
+    for (bool is_last = !is_consequence; !is_last; std::this_thread::sleep_for(kPause)) {
+      is_last = Clock::now() >= end;  // before the look: on a busy machine a pause may outlast the patience
       if (const std::string cause = reported_failure(); !cause.empty()) return cause;
-      std::this_thread::sleep_for(kPause);
     }
   } catch (const std::exception&) {
     // The store is what failed, or it is gone.

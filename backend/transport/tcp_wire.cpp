@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <thread>
 #include <utility>
 
@@ -203,14 +204,17 @@ void TcpWire::drop(int32_t peer, const std::string& reason, FrameSink& sink) {
 }
 
 // What is still on its way when a socket with unread bytes is closed may be thrown away on both sides. So the end is
-// said first, and the socket is closed when the peer's system has everything.
+// said first, and the socket is closed when the peer's system has everything. The patience is with a peer that takes
+// nothing, not with a slow one.
 void TcpWire::close(std::chrono::milliseconds patience) {
   if (!epoll_) return;
-  const auto deadline = std::chrono::steady_clock::now() + patience;
+  auto deadline = Clock::now() + patience;
+  size_t least_left = std::numeric_limits<size_t>::max();
   bool is_pending = true;
   while (is_pending) {
     is_pending = false;
-    const bool is_late = std::chrono::steady_clock::now() >= deadline;
+    const bool is_late = Clock::now() >= deadline;
+    size_t left = 0;
     for (Connection& connection : connections_) {
       if (!connection.socket) continue;
       const bool is_flushed = flush(connection);
@@ -228,7 +232,12 @@ void TcpWire::close(std::chrono::milliseconds patience) {
         connection = Connection();
       } else {
         is_pending = true;
+        left += connection.waiting.size() - connection.waiting_sent + static_cast<size_t>(unacknowledged);
       }
+    }
+    if (left < least_left) {
+      least_left = left;
+      deadline = Clock::now() + patience;
     }
     if (is_pending) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -187,6 +187,30 @@ def test_a_stopped_rank_is_named_when_the_deadline_passes(call: str) -> None:
     assert "rank" in answers[1][0] and "timed out" in answers[1][0], answers[1]
 
 
+def stand_still(call: str, seconds: float) -> str:
+    """All ranks stop in the middle of a wait, as on a virtual machine that gets no CPU, for longer than the deadline."""
+    rank = dist.get_rank()
+    pids: list[Any] = [None] * 2
+    dist.all_gather_object(pids, os.getpid())
+    group = dist.new_group()
+    dist.barrier(group)
+    give_seconds(group, seconds)
+    ranks = " ".join(str(pid) for pid in pids)
+    if rank == 0:
+        script = f"sleep 0.5; kill -STOP {ranks}; sleep {seconds + 1}; kill -CONT {ranks}"
+        subprocess.Popen(["sh", "-c", script], start_new_session=True)
+    else:
+        time.sleep(1)  # so that rank 0 waits when both stop
+    if call == "receive":
+        return error_of(lambda: dist.recv(torch.ones(3), 1, group=group) if rank == 0 else dist.send(torch.ones(3), 0, group=group))
+    return error_of(lambda: dist.all_reduce(torch.ones(3), group=group, async_op=call == "asynchronous"))
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "asynchronous", "receive"])
+def test_nobody_is_blamed_when_the_whole_machine_stood_still(call: str) -> None:
+    assert run_ranks(2, stand_still, call, 2.5) == ["no error"] * 2
+
+
 def check_late_rank() -> tuple[str, float]:
     group = new_group_with(1)
     start = time.monotonic()
