@@ -60,7 +60,7 @@ class GradientReducer {
   // Sets accumulated gradients to zero and keeps them present (zero_grad(set_to_none=False)).
   void zero();
   void scale(double factor);
-  // Makes every `.grad` whole, in the master dtype, until hide_full(). Collective.
+  // Makes every `.grad` whole, in the master dtype, until hide_full(). Collective. Hidden again where it throws.
   void show_full();
   void hide_full();
 
@@ -90,6 +90,7 @@ class GradientReducer {
   bool share_which_slots_have_gradients(uint64_t fingerprint);
   void show_gradients();
   void show(Bucket& bucket, Slot& slot);
+  void show_full(Bucket& bucket);
   at::Tensor gather(const Bucket& bucket);  // [total_numel], collective
   Bucket& bucket_of(const FlatParameter& flat);
   const Bucket& bucket_of(const FlatParameter& flat) const;
