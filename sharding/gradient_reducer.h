@@ -47,6 +47,8 @@ class GradientReducer {
   // Sends what has not been sent, waits, makes gradients visible. Collective when begin_backward said synchronize; then
   // returns whether every rank passed the same `fingerprint`.
   bool finish_backward(uint64_t fingerprint);
+  // Whether the backward that runs does that.
+  bool synchronizes() const { return synchronize_; }
   // Forgets a backward that raised, and with it all gradients: some are complete and some are not.
   void abandon_backward();
 

@@ -14,6 +14,7 @@
 #include <exception>
 #include <iterator>
 #include <tuple>
+#include <utility>
 
 #include "sharding/clip.h"
 
@@ -148,7 +149,7 @@ void ShardedModule::unshard(Unit& unit, bool writable) {
   }
   at::NoGradGuard no_grad;
   if (fetch_->is_collective() && full_depth_ == 0) {
-    unshard_order_.push_back(&unit - units_.data());
+    unshard_order_.add(&unit - units_.data());
   }
   for (FlatParameter* flat : unit.flats) {
     if (!flat->is_attached()) {
@@ -176,7 +177,7 @@ void ShardedModule::recover_from_broken_backward() {
   }
   is_in_backward_ = false;
   reducer_->abandon_backward();
-  unshard_order_.clear();
+  unshard_order_ = UnitOrder();
   for (Unit& unit : units_) {
     unit.is_in_backward = false;
     unit.waits_for_inputs = false;
@@ -276,17 +277,16 @@ void ShardedModule::finish_backward() {
     unit.waits_for_inputs = false;
     reshard(unit);
   }
-  uint64_t fingerprint = 14695981039346656037ULL;  // FNV-1a
-  for (int64_t unit : unshard_order_) {
-    fingerprint = (fingerprint ^ static_cast<uint64_t>(unit + 1)) * 1099511628211ULL;
-  }
-  const bool is_same_order = reducer_->finish_backward(fingerprint);
+  const bool is_compared = reducer_->synchronizes();
+  const bool is_same_order = reducer_->finish_backward(unshard_order_.fingerprint());
   is_in_backward_ = false;
-  std::vector<int64_t> order;
-  order.swap(unshard_order_);
+  if (!is_compared) {
+    return;  // inside no_sync: the order is kept until ranks next meet
+  }
+  const UnitOrder order = std::exchange(unshard_order_, UnitOrder());
   if (!is_same_order) {
-    std::string names;
-    for (int64_t unit : order) {
+    std::string names = order.is_cut() ? "..." : "";
+    for (int64_t unit : order.last()) {
       names += (names.empty() ? "" : ", ") + (units_[unit].name.empty() ? std::string("(root)") : units_[unit].name);
     }
     C10_THROW_ERROR(

@@ -14,6 +14,7 @@
 #include "sharding/gradient_reducer.h"
 #include "sharding/options.h"
 #include "sharding/unit.h"
+#include "sharding/unit_order.h"
 
 namespace zeropg {
 
@@ -109,7 +110,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   std::unique_ptr<GradientReducer> reducer_;
   bool synchronize_ = true;
   bool is_in_backward_ = false;
-  std::vector<int64_t> unshard_order_;  // units, since the last backward; kept where unsharding is collective
+  UnitOrder unshard_order_;  // since ranks last compared it; kept where unsharding is collective
   int full_depth_ = 0;
   bool is_full_writable_ = false;
 };
