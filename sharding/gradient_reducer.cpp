@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 namespace zeropg {
 namespace {
@@ -443,10 +444,17 @@ void GradientReducer::show(Bucket& bucket, Slot& slot) {
 void GradientReducer::abandon_backward() {
   for (Bucket& bucket : buckets_) {
     if (bucket.work) {
+      // Where the group has failed, its own error is raised by the next collective. Anything else is what a signal
+      // handler raised: the work still runs, so it and its buffers stay until the next call.
       try {
         communicator_.wait(bucket.work);
-      } catch (const std::exception&) {
-        // The group has failed; its own error is raised by the next collective.
+      } catch (const c10::Error&) {
+      } catch (const std::runtime_error&) {  // gloo's
+      } catch (...) {
+        if (bucket.work->isCompleted()) {
+          bucket.work.reset();
+        }
+        throw;
       }
       bucket.work.reset();
     }

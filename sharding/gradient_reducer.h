@@ -50,6 +50,7 @@ class GradientReducer {
   // Whether the backward that runs does that.
   bool synchronizes() const { return synchronize_; }
   // Forgets a backward that raised, and with it all gradients: some are complete and some are not.
+  // Waits for what is on the wire; where a signal handler ends that, throws what it raised, to be called again.
   void abandon_backward();
 
   // Whether every slot of `flat` has got its gradient in this backward on this rank.

@@ -175,8 +175,8 @@ void ShardedModule::recover_from_broken_backward() {
   if (!is_in_backward_ || is_autograd_running()) {
     return;
   }
-  is_in_backward_ = false;
   reducer_->abandon_backward();
+  is_in_backward_ = false;  // not before: where a signal handler ends the waiting, the next call does this again
   unshard_order_ = UnitOrder();
   for (Unit& unit : units_) {
     unit.is_in_backward = false;
