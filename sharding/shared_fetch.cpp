@@ -73,8 +73,13 @@ class SharedFetch final : public Fetch {
   void begin_update() override {
     const uint64_t update = ++updates_;
     segment_->publish(kDoneReading, update);
-    communicator_.timed(
-        [&] { segment_->wait_all(kDoneReading, update, timeout_, "all ranks to finish reading parameters"); });
+    try {
+      communicator_.timed(
+          [&] { segment_->wait_all(kDoneReading, update, timeout_, "all ranks to finish reading parameters"); });
+    } catch (...) {  // nothing was written: the old values are what this update has, and nobody may wait for others
+      segment_->publish(kPublished, update);
+      throw;
+    }
   }
 
   void end_update(const std::vector<FlatParameter*>&) override { segment_->publish(kPublished, updates_); }

@@ -147,3 +147,24 @@ def interrupt_recovery(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_cleaning_up_a_backward_that_raised(stage: int) -> None:
     run_ranks(2, interrupt_recovery, stage)
+
+
+def interrupt_step(stage: int) -> None:
+    x = torch.ones(2, 5, dtype=DOUBLE)
+    model = zeropg.fully_shard(make_linear(), stage=stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    model(x).square().sum().backward()
+    interrupt_rank_0(optimizer.step)
+    plain = make_linear()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = 0.1
+    for _ in range(2):
+        assert close(model(x), plain(x))
+        for one, stepper in ((model, optimizer), (plain, plain_optimizer)):
+            stepper.zero_grad()
+            one(x).square().sum().backward()
+            stepper.step()
+
+
+def test_the_beginning_of_a_step() -> None:
+    run_ranks(2, interrupt_step, 3)
