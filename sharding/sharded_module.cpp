@@ -49,6 +49,13 @@ std::shared_ptr<ShardedModule> ShardedModule::create(const std::vector<UnitSourc
                                                      c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                      c10::intrusive_ptr<c10d::ProcessGroup> reduction_group,
                                                      const ShardingOptions& options) {
+  const int rank = group->getRank();
+  const int world_size = group->getSize();
+  TORCH_CHECK_VALUE(reduction_group->getRank() == rank && reduction_group->getSize() == world_size, "[zeropg rank ",
+                    rank, "/", world_size, "] fully_shard: this rank is rank ", reduction_group->getRank(), " of ",
+                    reduction_group->getSize(),
+                    " in the reduction group; expected a group of the same ranks in the same order, since each rank "
+                    "keeps the slices of its number. Make it with the ranks of the first group, in their order.");
   auto module =
       std::shared_ptr<ShardedModule>(new ShardedModule(std::move(group), std::move(reduction_group), options));
   module->build(units);
