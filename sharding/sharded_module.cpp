@@ -177,9 +177,11 @@ void ShardedModule::reshard(Unit& unit) {
   unit.is_whole = false;
 }
 
-// A backward that raised ran no callback at its end. Its gradients are incomplete and must not reach the next step.
+// A backward that raised ran no callback at its end: autograd dropped it, and with it the token. Its gradients are
+// incomplete and must not reach the next step.
 void ShardedModule::recover_from_broken_backward() {
-  if (!is_in_backward_ || is_autograd_running()) {
+  const bool still_runs = is_autograd_running() && !backward_token_.expired();
+  if (!is_in_backward_ || still_runs) {
     return;
   }
   reducer_->abandon_backward();
@@ -246,12 +248,15 @@ void ShardedModule::post_forward(int64_t index, const std::vector<at::Tensor>& o
 }
 
 void ShardedModule::begin_backward() {
+  recover_from_broken_backward();  // no forward need lie between that one and this
   if (is_in_backward_) {
     return;
   }
   is_in_backward_ = true;
   reducer_->begin_backward(synchronize_);
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+  const auto token = std::make_shared<int>();
+  backward_token_ = token;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), token] {
     if (const auto self = weak.lock()) {
       self->finish_backward();
     }
