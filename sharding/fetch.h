@@ -28,7 +28,8 @@ class Fetch {
   virtual bool is_collective() const = 0;
 
   // Bracket every change of masters (optimizer step, loading). Collective. begin_update returns when no rank reads the
-  // old values any more; end_update makes the new ones visible to the next unshard on every rank.
+  // old values any more; end_update makes the new ones visible to the next unshard on every rank. A begin_update that
+  // throws has ended the update too.
   virtual void begin_update() = 0;
   virtual void end_update(const std::vector<FlatParameter*>& flats) = 0;
 

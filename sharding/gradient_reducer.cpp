@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 namespace zeropg {
 namespace {
@@ -443,10 +444,17 @@ void GradientReducer::show(Bucket& bucket, Slot& slot) {
 void GradientReducer::abandon_backward() {
   for (Bucket& bucket : buckets_) {
     if (bucket.work) {
+      // Where the group has failed, its own error is raised by the next collective. Anything else is what a signal
+      // handler raised: the work still runs, so it and its buffers stay until the next call.
       try {
         communicator_.wait(bucket.work);
-      } catch (const std::exception&) {
-        // The group has failed; its own error is raised by the next collective.
+      } catch (const c10::Error&) {
+      } catch (const std::runtime_error&) {  // gloo's
+      } catch (...) {
+        if (bucket.work->isCompleted()) {
+          bucket.work.reset();
+        }
+        throw;
       }
       bucket.work.reset();
     }
@@ -462,11 +470,12 @@ void GradientReducer::abandon_backward() {
       slot.is_filled = false;
       slot.has_gradient = false;
       at::Tensor& gradient = bucket.flat->slots()[slot.index].parameter.mutable_grad();
-      if (is_same_tensor(gradient, slot.shown)) {
+      if (is_showing_full_ || is_same_tensor(gradient, slot.shown)) {
         gradient.reset();
       }
     }
   }
+  is_showing_full_ = false;
   next_to_launch_ = 0;
 }
 
@@ -541,17 +550,25 @@ void GradientReducer::show_full() {
     return;
   }
   is_showing_full_ = true;
-  for (Bucket& bucket : buckets_) {
-    if (!bucket.is_kept_valid) {
-      continue;
-    }
-    const at::Tensor whole = gather(bucket);
-    for (Slot& slot : bucket.slots) {
-      const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
-      if (is_same_tensor(parameter_slot.parameter.grad(), slot.shown)) {
-        parameter_slot.parameter.mutable_grad() =
-            whole.narrow(0, parameter_slot.offset, parameter_slot.numel).view(parameter_slot.parameter.sizes());
+  try {
+    for (Bucket& bucket : buckets_) {
+      if (bucket.is_kept_valid) {
+        show_full(bucket);
       }
+    }
+  } catch (...) {  // nobody will call hide_full, and absorb would see nothing of what users do to `.grad`
+    hide_full();
+    throw;
+  }
+}
+
+void GradientReducer::show_full(Bucket& bucket) {
+  const at::Tensor whole = gather(bucket);
+  for (Slot& slot : bucket.slots) {
+    const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
+    if (is_same_tensor(parameter_slot.parameter.grad(), slot.shown)) {
+      parameter_slot.parameter.mutable_grad() =
+          whole.narrow(0, parameter_slot.offset, parameter_slot.numel).view(parameter_slot.parameter.sizes());
     }
   }
 }

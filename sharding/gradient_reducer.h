@@ -47,7 +47,10 @@ class GradientReducer {
   // Sends what has not been sent, waits, makes gradients visible. Collective when begin_backward said synchronize; then
   // returns whether every rank passed the same `fingerprint`.
   bool finish_backward(uint64_t fingerprint);
+  // Whether the backward that runs does that.
+  bool synchronizes() const { return synchronize_; }
   // Forgets a backward that raised, and with it all gradients: some are complete and some are not.
+  // Waits for what is on the wire; where a signal handler ends that, throws what it raised, to be called again.
   void abandon_backward();
 
   // Whether every slot of `flat` has got its gradient in this backward on this rank.
@@ -60,7 +63,7 @@ class GradientReducer {
   // Sets accumulated gradients to zero and keeps them present (zero_grad(set_to_none=False)).
   void zero();
   void scale(double factor);
-  // Makes every `.grad` whole, in the master dtype, until hide_full(). Collective.
+  // Makes every `.grad` whole, in the master dtype, until hide_full(). Collective. Hidden again where it throws.
   void show_full();
   void hide_full();
 
@@ -90,6 +93,7 @@ class GradientReducer {
   bool share_which_slots_have_gradients(uint64_t fingerprint);
   void show_gradients();
   void show(Bucket& bucket, Slot& slot);
+  void show_full(Bucket& bucket);
   at::Tensor gather(const Bucket& bucket);  // [total_numel], collective
   Bucket& bucket_of(const FlatParameter& flat);
   const Bucket& bucket_of(const FlatParameter& flat) const;

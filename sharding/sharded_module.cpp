@@ -14,6 +14,7 @@
 #include <exception>
 #include <iterator>
 #include <tuple>
+#include <utility>
 
 #include "sharding/clip.h"
 
@@ -48,6 +49,13 @@ std::shared_ptr<ShardedModule> ShardedModule::create(const std::vector<UnitSourc
                                                      c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                      c10::intrusive_ptr<c10d::ProcessGroup> reduction_group,
                                                      const ShardingOptions& options) {
+  const int rank = group->getRank();
+  const int world_size = group->getSize();
+  TORCH_CHECK_VALUE(reduction_group->getRank() == rank && reduction_group->getSize() == world_size, "[zeropg rank ",
+                    rank, "/", world_size, "] fully_shard: this rank is rank ", reduction_group->getRank(), " of ",
+                    reduction_group->getSize(),
+                    " in the reduction group; expected a group of the same ranks in the same order, since each rank "
+                    "keeps the slices of its number. Make it with the ranks of the first group, in their order.");
   auto module =
       std::shared_ptr<ShardedModule>(new ShardedModule(std::move(group), std::move(reduction_group), options));
   module->build(units);
@@ -148,7 +156,7 @@ void ShardedModule::unshard(Unit& unit, bool writable) {
   }
   at::NoGradGuard no_grad;
   if (fetch_->is_collective() && full_depth_ == 0) {
-    unshard_order_.push_back(&unit - units_.data());
+    unshard_order_.add(&unit - units_.data());
   }
   for (FlatParameter* flat : unit.flats) {
     if (!flat->is_attached()) {
@@ -169,14 +177,16 @@ void ShardedModule::reshard(Unit& unit) {
   unit.is_whole = false;
 }
 
-// A backward that raised ran no callback at its end. Its gradients are incomplete and must not reach the next step.
+// A backward that raised ran no callback at its end: autograd dropped it, and with it the token. Its gradients are
+// incomplete and must not reach the next step.
 void ShardedModule::recover_from_broken_backward() {
-  if (!is_in_backward_ || is_autograd_running()) {
+  const bool still_runs = is_autograd_running() && !backward_token_.expired();
+  if (!is_in_backward_ || still_runs) {
     return;
   }
-  is_in_backward_ = false;
   reducer_->abandon_backward();
-  unshard_order_.clear();
+  is_in_backward_ = false;  // not before: where a signal handler ends the waiting, the next call does this again
+  unshard_order_ = UnitOrder();
   for (Unit& unit : units_) {
     unit.is_in_backward = false;
     unit.waits_for_inputs = false;
@@ -238,12 +248,15 @@ void ShardedModule::post_forward(int64_t index, const std::vector<at::Tensor>& o
 }
 
 void ShardedModule::begin_backward() {
+  recover_from_broken_backward();  // no forward need lie between that one and this
   if (is_in_backward_) {
     return;
   }
   is_in_backward_ = true;
   reducer_->begin_backward(synchronize_);
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+  const auto token = std::make_shared<int>();
+  backward_token_ = token;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), token] {
     if (const auto self = weak.lock()) {
       self->finish_backward();
     }
@@ -276,17 +289,16 @@ void ShardedModule::finish_backward() {
     unit.waits_for_inputs = false;
     reshard(unit);
   }
-  uint64_t fingerprint = 14695981039346656037ULL;  // FNV-1a
-  for (int64_t unit : unshard_order_) {
-    fingerprint = (fingerprint ^ static_cast<uint64_t>(unit + 1)) * 1099511628211ULL;
-  }
-  const bool is_same_order = reducer_->finish_backward(fingerprint);
+  const bool is_compared = reducer_->synchronizes();
+  const bool is_same_order = reducer_->finish_backward(unshard_order_.fingerprint());
   is_in_backward_ = false;
-  std::vector<int64_t> order;
-  order.swap(unshard_order_);
+  if (!is_compared) {
+    return;  // inside no_sync: the order is kept until ranks next meet
+  }
+  const UnitOrder order = std::exchange(unshard_order_, UnitOrder());
   if (!is_same_order) {
-    std::string names;
-    for (int64_t unit : order) {
+    std::string names = order.is_cut() ? "..." : "";
+    for (int64_t unit : order.last()) {
       names += (names.empty() ? "" : ", ") + (units_[unit].name.empty() ? std::string("(root)") : units_[unit].name);
     }
     C10_THROW_ERROR(

@@ -14,6 +14,7 @@
 #include "sharding/gradient_reducer.h"
 #include "sharding/options.h"
 #include "sharding/unit.h"
+#include "sharding/unit_order.h"
 
 namespace zeropg {
 
@@ -109,7 +110,8 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   std::unique_ptr<GradientReducer> reducer_;
   bool synchronize_ = true;
   bool is_in_backward_ = false;
-  std::vector<int64_t> unshard_order_;  // units, since the last backward; kept where unsharding is collective
+  std::weak_ptr<void> backward_token_;  // lives as long as autograd means to call finish_backward
+  UnitOrder unshard_order_;             // since ranks last compared it; kept where unsharding is collective
   int full_depth_ = 0;
   bool is_full_writable_ = false;
 };

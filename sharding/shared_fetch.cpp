@@ -23,8 +23,9 @@ class SharedFetch final : public Fetch {
  public:
   enum Counter { kDoneReading = 0, kPublished = 1 };
 
-  SharedFetch(Communicator& communicator, std::shared_ptr<SharedSegment> segment, std::chrono::milliseconds timeout)
-      : communicator_(communicator), segment_(std::move(segment)), timeout_(timeout) {}
+  SharedFetch(Communicator& communicator, std::shared_ptr<SharedSegment> segment,
+              c10::intrusive_ptr<ProcessGroupZero> group)
+      : communicator_(communicator), segment_(std::move(segment)), group_(std::move(group)) {}
 
   const char* name() const override { return "shared"; }
   bool is_collective() const override { return false; }
@@ -48,8 +49,9 @@ class SharedFetch final : public Fetch {
 
   void unshard(FlatParameter& flat, bool writable) override {
     if (seen_ < updates_) {
-      communicator_.timed(
-          [&] { segment_->wait_all(kPublished, updates_, timeout_, "the parameters of the last update"); });
+      communicator_.timed([&] {
+        segment_->wait_all(kPublished, updates_, group_->default_timeout(), "the parameters of the last update");
+      });
       seen_ = updates_;
     }
     const at::Tensor& whole = wholes_.at(&flat);
@@ -73,8 +75,14 @@ class SharedFetch final : public Fetch {
   void begin_update() override {
     const uint64_t update = ++updates_;
     segment_->publish(kDoneReading, update);
-    communicator_.timed(
-        [&] { segment_->wait_all(kDoneReading, update, timeout_, "all ranks to finish reading parameters"); });
+    try {
+      communicator_.timed([&] {
+        segment_->wait_all(kDoneReading, update, group_->default_timeout(), "all ranks to finish reading parameters");
+      });
+    } catch (...) {  // nothing was written: the old values are what this update has, and nobody may wait for others
+      segment_->publish(kPublished, update);
+      throw;
+    }
   }
 
   void end_update(const std::vector<FlatParameter*>&) override { segment_->publish(kPublished, updates_); }
@@ -89,7 +97,7 @@ class SharedFetch final : public Fetch {
  private:
   Communicator& communicator_;
   std::shared_ptr<SharedSegment> segment_;
-  std::chrono::milliseconds timeout_;
+  c10::intrusive_ptr<ProcessGroupZero> group_;  // of the communicator, which outlives this; its timeout may change
   BufferPool pool_;
   std::unordered_map<const FlatParameter*, at::Tensor> wholes_;
   uint64_t updates_ = 1;  // the initial values are update 1
@@ -107,8 +115,8 @@ std::unique_ptr<Fetch> make_shared_fetch(Communicator& communicator, const std::
     }
     bytes += SharedFetch::flat_bytes(*flat);
   }
-  auto backend = communicator.group()->getBackend(c10::DeviceType::CPU);
-  auto* zero = dynamic_cast<ProcessGroupZero*>(backend.get());
+  const auto backend = communicator.group()->getBackend(c10::DeviceType::CPU);
+  auto zero = c10::dynamic_intrusive_pointer_cast<ProcessGroupZero>(backend);
   if (zero == nullptr) {
     return nullptr;
   }
@@ -118,7 +126,7 @@ std::unique_ptr<Fetch> make_shared_fetch(Communicator& communicator, const std::
   if (segment == nullptr) {
     return nullptr;
   }
-  return std::make_unique<SharedFetch>(communicator, std::move(segment), zero->default_timeout());
+  return std::make_unique<SharedFetch>(communicator, std::move(segment), std::move(zero));
 }
 
 }  // namespace zeropg

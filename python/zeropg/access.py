@@ -36,8 +36,8 @@ def full_gradients(model: nn.Module) -> Iterator[None]:
     """Makes every `.grad` whole and readable on every rank inside the `with`: the averaged gradient, [shape of the
     parameter] in the master's dtype. Writing to it has no effect in stages 2 and 3. All ranks must enter."""
     core = state_of(model, "full_gradients").core
-    core.show_full_gradients()
     try:
+        core.show_full_gradients()  # a signal may be handled at its very end
         yield
     finally:
         core.hide_full_gradients()

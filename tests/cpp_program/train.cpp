@@ -186,6 +186,15 @@ void expect_error(const std::string& words, Function&& function) {
   TORCH_CHECK(false, "nothing was thrown; expected '", words, "'");
 }
 
+// Slices are cut by the first group and reduced by the second.
+void check_that_groups_must_fit(const c10::intrusive_ptr<c10d::Backend>& group,
+                                const c10::intrusive_ptr<c10d::Store>& store) {
+  const std::string name = "alone " + std::to_string(group->getRank());
+  const auto alone = zeropg::make_process_group(c10::make_intrusive<c10d::PrefixStore>(name, store), 0, 1, {});
+  expect_error("rank 0 of 1 in the reduction group; expected a group of the same ranks",
+               [&] { zeropg::FullyShardedModule<Net>({.stage = 3, .reduction_group = alone}, group, kWidth); });
+}
+
 // Shards a net that exists, accumulates without communication, updates with SGD, loads: as the plain net does.
 void check_the_rest(const c10::intrusive_ptr<c10d::Backend>& group, int64_t stage) {
   torch::manual_seed(0);
@@ -251,6 +260,7 @@ void train(const std::string& mode, int64_t stage, int rank, int world_size, con
   const auto group = make_group("first");
   if (mode == "rest") {
     check_the_rest(group, stage);
+    check_that_groups_must_fit(group, store);
     return;
   }
   zeropg::FullyShardOptions options{.stage = stage};

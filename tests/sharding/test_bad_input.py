@@ -232,6 +232,26 @@ def test_paths_that_differ_are_an_error_where_units_are_gathered() -> None:
         second(first(torch.ones(1, 4))).sum().backward()
 
 
+@on_ranks(2, backend="gloo")
+def test_paths_that_differ_inside_no_sync_are_an_error_in_the_backward_after_it() -> None:
+    model = zeropg.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), units=[nn.Linear])
+    x = torch.ones(1, 4)
+    first, second = (model[0], model[1]) if dist.get_rank() == 0 else (model[1], model[0])
+    with zeropg.no_sync(model):
+        second(first(x)).sum().backward()
+        model(x).sum().backward()
+    with raises(RuntimeError, "different orders", "0, 1, " if dist.get_rank() == 0 else "1, 0, "):
+        model(x).sum().backward()
+    model.zero_grad()
+    with torch.no_grad():
+        for _ in range(200):
+            model(x)
+        second(first(x))
+    with raises(RuntimeError, "different orders", "This rank: ..., "):
+        model(x).sum().backward()
+    model(x).sum().backward()
+
+
 @on_ranks(2)
 def test_a_second_model_works_after_every_refusal() -> None:
     for stage in STAGES:

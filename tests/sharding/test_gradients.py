@@ -379,6 +379,37 @@ def test_a_backward_that_raised_leaves_no_trace(stage: int) -> None:
         model.zero_grad()
 
 
+def check_the_backward_after_one_that_raised(stage: int) -> None:
+    """With no forward between them."""
+    batch = make_batches(1)[0]
+    first, second, third = my_part(batch).chunk(3)
+    wanted = [plain_gradients(torch.cat([part.chunk(3)[i] for part in batch.chunk(2)])) for i in range(3)]
+    model = make_model(DOUBLE)
+    model.__class__ = Fused
+    zeropg.fully_shard(model, stage=stage)
+    loss_of(model, first).backward()
+    losses = [loss_of(model, part) for part in (first, second, third)]
+    Fuse.blown = True
+    with raises(ArithmeticError, "fuse"):
+        losses[0].backward()
+    Fuse.blown = False
+    losses[1].backward()
+    assert_gradients(model, wanted[1])
+    losses[2].backward()
+    assert_gradients(model, {name: wanted[1][name] + wanted[2][name] for name in wanted[1]})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_the_backward_after_one_that_raised(stage: int) -> None:
+    check_the_backward_after_one_that_raised(stage)
+
+
+@on_ranks(2, backend="gloo")
+def test_the_backward_after_one_that_raised_where_units_are_gathered() -> None:
+    check_the_backward_after_one_that_raised(stage=3)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_a_forward_that_raised_leaves_no_trace(stage: int) -> None:

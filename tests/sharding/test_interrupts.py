@@ -1,0 +1,170 @@
+"""What a signal handler raises while a rank waits for the others reaches the program, and the model works on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeropg
+from tests.sharding.ranks import close, equal, raises
+from tests.spawn import SeparateHosts, run_ranks
+
+DOUBLE = torch.float64
+
+
+class Rung(Exception):
+    pass
+
+
+def ring_in(seconds: float) -> None:
+    def handle(number: int, frame: Any) -> None:
+        raise Rung
+
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def interrupt_rank_0(function: Callable[[], Any], prepare: Callable[[], Any] | None = None) -> None:
+    """Rank 0 calls `prepare` and waits in `function` until a handler raises; only then do the others call both."""
+    store = dist.PrefixStore("interrupts", dist.distributed_c10d._get_default_store())
+    if dist.get_rank() != 0:
+        store.wait(["interrupted"])
+    if prepare is not None:
+        prepare()
+    if dist.get_rank() != 0:
+        function()
+        return
+    with raises(Rung):
+        ring_in(0.5)
+        function()
+    store.set("interrupted", "")
+
+
+def make_linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(5, 5, dtype=DOUBLE)
+
+
+def gradients_of(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model(x).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def interrupt_full_gradients(stage: int) -> None:
+    x = torch.ones(2, 5, dtype=DOUBLE)
+    wanted = gradients_of(make_linear(), x)
+    model = zeropg.fully_shard(make_linear(), stage=stage)
+    model(x).square().sum().backward()
+
+    def show() -> None:
+        with zeropg.full_gradients(model):
+            pass
+
+    interrupt_rank_0(show)
+    with raises(RuntimeError, "is sharded"):
+        model.weight.grad.clone()
+    model.zero_grad()
+    for times in (1, 2):
+        model(x).square().sum().backward()
+        with zeropg.full_gradients(model):
+            found = [parameter.grad.clone() for parameter in model.parameters()]
+        assert all(close(a, times * b) for a, b in zip(found, wanted, strict=True)), times
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_full_gradients_that_were_not_shown_are_hidden(stage: int) -> None:
+    run_ranks(2, interrupt_full_gradients, stage)
+
+
+def interrupt_forward() -> None:
+    x = torch.ones(2, 5, dtype=DOUBLE)
+    model = zeropg.fully_shard(make_linear(), stage=3)
+    assert model._zeropg.fetch_name == "gathered"
+    with torch.no_grad():
+        interrupt_rank_0(lambda: model(x))
+        assert equal(model(x), make_linear()(x))
+    model(x).square().sum().backward()
+    with zeropg.full_gradients(model):
+        assert close(model.weight.grad, gradients_of(make_linear(), x)[0])
+
+
+def test_a_gather() -> None:
+    run_ranks(2, interrupt_forward, place=SeparateHosts(hosts=(0, 1)))
+
+
+class Fuse(torch.autograd.Function):
+    blown = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if Fuse.blown:
+            raise ArithmeticError("fuse")
+        return gradient
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = make_linear(), make_linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(Fuse.apply(self.first(x)))
+
+
+def interrupt_recovery(stage: int) -> None:
+    x = torch.ones(2, 5, dtype=DOUBLE)
+    wanted = gradients_of(Fused(), x)
+    model = zeropg.fully_shard(Fused(), stage=stage, units=[nn.Linear])
+
+    def fail_in_backward() -> None:
+        loss = model(x).square().sum()
+        Fuse.blown = True
+        with raises(ArithmeticError, "fuse"):
+            loss.backward()  # the gradient of `last` is on the wire, and the others have not come
+        Fuse.blown = False
+
+    def clean_up() -> None:
+        with torch.no_grad():
+            model(x)
+
+    interrupt_rank_0(clean_up, prepare=fail_in_backward)
+    model(x).square().sum().backward()
+    with zeropg.full_gradients(model):
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+    assert all(close(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_cleaning_up_a_backward_that_raised(stage: int) -> None:
+    run_ranks(2, interrupt_recovery, stage)
+
+
+def interrupt_step(stage: int) -> None:
+    x = torch.ones(2, 5, dtype=DOUBLE)
+    model = zeropg.fully_shard(make_linear(), stage=stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    model(x).square().sum().backward()
+    interrupt_rank_0(optimizer.step)
+    plain = make_linear()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = 0.1
+    for _ in range(2):
+        assert close(model(x), plain(x))
+        for one, stepper in ((model, optimizer), (plain, plain_optimizer)):
+            stepper.zero_grad()
+            one(x).square().sum().backward()
+            stepper.step()
+
+
+def test_the_beginning_of_a_step() -> None:
+    run_ranks(2, interrupt_step, 3)
