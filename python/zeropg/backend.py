@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 import logging
 import os
 import sys
@@ -195,18 +196,26 @@ def unwrapped_backend(group: ProcessGroup, device: torch.device) -> Any:
 
 
 def group_like(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """Makes another group of the same ranks and backends, with the timeout of `device`'s. All of its ranks must call.
+    """Makes another group of the same ranks, in their order, and backends, with the timeout of `device`'s. Collective.
 
     Options go along where all of the group's backends are zeropg: torch would hand them to the others as well.
     """
+    ranks = dist.get_process_group_ranks(group)
+    options = getattr(unwrapped_backend(group, device), "options", None)
+    timeout = getattr(options, "_timeout", None)
     backends = {unwrapped_backend(group, one) for one in group._device_types}
     same = next(iter(backends)) if len(backends) == 1 else None
-    options = getattr(unwrapped_backend(group, device), "options", None)
+    arguments: dict[str, Any] = {"sort_ranks": False} if _keeps_order() else {}
     second = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=getattr(options, "_timeout", None),
+        ranks,
+        timeout=timeout,
         backend=dist.get_backend_config(group),
         pg_options=same.options if isinstance(same, _C.ProcessGroupZero) else None,
         use_local_synchronization=True,
+        **arguments,
     )
     return cast("ProcessGroup", second)  # this rank is a member
+
+
+def _keeps_order() -> bool:
+    return "sort_ranks" in inspect.signature(dist.new_group).parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zeropg
-from tests.small_gpt import make_model
+from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
 from tests.spawn import SeparateHosts, run_ranks
 
 CPU = torch.device("cpu")
@@ -40,3 +41,28 @@ def check_second_group(backend: str) -> None:
 def test_gradients_have_the_timeout_and_the_options_of_the_group(backend: str) -> None:
     """With torch's default of half an hour the ranks would wait for a host that is gone."""
     run_ranks(2, check_second_group, backend, backend=None, place=SeparateHosts(hosts=(0, 1)))
+
+
+def check_training_in_other_order() -> None:
+    group = dist.new_group([1, 0], sort_ranks=False)
+    assert group.rank() == 1 - dist.get_rank()
+    plain = make_model(torch.float64)
+    model = zeropg.fully_shard(make_model(torch.float64), stage=3, process_group=group)
+    stepper = make_optimizer(plain)
+    optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
+    for batch in make_batches()[:3]:
+        loss_of(plain, batch).backward()
+        loss_of(model, batch.chunk(2)[dist.get_rank()]).backward()
+        for one in (stepper, optimizer):
+            one.step()
+            one.zero_grad()
+    state = zeropg.full_state_dict(model, rank0_only=False)
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(state[name], value.detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif("sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="this torch sorts ranks")
+@pytest.mark.parametrize("backend", ["zeropg", "gloo"])
+def test_ranks_of_a_group_may_stand_in_any_order(backend: str) -> None:
+    """A second group in torch's order would give each rank another one's gradients."""
+    run_ranks(2, check_training_in_other_order, backend=backend, place=SeparateHosts(hosts=(0, 1)))
