@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.distributed_c10d import PrefixStore
 
+from zeropg._agreement import broadcast_text
 from zeropg._native import _C
 
 if TYPE_CHECKING:
@@ -203,6 +204,8 @@ def group_like(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     options = getattr(unwrapped_backend(group, device), "options", None)
     timeout = getattr(options, "_timeout", None)
+    if all(isinstance(group._get_backend(one), _C.ProcessGroupZero) for one in group._device_types):
+        return _split_off(group, device, ranks, timeout)
     backends = {unwrapped_backend(group, one) for one in group._device_types}
     same = next(iter(backends)) if len(backends) == 1 else None
     arguments: dict[str, Any] = {"sort_ranks": False} if _keeps_order() else {}
@@ -211,7 +214,8 @@ def group_like(group: ProcessGroup, device: torch.device) -> ProcessGroup:
         timeout=timeout,
         backend=dist.get_backend_config(group),
         pg_options=same.options if isinstance(same, _C.ProcessGroupZero) else None,
-        use_local_synchronization=True,
+        # The name of a local group depends, in torch 2.11, on how many groups each rank is in.
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
         **arguments,
     )
     return cast("ProcessGroup", second)  # this rank is a member
@@ -219,3 +223,34 @@ def group_like(group: ProcessGroup, device: torch.device) -> ProcessGroup:
 
 def _keeps_order() -> bool:
     return "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
+def _split_off(group: ProcessGroup, device: torch.device, ranks: list[int], timeout: timedelta | None) -> ProcessGroup:
+    """dist.split_group of all ranks, under a name that they agree upon.
+
+    torch's names count the groups that a rank has made. Ranks outside `group` make none here, and members may have made
+    groups that others have not: they would wait for each other under different names, here or in the next new_group.
+    """
+    c10d: Any = dist.distributed_c10d
+    world, splits = c10d._world, cast("Any", group._get_backend(device)).comm_split_count()
+    name = broadcast_text(group, "fully_shard", f"{group.group_name}/gradients{splits}")
+    members = list(range(len(ranks)))
+    second = cast("Any", group).split_group(members, timeout=timeout, group_name=name, group_desc="gradients")
+    second.bound_device_id = group.bound_device_id
+    # So that destroy_process_group and the flight recorder find it.
+    configuration, tag = world.pg_backend_config[group], f"ptd:{name}"
+    world.pg_map[second] = (world.pg_map[group][0], second.get_group_store())
+    world.pg_names[second] = name
+    world.pg_backend_config[second] = configuration
+    world.pg_group_ranks[second] = {rank: i for i, rank in enumerate(ranks)}
+    world.pg_to_tag[second] = tag
+    world.tags_to_pg.setdefault(tag, []).append(second)
+    c10d._register_process_group(name, second)
+    backend = second._get_backend(device)
+    if _torch_records():
+        c10d._maybe_attach_flight_recorder(second, c10d.BackendConfig(c10d.Backend(configuration)), ranks)
+    else:
+        backend.start_recording()
+    if get_debug_level() != DebugLevel.OFF:
+        _say_what_was_made(backend, name)
+    return cast("ProcessGroup", second)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import zeropg
-from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
+from tests.sharding.test_same_losses import relative_difference, train_sharded
+from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer, train_plain
 from tests.spawn import SeparateHosts, run_ranks
 
 CPU = torch.device("cpu")
@@ -66,3 +68,31 @@ def check_training_in_other_order() -> None:
 def test_ranks_of_a_group_may_stand_in_any_order(backend: str) -> None:
     """A second group in torch's order would give each rank another one's gradients."""
     run_ranks(2, check_training_in_other_order, backend=backend, place=SeparateHosts(hosts=(0, 1)))
+
+
+def shard_after_a_group_of_one_rank() -> Any:
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    return train_sharded(3, torch.float64)
+
+
+def test_ranks_may_have_made_different_groups_before() -> None:
+    """torch names groups after how many a rank has made."""
+    plain = train_plain(torch.float64)
+    for run in run_ranks(2, shard_after_a_group_of_one_rank, place=SeparateHosts(hosts=(0, 1))):
+        assert relative_difference(run, plain) < 1e-12
+
+
+def check_a_group_of_all_ranks_afterwards() -> None:
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        models = [zeropg.fully_shard(make_model(), stage=3, process_group=pair) for _ in range(2)]
+        assert len(dist.distributed_c10d._world.pg_map) == 4
+        models.clear()
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=dist.new_group())
+    assert ones == 3
+
+
+def test_ranks_outside_need_not_know_of_the_second_group() -> None:
+    run_ranks(3, check_a_group_of_all_ranks_afterwards, place=SeparateHosts(hosts=(0, 1, 2)))
