@@ -8,6 +8,8 @@ import inspect
 import logging
 import os
 import sys
+import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,6 +32,8 @@ BackendOptions: Any = _C.BackendOptions
 Topology: Any = _C.Topology
 
 logger = logging.getLogger("zeropg")
+
+_LAST_WORK_SECONDS = 0.2
 
 # The progress thread must have ended before the interpreter's state goes away.
 atexit.register(_C.shutdown_all)
@@ -74,7 +78,12 @@ def leave_groups() -> None:
     and abort the process where one of them frees a tensor while the interpreter ends.
     """
     gc.collect()
+    groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
     dist.destroy_process_group()
+    if any(group() is not None for group in groups):
+        # torch's own caches hold it (DTensor's, after FSDP2), and gloo has no shutdown: its threads live on, but not
+        # with a tensor, once they have dropped the last operation's.
+        time.sleep(_LAST_WORK_SECONDS)
 
 
 def _torch_records() -> bool:
