@@ -78,15 +78,20 @@ def commit(directory: Path, token: str, *, companions: list[str], weights: list[
     Args:
         directory: where the files are.
         token: the export's random token.
-        companions: final names of small files that go with the weights (config.json).
+        companions: final names of small files that go with the weights (config.json); those that change come first.
         weights: final names of the weight files: `[SINGLE_NAME]`, or all shards.
         has_index: the weights are shards; their index was written as a temporary file too.
     """
     with _locked(directory):
-        if has_index:
+        changed = _drop_unchanged(directory, token, companions)
+        if changed:
+            _remove_older_export(directory)
+        elif has_index:
             _keep_older_shards(directory, token, set(weights))
-        for name in companions:
+        for name in changed:
             os.replace(directory / temporary_name(token, name), directory / name)
+        if changed:
+            sync_directory(directory)
         for name in weights:
             os.replace(directory / temporary_name(token, name), directory / name)
         sync_directory(directory)
@@ -110,6 +115,35 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _drop_unchanged(directory: Path, token: str, companions: list[str]) -> list[str]:
+    """Removes the temporary files of companions that the directory holds already; returns the names of the others."""
+    changed = []
+    for name in companions:
+        temporary = directory / temporary_name(token, name)
+        if _content(directory / name) == temporary.read_bytes():
+            temporary.unlink()
+        else:
+            changed.append(name)
+    return changed
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _remove_older_export(directory: Path) -> None:
+    # No rename changes a companion and the weights at once, so from this moment until the new weights are in place the
+    # directory holds no export at all. The index first: where both are, readers take the single file.
+    names = [name for name in (INDEX_NAME, SINGLE_NAME) if (directory / name).exists()]
+    for name in names:
+        (directory / name).unlink()
+    if names:
+        sync_directory(directory)
 
 
 def _read_index(directory: Path) -> dict[str, Any] | None:

@@ -52,10 +52,7 @@ class StagedFiles:
         self._files.write(part)
 
     def add_companion(self, name: str, content: bytes) -> None:
-        """Stages a small file that goes with the weights (rank 0); left out when the directory holds it already."""
-        with suppress(OSError):
-            if (self.directory / name).read_bytes() == content:
-                return
+        """Stages a small file that goes with the weights (rank 0); the commit drops it where nothing changes."""
         write_small_file(Path(self._temporary(name)), content)
         self._companions.append(name)
 
@@ -81,7 +78,7 @@ class StagedFiles:
     def close(self, *, is_committed: bool) -> None:
         """Closes the files; removes what was not committed, whichever rank made it."""
         # Any rank may remove: were rank 0 still renaming, it would meet a missing file and report it, and the order of
-        # its renames keeps the older export whole.
+        # its renames leaves the older export whole, or none where a companion changes.
         self._files.close()
         if is_committed:
             return

@@ -50,9 +50,10 @@ class StoreAgreement:
         self._patience = _PATIENCE_SECONDS
         self._step = 0
         self._is_over = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="zeropg-signs-of-life", daemon=True)
 
     def start(self) -> None:
-        threading.Thread(target=self._beat, name="zeropg-signs-of-life", daemon=True).start()
+        self._beats.start()
 
     def together(self, action: Callable[[], Any]) -> list[Any]:
         """As `_agreement.together`, for this thread."""
@@ -83,6 +84,8 @@ class StoreAgreement:
     def finish(self) -> None:
         """Removes the keys; rank 0 waits a little for the others, so that the last step's answer reaches them."""
         self._is_over.set()
+        if self._beats.ident is not None:  # started: inside the store it must not meet the interpreter's end
+            self._beats.join(_GOOD_BYE_SECONDS)
         with suppress(RuntimeError, TimeoutError):
             if self._rank != 0:
                 self._store.add("done", 1)

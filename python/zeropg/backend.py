@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 import logging
 import os
 import sys
+import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.distributed_c10d import PrefixStore
 
+from zeropg._agreement import broadcast_text
 from zeropg._native import _C
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ BackendOptions: Any = _C.BackendOptions
 Topology: Any = _C.Topology
 
 logger = logging.getLogger("zeropg")
+
+_LAST_WORK_SECONDS = 0.2
 
 # The progress thread must have ended before the interpreter's state goes away.
 atexit.register(_C.shutdown_all)
@@ -72,7 +78,12 @@ def leave_groups() -> None:
     and abort the process where one of them frees a tensor while the interpreter ends.
     """
     gc.collect()
+    groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
     dist.destroy_process_group()
+    if any(group() is not None for group in groups):
+        # torch's own caches hold it (DTensor's, after FSDP2), and gloo has no shutdown: its threads live on, but not
+        # with a tensor, once they have dropped the last operation's.
+        time.sleep(_LAST_WORK_SECONDS)
 
 
 def _torch_records() -> bool:
@@ -195,18 +206,60 @@ def unwrapped_backend(group: ProcessGroup, device: torch.device) -> Any:
 
 
 def group_like(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """Makes another group of the same ranks and backends, with the timeout of `device`'s. All of its ranks must call.
+    """Makes another group of the same ranks, in their order, and backends, with the timeout of `device`'s. Collective.
 
     Options go along where all of the group's backends are zeropg: torch would hand them to the others as well.
     """
+    ranks = dist.get_process_group_ranks(group)
+    options = getattr(unwrapped_backend(group, device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    if all(isinstance(group._get_backend(one), _C.ProcessGroupZero) for one in group._device_types):
+        return _split_off(group, device, ranks, timeout)
     backends = {unwrapped_backend(group, one) for one in group._device_types}
     same = next(iter(backends)) if len(backends) == 1 else None
-    options = getattr(unwrapped_backend(group, device), "options", None)
+    arguments: dict[str, Any] = {"sort_ranks": False} if _keeps_order() else {}
     second = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=getattr(options, "_timeout", None),
+        ranks,
+        timeout=timeout,
         backend=dist.get_backend_config(group),
         pg_options=same.options if isinstance(same, _C.ProcessGroupZero) else None,
-        use_local_synchronization=True,
+        # The name of a local group depends, in torch 2.11, on how many groups each rank is in.
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+        **arguments,
     )
     return cast("ProcessGroup", second)  # this rank is a member
+
+
+def _keeps_order() -> bool:
+    return "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
+def _split_off(group: ProcessGroup, device: torch.device, ranks: list[int], timeout: timedelta | None) -> ProcessGroup:
+    """dist.split_group of all ranks, under a name that they agree upon.
+
+    torch's names count the groups that a rank has made. Ranks outside `group` make none here, and members may have made
+    groups that others have not: they would wait for each other under different names, here or in the next new_group.
+    """
+    c10d: Any = dist.distributed_c10d
+    world, splits = c10d._world, cast("Any", group._get_backend(device)).comm_split_count()
+    name = broadcast_text(group, "fully_shard", f"{group.group_name}/gradients{splits}")
+    members = list(range(len(ranks)))
+    second = cast("Any", group).split_group(members, timeout=timeout, group_name=name, group_desc="gradients")
+    second.bound_device_id = group.bound_device_id
+    # So that destroy_process_group and the flight recorder find it.
+    configuration, tag = world.pg_backend_config[group], f"ptd:{name}"
+    world.pg_map[second] = (world.pg_map[group][0], second.get_group_store())
+    world.pg_names[second] = name
+    world.pg_backend_config[second] = configuration
+    world.pg_group_ranks[second] = {rank: i for i, rank in enumerate(ranks)}
+    world.pg_to_tag[second] = tag
+    world.tags_to_pg.setdefault(tag, []).append(second)
+    c10d._register_process_group(name, second)
+    backend = second._get_backend(device)
+    if _torch_records():
+        c10d._maybe_attach_flight_recorder(second, c10d.BackendConfig(c10d.Backend(configuration)), ranks)
+    else:
+        backend.start_recording()
+    if get_debug_level() != DebugLevel.OFF:
+        _say_what_was_made(backend, name)
+    return cast("ProcessGroup", second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,8 +63,8 @@ class GradScaler:
         self._found_inf: dict[int, bool] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
-        # Of compressed models, by id: residuals are in units of scaled gradients.
-        self._residuals: dict[int, _C.ResidualStore] = {}
+        # Compressed models (cores) that this scaler has met: their residuals are in units of scaled gradients.
+        self._compressed: weakref.WeakSet[_C.ShardedModule] = weakref.WeakSet()
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors in nested lists and tuples, multiplied by the scale."""
@@ -130,9 +131,9 @@ class GradScaler:
                 self._scale = grown if grown <= torch.finfo(torch.float32).max else self._scale
                 self._growth_tracker = 0
         if self._scale != before:
-            for residuals in self._residuals.values():
-                residuals.scale(self._scale / before)
-        self._residuals.clear()
+            for core in self._compressed:
+                if core.residuals is not None:
+                    core.residuals.scale(self._scale / before)
         self._found_inf.clear()
         self._unscaled.clear()
         self._stepped.clear()
@@ -185,7 +186,7 @@ class GradScaler:
             return
         group = optimizer._core.process_group
         if optimizer._core.residuals is not None:
-            self._residuals[id(optimizer._core)] = optimizer._core.residuals
+            self._compressed.add(optimizer._core)
         worst = torch.zeros(1, dtype=torch.int64)
         for gradient in _gradients(optimizer):
             # The largest magnitude: inf and nan come through, and no tensor of flags is made.

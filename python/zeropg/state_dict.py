@@ -160,8 +160,18 @@ def _described(key: str, value: Any) -> tuple[str, list[int], str]:
 def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_plain: Callable[..., Any]) -> Any:
     """load_state_dict of a sharded model: torch's own for buffers, checks and reports, then the masters themselves."""
     core: _C.ShardedModule = state_of(model, "load_state_dict").core
+    failure: Exception | None = None
     with full_parameters(model, writable=True):
-        result = load_plain(state_dict, strict=strict)
+        try:
+            result = load_plain(state_dict, strict=strict)
+        except Exception as error:
+            failure = error
+
+    def check() -> None:
+        if failure is not None:
+            raise failure
+
+    together(core.process_group, "load_state_dict", check)  # a key may be missing on one rank alone
     core.begin_step()
     try:  # a disk that fails on one rank (masters in a tier) is an error on all
         together(core.process_group, "load_state_dict", lambda: _load_masters(core, state_dict))

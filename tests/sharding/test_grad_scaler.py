@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -96,6 +98,30 @@ def test_two_optimizers_share_a_model() -> None:
     with zeropg.full_parameters(model):
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@on_ranks(2)
+def test_a_scale_that_is_set_between_steps_scales_what_is_pending() -> None:
+    import zeropg
+
+    ranks = [dist.get_rank()]
+    model = zeropg.fully_shard(make().float(), stage=2, compression=zeropg.compression.BlockQuant(4))
+    optimizers = [zeropg.shard_optimizer(torch.optim.SGD(part.parameters(), lr=1e-2), model) for part in model[::2]]
+    scaler = zeropg.GradScaler(init_scale=2.0**10)
+    scaler.scale(model(torch.ones(4, 7) + ranks[0]).square().mean()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    before = [values.clone() for *_, values in model._zeropg.residuals.segments()]
+    assert any(values.any() for values in before)
+    scaler.update(2.0**7)
+    for old, (*_, new) in zip(before, model._zeropg.residuals.segments(), strict=True):
+        assert torch.equal(new, old / 8)
+    core = weakref.ref(model._zeropg)
+    del model, optimizer, optimizers
+    gc.collect()
+    assert core() is None, "the scaler holds the model"
+    scaler.update(2.0**8)
 
 
 @on_ranks(2)

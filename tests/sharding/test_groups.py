@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ import torch.distributed as dist
 
 import zeropg
 from tests.sharding.ranks import close, on_ranks, raises
-from tests.small_gpt import make_model
+from tests.sharding.test_same_losses import relative_difference, train_sharded
+from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer, train_plain
 from tests.spawn import SeparateHosts, run_ranks
 
 CPU = torch.device("cpu")
@@ -63,3 +66,56 @@ def test_a_timeout_that_is_set_later_counts_for_shared_parameters() -> None:
         store.wait(["late"])
         optimizer.step()
     assert close(model(x), before)
+
+
+def check_training_in_other_order() -> None:
+    group = dist.new_group([1, 0], sort_ranks=False)
+    assert group.rank() == 1 - dist.get_rank()
+    plain = make_model(torch.float64)
+    model = zeropg.fully_shard(make_model(torch.float64), stage=3, process_group=group)
+    stepper = make_optimizer(plain)
+    optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
+    for batch in make_batches()[:3]:
+        loss_of(plain, batch).backward()
+        loss_of(model, batch.chunk(2)[dist.get_rank()]).backward()
+        for one in (stepper, optimizer):
+            one.step()
+            one.zero_grad()
+    state = zeropg.full_state_dict(model, rank0_only=False)
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(state[name], value.detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif("sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="this torch sorts ranks")
+@pytest.mark.parametrize("backend", ["zeropg", "gloo"])
+def test_ranks_of_a_group_may_stand_in_any_order(backend: str) -> None:
+    """A second group in torch's order would give each rank another one's gradients."""
+    run_ranks(2, check_training_in_other_order, backend=backend, place=SeparateHosts(hosts=(0, 1)))
+
+
+def shard_after_a_group_of_one_rank() -> Any:
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    return train_sharded(3, torch.float64)
+
+
+def test_ranks_may_have_made_different_groups_before() -> None:
+    """torch names groups after how many a rank has made."""
+    plain = train_plain(torch.float64)
+    for run in run_ranks(2, shard_after_a_group_of_one_rank, place=SeparateHosts(hosts=(0, 1))):
+        assert relative_difference(run, plain) < 1e-12
+
+
+def check_a_group_of_all_ranks_afterwards() -> None:
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        models = [zeropg.fully_shard(make_model(), stage=3, process_group=pair) for _ in range(2)]
+        assert len(dist.distributed_c10d._world.pg_map) == 4
+        models.clear()
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=dist.new_group())
+    assert ones == 3
+
+
+def test_ranks_outside_need_not_know_of_the_second_group() -> None:
+    run_ranks(3, check_a_group_of_all_ranks_afterwards, place=SeparateHosts(hosts=(0, 1, 2)))

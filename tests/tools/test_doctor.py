@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,6 +49,19 @@ def test_a_silent_rank_is_ended_at_the_deadline(monkeypatch):
     monkeypatch.setattr(self_test, "_SECONDS", 0.3)
     finding = self_test.check()
     assert finding.state == "no" and "rank 0 of 2" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("_CHILD_SECONDS", 0.001, "no answer within 0.001 s"),
+        ("sys", SimpleNamespace(executable="/none"), "No such file"),
+    ],
+)
+def test_a_child_that_does_not_answer_is_a_warning(monkeypatch, name, value, words):
+    monkeypatch.setattr(node, name, value)
+    finding = find(node.check(ranks=1), "CMA")
+    assert finding.state == "warn" and words in finding.detail and finding.remedy
 
 
 def test_more_ranks_than_cpus_is_a_warning():

@@ -19,6 +19,7 @@ from torch import Tensor
 import zeropg  # noqa: F401  (registers the backend where the package is not installed)
 from zeropg import _machine
 from zeropg._native import _C
+from zeropg.backend import leave_groups
 from zeropg.bench.cases import CASES, DTYPES, Buffers, Case, Empty, Group, Shape
 from zeropg.bench.harness import Spread
 from zeropg.bench.peers import BACKENDS, Peer, open_peers
@@ -62,7 +63,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "versions": {name: peer.group.version for name, peer in bench.peers.items() if not BACKENDS[name]},
     }
     del bench, peers
-    dist.destroy_process_group()
+    leave_groups()
     return result
 
 

@@ -20,6 +20,7 @@ from zeropg.doctor.finding import Finding
 
 _TYPICAL_SHM = 64 << 20  # Docker's default for /dev/shm
 _WORD = b"zeropg!!"
+_CHILD_SECONDS = 20.0
 
 
 def check(ranks: int) -> Iterator[Finding]:
@@ -160,12 +161,21 @@ def _cross_memory_attach() -> Finding:
         "n = libc.process_vm_readv(int(sys.argv[1]), ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)\n"
         "print(b.raw.decode() if n == 8 else os.strerror(ctypes.get_errno()))\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-S", "-c", program, str(os.getpid()), str(ctypes.addressof(word))],
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
+    try:
+        run = subprocess.run(
+            [sys.executable, "-S", "-c", program, str(os.getpid()), str(ctypes.addressof(word))],
+            capture_output=True,
+            text=True,
+            timeout=_CHILD_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = error.strerror if isinstance(error, OSError) else f"no answer within {_CHILD_SECONDS:g} s"
+        return Finding(
+            "CMA",
+            "warn",
+            f"not known, a child of this process was to read its memory: {why}",
+            "look at what keeps this machine from running a small Python program, then try again",
+        )
     answer = run.stdout.strip()
     if answer == _WORD.decode():
         return Finding("CMA", "ok", "process_vm_readv between processes works: large messages are copied once")
