@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -188,7 +189,7 @@ def test_a_stopped_rank_is_named_when_the_deadline_passes(call: str) -> None:
 
 
 def stand_still(call: str, seconds: float) -> str:
-    """All ranks stop in the middle of a wait, as on a virtual machine that gets no CPU, for longer than the deadline."""
+    """All ranks stop in the middle of a wait for longer than the deadline, as on a virtual machine that gets no CPU."""
     rank = dist.get_rank()
     pids: list[Any] = [None] * 2
     dist.all_gather_object(pids, os.getpid())
@@ -202,7 +203,8 @@ def stand_still(call: str, seconds: float) -> str:
     else:
         time.sleep(1)  # so that rank 0 waits when both stop
     if call == "receive":
-        return error_of(lambda: dist.recv(torch.ones(3), 1, group=group) if rank == 0 else dist.send(torch.ones(3), 0, group=group))
+        message = dist.irecv if rank == 0 else dist.isend
+        return error_of(lambda: message(torch.ones(3), 1 - rank, group=group))
     return error_of(lambda: dist.all_reduce(torch.ones(3), group=group, async_op=call == "asynchronous"))
 
 
