@@ -1,7 +1,6 @@
 #include "backend/simulate.h"
 
 #include <algorithm>
-#include <cstring>
 #include <deque>
 #include <map>
 #include <random>
@@ -306,7 +305,7 @@ class Simulation {
       const std::byte* source = resolve(rank, step.source, step.bytes, false);
       std::byte* destination = resolve(rank, step.destination, step.bytes, true);
       check_apart(rank, destination, source, step.bytes);
-      std::memcpy(destination, source, step.bytes);
+      std::copy_n(source, step.bytes, destination);
     }
     traffic_[rank].copied_bytes += step.bytes;
     spend(rank, step.bytes, step.bytes);
@@ -342,7 +341,7 @@ class Simulation {
            operation.factor, step.is_final);
     traffic_[rank].reduced_bytes += static_cast<int64_t>(sources.size()) * step.bytes;
     for (int32_t i = 0; i < step.echo_count; ++i) {
-      std::memcpy(resolve(rank, schedule.echoes[step.first_echo + i], step.bytes, true), destination, step.bytes);
+      std::copy_n(destination, step.bytes, resolve(rank, schedule.echoes[step.first_echo + i], step.bytes, true));
     }
   }
 
@@ -472,7 +471,7 @@ class Simulation {
     state.moved_bytes += bytes;
     if (state.moved_bytes < step.bytes) return;
     if (options_.moves_bytes) {
-      std::memcpy(resolve(rank, step.destination, step.bytes, true), state.received.data(), step.bytes);
+      std::copy_n(state.received.begin(), step.bytes, resolve(rank, step.destination, step.bytes, true));
     }
     finish_step(rank);
   }
