@@ -10,6 +10,7 @@ namespace zeropg {
 
 namespace {
 
+constexpr std::chrono::milliseconds kNow{0};
 constexpr std::chrono::milliseconds kFailPatience{2'000};     // for operations to fail once their group is closed
 constexpr std::chrono::milliseconds kGoodbyePatience{2'000};  // for the last bytes to reach other nodes
 
@@ -56,6 +57,10 @@ void GroupChannels::help(const ZeroWork& work, std::chrono::steady_clock::time_p
   }
 }
 
+bool GroupChannels::wait_until_idle(std::chrono::milliseconds limit) {
+  return collectives_.wait_until_idle(limit) && messages_.wait_until_idle(limit);
+}
+
 void GroupChannels::close(std::chrono::milliseconds patience) {
   if (!group_->is_own_process() || is_closed_.exchange(true)) {
     return;
@@ -70,8 +75,7 @@ void GroupChannels::close(std::chrono::milliseconds patience) {
     messages_.wait_until_idle(time_left());
   }
   group_->depart();
-  constexpr std::chrono::milliseconds kNow{0};
-  if (!collectives_.wait_until_idle(kNow) || !messages_.wait_until_idle(kNow)) {
+  if (!wait_until_idle(kNow)) {
     engine_.wake();  // fails what is left
     collectives_.wait_until_idle(kFailPatience);
     messages_.wait_until_idle(kFailPatience);
@@ -98,11 +102,8 @@ std::vector<std::shared_ptr<GroupChannels>> GroupChannels::all_open() {
 }
 
 bool GroupChannels::are_all_idle() {
-  constexpr std::chrono::milliseconds kNow{0};
   const auto open = all_open();
-  return std::all_of(open.begin(), open.end(), [&](const auto& channels) {
-    return channels->collectives_.wait_until_idle(kNow) && channels->messages_.wait_until_idle(kNow);
-  });
+  return std::all_of(open.begin(), open.end(), [](const auto& channels) { return channels->wait_until_idle(kNow); });
 }
 
 // Without the lock while it closes: a callback that is waited for may itself make or drop a group.

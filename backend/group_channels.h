@@ -35,6 +35,8 @@ class GroupChannels final : public OperationHost {
   std::string who_is_late() override { return group_->who_is_late(); }
   CallbackThreads& callback_threads() override { return *callbacks_; }
 
+  // Waits at most `limit` for the collectives, then at most as long for the messages; whether nothing runs any more.
+  bool wait_until_idle(std::chrono::milliseconds limit);
   // Gives running operations `patience` to end, leaves the group, fails what is left and leaves the engine. Joins
   // threads that may run Python: the GIL must not be held. Only the first call does anything.
   void close(std::chrono::milliseconds patience);

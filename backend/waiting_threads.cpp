@@ -28,21 +28,19 @@ bool is_main_thread() {
 
 void set_end_check(EndCheck check) { installed = check; }
 
-UntilInterpreterEnds::~UntilInterpreterEnds() {
-  const EndCheck has_ended = installed.load(std::memory_order_acquire);
-  while (has_ended != nullptr && has_ended()) {
-    ::pause();  // until the process is gone
-  }
-}
-
 WaitingThread::WaitingThread() {
   if (!is_main_thread()) waiting.fetch_add(1);
 }
 
 WaitingThread::~WaitingThread() {
-  if (is_main_thread()) return;
-  last_end = Clock::now();
-  waiting.fetch_sub(1);
+  if (!is_main_thread()) {
+    last_end = Clock::now();
+    waiting.fetch_sub(1);
+  }
+  const EndCheck has_ended = installed.load(std::memory_order_acquire);
+  while (has_ended != nullptr && has_ended()) {
+    ::pause();  // until the process is gone
+  }
 }
 
 bool has_waiting_threads() {

@@ -17,26 +17,14 @@ namespace zeropg {
 using EndCheck = bool (*)();
 void set_end_check(EndCheck check);
 
-// In a frame below which the GIL is taken back: does not come back to it once the interpreter ends.
-class UntilInterpreterEnds {
- public:
-  UntilInterpreterEnds() = default;
-  ~UntilInterpreterEnds();
-  UntilInterpreterEnds(const UntilInterpreterEnds&) = delete;
-  UntilInterpreterEnds& operator=(const UntilInterpreterEnds&) = delete;
-};
-
 // A thread's stay in a call that the closing of a group ends. The main thread, which ends the interpreter, is not
 // counted.
 class WaitingThread {
  public:
   WaitingThread();
-  ~WaitingThread();
+  ~WaitingThread();  // does not return once the interpreter ends: the caller would take the GIL back
   WaitingThread(const WaitingThread&) = delete;
   WaitingThread& operator=(const WaitingThread&) = delete;
-
- private:
-  UntilInterpreterEnds end_;  // destroyed last
 };
 
 // Whether threads wait, or waited a moment ago and may still be on their way to the GIL.

@@ -6,7 +6,8 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -23,6 +24,30 @@ def run_program(
             kill_with_children(process.pid)
             raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+@contextlib.contextmanager
+def script_on_ranks(script: str, world_size: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Python processes that run `script` with their rank as its argument; what still runs at the end is killed.
+
+    Their output and errors are one pipe.
+    """
+    # torch's flight recorder dumps what failed on a thread of its own and gives up waiting for it after 15 s. On a busy
+    # machine that thread outlived the interpreter once, and its wish for the GIL aborted the process.
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "0"}
+    with contextlib.ExitStack() as stack:
+        ranks: list[subprocess.Popen[bytes]] = []
+        for rank in range(world_size):
+            command = [sys.executable, "-c", script, str(rank)]
+            process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            ranks.append(stack.enter_context(process))
+            stack.callback(_kill_if_running, process)
+        yield ranks
+
+
+def _kill_if_running(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        kill_with_children(process.pid)
 
 
 def kill_with_children(pid: int) -> None:

@@ -215,14 +215,13 @@ def group_like(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     timeout = getattr(options, "_timeout", None)
     if all(isinstance(group._get_backend(one), _C.ProcessGroupZero) for one in group._device_types):
         return _split_off(group, device, ranks, timeout)
-    backends = {unwrapped_backend(group, one) for one in group._device_types}
-    same = next(iter(backends)) if len(backends) == 1 else None
+    is_zeropg = all(isinstance(unwrapped_backend(group, one), _C.ProcessGroupZero) for one in group._device_types)
     arguments: dict[str, Any] = {"sort_ranks": False} if _keeps_order() else {}
     second = dist.new_group(
         ranks,
         timeout=timeout,
         backend=dist.get_backend_config(group),
-        pg_options=same.options if isinstance(same, _C.ProcessGroupZero) else None,
+        pg_options=options if is_zeropg else None,
         # The name of a local group depends, in torch 2.11, on how many groups each rank is in.
         use_local_synchronization=len(ranks) < dist.get_world_size(),
         **arguments,

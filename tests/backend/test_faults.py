@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.backend.bare_groups import error_of_a_group
 from tests.backend.deadlines import new_group_with
 from tests.spawn import SeparateHosts, run_ranks
 
@@ -289,12 +290,7 @@ def stop_while_connecting(victim: int, delay: float) -> str:
     while not error:
         turn += 1
         store = dist.PrefixStore(f"turn{turn}", dist.distributed_c10d._get_default_store())
-        try:
-            group = _C.ProcessGroupZero(store, rank, RANKS, options)
-            group.barrier().wait()
-            group.shutdown()
-        except dist.DistBackendError as raised:
-            error = str(raised)
+        error = error_of_a_group(store, options)
     if rank == (victim + 1) % RANKS:
         time.sleep(0.5)
         os.kill(pids[victim], signal.SIGCONT)

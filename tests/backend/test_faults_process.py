@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -17,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.memory import held_bytes
+from tests.processes import script_on_ranks
 from tests.spawn import SeparateHosts, run_ranks
 
 SEED = random.randrange(1 << 32)
@@ -129,17 +128,8 @@ def test_an_interpreter_that_ends_without_destroying_its_groups(name: str) -> No
     ending, expected = ENDINGS[name]
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     script = textwrap.dedent(SCRIPT).format(port=store.port, ending=ending)
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "0"}  # its thread may outlive the interpreter
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(3)
-    ]
-    outputs = [process.communicate(timeout=90)[0].decode() for process in ranks]
+    with script_on_ranks(script, 3) as ranks:
+        outputs = [process.communicate(timeout=90)[0].decode() for process in ranks]
     assert ranks[0].returncode == expected, outputs[0]
     assert expected == 0 or "ValueError: the reason" in outputs[0], outputs[0]
     for rank in (1, 2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,22 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.signals import Rung, ring_in
 from tests.spawn import run_ranks
 
 SEED = random.randrange(1 << 32)
 AT_ONCE_SECONDS = 15  # about 50 ms on a machine that is not busy; each deadline is 30 s away or more
-
-
-class Rung(Exception):
-    pass
-
-
-def ring_in(seconds: float) -> None:
-    def handle(number: int, frame: Any) -> None:
-        raise Rung(str(time.monotonic()))
-
-    signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 WAITS: dict[str, Callable[[Any], Any]] = {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import script_on_ranks
 from tests.spawn import RankPool, SeparateHosts, run_ranks
 
 
@@ -224,19 +223,10 @@ print("done")
 def test_a_script_exits_cleanly_with_or_without_destroying_the_group(ending: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     script = textwrap.dedent(SCRIPT).format(port=store.port, ending=ending)
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "0"}  # its thread may outlive the interpreter
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        output = process.communicate(timeout=60)[0].decode()
-        assert process.returncode == 0 and "done" in output, output
+    with script_on_ranks(script, 2) as ranks:
+        for process in ranks:
+            output = process.communicate(timeout=60)[0].decode()
+            assert process.returncode == 0 and "done" in output, output
 
 
 def check_secret_file(path: str) -> float:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import script_on_ranks
 from tests.spawn import RankPool, run_ranks
 
 CPU = torch.device("cpu")
@@ -278,23 +277,7 @@ def test_the_interpreter_ends_cleanly(ending: str) -> None:
         # Nothing holds a rank back before these two: it may be gone when a slow peer still makes calls.
         suppressed="[dist.DistBackendError]" if ending.startswith("while ") else "[]",
     )
-    # torch's flight recorder dumps what failed on a thread of its own and gives up waiting for it after 15 s. On a busy
-    # machine that thread outlived the interpreter once, and its wish for the GIL aborted the process.
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "0"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        try:
+    with script_on_ranks(script, 2) as ranks:
+        for process in ranks:
             output = process.communicate(timeout=150)[0].decode()
-        except subprocess.TimeoutExpired:
-            for one in ranks:
-                one.kill()
-            raise
-        assert process.returncode == 0 and "done" in output, (process.returncode, output)
+            assert process.returncode == 0 and "done" in output, (process.returncode, output)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sharding.checkpoint.test_commit import Stopped, read, shard_names, stage, stop_at
+from tests.sharding.checkpoint.test_commit import commits_that_die, read, shard_names, stage
 from zeropg._commit import INDEX_NAME, SINGLE_NAME, commit, temporary_name, write_small_file
 
 
@@ -25,53 +25,39 @@ def read_all(directory: Path) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("old", [0, 1, 2, 3])
 @pytest.mark.parametrize("configs", [("same", "same"), ("wide", "narrow"), ("", "narrow")])
 def test_a_death_at_any_step_leaves_weights_with_their_configuration(tmp_path, monkeypatch, old, new, configs):
-    seen = []
-    for step in range(100):
-        directory = tmp_path / str(step)
-        directory.mkdir()
+    def prepare(directory):
         if old:
             commit(directory, "a", **stage(directory, "a", "old", old))
             if configs[0]:
                 (directory / "config.json").write_text(configs[0])
-        arguments = stage_with_config(directory, "b", "new", new, configs[1])
-        with monkeypatch.context() as patch:
-            stop_at(patch, step)
-            try:
-                commit(directory, "b", **arguments)
-                is_finished = True
-            except Stopped:
-                is_finished = False
+        return stage_with_config(directory, "b", "new", new, configs[1])
+
+    seen = []
+    for directory in commits_that_die(tmp_path, monkeypatch, prepare):
         seen.append(read_all(directory))
         # Whatever was left behind, the next export works and cleans up.
         commit(directory, "c", **stage_with_config(directory, "c", "next", new, "next"))
         assert read_all(directory) == {("next", "next")}
         left = {path.name for path in directory.iterdir() if not path.name.endswith(".tmp")}
         assert left == {*shard_names(new), "config.json"} | ({INDEX_NAME} if new > 1 else set())
-        if is_finished:
-            break
     before, after = {("old", configs[0])} if old else set(), {("new", configs[1])}
     first, last = seen.index(after), len(seen) - seen[::-1].index(before) if before in seen else 0
     between = [set()] * (first - last)
     assert seen == [before] * last + between + [after] * (len(seen) - first)
-    assert is_finished and not (between and configs[0] == configs[1]), "the older export went although nothing changes"
+    assert not (between and configs[0] == configs[1]), "the older export went although nothing changes"
 
 
 def test_a_file_that_readers_prefer_goes_last(tmp_path, monkeypatch):
     """After a death between the rename of a single file and the removal of an older index, both are there."""
-    for step in range(100):
-        directory = tmp_path / str(step)
-        directory.mkdir()
+
+    def prepare(directory):
         commit(directory, "a", **stage(directory, "a", "oldest", 2))
         (directory / SINGLE_NAME).write_text("old")
         (directory / "config.json").write_text("wide")
-        arguments = stage_with_config(directory, "b", "new", 2, "narrow")
-        with monkeypatch.context() as patch:
-            stop_at(patch, step)
-            try:
-                commit(directory, "b", **arguments)
-                break
-            except Stopped:
-                assert read_all(directory) in ({("old", "wide")}, set(), {("new", "narrow")})
+        return stage_with_config(directory, "b", "new", 2, "narrow")
+
+    for directory in commits_that_die(tmp_path, monkeypatch, prepare):
+        assert read_all(directory) in ({("old", "wide")}, set(), {("new", "narrow")})
     assert read_all(directory) == {("new", "narrow")}
 
 

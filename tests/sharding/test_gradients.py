@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeropg
+from tests.sharding.fuse import Fuse
 from tests.sharding.ranks import STAGES, close, equal, on_ranks, raises
 from tests.small_gpt import SmallGPT, loss_of, make_batches, make_model
 
@@ -328,22 +329,6 @@ def test_no_sync_sums_up_to_the_big_batch(stage: int) -> None:
     optimizer.step()
     after = zeropg.full_state_dict(model, rank0_only=False)
     assert all(equal(before[name], after[name]) for name in before)
-
-
-class Fuse(torch.autograd.Function):
-    """Raises in backward while `blown` is set."""
-
-    blown = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if Fuse.blown:
-            raise ArithmeticError("fuse")
-        return gradient
 
 
 class Fused(SmallGPT):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,22 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropg
+from tests.sharding.fuse import Fuse
 from tests.sharding.ranks import close, equal, raises
+from tests.signals import Rung, ring_in
 from tests.spawn import SeparateHosts, run_ranks
 
 DOUBLE = torch.float64
-
-
-class Rung(Exception):
-    pass
-
-
-def ring_in(seconds: float) -> None:
-    def handle(number: int, frame: Any) -> None:
-        raise Rung
-
-    signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def interrupt_rank_0(function: Callable[[], Any], prepare: Callable[[], Any] | None = None) -> None:
@@ -96,20 +85,6 @@ def interrupt_forward() -> None:
 
 def test_a_gather() -> None:
     run_ranks(2, interrupt_forward, place=SeparateHosts(hosts=(0, 1)))
-
-
-class Fuse(torch.autograd.Function):
-    blown = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if Fuse.blown:
-            raise ArithmeticError("fuse")
-        return gradient
 
 
 class Fused(nn.Module):

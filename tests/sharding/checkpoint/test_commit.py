@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -62,32 +64,45 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr("zeropg._commit.write_small_file", counted(write_small_file))
 
 
-@pytest.mark.parametrize("new", [1, 2, 3])
-@pytest.mark.parametrize("old", [0, 1, 2, 3])
-def test_a_death_at_any_step_leaves_a_whole_export(tmp_path, monkeypatch, old, new):
-    seen = []
+def commits_that_die(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Path], dict]
+) -> Iterator[Path]:
+    """Yields the directory of a commit that died at its first step, then at its second …; the last one ran to its end.
+
+    prepare: given the empty directory, returns the arguments of the commit, whose token is "b".
+    """
     for step in range(100):
         directory = tmp_path / str(step)
         directory.mkdir()
+        arguments = prepare(directory)
+        is_finished = False
+        with monkeypatch.context() as patch, contextlib.suppress(Stopped):
+            stop_at(patch, step)
+            commit(directory, "b", **arguments)
+            is_finished = True
+        yield directory
+        if is_finished:
+            return
+    raise AssertionError("a commit takes more than 100 steps")
+
+
+@pytest.mark.parametrize("new", [1, 2, 3])
+@pytest.mark.parametrize("old", [0, 1, 2, 3])
+def test_a_death_at_any_step_leaves_a_whole_export(tmp_path, monkeypatch, old, new):
+    def prepare(directory):
         if old:
             commit(directory, "a", **stage(directory, "a", "old", old))
             assert read(directory) == {"old"}
-        arguments = stage(directory, "b", "new", new)
-        with monkeypatch.context() as patch:
-            stop_at(patch, step)
-            try:
-                commit(directory, "b", **arguments)
-                is_finished = True
-            except Stopped:
-                is_finished = False
+        return stage(directory, "b", "new", new)
+
+    seen = []
+    for directory in commits_that_die(tmp_path, monkeypatch, prepare):
         seen.append(read(directory))
         # Whatever was left behind, the next export works and cleans up.
         commit(directory, "c", **stage(directory, "c", "next", new))
         assert read(directory) == {"next"}
         left = {path.name for path in directory.iterdir() if not path.name.endswith(".tmp")}
         assert left == set(shard_names(new)) | ({INDEX_NAME} if new > 1 else set())
-        if is_finished:
-            break
     before = {"old"} if old else set()
     switch = seen.index({"new"})
     assert seen == [before] * switch + [{"new"}] * (len(seen) - switch)
@@ -97,19 +112,13 @@ def test_without_hard_links_no_mixture_is_ever_complete(tmp_path, monkeypatch):
     def refuse(*args):
         raise OSError(errno.EPERM, "no links here")
 
-    monkeypatch.setattr(os, "link", refuse)
-    for step in range(100):
-        directory = tmp_path / str(step)
-        directory.mkdir()
+    def prepare(directory):
         commit(directory, "a", **stage(directory, "a", "old", 3))
-        arguments = stage(directory, "b", "new", 3)
-        with monkeypatch.context() as patch:
-            stop_at(patch, step)
-            try:
-                commit(directory, "b", **arguments)
-                break
-            except Stopped:
-                assert len(read(directory)) <= 1
+        return stage(directory, "b", "new", 3)
+
+    monkeypatch.setattr(os, "link", refuse)
+    for directory in commits_that_die(tmp_path, monkeypatch, prepare):
+        assert len(read(directory)) <= 1
     assert read(directory) == {"new"}
 
 
