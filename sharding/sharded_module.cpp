@@ -252,6 +252,9 @@ void ShardedModule::begin_backward() {
   if (is_in_backward_) {
     return;
   }
+  TORCH_CHECK(!reducer_->would_add_to_shown(), context("backward"),
+              "called inside full_gradients, where this rank's gradient would be added to the average that `.grad` "
+              "shows; expected it before or after the `with`. Leave that first, and clone what is still needed of it.");
   is_in_backward_ = true;
   reducer_->begin_backward(synchronize_);
   const auto token = std::make_shared<int>();

@@ -34,7 +34,11 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
 @contextlib.contextmanager
 def full_gradients(model: nn.Module) -> Iterator[None]:
     """Makes every `.grad` whole and readable on every rank inside the `with`: the averaged gradient, [shape of the
-    parameter] in the master's dtype. Writing to it has no effect in stages 2 and 3. All ranks must enter."""
+    parameter] in the master's dtype. All ranks must enter.
+
+    In stages 2 and 3 writing to it has no effect, and a backward that would add to it raises RuntimeError; forward and
+    torch.autograd.grad may be called.
+    """
     core = state_of(model, "full_gradients").core
     try:
         core.show_full_gradients()  # a signal may be handled at its very end
