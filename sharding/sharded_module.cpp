@@ -158,23 +158,34 @@ void ShardedModule::unshard(Unit& unit, bool writable) {
   if (fetch_->is_collective() && full_depth_ == 0) {
     unshard_order_.add(&unit - units_.data());
   }
-  for (FlatParameter* flat : unit.flats) {
-    if (!flat->is_attached()) {
+  try {
+    for (FlatParameter* flat : unit.flats) {
       fetch_->unshard(*flat, writable || unit.needs_private_copy);
     }
+  } catch (...) {
+    reshard(unit);
+    throw;
   }
   unit.is_whole = true;
 }
 
 void ShardedModule::reshard(Unit& unit) {
-  if (!unit.is_whole || full_depth_ > 0 || !options_.stage.shards_parameters) {
+  if (full_depth_ > 0 || !options_.stage.shards_parameters) {
     return;
   }
   at::NoGradGuard no_grad;
   for (FlatParameter* flat : unit.flats) {
-    fetch_->reshard(*flat);
+    if (flat->is_attached()) {
+      fetch_->reshard(*flat);
+    }
   }
   unit.is_whole = false;
+}
+
+void ShardedModule::reshard_units() {
+  for (Unit& unit : units_) {
+    reshard(unit);
+  }
 }
 
 // A backward that raised ran no callback at its end: autograd dropped it, and with it the token. Its gradients are
@@ -321,9 +332,14 @@ void ShardedModule::unshard_all(bool writable) {
               "writable=True inside a full_parameters that is not; make the outer one writable.");
   recover_from_broken_backward();
   if (full_depth_ == 0) {
-    for (Unit& unit : units_) {
-      reshard(unit);  // one that a forward left whole may be guarded
-      unshard(unit, writable);
+    reshard_units();  // one that a forward left whole may be guarded
+    try {
+      for (Unit& unit : units_) {
+        unshard(unit, writable);
+      }
+    } catch (...) {
+      reshard_units();
+      throw;
     }
     is_full_writable_ = writable;
   }
@@ -340,9 +356,7 @@ void ShardedModule::reshard_all() {
       write_back(*flat);
     }
   }
-  for (Unit& unit : units_) {
-    reshard(unit);
-  }
+  reshard_units();
   if (is_full_writable_) {
     end_step();
   }
@@ -420,9 +434,7 @@ void ShardedModule::begin_step() {
   TORCH_CHECK(!is_in_backward_ || !is_autograd_running(), context("step"), "called inside a backward; call it after.");
   TORCH_CHECK(full_depth_ == 0, context("step"), "called inside full_parameters; call it after.");
   recover_from_broken_backward();
-  for (Unit& unit : units_) {
-    reshard(unit);  // a forward without backward leaves units whole, with the values of before the step
-  }
+  reshard_units();  // a forward without backward leaves units whole, with the values of before the step
   fetch_->begin_update();
 }
 

@@ -45,7 +45,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool synchronizes() const { return synchronize_; }
 
   // --- access between steps ---
-  void unshard_all(bool writable);         // collective; nests
+  void unshard_all(bool writable);         // collective; nests; all is as before where it throws
   void reshard_all();                      // collective; if writable, what was written becomes the parameters' value
   at::Tensor gather_master(int64_t flat);  // [total_numel], master dtype; collective
   // Sets what this rank updates of elements [start, start + value.numel()) of the flattened parameter, at the master's
@@ -68,6 +68,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);  // collective
 
   // --- facts ---
+  int full_depth() const { return full_depth_; }  // how many unshard_all wait for their reshard_all
   const std::vector<std::unique_ptr<FlatParameter>>& flats() const { return flats_; }
   const ShardingOptions& options() const { return options_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return communicator_.group(); }
@@ -91,6 +92,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
 
   void unshard(Unit& unit, bool writable = false);
   void reshard(Unit& unit);
+  void reshard_units();
   void begin_backward();
   void finish_backward();
   void before_unit_backward(Unit& unit);

@@ -24,11 +24,13 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
     Needs memory for the whole model where parameters are not shared inside the node.
     """
     core = state_of(model, "full_parameters").core
-    core.unshard_all(writable)
+    depth = core.full_depth
     try:
+        core.unshard_all(writable)  # a signal may be handled at its very end
         yield
     finally:
-        core.reshard_all()
+        if core.full_depth > depth:
+            core.reshard_all()
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +24,14 @@ class Rung(Exception):
     pass
 
 
-def ring_in(seconds: float) -> None:
+def prepare_to_ring() -> None:
     def handle(number: int, frame: Any) -> None:
         raise Rung
 
     signal.signal(signal.SIGALRM, handle)
+
+
+def ring_in(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
@@ -40,6 +45,7 @@ def interrupt_rank_0(function: Callable[[], Any], prepare: Callable[[], Any] | N
     if dist.get_rank() != 0:
         function()
         return
+    prepare_to_ring()
     with raises(Rung):
         ring_in(0.5)
         function()
@@ -96,6 +102,96 @@ def interrupt_forward() -> None:
 
 def test_a_gather() -> None:
     run_ranks(2, interrupt_forward, place=SeparateHosts(hosts=(0, 1)))
+
+
+def make_pair() -> nn.Sequential:
+    pair = nn.Sequential(make_linear(), make_linear())
+    pair[0].requires_grad_(False)
+    return pair
+
+
+def interrupt_second_gather(units: list[Any], in_forward: bool) -> None:
+    """Rank 1 takes part in the first gather with what c10d has, and in the second when rank 0 has been interrupted."""
+    x = torch.ones(2, 5, dtype=DOUBLE)
+    model = zeropg.fully_shard(make_pair(), stage=3, units=units)
+    first, second = model._zeropg.flat_groups
+    store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
+
+    def gather(flat: Any) -> None:
+        dist.all_gather_into_tensor(
+            torch.empty(flat.total_numel, dtype=DOUBLE), torch.zeros(flat.shard_numel, dtype=DOUBLE)
+        )
+
+    def use() -> None:
+        with torch.no_grad():
+            if in_forward:
+                model(x)
+            else:
+                with zeropg.full_parameters(model, writable=True):
+                    raise AssertionError("the second gather cannot have ended")
+
+    if dist.get_rank() == 0:
+        prepare_to_ring()
+        store.set("bell", str(os.getpid()))
+        with raises(Rung):
+            use()
+        store.set("interrupted", "")
+    else:
+        gather(first)
+        time.sleep(0.5)  # rank 0 goes on to the second
+        os.kill(int(store.get("bell")), signal.SIGALRM)
+        store.wait(["interrupted"])
+        gather(second)
+    for layer in model:
+        with raises(RuntimeError, "is sharded"):
+            layer.weight.clone()
+    with torch.no_grad():
+        assert equal(model(x), make_pair()(x))
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+@pytest.mark.parametrize("units", [[], [nn.Linear]], ids=["of one unit", "of another unit"])
+def test_a_second_gather(units: list[Any], in_forward: bool) -> None:
+    run_ranks(2, interrupt_second_gather, units, in_forward, place=SeparateHosts(hosts=(0, 1)))
+
+
+class Ringing:
+    """A core at the end of whose unshard_all a signal is handled."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def unshard_all(self, writable: bool) -> None:
+        self._core.unshard_all(writable)
+        raise Rung
+
+
+def interrupt_full_parameters() -> None:
+    model = zeropg.fully_shard(make_linear(), stage=3)
+    state = model._zeropg_state
+    core = state.core
+    for writable in (False, True):
+        state.core = Ringing(core)
+        with raises(Rung), zeropg.full_parameters(model, writable=writable):
+            raise AssertionError("not reached")
+        with raises(RuntimeError, "is sharded"):
+            model.weight.clone()
+        state.core = core
+        with zeropg.full_parameters(model):
+            state.core = Ringing(core)
+            with raises(Rung), zeropg.full_parameters(model):
+                raise AssertionError("not reached")
+            state.core = core
+            assert equal(model.weight.detach(), make_linear().weight.detach())
+        with raises(RuntimeError, "is sharded"):
+            model.weight.clone()
+
+
+def test_the_end_of_making_parameters_whole() -> None:
+    run_ranks(2, interrupt_full_parameters)
 
 
 class Fuse(torch.autograd.Function):
