@@ -35,7 +35,12 @@ class GatheredFetch final : public Fetch {
     if (communicator_.world_size() == 1) {
       whole.copy_(shards_.at(&flat));
     } else {
-      gather(flat, whole);
+      try {
+        gather(flat, whole);
+      } catch (...) {  // where a signal handler ended the waiting the gather goes on
+        pool_.forget(whole);
+        throw;
+      }
     }
     flat.attach(whole, /*guarded=*/false);
   }

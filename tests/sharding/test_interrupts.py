@@ -95,6 +95,8 @@ def interrupt_forward() -> None:
     with torch.no_grad():
         interrupt_rank_0(lambda: model(x))
         assert equal(model(x), make_linear()(x))
+    (flat,) = model._zeropg.flat_groups
+    assert model._zeropg.memory_report()["gathered"] == 8 * flat.total_numel, "what was interrupted does not count"
     model(x).square().sum().backward()
     with zeropg.full_gradients(model):
         assert close(model.weight.grad, gradients_of(make_linear(), x)[0])
