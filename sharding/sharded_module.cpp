@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cmath>
 #include <exception>
+#include <functional>
 #include <iterator>
 #include <tuple>
 #include <utility>
@@ -37,6 +38,15 @@ std::vector<std::vector<FlatParameter::Source>> group_sources(const std::vector<
     groups[entry->second].push_back(source);
   }
   return groups;
+}
+
+std::exception_ptr failure_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -106,26 +116,26 @@ void ShardedModule::build(const std::vector<UnitSource>& sources) {
   reducer_ = std::make_unique<GradientReducer>(reductions_, options_, backward_order(), during_backward);
 }
 
-// A disk that is full on one rank must be an error on all of them, before they wait for each other's parameters.
 void ShardedModule::reserve_masters() {
-  if (options_.optimizer_offload == nullptr) return;
-  std::exception_ptr failure;
-  try {
+  const std::exception_ptr failure = failure_of([&] {
     for (const auto& flat : flats_) {
       flat->reserve_master(options_);
     }
-  } catch (const TierError&) {
-    failure = std::current_exception();
-  }
-  if (world_size() > 1 && !flats_.empty()) {
+  });
+  fail_together(failure, "fully_shard", "reserve room for", ENOSPC);
+}
+
+void ShardedModule::fail_together(const std::exception_ptr& failure, const char* operation, const char* could_not,
+                                  int code) {
+  if (options_.optimizer_offload != nullptr && world_size() > 1 && !flats_.empty()) {
     const at::Tensor mine = at::zeros({1}, at::kDouble).fill_(failure == nullptr ? 0.0 : 1.0);
     const c10::Device device = flats_.front()->device();
     const at::Tensor all = at::empty({world_size()}, mine.options().device(device));
     communicator_.wait(communicator_.all_gather(all, mine.to(device)));
     if (failure == nullptr && all.max().item<double>() > 0) {
-      throw TierError(c10::str(context("fully_shard"), "rank ", all.argmax().item<int64_t>(),
-                               " could not reserve room for its masters; see its error."),
-                      ENOSPC);
+      throw TierError(c10::str(context(operation), "rank ", all.argmax().item<int64_t>(), " could not ", could_not,
+                               " its masters; see its error."),
+                      code);
     }
   }
   if (failure != nullptr) std::rethrow_exception(failure);
@@ -350,16 +360,24 @@ void ShardedModule::reshard_all() {
   if (--full_depth_ > 0) {
     return;
   }
-  if (is_full_writable_) {
+  if (!is_full_writable_) {
+    reshard_units();
+    return;
+  }
+  try {
     fetch_->begin_update();
+  } catch (...) {
+    reshard_units();
+    throw;
+  }
+  const std::exception_ptr failure = failure_of([&] {
     for (const auto& flat : flats_) {
       write_back(*flat);
     }
-  }
+  });
   reshard_units();
-  if (is_full_writable_) {
-    end_step();
-  }
+  end_step();  // also after an error: the other ranks are waiting in theirs
+  fail_together(failure, "full_parameters", "read and write", EIO);
 }
 
 void ShardedModule::write_back(FlatParameter& flat) {
@@ -386,7 +404,9 @@ void ShardedModule::write_back(FlatParameter& flat) {
 at::Tensor ShardedModule::gather_master(int64_t index) {
   at::NoGradGuard no_grad;
   FlatParameter& flat = *flats_[index];
-  const at::Tensor mine = flat.read_master(0, flat.master_numel);
+  at::Tensor mine;
+  const std::exception_ptr failure = failure_of([&] { mine = flat.read_master(0, flat.master_numel); });
+  fail_together(failure, "full_state_dict", "read", EIO);
   if (flat.master_numel == flat.layout().total_numel) {
     return mine;
   }

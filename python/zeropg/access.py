@@ -21,7 +21,8 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
       own slice, also after an exception. Elements that are not changed keep their masters' full precision. Without it,
       writing raises where the memory is shared between ranks, and is undefined elsewhere.
 
-    Needs memory for the whole model where parameters are not shared inside the node.
+    Needs memory for the whole model where parameters are not shared inside the node. Raises OSError on every rank where
+    one of them cannot write its masters to their file (offload_optimizer): make the model anew, from a checkpoint.
     """
     core = state_of(model, "full_parameters").core
     depth = core.full_depth

@@ -196,6 +196,25 @@ def test_the_end_of_making_parameters_whole() -> None:
     run_ranks(2, interrupt_full_parameters)
 
 
+def interrupt_leaving() -> None:
+    model = zeropg.fully_shard(make_linear(), stage=3)
+
+    def write() -> None:
+        with zeropg.full_parameters(model, writable=True), torch.no_grad():
+            model.weight.zero_()
+
+    interrupt_rank_0(write)
+    with raises(RuntimeError, "is sharded"):
+        model.weight.clone()
+    write()
+    with zeropg.full_parameters(model):
+        assert not model.weight.any()
+
+
+def test_leaving_full_parameters() -> None:
+    run_ranks(2, interrupt_leaving)
+
+
 class Fuse(torch.autograd.Function):
     blown = False
 
