@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 
 namespace zeropg {
 namespace {
@@ -452,7 +451,6 @@ void GradientReducer::abandon_backward() {
       try {
         communicator_.wait(bucket.work);
       } catch (const c10::Error&) {
-      } catch (const std::runtime_error&) {  // gloo's
       } catch (...) {
         if (bucket.work->isCompleted()) {
           bucket.work.reset();
