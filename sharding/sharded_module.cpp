@@ -499,6 +499,7 @@ void ShardedModule::scale_gradients(double factor) {
 
 void ShardedModule::show_full_gradients() {
   recover_from_broken_backward();
+  TORCH_CHECK(!is_in_backward_, context("full_gradients"), "called inside a backward; call it after.");
   reducer_->show_full();
 }
 

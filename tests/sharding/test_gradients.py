@@ -478,6 +478,22 @@ def test_a_backward_inside_full_gradients_is_refused(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
+def test_full_gradients_inside_a_backward_are_refused_and_harmless(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+
+    def show(_: torch.Tensor) -> None:
+        with raises(RuntimeError, "full_gradients", "inside a backward"), zeropg.full_gradients(model):
+            raise AssertionError("not reached")
+
+    model.blocks[1].up.weight.register_post_accumulate_grad_hook(show)
+    for times in (1, 2):
+        loss_of(model, my_part(batch)).backward()
+        assert_gradients(model, {name: times * gradient for name, gradient in plain_gradients(batch).items()})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
 def test_autograd_grad_inside_full_gradients(stage: int) -> None:
     model, plain = zeropg.fully_shard(make_branches(), stage=stage), make_branches()
     x = torch.ones(5, dtype=DOUBLE, requires_grad=True)
