@@ -21,6 +21,8 @@ class BufferPool {
 
   at::Tensor acquire(int64_t numel, c10::ScalarType dtype, c10::Device device);  // [numel]
   void release(at::Tensor buffer);
+  // Instead of release, for a buffer that somebody may still write to: it is not used again.
+  void forget(const at::Tensor& buffer) { allocated_bytes_ -= static_cast<int64_t>(buffer.storage().nbytes()); }
   int64_t allocated_bytes() const { return allocated_bytes_; }
 
  private:

@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/headeronly/version.h>
 
+#include <stdexcept>
+
 #include "backend/process_group.h"
 #include "backend/transport/notices.h"
 
@@ -81,7 +83,16 @@ ProcessGroupZero& Communicator::zeropg_group() {
 }
 
 void Communicator::wait(const c10::intrusive_ptr<c10d::Work>& work) {
-  timed([&] { work->wait(); });
+  try {
+    timed([&] { work->wait(); });
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::runtime_error& error) {  // gloo's; what a signal handler raised is neither
+    C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", rank_, "/", world_size_,
+                                               "] a collective failed while this rank waited for the others; look at "
+                                               "their logs: ",
+                                               error.what()));
+  }
 }
 
 }  // namespace zeropg

@@ -33,6 +33,7 @@ class Communicator {
   // Not collective: a buffer of bytes, [bytes], where this group's collectives are fastest: on a zeropg group and the
   // CPU in shared memory, as long as there is room for it there.
   at::Tensor allocate(int64_t bytes, c10::Device device);
+  // Throws c10::Error, of whatever backend the group is, or what a signal handler raised; the work then goes on.
   void wait(const c10::intrusive_ptr<c10d::Work>& work);
 
   // Runs `wait` and adds its time to seconds(): for waits that are not a Work.

@@ -1,6 +1,5 @@
 #include <ATen/ops/empty.h>
 
-#include <stdexcept>
 #include <unordered_map>
 
 #include "sharding/buffer_pool.h"
@@ -35,7 +34,12 @@ class GatheredFetch final : public Fetch {
     if (communicator_.world_size() == 1) {
       whole.copy_(shards_.at(&flat));
     } else {
-      gather(flat, whole);
+      try {
+        gather(flat, whole);
+      } catch (...) {  // where a signal handler ended the waiting the gather goes on
+        pool_.forget(whole);
+        throw;
+      }
     }
     flat.attach(whole, /*guarded=*/false);
   }
@@ -55,20 +59,12 @@ class GatheredFetch final : public Fetch {
     try {
       communicator_.wait(communicator_.all_gather(whole, shards_.at(&flat)));
     } catch (const c10::Error& error) {
-      throw_failed(flat, error.what());
-    } catch (const std::runtime_error& error) {  // gloo's; what a signal handler raised is neither and passes
-      throw_failed(flat, error.what());
+      C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", communicator_.rank(), "/", communicator_.world_size(),
+                                                 "] unshard of ", flat.describe(),
+                                                 " failed; expected all ranks to run the same units in the same order "
+                                                 "(only where ranks share a node on zeropg may paths differ): ",
+                                                 error.what_without_backtrace()));
     }
-  }
-
-  [[noreturn]] void throw_failed(const FlatParameter& flat, const char* why) const {
-    C10_THROW_ERROR(
-        DistBackendError,
-        c10::str("[zeropg rank ", communicator_.rank(), "/", communicator_.world_size(), "] unshard of ",
-                 flat.describe(),
-                 " failed; expected all ranks to run the same units in the same order (only where ranks share a node "
-                 "on zeropg may paths differ): ",
-                 why));
   }
 
   Communicator& communicator_;

@@ -4,11 +4,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 
 namespace zeropg {
 namespace {
@@ -380,7 +380,9 @@ bool GradientReducer::finish_backward(uint64_t fingerprint) {
       }
     }
   }
-  show_gradients();
+  if (!is_showing_full_) {
+    show_gradients();
+  }
   return is_same;
 }
 
@@ -449,7 +451,6 @@ void GradientReducer::abandon_backward() {
       try {
         communicator_.wait(bucket.work);
       } catch (const c10::Error&) {
-      } catch (const std::runtime_error&) {  // gloo's
       } catch (...) {
         if (bucket.work->isCompleted()) {
           bucket.work.reset();
@@ -574,6 +575,9 @@ void GradientReducer::show_full(Bucket& bucket) {
 }
 
 void GradientReducer::hide_full() {
+  if (!is_showing_full_) {
+    return;
+  }
   is_showing_full_ = false;
   for (Bucket& bucket : buckets_) {
     for (Slot& slot : bucket.slots) {
@@ -582,6 +586,23 @@ void GradientReducer::hide_full() {
       }
     }
   }
+}
+
+bool GradientReducer::would_add_to_shown() const {
+  if (!is_showing_full_) {
+    return false;
+  }
+  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
+  if (executed == nullptr || executed->empty()) {
+    return true;  // backward() runs all that it reaches; grad(), and backward(inputs=...), what they name
+  }
+  const auto accumulates = [&](const Slot& slot) {
+    const auto found = executed->find(slot.accumulator.get());
+    return found != executed->end() && found->second.needed_;
+  };
+  return std::any_of(buckets_.begin(), buckets_.end(), [&](const Bucket& bucket) {
+    return std::any_of(bucket.slots.begin(), bucket.slots.end(), accumulates);
+  });
 }
 
 bool GradientReducer::has_unreduced_gradients() {

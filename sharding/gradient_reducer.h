@@ -66,6 +66,8 @@ class GradientReducer {
   // Makes every `.grad` whole, in the master dtype, until hide_full(). Collective. Hidden again where it throws.
   void show_full();
   void hide_full();
+  // Whether the backward that runs would add to what show_full() shows, instead of to what it stands for.
+  bool would_add_to_shown() const;
 
   // Whether gradients wait for a backward outside of no_sync.
   bool has_unreduced_gradients();

@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cmath>
 #include <exception>
+#include <functional>
 #include <iterator>
 #include <tuple>
 #include <utility>
@@ -37,6 +38,15 @@ std::vector<std::vector<FlatParameter::Source>> group_sources(const std::vector<
     groups[entry->second].push_back(source);
   }
   return groups;
+}
+
+std::exception_ptr failure_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -106,26 +116,26 @@ void ShardedModule::build(const std::vector<UnitSource>& sources) {
   reducer_ = std::make_unique<GradientReducer>(reductions_, options_, backward_order(), during_backward);
 }
 
-// A disk that is full on one rank must be an error on all of them, before they wait for each other's parameters.
 void ShardedModule::reserve_masters() {
-  if (options_.optimizer_offload == nullptr) return;
-  std::exception_ptr failure;
-  try {
+  const std::exception_ptr failure = failure_of([&] {
     for (const auto& flat : flats_) {
       flat->reserve_master(options_);
     }
-  } catch (const TierError&) {
-    failure = std::current_exception();
-  }
-  if (world_size() > 1 && !flats_.empty()) {
+  });
+  fail_together(failure, "fully_shard", "reserve room for", ENOSPC);
+}
+
+void ShardedModule::fail_together(const std::exception_ptr& failure, const char* operation, const char* could_not,
+                                  int code) {
+  if (options_.optimizer_offload != nullptr && world_size() > 1 && !flats_.empty()) {
     const at::Tensor mine = at::zeros({1}, at::kDouble).fill_(failure == nullptr ? 0.0 : 1.0);
     const c10::Device device = flats_.front()->device();
     const at::Tensor all = at::empty({world_size()}, mine.options().device(device));
     communicator_.wait(communicator_.all_gather(all, mine.to(device)));
     if (failure == nullptr && all.max().item<double>() > 0) {
-      throw TierError(c10::str(context("fully_shard"), "rank ", all.argmax().item<int64_t>(),
-                               " could not reserve room for its masters; see its error."),
-                      ENOSPC);
+      throw TierError(c10::str(context(operation), "rank ", all.argmax().item<int64_t>(), " could not ", could_not,
+                               " its masters; see its error."),
+                      code);
     }
   }
   if (failure != nullptr) std::rethrow_exception(failure);
@@ -158,23 +168,34 @@ void ShardedModule::unshard(Unit& unit, bool writable) {
   if (fetch_->is_collective() && full_depth_ == 0) {
     unshard_order_.add(&unit - units_.data());
   }
-  for (FlatParameter* flat : unit.flats) {
-    if (!flat->is_attached()) {
+  try {
+    for (FlatParameter* flat : unit.flats) {
       fetch_->unshard(*flat, writable || unit.needs_private_copy);
     }
+  } catch (...) {
+    reshard(unit);
+    throw;
   }
   unit.is_whole = true;
 }
 
 void ShardedModule::reshard(Unit& unit) {
-  if (!unit.is_whole || full_depth_ > 0 || !options_.stage.shards_parameters) {
+  if (full_depth_ > 0 || !options_.stage.shards_parameters) {
     return;
   }
   at::NoGradGuard no_grad;
   for (FlatParameter* flat : unit.flats) {
-    fetch_->reshard(*flat);
+    if (flat->is_attached()) {
+      fetch_->reshard(*flat);
+    }
   }
   unit.is_whole = false;
+}
+
+void ShardedModule::reshard_units() {
+  for (Unit& unit : units_) {
+    reshard(unit);
+  }
 }
 
 // A backward that raised ran no callback at its end: autograd dropped it, and with it the token. Its gradients are
@@ -252,6 +273,9 @@ void ShardedModule::begin_backward() {
   if (is_in_backward_) {
     return;
   }
+  TORCH_CHECK(!reducer_->would_add_to_shown(), context("backward"),
+              "called inside full_gradients, where this rank's gradient would be added to the average that `.grad` "
+              "shows; expected it before or after the `with`. Leave that first, and clone what is still needed of it.");
   is_in_backward_ = true;
   reducer_->begin_backward(synchronize_);
   const auto token = std::make_shared<int>();
@@ -318,9 +342,14 @@ void ShardedModule::unshard_all(bool writable) {
               "writable=True inside a full_parameters that is not; make the outer one writable.");
   recover_from_broken_backward();
   if (full_depth_ == 0) {
-    for (Unit& unit : units_) {
-      reshard(unit);  // one that a forward left whole may be guarded
-      unshard(unit, writable);
+    reshard_units();  // one that a forward left whole may be guarded
+    try {
+      for (Unit& unit : units_) {
+        unshard(unit, writable);
+      }
+    } catch (...) {
+      reshard_units();
+      throw;
     }
     is_full_writable_ = writable;
   }
@@ -331,18 +360,24 @@ void ShardedModule::reshard_all() {
   if (--full_depth_ > 0) {
     return;
   }
-  if (is_full_writable_) {
+  if (!is_full_writable_) {
+    reshard_units();
+    return;
+  }
+  try {
     fetch_->begin_update();
+  } catch (...) {
+    reshard_units();
+    throw;
+  }
+  const std::exception_ptr failure = failure_of([&] {
     for (const auto& flat : flats_) {
       write_back(*flat);
     }
-  }
-  for (Unit& unit : units_) {
-    reshard(unit);
-  }
-  if (is_full_writable_) {
-    end_step();
-  }
+  });
+  reshard_units();
+  end_step();  // also after an error: the other ranks are waiting in theirs
+  fail_together(failure, "full_parameters", "read and write", EIO);
 }
 
 void ShardedModule::write_back(FlatParameter& flat) {
@@ -369,7 +404,9 @@ void ShardedModule::write_back(FlatParameter& flat) {
 at::Tensor ShardedModule::gather_master(int64_t index) {
   at::NoGradGuard no_grad;
   FlatParameter& flat = *flats_[index];
-  const at::Tensor mine = flat.read_master(0, flat.master_numel);
+  at::Tensor mine;
+  const std::exception_ptr failure = failure_of([&] { mine = flat.read_master(0, flat.master_numel); });
+  fail_together(failure, "full_state_dict", "read", EIO);
   if (flat.master_numel == flat.layout().total_numel) {
     return mine;
   }
@@ -417,9 +454,7 @@ void ShardedModule::begin_step() {
   TORCH_CHECK(!is_in_backward_ || !is_autograd_running(), context("step"), "called inside a backward; call it after.");
   TORCH_CHECK(full_depth_ == 0, context("step"), "called inside full_parameters; call it after.");
   recover_from_broken_backward();
-  for (Unit& unit : units_) {
-    reshard(unit);  // a forward without backward leaves units whole, with the values of before the step
-  }
+  reshard_units();  // a forward without backward leaves units whole, with the values of before the step
   fetch_->begin_update();
 }
 
@@ -464,6 +499,7 @@ void ShardedModule::scale_gradients(double factor) {
 
 void ShardedModule::show_full_gradients() {
   recover_from_broken_backward();
+  TORCH_CHECK(!is_in_backward_, context("full_gradients"), "called inside a backward; call it after.");
   reducer_->show_full();
 }
 

@@ -3,6 +3,7 @@
 // One thread at a time (the one that runs the training loop). Nothing here needs the GIL.
 #pragma once
 
+#include <exception>
 #include <map>
 #include <memory>
 #include <string>
@@ -45,8 +46,10 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool synchronizes() const { return synchronize_; }
 
   // --- access between steps ---
-  void unshard_all(bool writable);         // collective; nests
-  void reshard_all();                      // collective; if writable, what was written becomes the parameters' value
+  void unshard_all(bool writable);  // collective; nests; all is as before where it throws
+  // Collective; if writable, what was written becomes the parameters' value. All units are sharded again, and no rank
+  // waits for this one, also where it throws: TierError, on every rank, for masters that a tier does not take.
+  void reshard_all();
   at::Tensor gather_master(int64_t flat);  // [total_numel], master dtype; collective
   // Sets what this rank updates of elements [start, start + value.numel()) of the flattened parameter, at the master's
   // precision. Inside begin_step/end_step.
@@ -68,6 +71,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);  // collective
 
   // --- facts ---
+  int full_depth() const { return full_depth_; }  // how many unshard_all wait for their reshard_all
   const std::vector<std::unique_ptr<FlatParameter>>& flats() const { return flats_; }
   const ShardingOptions& options() const { return options_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return communicator_.group(); }
@@ -86,11 +90,15 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
                 const ShardingOptions& options);
   void build(const std::vector<UnitSource>& units);
   void reserve_masters();
+  // Throws `failure`, or that of another rank: what a disk refuses to one must be an error on all of them, before they
+  // wait for each other. Collective with offload.
+  void fail_together(const std::exception_ptr& failure, const char* operation, const char* could_not, int code);
   std::vector<FlatParameter*> backward_order() const;
   void install_hooks();
 
   void unshard(Unit& unit, bool writable = false);
   void reshard(Unit& unit);
+  void reshard_units();
   void begin_backward();
   void finish_backward();
   void before_unit_backward(Unit& unit);

@@ -11,11 +11,16 @@ class Rung(Exception):
     """The text is the time.monotonic() at which the handler ran."""
 
 
-def ring_in(seconds: float) -> None:
-    """Has a signal's handler raise Rung in the main thread."""
+def prepare_to_ring() -> None:
+    """SIGALRM makes the main thread raise Rung."""
 
     def handle(number: int, frame: Any) -> None:
         raise Rung(str(time.monotonic()))
 
     signal.signal(signal.SIGALRM, handle)
+
+
+def ring_in(seconds: float) -> None:
+    """Raises Rung in the main thread."""
+    prepare_to_ring()
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -159,6 +159,7 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("synchronizes", &ShardedModule::synchronizes)
       .def("unshard_all", &ShardedModule::unshard_all, ReleaseGil())
       .def("reshard_all", &ShardedModule::reshard_all, ReleaseGil())
+      .def_property_readonly("full_depth", &ShardedModule::full_depth)
       .def("begin_step", &ShardedModule::begin_step, ReleaseGil())
       .def("end_step", &ShardedModule::end_step, ReleaseGil())
       .def("zero_gradients", &ShardedModule::zero_gradients, ReleaseGil())

@@ -21,20 +21,27 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
       own slice, also after an exception. Elements that are not changed keep their masters' full precision. Without it,
       writing raises where the memory is shared between ranks, and is undefined elsewhere.
 
-    Needs memory for the whole model where parameters are not shared inside the node.
+    Needs memory for the whole model where parameters are not shared inside the node. Raises OSError on every rank where
+    one of them cannot write its masters to their file (offload_optimizer): make the model anew, from a checkpoint.
     """
     core = state_of(model, "full_parameters").core
-    core.unshard_all(writable)
+    depth = core.full_depth
     try:
+        core.unshard_all(writable)  # a signal may be handled at its very end
         yield
     finally:
-        core.reshard_all()
+        if core.full_depth > depth:
+            core.reshard_all()
 
 
 @contextlib.contextmanager
 def full_gradients(model: nn.Module) -> Iterator[None]:
     """Makes every `.grad` whole and readable on every rank inside the `with`: the averaged gradient, [shape of the
-    parameter] in the master's dtype. Writing to it has no effect in stages 2 and 3. All ranks must enter."""
+    parameter] in the master's dtype. All ranks must enter.
+
+    In stages 2 and 3 writing to it has no effect, and a backward that would add to it raises RuntimeError; forward and
+    torch.autograd.grad may be called.
+    """
     core = state_of(model, "full_gradients").core
     try:
         core.show_full_gradients()  # a signal may be handled at its very end

@@ -56,6 +56,16 @@ TEST(BufferPool, TakesTheSmallestThatFitsAndReturnsAllOfIt) {
   EXPECT_EQ(pool.allocated_bytes(), 1010);
 }
 
+TEST(BufferPool, ForgetsAllOfABuffer) {
+  BufferPool pool;
+  const at::Tensor kept = pool.acquire(7, at::kByte, at::kCPU);
+  pool.release(pool.acquire(100, at::kFloat, at::kCPU));
+  const at::Tensor part = pool.acquire(50, at::kFloat, at::kCPU);
+  pool.forget(part);
+  EXPECT_EQ(pool.allocated_bytes(), 7);
+  EXPECT_FALSE(pool.acquire(50, at::kFloat, at::kCPU).is_alias_of(part));
+}
+
 TEST(BufferPool, EmptyBuffers) {
   BufferPool pool;
   at::Tensor nothing = pool.acquire(0, at::kFloat, at::kCPU);

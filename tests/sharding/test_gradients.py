@@ -441,6 +441,73 @@ def test_full_gradients_hide_again(stage: int) -> None:
     assert_gradients(model, {name: 2 * gradient for name, gradient in plain_gradients(batch).items()})
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_a_backward_inside_full_gradients_is_refused(stage: int) -> None:
+    batch = make_batches(1)[0]
+    wanted = plain_gradients(batch)
+    model = sharded(stage)
+    loss_of(model, my_part(batch)).backward()
+    with zeropg.full_gradients(model):
+        for inputs in (None, [model.norm.weight]):
+            with raises(RuntimeError, f"[zeropg rank {dist.get_rank()}/2] backward", "inside full_gradients", "clone"):
+                loss_of(model, my_part(batch)).backward(inputs=inputs)
+        with torch.no_grad():
+            assert close(loss_of(model, batch), loss_of(make_model(DOUBLE), batch))
+        later = loss_of(model, my_part(batch))
+        assert all(close(p.grad, wanted[name]) for name, p in model.named_parameters())
+    assert_gradients(model, wanted)
+    later.backward()
+    assert_gradients(model, {name: 2 * gradient for name, gradient in wanted.items()})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_full_gradients_inside_a_backward_are_refused_and_harmless(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+
+    def show(_: torch.Tensor) -> None:
+        with raises(RuntimeError, "full_gradients", "inside a backward"), zeropg.full_gradients(model):
+            raise AssertionError("not reached")
+
+    model.blocks[1].up.weight.register_post_accumulate_grad_hook(show)
+    for times in (1, 2):
+        loss_of(model, my_part(batch)).backward()
+        assert_gradients(model, {name: times * gradient for name, gradient in plain_gradients(batch).items()})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_autograd_grad_inside_full_gradients(stage: int) -> None:
+    model, plain = zeropg.fully_shard(make_branches(), stage=stage), make_branches()
+    x = torch.ones(5, dtype=DOUBLE, requires_grad=True)
+    path = [0, 1, 2, 3]
+    for each in (model, plain):
+        each(x.detach(), path).backward()
+    with zeropg.full_gradients(model):
+        assert close(*(torch.autograd.grad(each(x, path), x)[0] for each in (model, plain)))
+        assert close(*(torch.autograd.grad(each(x, path), each.scale)[0] for each in (model, plain)))
+        for one in (model, plain):
+            one(x, path).backward(inputs=[x])
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert all(close(gradient, plain.get_parameter(name).grad) for name, gradient in found.items())
+    assert_gradients(model, found)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(2)
+def test_a_gradient_put_there_inside_full_gradients_is_used_where_gradients_are_replicated(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    loss_of(model, my_part(batch)).backward()
+    with zeropg.full_gradients(model):
+        loss_of(model, my_part(batch)).backward()  # nothing is hidden, so nothing is in the way
+        model.norm.weight.grad = torch.full_like(model.norm.weight, 3.0)
+    wanted = {name: 2 * gradient for name, gradient in plain_gradients(batch).items()}
+    assert_gradients(model, wanted | {"norm.weight": torch.full_like(wanted["norm.weight"], 3.0)})
+
+
 @on_ranks(2, backend="gloo")
 def test_every_stage_over_gloo() -> None:
     batch = make_batches(1)[0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +16,7 @@ from torch import nn
 import zeropg
 from tests.sharding.fuse import Fuse
 from tests.sharding.ranks import close, equal, raises
-from tests.signals import Rung, ring_in
+from tests.signals import Rung, prepare_to_ring, ring_in
 from tests.spawn import SeparateHosts, run_ranks
 
 DOUBLE = torch.float64
@@ -78,6 +81,8 @@ def interrupt_forward() -> None:
     with torch.no_grad():
         interrupt_rank_0(lambda: model(x))
         assert equal(model(x), make_linear()(x))
+    (flat,) = model._zeropg.flat_groups
+    assert model._zeropg.memory_report()["gathered"] == 8 * flat.total_numel, "what was interrupted does not count"
     model(x).square().sum().backward()
     with zeropg.full_gradients(model):
         assert close(model.weight.grad, gradients_of(make_linear(), x)[0])
@@ -85,6 +90,115 @@ def interrupt_forward() -> None:
 
 def test_a_gather() -> None:
     run_ranks(2, interrupt_forward, place=SeparateHosts(hosts=(0, 1)))
+
+
+def make_pair() -> nn.Sequential:
+    pair = nn.Sequential(make_linear(), make_linear())
+    pair[0].requires_grad_(False)
+    return pair
+
+
+def interrupt_second_gather(units: list[Any], in_forward: bool) -> None:
+    """Rank 1 takes part in the first gather with what c10d has, and in the second when rank 0 has been interrupted."""
+    x = torch.ones(2, 5, dtype=DOUBLE)
+    model = zeropg.fully_shard(make_pair(), stage=3, units=units)
+    first, second = model._zeropg.flat_groups
+    store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
+
+    def gather(flat: Any) -> None:
+        dist.all_gather_into_tensor(
+            torch.empty(flat.total_numel, dtype=DOUBLE), torch.zeros(flat.shard_numel, dtype=DOUBLE)
+        )
+
+    def use() -> None:
+        with torch.no_grad():
+            if in_forward:
+                model(x)
+            else:
+                with zeropg.full_parameters(model, writable=True):
+                    raise AssertionError("the second gather cannot have ended")
+
+    if dist.get_rank() == 0:
+        prepare_to_ring()
+        store.set("bell", str(os.getpid()))
+        with raises(Rung):
+            use()
+        store.set("interrupted", "")
+    else:
+        gather(first)
+        time.sleep(0.5)  # rank 0 goes on to the second
+        os.kill(int(store.get("bell")), signal.SIGALRM)
+        store.wait(["interrupted"])
+        gather(second)
+    for layer in model:
+        with raises(RuntimeError, "is sharded"):
+            layer.weight.clone()
+    with torch.no_grad():
+        assert equal(model(x), make_pair()(x))
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+@pytest.mark.parametrize("units", [[], [nn.Linear]], ids=["of one unit", "of another unit"])
+def test_a_second_gather(units: list[Any], in_forward: bool) -> None:
+    run_ranks(2, interrupt_second_gather, units, in_forward, place=SeparateHosts(hosts=(0, 1)))
+
+
+class Ringing:
+    """A core at the end of whose unshard_all a signal is handled."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def unshard_all(self, writable: bool) -> None:
+        self._core.unshard_all(writable)
+        raise Rung
+
+
+def interrupt_full_parameters() -> None:
+    model = zeropg.fully_shard(make_linear(), stage=3)
+    state = model._zeropg_state
+    core = state.core
+    for writable in (False, True):
+        state.core = Ringing(core)
+        with raises(Rung), zeropg.full_parameters(model, writable=writable):
+            raise AssertionError("not reached")
+        with raises(RuntimeError, "is sharded"):
+            model.weight.clone()
+        state.core = core
+        with zeropg.full_parameters(model):
+            state.core = Ringing(core)
+            with raises(Rung), zeropg.full_parameters(model):
+                raise AssertionError("not reached")
+            state.core = core
+            assert equal(model.weight.detach(), make_linear().weight.detach())
+        with raises(RuntimeError, "is sharded"):
+            model.weight.clone()
+
+
+def test_the_end_of_making_parameters_whole() -> None:
+    run_ranks(2, interrupt_full_parameters)
+
+
+def interrupt_leaving() -> None:
+    model = zeropg.fully_shard(make_linear(), stage=3)
+
+    def write() -> None:
+        with zeropg.full_parameters(model, writable=True), torch.no_grad():
+            model.weight.zero_()
+
+    interrupt_rank_0(write)
+    with raises(RuntimeError, "is sharded"):
+        model.weight.clone()
+    write()
+    with zeropg.full_parameters(model):
+        assert not model.weight.any()
+
+
+def test_leaving_full_parameters() -> None:
+    run_ranks(2, interrupt_leaving)
 
 
 class Fused(nn.Module):

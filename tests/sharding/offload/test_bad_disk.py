@@ -137,6 +137,47 @@ def test_a_file_that_was_cut_ends_the_step_on_all_ranks(tmp_path: Path, stage: i
     train(again, its_optimizer, range(1))
 
 
+def write_to_a_disk_that_fails(path: Path, stage: int) -> None:
+    model, _ = set_up("adamw", stage=stage, offload_optimizer=on_disk(path), **BF16)
+    started = time.monotonic()
+    if dist.get_rank() == 1:
+        limit, words = 4096, ("[zeropg rank 1/2] offload: writing", "File too large", "resume from a checkpoint")
+    else:
+        limit, words = resource.RLIM_INFINITY, ("[zeropg rank 0/2] full_parameters: rank 1 could not", "see its error")
+    with (
+        file_size_limit(limit),
+        raises(OSError, *words),
+        zeropg.full_parameters(model, writable=True),
+        torch.no_grad(),
+    ):
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    if stage == 3:
+        for parameter in model.parameters():
+            with raises(RuntimeError, "is sharded"):
+                parameter.sum()
+    its_own = "offload: reading" if dist.get_rank() == 1 else "full_state_dict: rank 1 could not read"
+    with raises(OSError, f"[zeropg rank {dist.get_rank()}/2] {its_own}"):
+        zeropg.full_state_dict(model)
+    with raises(OSError, "rank 1"):
+        zeropg.load_full_state_dict(model, make_model(seed=7).state_dict())
+    again, its_optimizer = set_up("adamw", stage=stage, offload_optimizer=on_disk(path), **BF16)
+    train(again, its_optimizer, range(1))
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_a_disk_that_does_not_take_what_was_written_to_parameters(tmp_path: Path, stage: int) -> None:
+    write_to_a_disk_that_fails(tmp_path, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, backend="gloo")
+def test_a_disk_that_does_not_take_what_was_written_to_parameters_over_gloo(tmp_path: Path, stage: int) -> None:
+    write_to_a_disk_that_fails(tmp_path, stage)
+
+
 @on_ranks(2)
 def test_bytes_that_changed_are_noticed(tmp_path: Path) -> None:
     model, optimizer = set_up("sgd", stage=1, offload_optimizer=on_disk(tmp_path))
