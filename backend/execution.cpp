@@ -44,10 +44,10 @@ AnnouncedReduction announced_reduction(const Collective& collective) {
   return said;
 }
 
-constexpr int32_t kAnnouncedPeers = Announcement::kInlineBytes / sizeof(int64_t);  // all_to_all: byte counts
+static_assert(kMostComparedBlocks * sizeof(int64_t) <= Announcement::kInlineBytes);
 
 bool announces_counts(const CollectiveSpec& spec) {
-  return spec.op == OpKind::kAllToAll && spec.world_size <= kAnnouncedPeers;
+  return spec.op == OpKind::kAllToAll && spec.world_size <= kMostComparedBlocks;
 }
 
 }  // namespace
@@ -295,7 +295,7 @@ void Execution::locate_peer_tensors() {
     const Announcement& said = group_.arena().announcement(group_.local_rank(peer), sequence_);
     const SharedTensors shared = shared_tensors(spec, peer);
     if (spec.op == OpKind::kAllToAll) {
-      int64_t counts[kAnnouncedPeers] = {};
+      int64_t counts[kMostComparedBlocks] = {};
       std::memcpy(counts, said.payload, sizeof(counts));
       int64_t offset = said.pool_input;
       for (int32_t rank = 0; rank < spec.rank && offset >= 0; ++rank) {
