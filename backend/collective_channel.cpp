@@ -99,13 +99,13 @@ void CollectiveChannel::submit(std::unique_ptr<CollectiveJob> job, bool is_synch
   if (is_synchronous) {
     return;
   }
-  bool is_empty = false;
-  if (work->label().bytes <= kInlineBytes && try_hold()) {
-    advance_held(work.get());
-    is_empty = let_go();
-  }
-  if (!is_empty) {
+  if (work->label().bytes > kInlineBytes || !try_hold()) {
     engine_.wake();
+    return;
+  }
+  advance_held(work.get());
+  if (!let_go()) {
+    engine_.wake_soon();  // what its peers need is done: now it is they who are awaited
   }
 }
 
@@ -125,7 +125,7 @@ bool CollectiveChannel::let_go() {
 
 void CollectiveChannel::help(const ZeroWork& work, Clock::time_point until) {
   Turn turn(*this);
-  Waiter waiter(engine_.ranks_on_node());
+  Waiter waiter(engine_.ranks_on_node(), kCallersPatience);
   auto next_check = Clock::now() + kInterruptInterval;
   while (!work.is_complete()) {
     Activity activity = Activity::kBlocked;

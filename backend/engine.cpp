@@ -146,7 +146,7 @@ void Engine::run() {
   pthread_setname_np(pthread_self(), "zeropg-engine");
   block_signals();
   int32_t ranks = ranks_on_node();
-  Waiter waiter(ranks);
+  Waiter waiter(ranks, kProgressPatience);
   auto last_check = std::chrono::steady_clock::now();
   while (!is_stopping_.load()) {
     while (removers_.load() > 0) {
@@ -154,7 +154,7 @@ void Engine::run() {
     }
     if (ranks != ranks_on_node()) {
       ranks = ranks_on_node();
-      waiter = Waiter(ranks);
+      waiter = Waiter(ranks, kProgressPatience);
     }
     Activity activity;
     {

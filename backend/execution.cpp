@@ -44,10 +44,21 @@ AnnouncedReduction announced_reduction(const Collective& collective) {
   return said;
 }
 
-constexpr int32_t kAnnouncedPeers = Announcement::kInlineBytes / sizeof(int64_t);  // all_to_all: byte counts
+// Or, of an all-to-all: how many bytes it sends to each rank and receives from each.
+struct AnnouncedBlocks {
+  int64_t sent[kMostComparedBlocks] = {};
+  int64_t received[kMostComparedBlocks] = {};
+};
+static_assert(sizeof(AnnouncedBlocks) == Announcement::kInlineBytes);
+
+AnnouncedBlocks announced_blocks(const Announcement& said) {
+  AnnouncedBlocks blocks;
+  std::memcpy(&blocks, said.payload, sizeof(blocks));
+  return blocks;
+}
 
 bool announces_counts(const CollectiveSpec& spec) {
-  return spec.op == OpKind::kAllToAll && spec.world_size <= kAnnouncedPeers;
+  return spec.op == OpKind::kAllToAll && spec.world_size <= kMostComparedBlocks;
 }
 
 }  // namespace
@@ -295,11 +306,11 @@ void Execution::locate_peer_tensors() {
     const Announcement& said = group_.arena().announcement(group_.local_rank(peer), sequence_);
     const SharedTensors shared = shared_tensors(spec, peer);
     if (spec.op == OpKind::kAllToAll) {
-      int64_t counts[kAnnouncedPeers] = {};
-      std::memcpy(counts, said.payload, sizeof(counts));
+      const AnnouncedBlocks blocks = announced_blocks(said);
       int64_t offset = said.pool_input;
       for (int32_t rank = 0; rank < spec.rank && offset >= 0; ++rank) {
-        offset = counts[rank] < 0 || counts[rank] > group_.pool().bytes_per_rank() ? -1 : offset + counts[rank];
+        const int64_t bytes = blocks.sent[rank];
+        offset = bytes < 0 || bytes > group_.pool().bytes_per_rank() ? -1 : offset + bytes;
       }
       peer_inputs_[peer] = in_pool_of(peer, offset, spec.receive_bytes[peer]);
     } else if (shared.input) {
@@ -337,7 +348,10 @@ void Execution::announce() {
   mine.pool_input = collective_.pool_input;
   mine.pool_output = collective_.pool_output;
   if (announces_counts(spec)) {
-    std::memcpy(mine.payload, spec.send_bytes.data(), spec.send_bytes.size() * sizeof(int64_t));
+    AnnouncedBlocks blocks;
+    std::ranges::copy(spec.send_bytes, blocks.sent);
+    std::ranges::copy(spec.receive_bytes, blocks.received);
+    std::memcpy(mine.payload, &blocks, sizeof(blocks));
   } else {
     const AnnouncedReduction said = announced_reduction(collective_);
     std::memcpy(mine.payload, &said, sizeof(said));
@@ -358,13 +372,7 @@ void Execution::check_announcements() {
                         other.dtype == static_cast<uint32_t>(collective_.dtype_id) &&
                         other.reduce_op == static_cast<uint32_t>(collective_.reduce_op) && other.root == spec.root &&
                         other.bytes == spec.bytes;
-    if (is_peer_same && announces_counts(spec)) {
-      int64_t sent = 0;
-      std::memcpy(&sent, other.payload + sizeof(int64_t) * spec.rank, sizeof(sent));
-      TORCH_CHECK_WITH(DistBackendError, sent == spec.receive_bytes[peer], label_.prefix(), ": rank ", peer, " sends ",
-                       sent, " bytes to this rank, which expects ", spec.receive_bytes[peer],
-                       "; make the splits of both ranks match.");
-    } else if (is_peer_same) {
+    if (is_peer_same && !announces_counts(spec)) {
       is_peer_same = std::memcmp(other.payload, &mine, sizeof(mine)) == 0;
     }
     is_same = is_same && is_peer_same;
@@ -373,6 +381,9 @@ void Execution::check_announcements() {
     }
   }
   if (is_same) {
+    if (announces_counts(spec)) {
+      check_announced_blocks();
+    }
     TORCH_CHECK_WITH(DistBackendError, planned_otherwise.empty(), label_.prefix(), ": this rank runs ",
                      collective_.schedule->algorithm, ", ", format_ranks(planned_otherwise),
                      " another algorithm; give BackendOptions(algorithms=...) and the version of zeropg the same value "
@@ -388,6 +399,27 @@ void Execution::check_announcements() {
   }
   C10_THROW_ERROR(DistBackendError, c10::str(label_.prefix(), ": the ranks made different calls: ", text,
                                              "; make the same call with the same sizes on every rank."));
+}
+
+// Of all pairs of the node, so that no rank ends an operation that fails on others.
+void Execution::check_announced_blocks() const {
+  const std::vector<int32_t>& ranks = group_.node();
+  std::vector<AnnouncedBlocks> blocks;
+  for (const int32_t rank : ranks) {
+    blocks.push_back(announced_blocks(group_.arena().announcement(group_.local_rank(rank), sequence_)));
+  }
+  const auto name = [&](int32_t rank) {
+    return rank == group_.rank() ? std::string("this rank") : c10::str("rank ", rank);
+  };
+  for (size_t from = 0; from < ranks.size(); ++from) {
+    for (size_t to = 0; to < ranks.size(); ++to) {
+      const int64_t sent = blocks[from].sent[ranks[to]];
+      const int64_t expected = blocks[to].received[ranks[from]];
+      TORCH_CHECK_WITH(DistBackendError, sent == expected, label_.prefix(), ": ", name(ranks[from]), " sends ", sent,
+                       " bytes to ", name(ranks[to]), ", which expects ", expected,
+                       "; make the splits of both ranks match.");
+    }
+  }
 }
 
 std::string Execution::describe_announcement(int32_t rank) const {

@@ -39,6 +39,7 @@ class Execution {
   void decode(const Step& step);
   void announce();
   void check_announcements();
+  void check_announced_blocks() const;
   bool offers_direct() const;
   void choose_schedule();
   bool is_direct() const { return schedule_ == collective_.direct.get(); }

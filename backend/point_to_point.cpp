@@ -79,7 +79,7 @@ Activity PointToPoint::advance(const ZeroWork* own) {
 void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_point until) {
   using Clock = std::chrono::steady_clock;
   helpers_.fetch_add(1);
-  Waiter waiter(engine_.ranks_on_node());
+  Waiter waiter(engine_.ranks_on_node(), kCallersPatience);
   auto next_check = Clock::now() + kInterruptInterval;
   while (!work.is_complete()) {
     const Activity activity = advance(&work);

@@ -56,7 +56,7 @@ class SignalWork final : public c10d::Work {
     const auto limit = timeout == kNoTimeout || timeout.count() < 0 ? timeout_ : timeout;
     const auto start = Clock::now();
     auto next_check = start + kCheckInterval;
-    Waiter waiter(group_->getSize());
+    Waiter waiter(group_->getSize(), kCallersPatience);
     while (!has_come()) {
       const auto now = Clock::now();
       if (now >= next_check) {

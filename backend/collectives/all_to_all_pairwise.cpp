@@ -1,9 +1,12 @@
-// All-to-all over mailboxes: at distance d a rank sends to rank + d and receives from rank - d, piece by piece in turn.
+// All-to-all through staging and mailboxes. What a staging slot can take of each block goes through it, before and
+// after the barrier that the announcement needs anyway: small blocks cost no other meeting. The rest goes over
+// mailboxes, as all blocks between nodes do: at distance d a rank sends to rank + d and receives from rank - d, piece
+// by piece in turn.
 //
-// It cannot deadlock, whatever the counts: order the steps of all ranks by (distance, piece, send before receive). A
+// That cannot deadlock, whatever the counts: order the steps of all ranks by (distance, piece, send before receive). A
 // receive waits for the send of the same distance and piece, a send for the receive of an earlier piece of the same
 // pair: always for something earlier in that order. Pieces are half a mailbox, or half a window between nodes, so that
-// one is written while one is read. The barrier at the start only serves the announcement; no staging is used.
+// one is written while one is read.
 #include <algorithm>
 #include <numeric>
 
@@ -14,18 +17,53 @@
 
 namespace zeropg {
 
+namespace {
+
+// Of the block for each other rank of the node; 0 where a bank is too small to be cut, or counts may differ unnoticed:
+// mailboxes then run empty, or full, until the deadline.
+int64_t staged_bytes_per_block(const CollectiveSpec& spec, const Placement& placement) {
+  const auto peers = static_cast<int32_t>(placement.local_ranks().size()) - 1;
+  const bool can_stage = peers > 0 && spec.world_size <= kMostComparedBlocks && can_cut_chunk(spec, peers);
+  return can_stage ? cut_chunk(spec, peers).bytes : 0;
+}
+
+}  // namespace
+
 Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
   constexpr std::string_view kName = "all_to_all_pairwise";
   const auto [sources, destinations] = all_to_all_blocks(spec);
   if (spec.world_size == 1) return plan_alone(kName, spec);
   const Placement placement(spec);
-  Schedule schedule = make_schedule(kName, 0);
+  const auto is_near = [&](int32_t peer) { return placement.node_of(peer) == placement.node(); };
   // Counts are compared also where one side has none: between nodes by a header, inside one by the announcement.
-  const auto has_header = [&](int32_t peer) { return placement.node_of(peer) != placement.node(); };
-  add_copy(schedule, destinations[spec.rank], sources[spec.rank], spec.send_bytes[spec.rank]);
+  const auto has_header = [&](int32_t peer) { return !is_near(peer); };
+  const int64_t staged_bytes = staged_bytes_per_block(spec, placement);
+  const auto staged_for = [&](int32_t owner, int32_t peer) {
+    const int32_t piece = piece_for_peer(placement.local_rank_of(owner), placement.local_rank_of(peer));
+    return staging(owner, 0, piece * staged_bytes);
+  };
+  // A bank each, whatever the counts: ranks of one node use as many.
+  Schedule schedule = make_schedule(kName, 1);
+  for (const int32_t peer : placement.local_ranks()) {
+    if (peer == spec.rank) continue;
+    add_copy(schedule, staged_for(spec.rank, peer), sources[peer], std::min(staged_bytes, spec.send_bytes[peer]));
+  }
+  add_barrier(schedule);
+  for (const int32_t peer : placement.local_ranks()) {
+    if (peer == spec.rank) {
+      add_copy(schedule, destinations[peer], sources[peer], spec.send_bytes[peer]);
+    } else {
+      add_copy(schedule, destinations[peer], staged_for(peer, spec.rank),
+               std::min(staged_bytes, spec.receive_bytes[peer]));
+    }
+  }
+  // What is left of a block of so many bytes.
+  const auto rest_of = [&](int32_t peer, int64_t bytes) {
+    const int64_t begin = is_near(peer) ? std::min(staged_bytes, bytes) : 0;
+    return Range{begin, bytes - begin};
+  };
   const auto piece_bytes = [&](int32_t peer) {
-    const bool is_near = placement.node_of(peer) == placement.node();
-    return std::max<int64_t>(1, (is_near ? spec.mailbox_bytes : spec.window_bytes) / 2);
+    return std::max<int64_t>(1, (is_near(peer) ? spec.mailbox_bytes : spec.window_bytes) / 2);
   };
   for (int32_t distance = 1; distance < spec.world_size; ++distance) {
     const int32_t to = (spec.rank + distance) % spec.world_size;
@@ -33,13 +71,16 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
     if (spec.send_bytes[to] == 0 && has_header(to)) {
       schedule.steps.push_back({.kind = StepKind::kSend, .peer = to, .source = sources[to]});
     }
-    const int64_t pieces = std::max(part_count(spec.send_bytes[to], piece_bytes(to)),
-                                    part_count(spec.receive_bytes[from], piece_bytes(from)));
+    const Range to_send = rest_of(to, spec.send_bytes[to]);
+    const Range to_receive = rest_of(from, spec.receive_bytes[from]);
+    const int64_t pieces =
+        std::max(part_count(to_send.bytes, piece_bytes(to)), part_count(to_receive.bytes, piece_bytes(from)));
     for (int64_t piece = 0; piece < pieces; ++piece) {
-      const Range sent = part_of(spec.send_bytes[to], piece_bytes(to), piece);
-      const Range received = part_of(spec.receive_bytes[from], piece_bytes(from), piece);
-      add_send(schedule, to, advance(sources[to], sent.offset_bytes), sent.bytes);
-      add_receive(schedule, from, advance(destinations[from], received.offset_bytes), received.bytes);
+      const Range sent = part_of(to_send.bytes, piece_bytes(to), piece);
+      const Range received = part_of(to_receive.bytes, piece_bytes(from), piece);
+      add_send(schedule, to, advance(sources[to], to_send.offset_bytes + sent.offset_bytes), sent.bytes);
+      add_receive(schedule, from, advance(destinations[from], to_receive.offset_bytes + received.offset_bytes),
+                  received.bytes);
     }
     if (spec.receive_bytes[from] == 0 && has_header(from)) {
       schedule.steps.push_back({.kind = StepKind::kReceive, .peer = from, .destination = destinations[from]});

@@ -38,6 +38,9 @@ bool is_reducing(OpKind kind);
 //   barrier         nothing
 // A list tensor is addressed by Region::index = peer, offset 0; a packed one by index 0, offset = sum of earlier
 // blocks.
+// All-to-all: in a larger world the counts of sender and receiver are not compared before the bytes come.
+inline constexpr int32_t kMostComparedBlocks = 24;
+
 struct CollectiveSpec {
   OpKind op = OpKind::kBarrier;
   int32_t rank = 0;

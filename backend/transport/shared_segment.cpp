@@ -99,7 +99,7 @@ uint64_t SharedSegment::read(int32_t rank, int index) const {
 // Returns at the deadline at the latest; the caller looks whether the counter got there.
 void SharedSegment::wait_until(int32_t rank, int index, uint64_t value, Clock::time_point deadline) const {
   Counter& awaited = counter(rank, index);
-  Waiter waiter(world_size_);
+  Waiter waiter(world_size_, kCallersPatience);
   while (awaited.value.load(std::memory_order_acquire) < value) {
     if (!waiter.should_sleep()) {
       waiter.pause();

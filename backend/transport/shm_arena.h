@@ -37,7 +37,7 @@ struct ArenaGeometry {
 
 // What a rank says about its current collective before any byte of it is believed. Compared field by field.
 struct Announcement {
-  static constexpr size_t kInlineBytes = 192;
+  static constexpr size_t kInlineBytes = 384;
   uint64_t sequence = 0;
   uint32_t op = 0;  // OpKind
   uint32_t dtype = 0;

@@ -53,16 +53,27 @@ int32_t usable_cpus() {
   return cpus;
 }
 
-Waiter::Waiter(int32_t local_world_size, int32_t cpus)
-    : first_round_(local_world_size <= cpus ? 0 : kSpins), round_(first_round_) {}
+Waiter::Waiter(int32_t local_world_size, std::chrono::microseconds patience, int32_t cpus)
+    : patience_(patience), first_round_(local_world_size <= cpus ? 0 : kSpins), round_(first_round_) {}
 
 void Waiter::pause() {
   if (round_ < kSpins) {
+    ++round_;
     cpu_pause();
-  } else {
-    sched_yield();
+    return;
   }
-  ++round_;
+  const Clock::time_point now = Clock::now();
+  if (round_ == kSpins) {
+    ++round_;
+    first_yield_ = now;
+  }
+  is_out_of_patience_ = now - first_yield_ >= patience_;
+  sched_yield();
+}
+
+void Waiter::reset() {
+  round_ = first_round_;
+  is_out_of_patience_ = false;
 }
 
 }  // namespace zeropg

@@ -71,7 +71,7 @@ MISMATCHES: dict[str, tuple[Callable[[int, Any], Any], str]] = {
             if rank
             else dist.all_to_all_single(torch.ones(4), torch.ones(3), [1, 2, 1], group=group)
         ),
-        "rank 1 sends 4 bytes to this rank, which expects 8",
+        "(rank 1|this rank) sends 4 bytes to (rank 0|this rank), which expects 8",
     ),
     "messages": (
         lambda rank, group: (
@@ -107,10 +107,8 @@ def test_different_calls_are_one_error_on_every_rank() -> None:
         for rank, answer in enumerate(answers):
             first, second = answer[name]
             assert name == "messages" or first.startswith(f"[zeropg rank {rank}/3] "), (name, first)
-            assert name in ("messages", "splits") or re.search(match, first), (name, first)
+            assert name == "messages" or re.search(match, first), (name, first)
             assert second != "no error", name
-    for name, rank in (("splits", 0), ("messages", 1)):
-        assert re.search(MISMATCHES[name][1], answers[rank][name][0]), answers[rank][name]
     assert "rank 0 sent 16 bytes with tag 0, this rank receives 20" in answers[1]["messages"][0]
 
 

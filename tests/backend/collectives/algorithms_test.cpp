@@ -304,17 +304,43 @@ TEST(AllReduceTest, DirectMovesTheLeastBytes) {
   }
 }
 
-TEST(AllToAllTest, StartsWithABarrierAndFitsTheMailboxes) {
+TEST(AllToAllTest, StagesBeforeItsOnlyBarrierAndFitsTheMailboxes) {
   const SimulatedCollective collective(*find_algorithm("all_to_all_pairwise"),
                                        {.world_size = 5, .numel = 3000, .seed = 5});
   for (const Schedule& schedule : collective.schedules()) {
-    EXPECT_EQ(schedule.steps[0].kind, StepKind::kBarrier);
+    bool has_met = false;
     for (const Step& step : schedule.steps) {
-      if (step.kind == StepKind::kSend) {
+      if (step.kind == StepKind::kBarrier) {
+        EXPECT_FALSE(has_met);
+        has_met = true;
+      } else if (!has_met) {
+        EXPECT_EQ(step.kind, StepKind::kCopy);
+        EXPECT_EQ(step.destination.space, Space::kStaging);
+      } else if (step.kind == StepKind::kSend) {
         EXPECT_LE(step.bytes, 64);
       }
     }
+    EXPECT_TRUE(has_met);
   }
+}
+
+TEST(AllToAllTest, SendsNothingThatASlotCanTake) {
+  CollectiveSpec spec{.op = OpKind::kAllToAll,
+                      .rank = 1,
+                      .world_size = 3,
+                      .bank_bytes = 4096,
+                      .mailbox_bytes = 64,
+                      .send_bytes = {2048, 7, 2048},
+                      .receive_bytes = {5, 7, 2048}};
+  const auto count = [&](StepKind kind) {
+    const Schedule schedule = plan_all_to_all_pairwise(spec);
+    return std::count_if(schedule.steps.begin(), schedule.steps.end(),
+                         [&](const Step& step) { return step.kind == kind; });
+  };
+  EXPECT_EQ(count(StepKind::kSend), 0);
+  EXPECT_EQ(count(StepKind::kReceive), 0);
+  spec.send_bytes[0] = 2049;
+  EXPECT_EQ(count(StepKind::kSend), 1);
 }
 
 TEST(AllToAllTest, RefusesCountsThatDoNotFitTheWorld) {

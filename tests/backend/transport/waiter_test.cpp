@@ -2,10 +2,16 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <limits>
 
 namespace zeropg {
 namespace {
+
+using std::chrono::microseconds;
+using std::chrono::steady_clock;
+
+constexpr microseconds kPatience{2000};
 
 int rounds_until_sleep(Waiter& waiter) {
   int rounds = 0;
@@ -14,23 +20,30 @@ int rounds_until_sleep(Waiter& waiter) {
 }
 
 TEST(Waiter, SpinsOnlyWhenEveryRankHasACpu) {
-  Waiter alone(4, 4);
-  Waiter crowded(5, 4);
-  EXPECT_GT(rounds_until_sleep(alone), rounds_until_sleep(crowded));
+  Waiter alone(4, microseconds(0), 4);
+  Waiter crowded(5, microseconds(0), 4);
+  EXPECT_GT(rounds_until_sleep(alone), 10);
+  EXPECT_EQ(rounds_until_sleep(crowded), 1);
 }
 
-TEST(Waiter, YieldsBeforeItSleepsEvenWhenCrowded) {
-  Waiter waiter(64, 1);
+TEST(Waiter, YieldsForAsLongAsItsPatienceLasts) {
+  Waiter waiter(64, kPatience, 1);
   EXPECT_FALSE(waiter.should_sleep());
-  EXPECT_GT(rounds_until_sleep(waiter), 10);
+  const auto start = steady_clock::now();
+  rounds_until_sleep(waiter);
+  EXPECT_GE(steady_clock::now() - start, kPatience);
 }
 
 TEST(Waiter, StaysAsleepUntilReset) {
-  Waiter waiter(1, 1);
-  const int rounds = rounds_until_sleep(waiter);
+  Waiter waiter(1, kPatience, 1);
+  rounds_until_sleep(waiter);
+  waiter.pause();
   EXPECT_TRUE(waiter.should_sleep());
   waiter.reset();
-  EXPECT_EQ(rounds_until_sleep(waiter), rounds);
+  EXPECT_FALSE(waiter.should_sleep());
+  const auto start = steady_clock::now();
+  rounds_until_sleep(waiter);
+  EXPECT_GE(steady_clock::now() - start, kPatience);
 }
 
 TEST(UsableCpus, IsTheLesserOfAffinityAndQuota) {
