@@ -75,7 +75,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::recvAnysource(std::vector<at::Tensor>
   if (auto* inner = inner_for(tensors)) {
     return inner->recvAnysource(tensors, tag);
   }
-  Call call = make_call("zeropg:recv_any_source");
+  Call call = make_call("zeropg:recvAnySource");
   Message message = make_message(call, call.only(tensors, "output"), /*is_send=*/false, Message::kAnySource, tag);
   c10::intrusive_ptr<Work> work = message.work;
   channels_->messages().receive(std::move(message));
