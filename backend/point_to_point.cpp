@@ -157,8 +157,8 @@ bool PointToPoint::serve_from_set_aside(const PostedMessage& posted) {
     return false;
   }
   TORCH_CHECK_WITH(DistBackendError, found->bytes == static_cast<uint64_t>(message.bytes),
-                   message.work->label().prefix(), ": rank ", source, " sent ", found->bytes, " bytes with tag ",
-                   message.tag, ", this rank receives ", message.bytes, "; make both tensors the same size.");
+                   message.work->label().prefix(), ": rank ", source, " sent ", found->bytes,
+                   " bytes, this rank receives ", message.bytes, "; make both tensors the same size.");
   if (message.bytes > 0) {
     std::memcpy(message.data, found->data.data(), found->data.size());
   }
@@ -269,7 +269,7 @@ void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& p
   const bool is_in_time = now - posted.start < posted.message.work->timeout();
   TORCH_CHECK_WITH(DistBackendError, !stall_watch_.may_blame(now, posted.start) || is_in_time, label.prefix(),
                    ": timed out after ", posted.message.work->timeout().count(), " ms waiting for ",
-                   is_any ? std::string("any rank") : format_ranks(awaited), " with tag ", posted.message.tag,
+                   is_any ? std::string("any rank") : format_ranks(awaited),
                    group_->held_up(Lane::kPointToPoint, awaited), group_->silence(),
                    "; see what it does, or raise the timeout of the group.");
 }

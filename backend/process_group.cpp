@@ -84,6 +84,7 @@ void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
   channels_ = std::move(channels);
   sequence_ = 0;
 }
+  messages_ = 0;
 
 Group& ProcessGroupZero::group() const {
   TORCH_CHECK_WITH(DistBackendError, channels_ != nullptr, "[zeropg rank ", rank_, "/", size_,

@@ -131,6 +131,43 @@ def test_what_never_completed_says_so(run: Callable[..., Any], tmp_path: Path, o
 
 def fail_and_wait_for_a_dump(prefix: str) -> None:
     import time
+def number_messages(own: bool) -> tuple[list[int], str]:
+    """What the recorder counted, and the error of the last receive before its message came."""
+    from torch._C._distributed_c10d import _dump_fr_trace
+
+    from zeropg.flight_recorder import own_trace
+
+    group, ones, error = dist.new_group(), torch.ones(2), ""
+    if own:
+        group._get_backend(torch.device("cpu")).start_recording()
+    if dist.get_rank() == 0:
+        dist.recv(ones, 1, group=group)
+        dist.send(ones, 1, group=group)
+        dist.barrier(group)
+        dist.send(ones, 1, group=group, tag=5)
+    else:
+        dist.send(ones, 0, group=group)
+        dist.recv(ones, 0, group=group)
+        pending = dist.irecv(ones, 0, group=group, tag=5)
+        with pytest.raises(dist.DistBackendError) as caught:
+            pending.wait(timedelta(milliseconds=1))
+        error = str(caught.value)
+        dist.barrier(group)
+        pending.wait()
+    trace = own_trace() if own else pickle.loads(_dump_fr_trace())
+    entries = [entry for entry in trace["entries"] if entry["process_group"][0] == group.group_name]
+    return [entry["p2p_seq_id"] for entry in entries if entry["is_p2p"]], error
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_errors_count_messages_as_the_recorder_does(run: Callable[..., Any], own: bool) -> None:
+    if not own and not hasattr(dist.distributed_c10d, "FlightRecorderHook"):
+        pytest.skip("this torch records nothing itself")
+    answers = run(number_messages, own)
+    assert [numbers for numbers, _ in answers] == [[1, 2, 3], [1, 2, 3]]
+    assert "recv #3 from rank 0 with tag 5 (8 bytes): not complete" in answers[1][1], answers[1][1]
+
+
 
     dist.all_reduce(torch.ones(2))
     if dist.get_rank() == 0:
