@@ -11,6 +11,7 @@
 #include "backend/held_up.h"
 #include "backend/transport/rank_names.h"
 #include "backend/transport/shm_transport.h"
+#include "backend/waiting_threads.h"
 
 namespace zeropg {
 
@@ -54,7 +55,7 @@ void Group::fail(const std::string& message) {
     network()->tell_state(RankState::kFailed, message);
   }
   if (hooks_->has_abort() && background_) {
-    background_([hooks = hooks_] { hooks->run_abort(); });
+    background_([hooks = hooks_, run = std::make_shared<RunsBeforeTheEnd>()] { hooks->run_abort(); });
   }
 }
 

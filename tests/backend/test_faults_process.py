@@ -129,11 +129,9 @@ def test_an_interpreter_that_ends_without_destroying_its_groups(name: str) -> No
     ending, expected = ENDINGS[name]
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     script = textwrap.dedent(SCRIPT).format(port=store.port, ending=ending)
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "0"}  # its thread may outlive the interpreter
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(rank)],
-            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

@@ -224,11 +224,9 @@ print("done")
 def test_a_script_exits_cleanly_with_or_without_destroying_the_group(ending: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     script = textwrap.dedent(SCRIPT).format(port=store.port, ending=ending)
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "0"}  # its thread may outlive the interpreter
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(rank)],
-            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

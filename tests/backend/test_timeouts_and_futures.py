@@ -278,13 +278,9 @@ def test_the_interpreter_ends_cleanly(ending: str) -> None:
         # Nothing holds a rank back before these two: it may be gone when a slow peer still makes calls.
         suppressed="[dist.DistBackendError]" if ending.startswith("while ") else "[]",
     )
-    # torch's flight recorder dumps what failed on a thread of its own and gives up waiting for it after 15 s. On a busy
-    # machine that thread outlived the interpreter once, and its wish for the GIL aborted the process.
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "0"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(rank)],
-            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
