@@ -238,6 +238,13 @@ void Group::count(const OperationLabel& label, double seconds, const std::vector
   }
 }
 
+void Group::count_waiting(const OperationLabel& label, int32_t peer, double seconds) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  OperationStatistics& statistics = statistics_[label.name()];
+  statistics.waiting_seconds.resize(world_size());
+  statistics.waiting_seconds[static_cast<size_t>(peer)] += seconds;
+}
+
 void Group::count_direct(const OperationLabel& label) {
   std::lock_guard<std::mutex> lock(mutex_);
   ++statistics_[label.name()].direct_calls;
