@@ -29,6 +29,7 @@ class Call {
 
   const OperationLabel& label() const { return label_; }
   void set_sequence(uint64_t sequence) { label_.sequence = sequence; }
+  void set_route(const MessageRoute& route) { label_.route = route; }
 
   // User faults. The text after "[zeropg rank 3/8] op #4: ": what happened, what was expected; what to do.
   template <typename... Text>

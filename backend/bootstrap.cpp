@@ -268,7 +268,8 @@ void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const Boo
   own.mailbox_bytes = options.mailbox_bytes;
   own.window_bytes = options.window_bytes;
   own.network = static_cast<int64_t>(options.network);
-  own.has_rdma = options.network == NetworkKind::kAutomatic && UcxWire::has_rdma(options.ucx_root) ? 1 : 0;
+  const RdmaProbe rdma = options.network == NetworkKind::kTcp ? RdmaProbe() : UcxWire::probe_rdma(options.ucx_root);
+  own.has_rdma = options.network == NetworkKind::kAutomatic && rdma.is_usable ? 1 : 0;
   own.has_secret = options.secret.empty() ? 0 : 1;
   own.host_id = options.host_id.empty() ? probe_host_id() : options.host_id;
   own.socket_name = "zeropg-" + random_hex(16);
@@ -312,6 +313,11 @@ void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const Boo
       notice("network", c10::str("[zeropg rank ", rank, "/", world_size,
                                  "] this rank has RDMA but not every other one, so bytes between nodes go over TCP; "
                                  "`python -m zeropg doctor` on each node says what is missing."));
+    } else if (!rdma.obstacle.empty()) {
+      notice("network", c10::str("[zeropg rank ", rank, "/", world_size, "] this machine has RDMA but cannot use it (",
+                                 rdma.obstacle,
+                                 "), so bytes between nodes go over TCP; `python -m zeropg doctor` says what to do, "
+                                 "BackendOptions(network=\"tcp\") that it is meant so."));
     }
     result->network = join_network(rendezvous, kind, result->topology, session, options);
   }

@@ -1,5 +1,6 @@
 #include "backend/callback_threads.h"
 
+#include <c10/util/StringUtil.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -10,6 +11,8 @@
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include "backend/transport/notices.h"
 
 namespace zeropg {
 
@@ -98,7 +101,10 @@ void CallbackThreads::post(std::function<void()> callback) {
     if (state_->idle < state_->queue.size()) {
       try {
         state_->threads.emplace_back([state = state_] { state->run(); });
-      } catch (const std::system_error&) {  // no more threads here: it waits for one of ours, or runs in this one
+      } catch (const std::system_error& error) {  // it waits for one of ours, or runs in this one
+        notice("threads", c10::str("[zeropg] cannot start another thread (", error.what(),
+                                   "), so callbacks of futures wait for each other or hold up communication; raise "
+                                   "`ulimit -u` or the container's limit of processes."));
         if (state_->threads.empty()) {
           callback = std::move(state_->queue.back());
           state_->queue.pop_back();

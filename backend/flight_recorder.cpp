@@ -19,9 +19,6 @@ void FlightRecorder::record(RecordedOperation operation) {
   operation.created_ns = now_ns();
   std::lock_guard<std::mutex> lock(mutex_);
   operation.id = ++recorded_;
-  if (operation.is_message) {
-    operation.sequence = ++messages_;
-  }
   operations_.push_back(std::move(operation));
   if (operations_.size() > capacity_) {
     operations_.pop_front();

@@ -16,7 +16,7 @@ struct RecordedOperation {
   uint64_t completion_key = 0;  // see ZeroWork::completion_key
   std::string name;             // "all_reduce", "send 0->1", "recv 1<-0"
   bool is_message = false;
-  uint64_t sequence = 0;  // of the group's collectives; of its messages
+  uint64_t sequence = 0;  // as OperationLabel's
   std::vector<std::vector<int64_t>> input_sizes;
   std::vector<std::vector<int64_t>> output_sizes;
   std::vector<std::string> input_dtypes;
@@ -33,7 +33,7 @@ class FlightRecorder {
   static constexpr size_t kCapacity = 2'000;  // as torch's own
   explicit FlightRecorder(size_t capacity = kCapacity) : capacity_(capacity) {}
 
-  // Fills id and created_ns, and the sequence number of a message. Drops the oldest beyond the capacity.
+  // Fills id and created_ns. Drops the oldest beyond the capacity.
   void record(RecordedOperation operation);
   // Without effect for an operation that was dropped.
   void complete(uint64_t completion_key, float duration_ms);
@@ -44,7 +44,6 @@ class FlightRecorder {
   mutable std::mutex mutex_;
   std::deque<RecordedOperation> operations_;  // guarded by mutex_
   uint64_t recorded_ = 0;                     // guarded by mutex_
-  uint64_t messages_ = 0;                     // guarded by mutex_
 };
 
 }  // namespace zeropg

@@ -11,6 +11,7 @@
 #include "backend/held_up.h"
 #include "backend/transport/rank_names.h"
 #include "backend/transport/shm_transport.h"
+#include "backend/waiting_threads.h"
 
 namespace zeropg {
 
@@ -54,7 +55,7 @@ void Group::fail(const std::string& message) {
     network()->tell_state(RankState::kFailed, message);
   }
   if (hooks_->has_abort() && background_) {
-    background_([hooks = hooks_] { hooks->run_abort(); });
+    background_([hooks = hooks_, run = std::make_shared<RunsBeforeTheEnd>()] { hooks->run_abort(); });
   }
 }
 
@@ -235,6 +236,13 @@ void Group::count(const OperationLabel& label, double seconds, const std::vector
   for (size_t peer = 0; peer < waiting_seconds.size(); ++peer) {
     statistics.waiting_seconds[peer] += waiting_seconds[peer];
   }
+}
+
+void Group::count_waiting(const OperationLabel& label, int32_t peer, double seconds) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  OperationStatistics& statistics = statistics_[label.name()];
+  statistics.waiting_seconds.resize(world_size());
+  statistics.waiting_seconds[static_cast<size_t>(peer)] += seconds;
 }
 
 void Group::count_direct(const OperationLabel& label) {

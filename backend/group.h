@@ -113,6 +113,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void release_retired();  // destroys tensors: not on the progress thread
 
   void count(const OperationLabel& label, double seconds, const std::vector<double>& waiting_seconds);
+  void count_waiting(const OperationLabel& label, int32_t peer, double seconds);
   void count_direct(const OperationLabel& label);
   std::map<std::string, OperationStatistics> statistics() const;
 

@@ -27,6 +27,7 @@ struct PostedMessage {
   Message message;
   uint64_t order = 0;  // of posting, over all peers
   std::chrono::steady_clock::time_point start;
+  double waiting_seconds = 0;  // for its peer
 };
 
 // What has ended; a null error is success.

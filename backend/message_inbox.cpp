@@ -99,8 +99,8 @@ void MessageInbox::begin(PostedReceives& posted, uint64_t& order) {
   if (target_) {
     const Message& message = target_->message;
     TORCH_CHECK_WITH(DistBackendError, static_cast<uint64_t>(message.bytes) == header.bytes,
-                     message.work->label().prefix(), ": rank ", peer_, " sent ", header.bytes, " bytes with tag ",
-                     header.tag, ", this rank receives ", message.bytes, "; make both tensors the same size.");
+                     message.work->label().prefix(), ": rank ", peer_, " sent ", header.bytes,
+                     " bytes, this rank receives ", message.bytes, "; make both tensors the same size.");
   } else {
     is_setting_aside_ = true;
     set_aside_.push_back(SetAside{header.tag, header.bytes, ++order, {}});

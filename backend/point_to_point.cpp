@@ -14,8 +14,21 @@
 
 namespace zeropg {
 
+namespace {
+
+// Of a message that has moved: also of one from anybody.
+int32_t peer_of(const PostedMessage& posted) {
+  const Message& message = posted.message;
+  return message.peer == Message::kAnySource ? message.work->sourceRank() : message.peer;
+}
+
+}  // namespace
+
 PointToPoint::PointToPoint(std::shared_ptr<Group> group, Engine& engine, bool may_use_cma)
-    : group_(std::move(group)), engine_(engine) {
+    : group_(std::move(group)),
+      engine_(engine),
+      sends_(static_cast<size_t>(group_->world_size())),
+      receives_(static_cast<size_t>(group_->world_size())) {
   for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
     outboxes_.emplace_back(*group_, peer, may_use_cma);
     inboxes_.emplace_back(*group_, peer, may_use_cma);
@@ -123,13 +136,28 @@ void PointToPoint::leave() {
 
 Activity PointToPoint::advance_locked(FinishedMessages& finished) {
   const auto serve = [&](const PostedMessage& posted) { return serve_from_set_aside(posted); };
+  const auto end_waits = [&](size_t first, std::vector<Standstill>& standstills) {
+    for (size_t i = first; i < finished.size(); ++i) {
+      PostedMessage& posted = finished[i].first;
+      posted.waiting_seconds = standstills[static_cast<size_t>(peer_of(posted))].take(posted.start);
+    }
+  };
+  size_t first = finished.size();
   bool has_moved = posted_.take_if(serve, finished);
+  end_waits(first, receives_);
   for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
     if (peer == group_->rank()) {
       continue;
     }
-    has_moved |= outboxes_[peer].advance(finished);
-    has_moved |= inboxes_[peer].advance(posted_, finished, order_);
+    first = finished.size();
+    const bool has_sent = outboxes_[peer].advance(finished);
+    end_waits(first, sends_);
+    sends_[peer].look(!outboxes_[peer].queue().empty(), has_sent);
+    first = finished.size();
+    const bool has_received = inboxes_[peer].advance(posted_, finished, order_);
+    end_waits(first, receives_);
+    receives_[peer].look(inboxes_[peer].target().has_value() || posted_.wants_from(peer), has_received);
+    has_moved |= has_sent || has_received;
   }
   return has_moved ? Activity::kMoved : has_pending() ? Activity::kBlocked : Activity::kIdle;
 }
@@ -157,8 +185,8 @@ bool PointToPoint::serve_from_set_aside(const PostedMessage& posted) {
     return false;
   }
   TORCH_CHECK_WITH(DistBackendError, found->bytes == static_cast<uint64_t>(message.bytes),
-                   message.work->label().prefix(), ": rank ", source, " sent ", found->bytes, " bytes with tag ",
-                   message.tag, ", this rank receives ", message.bytes, "; make both tensors the same size.");
+                   message.work->label().prefix(), ": rank ", source, " sent ", found->bytes,
+                   " bytes, this rank receives ", message.bytes, "; make both tensors the same size.");
   if (message.bytes > 0) {
     std::memcpy(message.data, found->data.data(), found->data.size());
   }
@@ -269,7 +297,7 @@ void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& p
   const bool is_in_time = now - posted.start < posted.message.work->timeout();
   TORCH_CHECK_WITH(DistBackendError, !stall_watch_.may_blame(now, posted.start) || is_in_time, label.prefix(),
                    ": timed out after ", posted.message.work->timeout().count(), " ms waiting for ",
-                   is_any ? std::string("any rank") : format_ranks(awaited), " with tag ", posted.message.tag,
+                   is_any ? std::string("any rank") : format_ranks(awaited),
                    group_->held_up(Lane::kPointToPoint, awaited), group_->silence(),
                    "; see what it does, or raise the timeout of the group.");
 }
@@ -279,6 +307,7 @@ void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {
     return;
   }
   for (auto& [posted, error] : finished) {
+    const int32_t peer = peer_of(posted);
     c10::intrusive_ptr<ZeroWork> work = std::move(posted.message.work);
     std::exception_ptr described;
     if (error) {
@@ -291,6 +320,9 @@ void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {
     } else {
       const auto duration = std::chrono::steady_clock::now() - posted.start;
       group_->count(work->label(), std::chrono::duration<double>(duration).count(), {});
+      if (posted.waiting_seconds > 0) {
+        group_->count_waiting(work->label(), peer, posted.waiting_seconds);
+      }
       group_->notify_complete(work->completion_key(), work->elapsed_ms());
     }
     work->complete(described);

@@ -24,6 +24,7 @@
 #include "backend/message_outbox.h"
 #include "backend/posted_receives.h"
 #include "backend/stall.h"
+#include "backend/standstill.h"
 
 namespace zeropg {
 
@@ -67,6 +68,8 @@ class PointToPoint final : public Channel {
   std::condition_variable idle_;
   std::vector<MessageOutbox> outboxes_;  // per peer; guarded by mutex_
   std::vector<MessageInbox> inboxes_;    // per peer; guarded by mutex_
+  std::vector<Standstill> sends_;        // per peer; guarded by mutex_
+  std::vector<Standstill> receives_;     // per peer; guarded by mutex_
   PostedReceives posted_;                // guarded by mutex_
   uint64_t order_ = 0;                   // guarded by mutex_
   StallWatch stall_watch_;               // guarded by mutex_

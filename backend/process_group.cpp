@@ -14,6 +14,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kShutdownPatience{5'000};
 constexpr std::chrono::milliseconds kExitPatience{1'000};
+constexpr std::chrono::milliseconds kHookPatience{20'000};  // torch gives up its own dump after 15 s
 
 c10::intrusive_ptr<BackendOptions> resolved(const c10::intrusive_ptr<BackendOptions>& options) {
   auto copy = c10::make_intrusive<BackendOptions>(*options);
@@ -83,6 +84,7 @@ void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
   planner_ = std::move(planner);
   channels_ = std::move(channels);
   sequence_ = 0;
+  messages_ = 0;
 }
 
 Group& ProcessGroupZero::group() const {
@@ -121,6 +123,7 @@ void ProcessGroupZero::shutdown_all() {
   if (may_somebody_wait || has_waiting_threads()) {
     let_waiting_threads_out(kExitPatience);
   }
+  let_runs_end(kHookPatience);
 }
 
 void ProcessGroupZero::abort() {

@@ -247,7 +247,8 @@ class ProcessGroupZero : public c10d::Backend {
   std::shared_ptr<GroupChannels> channels_;  // life shared with close_all, which may be closing it
   mutable std::string handle_;               // guarded by membership_mutex_
   std::set<int64_t> uuids_;                  // of reconfigurations
-  std::atomic<uint64_t> sequence_{0};
+  std::atomic<uint64_t> sequence_{0};        // of collectives
+  std::atomic<uint64_t> messages_{0};        // of this rank
   std::atomic<uint64_t> split_count_{0};
   std::atomic<uint64_t> shrink_count_{0};
 

@@ -33,11 +33,13 @@ void ProcessGroupZero::monitoredBarrier(const c10d::BarrierOptions& opts, bool /
 Message ProcessGroupZero::make_message(Call& call, const at::Tensor& tensor, bool is_send, int peer, int tag) {
   call.check_value(tag >= 0, "the tag is ", tag, ", expected 0 or more.");
   call.check_value(size_ > 1 && peer != rank_, "a rank cannot send to or receive from itself; copy the tensor.");
+  call.set_route({.is_send = is_send, .peer = peer, .tag = tag});
   const at::Tensor data = is_send ? call.input(tensor) : call.output(tensor);
   Request request;
   request.bytes = static_cast<int64_t>(data.nbytes());
   call.add(std::move(request));
   const OpType type = is_send ? OpType::SEND : peer == Message::kAnySource ? OpType::RECVANYSOURCE : OpType::RECV;
+  call.set_sequence(messages_.fetch_add(1) + 1);  // as of collectives, and as torch's flight recorder counts messages
   // A tensor that is guarded against writes can still be sent: a message that is sent is only read.
   void* address = is_send ? const_cast<void*>(data.const_data_ptr()) : data.mutable_data_ptr();
   auto work = make_work(call, type, c10d::kUnsetTimeout);
@@ -75,7 +77,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::recvAnysource(std::vector<at::Tensor>
   if (auto* inner = inner_for(tensors)) {
     return inner->recvAnysource(tensors, tag);
   }
-  Call call = make_call("zeropg:recv_any_source");
+  Call call = make_call("zeropg:recvAnySource");
   Message message = make_message(call, call.only(tensors, "output"), /*is_send=*/false, Message::kAnySource, tag);
   c10::intrusive_ptr<Work> work = message.work;
   channels_->messages().receive(std::move(message));

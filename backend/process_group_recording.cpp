@@ -53,8 +53,10 @@ void ProcessGroupZero::record_message(const at::Tensor& data, bool is_send, int 
   if (!recorder_) {
     return;
   }
-  RecordedOperation operation{
-      .completion_key = work.completion_key(), .is_message = true, .timeout_ms = work.timeout().count()};
+  RecordedOperation operation{.completion_key = work.completion_key(),
+                              .is_message = true,
+                              .sequence = work.label().sequence,
+                              .timeout_ms = work.timeout().count()};
   operation.name = c10::str(is_send ? "send " : "recv ", rank_, is_send ? "->" : "<-", peer);
   auto& sizes = is_send ? operation.input_sizes : operation.output_sizes;
   describe({data}, /*is_list=*/false, sizes, is_send ? operation.input_dtypes : operation.output_dtypes);

@@ -13,6 +13,11 @@ std::string OperationLabel::prefix() const {
   if (sequence > 0) {
     text += c10::str(" #", sequence);
   }
+  if (route) {
+    text += route->is_send ? " to " : " from ";
+    text += route->peer < 0 ? std::string("any rank") : c10::str("rank ", route->peer);
+    text += c10::str(" with tag ", route->tag);
+  }
   if (bytes > 0) {
     text += c10::str(" (", bytes, " bytes)");
   }

@@ -17,6 +17,7 @@ constexpr std::chrono::milliseconds kTimeToTakeTheGil{500};
 // All of the whole process: its end concerns every group.
 std::atomic<EndCheck> installed{nullptr};
 std::atomic<int> waiting{0};
+std::atomic<int> running{0};
 std::atomic<Clock::time_point> last_end{Clock::time_point::min()};
 
 bool is_main_thread() {
@@ -56,6 +57,20 @@ void let_waiting_threads_out(std::chrono::milliseconds patience) {
   std::this_thread::sleep_for(kTimeToTakeTheGil);
 }
 
-void forget_waiting_threads() { waiting = 0; }
+RunsBeforeTheEnd::RunsBeforeTheEnd() { running.fetch_add(1); }
+
+RunsBeforeTheEnd::~RunsBeforeTheEnd() { running.fetch_sub(1); }
+
+void let_runs_end(std::chrono::milliseconds patience) {
+  const auto deadline = Clock::now() + patience;
+  while (running.load() > 0 && Clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void forget_waiting_threads() {
+  waiting = 0;
+  running = 0;
+}
 
 }  // namespace zeropg

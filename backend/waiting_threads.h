@@ -32,6 +32,17 @@ bool has_waiting_threads();
 // Gives threads whose wait ends the time to take the GIL, which the caller must not hold. At most `patience` for the
 // waits to end.
 void let_waiting_threads_out(std::chrono::milliseconds patience);
+// Something on another thread that wants the GIL and ends by itself, such as torch's dump of a group that failed: from
+// when it is asked for to its end.
+class RunsBeforeTheEnd {
+ public:
+  RunsBeforeTheEnd();
+  ~RunsBeforeTheEnd();
+  RunsBeforeTheEnd(const RunsBeforeTheEnd&) = delete;
+  RunsBeforeTheEnd& operator=(const RunsBeforeTheEnd&) = delete;
+};
+// Waits for them, at most `patience`. The GIL must not be held.
+void let_runs_end(std::chrono::milliseconds patience);
 // In a forked child, which has none of its parent's.
 void forget_waiting_threads();
 

@@ -32,14 +32,11 @@ def script_on_ranks(script: str, world_size: int) -> Iterator[list[subprocess.Po
 
     Their output and errors are one pipe.
     """
-    # torch's flight recorder dumps what failed on a thread of its own and gives up waiting for it after 15 s. On a busy
-    # machine that thread outlived the interpreter once, and its wish for the GIL aborted the process.
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "0"}
     with contextlib.ExitStack() as stack:
         ranks: list[subprocess.Popen[bytes]] = []
         for rank in range(world_size):
             command = [sys.executable, "-c", script, str(rank)]
-            process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             ranks.append(stack.enter_context(process))
             stack.callback(_kill_if_running, process)
         yield ranks

@@ -12,6 +12,8 @@
 #include <system_error>
 #include <vector>
 
+#include "backend/transport/rdma.h"
+
 namespace zeropg {
 namespace {
 
@@ -100,12 +102,6 @@ UcxLibrary choose(const std::string& root) {
 }
 
 }  // namespace
-
-bool machine_has_rdma() {
-  std::error_code ignored;
-  const fs::directory_iterator devices("/sys/class/infiniband", ignored);
-  return devices != fs::directory_iterator();
-}
 
 const UcxLibrary& ucx_library(const std::string& root) {
   static std::mutex mutex;

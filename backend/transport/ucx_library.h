@@ -39,7 +39,6 @@ struct UcxLibrary {
 // `root`: a folder with lib/libucp.so.0 that wins over all others. Else the system's UCX if this machine has RDMA and
 // that UCX can use it, else the libucx wheel beside torch. DistBackendError that names what is missing.
 const UcxLibrary& ucx_library(const std::string& root);
-bool machine_has_rdma();  // looks for devices only, loads nothing
 
 }  // namespace zeropg
 

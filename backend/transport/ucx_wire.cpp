@@ -11,7 +11,9 @@ std::unique_ptr<UcxWire> UcxWire::make(UcxWireOptions) {
                   "UCX: zeropg was built without its headers; run `pip install libucx-cu13` and build again, or choose "
                   "network=\"tcp\"");
 }
-bool UcxWire::has_rdma(const std::string&) noexcept { return false; }
+RdmaProbe UcxWire::probe_rdma(const std::string&, bool has_device) {
+  return {.is_usable = false, .obstacle = has_device ? "zeropg was built without UCX's headers" : ""};
+}
 
 }  // namespace zeropg
 
@@ -330,11 +332,14 @@ std::unique_ptr<UcxWire> UcxWire::make(UcxWireOptions options) {
   return std::make_unique<UcxWireOverLibrary>(library, std::move(options));
 }
 
-bool UcxWire::has_rdma(const std::string& root) noexcept {
+RdmaProbe UcxWire::probe_rdma(const std::string& root, bool has_device) {
+  if (!has_device) return {};
   try {
-    return machine_has_rdma() && ucx_library(root).has_rdma;
-  } catch (const c10::Error&) {
-    return false;
+    const UcxLibrary& ucx = ucx_library(root);
+    if (ucx.has_rdma) return {.is_usable = true, .obstacle = ""};
+    return {.is_usable = false, .obstacle = "UCX at " + ucx.path + " can use none of its devices"};
+  } catch (const c10::Error& error) {
+    return {.is_usable = false, .obstacle = error.what_without_backtrace()};
   }
 }
 

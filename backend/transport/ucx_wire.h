@@ -13,6 +13,7 @@
 #include <memory>
 #include <string>
 
+#include "backend/transport/rdma.h"
 #include "backend/transport/wire.h"
 
 namespace zeropg {
@@ -27,13 +28,19 @@ struct UcxWireOptions {
   std::function<Seal(int32_t from, int32_t to, std::span<const std::byte> message)> seal;
 };
 
+// Whether there is a UCX here that can use RDMA; where the machine has RDMA, and there is none, what is in the way.
+struct RdmaProbe {
+  bool is_usable = false;
+  std::string obstacle;
+};
+
 class UcxWire : public Wire {
  public:
   // DistBackendError where there is no UCX, or this was built without its headers. Uses RDMA only where this machine
   // has it, else TCP.
   static std::unique_ptr<UcxWire> make(UcxWireOptions options);
-  // Whether there is a UCX here that can use RDMA.
-  static bool has_rdma(const std::string& root) noexcept;
+  // Looks for devices before it loads anything.
+  static RdmaProbe probe_rdma(const std::string& root, bool has_device = machine_has_rdma());
 
   // What peers need to reach this rank.
   virtual std::string address() const = 0;

@@ -147,7 +147,8 @@ def stats(group: ProcessGroup | None = None) -> dict[str, dict[str, Any]]:
 
     `direct_calls` counts those collectives that used all tensors where they lie in shared memory (`zeropg.empty`).
     `waiting_seconds[peer]` sums the time in which this rank waited and `peer` had not arrived; it is sampled, and
-    counts a wait for several ranks for each of them. CPU operations only. No communication.
+    counts a wait for several ranks for each of them. Of messages it is the time in which one was wanted of `peer`, or
+    for it, and nothing moved. CPU operations only. No communication.
     """
     return dict(_backend_of(group).stats())
 

@@ -15,6 +15,8 @@
 #include <new>
 #include <utility>
 
+#include "backend/transport/notices.h"
+
 namespace zeropg {
 namespace {
 
@@ -176,6 +178,10 @@ bool FileWriter::write_direct(uint64_t offset, std::span<const std::byte> bytes)
     if (errno != EINVAL && errno != EOPNOTSUPP) fail("write", errno, offset);
   }
   is_direct_possible_ = false;  // e.g. a file system without O_DIRECT: the page cache is slower and as right
+  notice("O_DIRECT checkpoint",
+         c10::str("[zeropg] checkpoint: '", path_, "' cannot be written with O_DIRECT (", std::strerror(errno),
+                  "), so checkpoints go through the page cache, which is slower and takes "
+                  "memory; `python -m zeropg doctor --path` looks for a better folder."));
   return false;
 }
 

@@ -5,9 +5,7 @@
 namespace zeropg {
 namespace {
 
-RecordedOperation operation(uint64_t key, bool is_message = false) {
-  return {.completion_key = key, .name = "op" + std::to_string(key), .is_message = is_message, .sequence = 7};
-}
+RecordedOperation operation(uint64_t key) { return {.completion_key = key, .name = "op" + std::to_string(key)}; }
 
 TEST(FlightRecorder, KeepsTheNewestOperationsInOrder) {
   FlightRecorder recorder(2);
@@ -33,17 +31,6 @@ TEST(FlightRecorder, OnlyWhatCompletedHasATime) {
   EXPECT_EQ(kept[0].completed_ns, 0);
   EXPECT_GE(kept[1].completed_ns, kept[1].created_ns);
   EXPECT_EQ(kept[1].duration_ms, 2.5F);
-}
-
-TEST(FlightRecorder, MessagesAreCountedApartFromCollectives) {
-  FlightRecorder recorder;
-  recorder.record(operation(1));
-  recorder.record(operation(2, /*is_message=*/true));
-  recorder.record(operation(3, /*is_message=*/true));
-  const auto kept = recorder.operations();
-  EXPECT_EQ(kept[0].sequence, 7);
-  EXPECT_EQ(kept[1].sequence, 1);
-  EXPECT_EQ(kept[2].sequence, 2);
 }
 
 }  // namespace

@@ -109,7 +109,8 @@ def test_different_calls_are_one_error_on_every_rank() -> None:
             assert name == "messages" or first.startswith(f"[zeropg rank {rank}/3] "), (name, first)
             assert name == "messages" or re.search(match, first), (name, first)
             assert second != "no error", name
-    assert "rank 0 sent 16 bytes with tag 0, this rank receives 20" in answers[1]["messages"][0]
+    words = "recv #1 from rank 0 with tag 0 (20 bytes): rank 0 sent 16 bytes, this rank receives 20"
+    assert words in answers[1]["messages"][0], answers[1]["messages"]
 
 
 def stop_or_kill(sign: int, victim: int, call: str) -> tuple[str, float, str, float]:
@@ -311,7 +312,9 @@ def check_wait_timeout() -> str:
 
 def test_a_wait_with_too_little_time_raises_and_the_operation_goes_on() -> None:
     error = run_ranks(2, check_wait_timeout)[0]
-    assert "recv (12 bytes): not complete after the 100 ms that wait() was given" in error, error
+    assert "recv #1 from rank 1 with tag 0 (12 bytes): not complete after the 100 ms that wait() was given" in error, (
+        error
+    )
 
 
 def check_flight_recorder() -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.deadlines import give_seconds, new_group_with
+from tests.processes import run_program
 from tests.spawn import RankPool, run_ranks
 
 
@@ -129,6 +131,43 @@ def test_what_never_completed_says_so(run: Callable[..., Any], tmp_path: Path, o
     run(leave_one_operation_open, str(tmp_path), own)
 
 
+def number_messages(own: bool) -> tuple[list[int], str]:
+    """What the recorder counted, and the error of the last receive before its message came."""
+    from torch._C._distributed_c10d import _dump_fr_trace
+
+    from zeropg.flight_recorder import own_trace
+
+    group, ones, error = dist.new_group(), torch.ones(2), ""
+    if own:
+        group._get_backend(torch.device("cpu")).start_recording()
+    if dist.get_rank() == 0:
+        dist.recv(ones, 1, group=group)
+        dist.send(ones, 1, group=group)
+        dist.barrier(group)
+        dist.send(ones, 1, group=group, tag=5)
+    else:
+        dist.send(ones, 0, group=group)
+        dist.recv(ones, 0, group=group)
+        pending = dist.irecv(ones, 0, group=group, tag=5)
+        with pytest.raises(dist.DistBackendError) as caught:
+            pending.wait(timedelta(milliseconds=1))
+        error = str(caught.value)
+        dist.barrier(group)
+        pending.wait()
+    trace = own_trace() if own else pickle.loads(_dump_fr_trace())
+    entries = [entry for entry in trace["entries"] if entry["process_group"][0] == group.group_name]
+    return [entry["p2p_seq_id"] for entry in entries if entry["is_p2p"]], error
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_errors_count_messages_as_the_recorder_does(run: Callable[..., Any], own: bool) -> None:
+    if not own and not hasattr(dist.distributed_c10d, "FlightRecorderHook"):
+        pytest.skip("this torch records nothing itself")
+    answers = run(number_messages, own)
+    assert [numbers for numbers, _ in answers] == [[1, 2, 3], [1, 2, 3]]
+    assert "recv #3 from rank 0 with tag 5 (8 bytes): not complete" in answers[1][1], answers[1][1]
+
+
 def fail_and_wait_for_a_dump(prefix: str) -> None:
     import time
 
@@ -160,3 +199,28 @@ def test_a_dump_needs_a_group() -> None:
     assert "torch" in sys.modules and not dist.is_initialized()
     with pytest.raises(ValueError, match="init_process_group"):
         zeropg.dump_flight_recorder()
+
+
+ENDING = """
+import time
+import torch
+import torch.distributed as dist
+
+def keep_books():
+    time.sleep(1)
+    print("kept", flush=True)
+
+dist.init_process_group("zeropg", store=dist.HashStore(), rank=0, world_size=1)
+dist.group.WORLD.register_abort_hook(1, keep_books)
+dist.all_reduce(torch.ones(2))
+dist.group.WORLD.abort()
+"""
+
+
+@pytest.mark.skipif(not hasattr(dist.distributed_c10d, "FlightRecorderHook"), reason="torch 2.15 dumps by its hooks")
+def test_the_interpreter_ends_after_the_dump_of_a_failure(tmp_path: Path) -> None:
+    env = {**os.environ, "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/trace"}
+    done = run_program([sys.executable, "-c", "import zeropg" + ENDING], env=env, timeout=120)
+    assert done.returncode == 0 and "kept" in done.stdout, (done.returncode, done.stdout, done.stderr)
+    names = [entry["profiling_name"] for entry in pickle.loads((tmp_path / "trace0").read_bytes())["entries"]]
+    assert names == ["zeropg:all_reduce"]

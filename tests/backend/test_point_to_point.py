@@ -248,6 +248,42 @@ def test_a_refused_read_is_said_once() -> None:
     assert run_ranks(2, check_refusal) == [[], []]
 
 
+LATE_SECONDS = 0.3
+
+
+def wait_for_messages(any_source: bool) -> dict[str, list[float]]:
+    """How long this rank waited for which one, by operation; rank 1 is late in sending, and then in receiving."""
+    import zeropg
+
+    group = dist.new_group()
+    store = dist.distributed_c10d._get_default_store()
+    large = torch.ones(2_000_000)  # more than a window between hosts
+    if dist.get_rank() == 0:
+        work = dist.irecv(torch.empty(1), None if any_source else 1, group=group)
+        store.set(f"posted {any_source}", "")
+        assert work is not None
+        work.wait()
+        dist.send(large, 1, group=group)
+    elif dist.get_rank() == 1:
+        store.wait([f"posted {any_source}"])
+        time.sleep(LATE_SECONDS)
+        dist.send(torch.ones(1), 0, group=group)
+        time.sleep(LATE_SECONDS)
+        dist.recv(large, 0, group=group)
+    dist.barrier(group)
+    return {name: counters["waiting_seconds"] for name, counters in zeropg.stats(group).items()}
+
+
+@pytest.mark.parametrize("any_source", [False, True])
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 1)])
+def test_statistics_say_for_whom_messages_waited(hosts: tuple[int, ...], any_source: bool) -> None:
+    waited = run_ranks(3, wait_for_messages, any_source, place=SeparateHosts(hosts=hosts))
+    received = waited[0]["recvAnySource" if any_source else "recv"]
+    assert received[1] >= LATE_SECONDS and received[0] == received[2] == 0, received
+    sent = waited[0]["send"]
+    assert sent[1] > 0 and sent[0] == sent[2] == 0, sent
+
+
 def die_while_it_is_read(seconds: float) -> str:
     rank = dist.get_rank()
     tensor = torch.ones(32 << 20)

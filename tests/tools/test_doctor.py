@@ -69,6 +69,19 @@ def test_more_ranks_than_cpus_is_a_warning():
     assert finding.state == "warn" and "fewer than 10000 ranks" in finding.detail and "taskset" in finding.remedy
 
 
+def test_huge_pages_of_the_heap_and_of_shared_memory_are_judged_apart(monkeypatch, tmp_path):
+    monkeypatch.setattr(node, "_HUGE_PAGES", tmp_path)
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    assert find(node.check(ranks=1), "huge pages").state == "ok"
+    shared = find(node.check(ranks=1), "shared huge pages")
+    assert shared.state == "warn" and "no transparent huge pages in this kernel" in shared.detail
+    for word, state in (("never", "warn"), ("deny", "warn"), ("advise", "ok"), ("within_size", "ok")):
+        (tmp_path / "shmem_enabled").write_text(f"always force [{word}]\n")
+        shared = find(node.check(ranks=1), "shared huge pages")
+        assert shared.state == state and word in shared.detail
+        assert shared.remedy == (f"echo advise > {tmp_path}/shmem_enabled" if state == "warn" else "")
+
+
 @pytest.mark.parametrize(
     ("mode", "content", "state", "words"),
     [

@@ -54,7 +54,7 @@ find_events = distributed_test.get_profiling_event
 
 def find_own_events(name: str, *args: Any, **kwargs: Any) -> list[Any]:
     """Operations appear in profiles under our titles, whatever the backend is called."""
-    own = name.replace(f"{BACKEND}:", "zeropg:").replace("recvAnySource", "recv_any_source")
+    own = name.replace(f"{BACKEND}:", "zeropg:")
     events = find_events(own, *args, **kwargs)
     for event in events:
         event.name = event.name.replace(own, name)

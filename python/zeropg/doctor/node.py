@@ -21,6 +21,7 @@ from zeropg.doctor.finding import Finding
 _TYPICAL_SHM = 64 << 20  # Docker's default for /dev/shm
 _WORD = b"zeropg!!"
 _CHILD_SECONDS = 20.0
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def check(ranks: int) -> Iterator[Finding]:
@@ -34,7 +35,9 @@ def check(ranks: int) -> Iterator[Finding]:
     yield _dev_shm()
     yield _cross_memory_attach()
     yield _locked_memory()
-    yield _huge_pages()
+    yield _huge_pages("huge pages", "enabled", "touching fresh memory is two to three times slower", "madvise")
+    # Groups share memory files, for which a switch of their own holds; kernels come with "never".
+    yield _huge_pages("shared huge pages", "shmem_enabled", "touching fresh shared memory is slower", "advise")
     yield _open_files()
 
 
@@ -202,20 +205,19 @@ def _locked_memory() -> Finding:
     )
 
 
-def _huge_pages() -> Finding:
-    chosen = re.search(r"\[(\w+)\]", _machine.read_text(Path("/sys/kernel/mm/transparent_hugepage/enabled")))
+def _huge_pages(topic: str, file: str, cost: str, wanted: str) -> Finding:
+    path = _HUGE_PAGES / file
+    chosen = re.search(r"\[(\w+)\]", _machine.read_text(path))
     if chosen is None:
+        return Finding(topic, "warn", f"no transparent huge pages in this kernel; {cost}")
+    if chosen[1] in ("never", "deny"):
         return Finding(
-            "huge pages", "warn", "no transparent huge pages in this kernel; touching fresh memory is slower"
-        )
-    if chosen[1] == "never":
-        return Finding(
-            "huge pages",
+            topic,
             "warn",
-            "transparent huge pages are off; touching fresh memory is two to three times slower",
-            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+            f"transparent huge pages are off ({chosen[1]}); {cost}",
+            f"echo {wanted} > {path}",
         )
-    return Finding("huge pages", "ok", f"transparent: {chosen[1]}")
+    return Finding(topic, "ok", f"transparent: {chosen[1]}")
 
 
 def _open_files() -> Finding:

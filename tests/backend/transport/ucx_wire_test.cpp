@@ -91,6 +91,14 @@ std::map<int, sighandler_t> signal_handlers() {
 
 const auto handlers_at_load = signal_handlers();  // the default ones, or a sanitizer's
 
+TEST(UcxWire, SaysWhyDevicesCannotBeUsed) {
+  if (machine_has_rdma()) GTEST_SKIP() << "this machine's devices may well be usable";
+  EXPECT_EQ(UcxWire::probe_rdma("/nowhere", /*has_device=*/false).obstacle, "");
+  const RdmaProbe probe = UcxWire::probe_rdma("/nowhere", /*has_device=*/true);
+  EXPECT_FALSE(probe.is_usable);
+  EXPECT_NE(probe.obstacle.find("UCX"), std::string::npos) << probe.obstacle;
+}
+
 TEST(UcxWire, TakesOverNoSignal) {
   if (!why_there_is_none().empty()) GTEST_SKIP() << why_there_is_none();
   EXPECT_EQ(signal_handlers(), handlers_at_load);

@@ -14,6 +14,8 @@
 #include <fstream>
 #include <sstream>
 
+#include "backend/transport/notices.h"
+
 namespace zeropg {
 namespace {
 
@@ -51,6 +53,29 @@ TEST_F(Writer, makes_a_private_file_of_the_full_size) {
   struct stat status {};
   ASSERT_EQ(::stat(path_.c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0600u);
+}
+
+TEST_F(Writer, says_once_that_it_goes_through_the_page_cache_and_why) {
+  set_notice_bell([] {});
+  StagingBuffer staging;
+  const at::Tensor flat = at::arange(1'000'000, at::kFloat);
+  for (const char* name : {"one", "other"}) {
+    path_ = folder_ / name;
+    FileWriter writer = FileWriter::create(path_, 4'000'000);
+    struct rlimit before {};
+    ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+    const struct rlimit none { .rlim_cur = 0, .rlim_max = before.rlim_max };  // the second descriptor is refused
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+    writer.write(0, flat, at::kFloat, staging);
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+    EXPECT_EQ(content(), std::string(static_cast<const char*>(flat.const_data_ptr()), 4'000'000));
+  }
+  const std::vector<std::string> lines = take_notices();
+  set_notice_bell(nullptr);
+  ASSERT_EQ(lines.size(), 1);
+  EXPECT_NE(lines[0].find((folder_ / "one").string() + "' cannot be written with O_DIRECT (Too many open files)"),
+            std::string::npos)
+      << lines[0];
 }
 
 TEST_F(Writer, casts_as_tensor_to_does_at_any_offset_and_length) {
