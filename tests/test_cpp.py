@@ -25,3 +25,14 @@ def test_cpp(binary: Path | None) -> None:
         command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, cwd=ROOT
     )
     assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
+
+
+def test_the_suites_of_ucx_run_where_its_wheel_is() -> None:
+    """Without UCX they have no instance, which nobody would miss."""
+    pytest.importorskip("libucx", reason="the wheel libucx-cu13 is not installed")
+    if not BINARIES:
+        pytest.skip(f"no C++ tests in {BUILD}")
+    command = [BUILD / "tests" / "backend" / "transport" / "ucx_wire_test", "--gtest_list_tests"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout
+    for suite in ("Ucx/TransportSuite", "Ucx/RemoteMemorySuite", "Ucx/NetworkSuite"):
+        assert suite in listed, listed

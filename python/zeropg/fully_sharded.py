@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeropg._native import _C
 from zeropg._state import ShardedState
@@ -253,6 +254,12 @@ def _check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
                 raise ValueError(
                     f"[zeropg] fully_shard: parameter {names[0]!r} belongs to a sharded model already; shard a "
                     "submodule before the model that contains it, and each model once."
+                )
+            if is_traceable_wrapper_subclass(parameter):
+                raise NotImplementedError(
+                    f"[zeropg] fully_shard: parameter {names[0]!r} is a {type(parameter).__name__}, expected a plain "
+                    "tensor: what tensor parallelism or quantization has wrapped cannot be sharded here. Name it in "
+                    "ignored_params, or use torch's FSDP2, which shards DTensors and runs over zeropg's groups."
                 )
             if parameter.is_complex() and parameter.requires_grad:
                 raise NotImplementedError(

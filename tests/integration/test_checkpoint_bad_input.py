@@ -318,9 +318,10 @@ def save_and_die(directory: Path, seed: int, victims: list[int], async_save: boo
 
     zeropg._store_agreement._PATIENCE_SECONDS = 3.0
     model, optimizer = make(seed=seed)
-    start = time.monotonic()
-    zeropg.save_checkpoint(directory / "warm up", model, optimizer)
-    duration = time.monotonic() - start
+    for _ in range(2):  # the first save also loads modules
+        start = time.monotonic()
+        zeropg.save_checkpoint(directory / "warm up", model, optimizer)
+        duration = time.monotonic() - start
     dist.barrier()
     if dist.get_rank() in victims:
 
@@ -349,7 +350,10 @@ def save_into(directory: Path, model: Any, optimizer: Any, seed: int, async_save
 
 
 def test_ranks_killed_at_random_moments_leave_the_last_good_checkpoint(rank_pool: Any, tmp_path: Path) -> None:
-    random_moment = random.Random(4)
+    # Other moments in every run; pytest shows what is printed here when the test fails.
+    seed = int(os.environ.get("ZEROPG_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"the moments are those of ZEROPG_TEST_SEED={seed}")
+    random_moment = random.Random(seed)
     living = rank_pool(2)
     living.run(save, tmp_path / "a", 0)
     last = 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.lab.lab import Lab
 from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
@@ -61,6 +64,95 @@ def test_four_bits_are_an_eighth_of_the_bytes(lab: Lab, lab_pool: Callable[[str]
         sent.append([after[host].tx - before[host].tx for host in (0, 1)])
         assert max(errors) < (1e-5 if codec is None else 0.6), errors
     for plain, compressed in zip(*sent, strict=True):
+        assert compressed <= 0.135 * plain, sent
+
+
+class Step(NamedTuple):
+    """A step whose forward is done: what is left is the part that is measured."""
+
+    model: nn.Module  # lives until then: DDP's reducer goes with it
+    loss: torch.Tensor
+    optimizer: Any  # None: the backward alone is measured, since the step moves parameters
+
+
+prepared: list[Step] = []  # on each rank, from one call of the pool to the next
+
+
+def ddp(codec: Any) -> nn.Module:
+    from zeropg.compression import State, ddp_hook
+
+    model = DistributedDataParallel(wide_model())
+    if codec is not None:
+        model.register_comm_hook(State(codec, model=model.module), ddp_hook)
+    return model
+
+
+def stage_0(codec: Any) -> nn.Module:
+    import zeropg
+
+    return zeropg.fully_shard(wide_model(), stage=0, compression=codec)
+
+
+def stage_2(codec: Any) -> nn.Module:
+    import zeropg
+
+    return zeropg.fully_shard(wide_model(), stage=2, compression=codec)
+
+
+def fsdp2(codec: Any) -> nn.Module:
+    from zeropg.compression import Fsdp2ReduceScatter
+
+    model = fully_shard(wide_model(), reshard_after_forward=False)  # or the backward gathers parameters too
+    if codec is not None:
+        model.set_custom_reduce_scatter(Fsdp2ReduceScatter(codec))
+    return model
+
+
+def wide_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(1024, NUMEL // 4096, bias=False) for _ in range(4)))
+
+
+FACES = {"DDP": ddp, "stage 0": stage_0, "the backward of stage 2": stage_2, "the backward of FSDP2": fsdp2}
+
+
+def prepare(face: str, codec: Any) -> None:
+    import zeropg
+
+    model = FACES[face](codec)
+    optimizer = None if face.startswith("the backward") else torch.optim.SGD(model.parameters(), lr=0.1)
+    if face == "stage 0":
+        optimizer = zeropg.shard_optimizer(optimizer, model)
+    prepared.clear()
+    for is_last in (False, True):  # what is done once, such as DDP's new buckets, is done in the first
+        x = torch.randn(2, 1024, generator=torch.Generator().manual_seed(dist.get_rank()))
+        prepared[:] = [Step(model, model(x).square().mean(), optimizer)]
+        if not is_last:
+            finish_step()
+
+
+def finish_step() -> None:
+    step = prepared.pop()
+    step.loss.backward()
+    if step.optimizer is not None:
+        step.optimizer.step()
+        step.optimizer.zero_grad()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_four_bits_are_an_eighth_of_the_bytes_of(lab: Lab, lab_pool: Callable[[str], RankPool], face: str) -> None:
+    from zeropg.compression import BlockQuant
+
+    pool = lab_pool("zeropg")
+    sent = []
+    for codec in (None, BlockQuant(4)):
+        pool.run(prepare, face, codec, timeout=120)
+        before = [lab.interface_bytes(host).tx for host in (0, 1)]
+        pool.run(finish_step, timeout=120)
+        sent.append([lab.interface_bytes(host).tx - before[host] for host in (0, 1)])
+    for plain, compressed in zip(*sent, strict=True):
+        assert plain >= 2 * NUMEL, "a host sends the other one at least its half"
         assert compressed <= 0.135 * plain, sent
 
 

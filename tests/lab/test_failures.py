@@ -39,17 +39,20 @@ class Failure(NamedTuple):
     time: float  # of the machine's clock
 
 
-def join(timeout: float = JOIN_TIMEOUT) -> None:
+def join(timeout: float = JOIN_TIMEOUT, network: str = "automatic") -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timedelta(seconds=60))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("zeropg", store=store, rank=rank, world_size=world_size, timeout=limit)
+    options = zeropg.BackendOptions(network=network)
+    dist.init_process_group("zeropg", store=store, rank=rank, world_size=world_size, timeout=limit, pg_options=options)
 
 
-def train_until_it_fails(folder: str, stage: int, timeout: float = GROUP_TIMEOUT) -> Failure:
+def train_until_it_fails(
+    folder: str, stage: int, timeout: float = GROUP_TIMEOUT, network: str = "automatic"
+) -> Failure:
     """Touches a file once training runs with this timeout, and returns what the training loop raised."""
     torch.set_num_threads(1)
-    join()
+    join(network=network)
     model = zeropg.fully_shard(make_model(), stage=stage)
     optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
     batch = make_batches(1)[0].chunk(4)[dist.get_rank()]
@@ -127,10 +130,10 @@ def test_a_host_that_dies(tmp_path: Path) -> None:
         check(failures[:2], ("rank 2", "rank 3", "ranks 2"), death[0], GROUP_TIMEOUT + MARGIN)
 
 
-def die_after_a_while(folder: str, victim: int) -> Failure | None:
+def die_after_a_while(folder: str, victim: int, network: str) -> Failure | None:
     if int(os.environ["RANK"]) == victim:
         threading.Thread(target=kill_when_all_train, args=(folder,), daemon=True).start()
-    return train_until_it_fails(folder, 2, JOIN_TIMEOUT)
+    return train_until_it_fails(folder, 2, JOIN_TIMEOUT, network)
 
 
 def kill_when_all_train(folder: str) -> None:
@@ -140,9 +143,12 @@ def kill_when_all_train(folder: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_that_dies_is_noticed_at_once_on_every_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("network", ["tcp", "ucx"])
+def test_a_rank_that_dies_is_noticed_at_once_on_every_host(tmp_path: Path, network: str) -> None:
+    if network == "ucx":
+        pytest.importorskip("libucx", reason="the wheel libucx-cu13 is not installed")
     with Lab(hosts=2) as lab, RankPool(4, backend=None, place=HostsPlace(lab)) as pool:
-        failures = pool.run(die_after_a_while, str(tmp_path), 3, timeout=150, expect_death=[3])
+        failures = pool.run(die_after_a_while, str(tmp_path), 3, network, timeout=150, expect_death=[3])
         death = float((tmp_path / "death").read_text())
         check(failures[:3], ("rank 3",), death, AT_ONCE)
 

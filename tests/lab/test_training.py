@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from tests.spawn import RankPool
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
 
+# Where the wheel is, UCX must work.
+HAS_UCX = importlib.util.find_spec("libucx") is not None
 TINY = ["--steps", "8", "--batch", "8", "--context", "64", "--layers", "2", "--width", "32", "--heads", "2"]
 
 
@@ -29,23 +32,39 @@ def validation_losses(folder: Path) -> list[float]:
     return [loss for _, loss in json.loads((folder / "results.json").read_text())["validation_curve"]]
 
 
+# The main job has no option for what carries its bytes.
+OVER_UCX = """
+import functools, sys
+import torch.distributed as dist
+from zeropg.backend import BackendOptions
+from zeropg.train.command import main
+dist.init_process_group = functools.partial(dist.init_process_group, pg_options=BackendOptions(network="ucx"))
+status = main(sys.argv[1:])
+assert "libucp" in open("/proc/self/maps").read()
+sys.exit(status)
+"""
+
+
 @pytest.mark.slow
 def test_the_main_job_has_the_losses_of_one_host_and_of_gloo(lab: Lab, tmp_path: Path) -> None:
     def job(name: str, backend: str) -> list[str]:
         options = ["--backend", backend, "--stage", "3", "--param-dtype", "float32", "--output", str(tmp_path / name)]
-        return ["-m", "zeropg", "train", *TINY, *options]
+        command = [str(tmp_path / "over_ucx.py")] if name == "ucx" else ["-m", "zeropg", "train"]
+        return [*command, *TINY, *options]
 
     here = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run([*here, *job("here", "zeropg")], env=lab.environment(0), capture_output=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    for backend in ("gloo", "zeropg"):
-        hosts = lab.torchrun(*job(backend, backend), nproc_per_node=2).wait(timeout=180)
+    (tmp_path / "over_ucx.py").write_text(OVER_UCX)
+    backends = {"gloo": "gloo", "zeropg": "zeropg"} | ({"ucx": "zeropg"} if HAS_UCX else {})
+    for name, backend in backends.items():
+        hosts = lab.torchrun(*job(name, backend), nproc_per_node=2).wait(timeout=180)
         assert [host.returncode for host in hosts] == [0, 0], [host.stderr for host in hosts]
 
     truth = validation_losses(tmp_path / "here")
     assert truth[-1] < truth[0]
-    assert validation_losses(tmp_path / "gloo") == pytest.approx(truth, rel=1e-4)
-    assert validation_losses(tmp_path / "zeropg") == pytest.approx(truth, rel=1e-4)
+    for name in backends:
+        assert validation_losses(tmp_path / name) == pytest.approx(truth, rel=1e-4), name
 
 
 def train_stages() -> dict[int, Run]:

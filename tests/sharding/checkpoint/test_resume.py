@@ -41,13 +41,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Run]]:
 @pytest.mark.parametrize("world_size", [2, 1, 3, 4])
 def test_training_goes_on_at_any_world_size_and_stage(saved: tuple[Path, list[Run]], world_size: int) -> None:
     directory, expected = saved
-    # From every stage to every stage at 3 ranks; elsewhere each stage is saved once and loaded once.
+    # From every stage to every stage; at the world size that saved, each stage is saved once and loaded once.
     cases: list[tuple[int, Case]] = [
         (index, case | {"stage": stage})
         for (index, case), stage in product(enumerate(SAVED), STAGES)
         if case["dtype"] == FP64
         and "optimizer" not in case
-        and (world_size == 3 or stage == (case["stage"] + world_size) % 4)
+        and (world_size != 2 or stage == (case["stage"] + world_size) % 4)
     ]
     cases += [(i, case) for i, case in enumerate(SAVED) if case["dtype"] == FP32 and world_size in (2, 4)]
     cases += [(i, case | {"stage": 1}) for i, case in enumerate(SAVED) if "optimizer" in case and world_size != 2]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import signal
+import struct
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import zeropg
-from tests.sharding.offload.test_offloaded_training import BF16, on_disk, set_up, train
+from tests.sharding.offload.test_offloaded_training import BF16, assert_same, on_disk, set_up, train, whole
 from tests.sharding.ranks import on_ranks, raises
 from tests.small_gpt import make_model
 from tests.spawn import RankPool
@@ -176,6 +178,72 @@ def test_a_disk_that_does_not_take_what_was_written_to_parameters(tmp_path: Path
 @on_ranks(2, backend="gloo")
 def test_a_disk_that_does_not_take_what_was_written_to_parameters_over_gloo(tmp_path: Path, stage: int) -> None:
     write_to_a_disk_that_fails(tmp_path, stage)
+
+
+@pytest.fixture
+def disk_that_can_die(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 file system of 8 MiB on a loop device."""
+    disk, image = tmp_path / "dying", tmp_path / "image"
+    disk.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(8 << 20)
+    for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, disk]):
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no file system on a loop device here: {error}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+EXT4_SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN: every read and write is an I/O error from then on
+WITHOUT_LAST_WORDS = struct.pack("I", 2)
+
+
+@contextmanager
+def a_dead_disk(disk: Path) -> Iterator[None]:
+    if dist.get_rank() == 1:
+        folder = os.open(disk, os.O_RDONLY)
+        fcntl.ioctl(folder, EXT4_SHUTDOWN, WITHOUT_LAST_WORDS)
+        os.close(folder)
+    yield
+
+
+@contextmanager
+def a_disk_that_takes_no_more(_: Path) -> Iterator[None]:
+    with file_size_limit(8192 if dist.get_rank() == 1 else resource.RLIM_INFINITY):
+        yield
+
+
+def train_on_a_failing_disk(
+    folder: Path, disk: Path, failing: Callable[[Path], AbstractContextManager[None]], words: str
+) -> None:
+    """Trains, saves, trains until the disk of rank 1 fails; goes on from what was saved, on another disk."""
+    options = {"stage": 2, **BF16}
+    model, optimizer = set_up("adamw", offload_optimizer=on_disk(on_one(disk, folder)), **options)
+    train(model, optimizer, range(2))
+    zeropg.save_checkpoint(folder / "checkpoint", model, optimizer)
+    train(model, optimizer, range(2, 4))
+    with failing(disk), raises(OSError, "step: rank 1: [zeropg rank 1/2] offload: ", words, str(disk), "resume from"):
+        train(model, optimizer, range(4, 5))
+    del model, optimizer
+    again, its_optimizer = set_up("adamw", offload_optimizer=on_disk(folder), **options)
+    zeropg.load_checkpoint(folder / "checkpoint", again, its_optimizer)
+    losses = train(again, its_optimizer, range(2, 5))
+    model, optimizer = set_up("adamw", **options)
+    assert train(model, optimizer, range(5))[2:] == losses
+    assert_same(whole(again), whole(model))
+
+
+def test_training_goes_on_from_a_checkpoint_after_the_disk_died(
+    tmp_path: Path, disk_that_can_die: Path, rank_pool: Any
+) -> None:
+    rank_pool(2).run(train_on_a_failing_disk, tmp_path, disk_that_can_die, a_dead_disk, "Input/output error (errno 5)")
+
+
+def test_training_goes_on_from_a_checkpoint_after_the_disk_took_no_more(tmp_path: Path, rank_pool: Any) -> None:
+    arguments = (a_disk_that_takes_no_more, "File too large (errno 27)")
+    rank_pool(2).run(train_on_a_failing_disk, tmp_path, tmp_path, *arguments)
 
 
 @on_ranks(2)
