@@ -10,6 +10,7 @@
 #include "backend/collectives/copy.h"
 #include "backend/collectives/direct.h"
 #include "backend/collectives/staging_stores.h"
+#include "backend/transport/printable.h"
 #include "backend/transport/rank_names.h"
 #include "backend/transport/rank_state.h"
 
@@ -403,7 +404,9 @@ std::string Execution::describe_announcement(int32_t rank) const {
   const bool is_reduction =
       said.op == static_cast<uint32_t>(OpKind::kAllReduce) || said.op == static_cast<uint32_t>(OpKind::kReduceScatter);
   return is_reduction && reduction.codec[0] != '\0'
-             ? call + " as " + printable({reduction.codec, strnlen(reduction.codec, sizeof(reduction.codec))})
+             ? call + " as " +
+                   printable({reduction.codec, strnlen(reduction.codec, sizeof(reduction.codec))},
+                             sizeof(reduction.codec))
              : call;
 }
 

@@ -11,6 +11,7 @@
 #include "backend/authentication.h"
 #include "backend/interrupts.h"
 #include "backend/transport/network_kind.h"
+#include "backend/transport/printable.h"
 #include "backend/transport/rank_names.h"
 
 namespace zeropg {
@@ -185,7 +186,7 @@ void Rendezvous::look_around() {
 }
 
 std::string Rendezvous::reported_failure() {
-  return store_->check({kFailureKey}) ? to_text(store_->get(kFailureKey)).substr(0, kMaxFailureBytes) : "";
+  return store_->check({kFailureKey}) ? printable(to_text(store_->get(kFailureKey)), kMaxFailureBytes) : "";
 }
 
 std::vector<int32_t> Rendezvous::absent_ranks() {
