@@ -10,7 +10,6 @@
 #include "backend/collectives/copy.h"
 #include "backend/collectives/direct.h"
 #include "backend/collectives/staging_stores.h"
-#include "backend/transport/printable.h"
 #include "backend/transport/rank_names.h"
 #include "backend/transport/rank_state.h"
 
@@ -28,14 +27,6 @@ constexpr int64_t kCheckBytes = 1 << 20;
 bool is_streamed_to_staging(const Step& step) {
   return step.destination.space == Space::kStaging && should_stream_to_staging(step.bytes);
 }
-
-// What an announcement's payload holds beside its fixed fields.
-struct AnnouncedReduction {
-  double factor = 1;
-  double factor_imaginary = 0;
-  char codec[Announcement::kInlineBytes - 2 * sizeof(double)] = {};  // its description, "" for none
-};
-static_assert(sizeof(AnnouncedReduction) == Announcement::kInlineBytes);
 
 AnnouncedReduction announced_reduction(const Collective& collective) {
   AnnouncedReduction said{.factor = collective.factor.real(), .factor_imaginary = collective.factor.imag()};
@@ -381,7 +372,7 @@ void Execution::check_announcements() {
     return;
   }
   for (const int32_t peer : group_.node()) {
-    calls[describe_announcement(peer)].push_back(peer);
+    calls[describe_announcement(arena.announcement(group_.local_rank(peer), sequence_))].push_back(peer);
   }
   std::string text;
   for (const auto& [call, ranks] : calls) {
@@ -389,25 +380,6 @@ void Execution::check_announcements() {
   }
   C10_THROW_ERROR(DistBackendError, c10::str(label_.prefix(), ": the ranks made different calls: ", text,
                                              "; make the same call with the same sizes on every rank."));
-}
-
-std::string Execution::describe_announcement(int32_t rank) const {
-  const Announcement& said = group_.arena().announcement(group_.local_rank(rank), sequence_);
-  AnnouncedReduction reduction;
-  std::memcpy(&reduction, said.payload, sizeof(reduction));
-  const std::string call = describe_call({.op = said.op,
-                                          .dtype = said.dtype,
-                                          .reduce_op = said.reduce_op,
-                                          .root = said.root,
-                                          .bytes = said.bytes,
-                                          .factor = reduction.factor});
-  const bool is_reduction =
-      said.op == static_cast<uint32_t>(OpKind::kAllReduce) || said.op == static_cast<uint32_t>(OpKind::kReduceScatter);
-  return is_reduction && reduction.codec[0] != '\0'
-             ? call + " as " +
-                   printable({reduction.codec, strnlen(reduction.codec, sizeof(reduction.codec))},
-                             sizeof(reduction.codec))
-             : call;
 }
 
 std::vector<int32_t> Execution::awaited() const {
