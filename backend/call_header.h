@@ -8,42 +8,15 @@
 // it next receives from that peer.
 #pragma once
 
-#include <complex>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <vector>
 
+#include "backend/call_description.h"
 #include "backend/group.h"
 #include "backend/planner.h"
 
 namespace zeropg {
-
-// Plain numbers, since they may have come from a peer.
-struct CallDescription {
-  uint32_t op = 0;         // OpKind
-  uint32_t dtype = 0;      // at::ScalarType
-  uint32_t reduce_op = 0;  // ReduceOp
-  int32_t root = 0;
-  int64_t bytes = 0;
-  double factor = 1;  // the real part
-};
-
-// FNV-1a: to notice ranks that were configured differently, not to keep anybody out.
-uint64_t hash_of(const std::string& text);
-
-// "all_reduce(Float, sum, 40 bytes)", or "garbage" where the numbers mean nothing.
-std::string describe_call(const CallDescription& call);
-
-struct CallHeader {
-  uint64_t magic = 0;
-  uint64_t sequence = 0;  // of the group's collectives
-  CallDescription call;
-  double imaginary_factor = 0;
-  int64_t pair_bytes = 0;  // all_to_all: what the sender has for the receiver
-  uint64_t codec = 0;      // a hash of its description, 0: none
-  uint64_t algorithm = 0;  // a hash of the schedule's name
-};
 
 // The headers of one execution, each sent and received at most once.
 class CallHeaders {
@@ -63,7 +36,6 @@ class CallHeaders {
     CallHeader theirs;
   };
   CallHeader header_for(int32_t peer) const;
-  void compare(int32_t peer, const CallHeader& theirs) const;
 
   Group& group_;
   const Collective& collective_;

@@ -28,14 +28,6 @@ bool is_streamed_to_staging(const Step& step) {
   return step.destination.space == Space::kStaging && should_stream_to_staging(step.bytes);
 }
 
-// What an announcement's payload holds beside its fixed fields.
-struct AnnouncedReduction {
-  double factor = 1;
-  double factor_imaginary = 0;
-  char codec[Announcement::kInlineBytes - 2 * sizeof(double)] = {};  // its description, "" for none
-};
-static_assert(sizeof(AnnouncedReduction) == Announcement::kInlineBytes);
-
 AnnouncedReduction announced_reduction(const Collective& collective) {
   AnnouncedReduction said{.factor = collective.factor.real(), .factor_imaginary = collective.factor.imag()};
   if (const Compressor* codec = collective.spec.codec) {
@@ -391,7 +383,7 @@ void Execution::check_announcements() {
     return;
   }
   for (const int32_t peer : group_.node()) {
-    calls[describe_announcement(peer)].push_back(peer);
+    calls[describe_announcement(arena.announcement(group_.local_rank(peer), sequence_))].push_back(peer);
   }
   std::string text;
   for (const auto& [call, ranks] : calls) {
@@ -420,23 +412,6 @@ void Execution::check_announced_blocks() const {
                        "; make the splits of both ranks match.");
     }
   }
-}
-
-std::string Execution::describe_announcement(int32_t rank) const {
-  const Announcement& said = group_.arena().announcement(group_.local_rank(rank), sequence_);
-  AnnouncedReduction reduction;
-  std::memcpy(&reduction, said.payload, sizeof(reduction));
-  const std::string call = describe_call({.op = said.op,
-                                          .dtype = said.dtype,
-                                          .reduce_op = said.reduce_op,
-                                          .root = said.root,
-                                          .bytes = said.bytes,
-                                          .factor = reduction.factor});
-  const bool is_reduction =
-      said.op == static_cast<uint32_t>(OpKind::kAllReduce) || said.op == static_cast<uint32_t>(OpKind::kReduceScatter);
-  return is_reduction && reduction.codec[0] != '\0'
-             ? call + " as " + printable({reduction.codec, strnlen(reduction.codec, sizeof(reduction.codec))})
-             : call;
 }
 
 std::vector<int32_t> Execution::awaited() const {

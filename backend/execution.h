@@ -46,7 +46,6 @@ class Execution {
   void check_peer_tensors() const;  // DistNetworkError
   void locate_peer_tensors();
   std::byte* in_pool_of(int32_t rank, int64_t offset, int64_t bytes) const;
-  std::string describe_announcement(int32_t rank) const;
   std::byte* address(const Region& region) const;
   void reduce_step(const Step& step);
   void note_blocked();

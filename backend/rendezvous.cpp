@@ -1,16 +1,21 @@
 #include "backend/rendezvous.h"
 
 #include <c10/util/Exception.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cstring>
 #include <string_view>
 #include <thread>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 #include "backend/authentication.h"
 #include "backend/interrupts.h"
 #include "backend/transport/network_kind.h"
+#include "backend/transport/notices.h"
+#include "backend/transport/printable.h"
 #include "backend/transport/rank_names.h"
 
 namespace zeropg {
@@ -76,6 +81,23 @@ GroupMap make_map(std::vector<RankRecord> records) {
 
 std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
+// A FileStore only ever appends, so what was in it stays in its file, which torch lets everybody read. Ranks write to
+// it: who may read and not write is none, and loses the right to read.
+void close_to_readers(c10::intrusive_ptr<c10d::Store> store, int32_t world_size) {
+  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) store = prefixed->getUnderlyingNonPrefixStore();
+  const auto* file = dynamic_cast<c10d::FileStore*>(store.get());
+  struct stat status {};
+  if (file == nullptr || ::stat(file->getPath().c_str(), &status) != 0) return;
+  const mode_t readers = status.st_mode & (S_IRGRP | S_IROTH);
+  const mode_t writers = (status.st_mode & (S_IWGRP | S_IWOTH)) << 1;  // as the bits that let them read
+  const mode_t strangers = readers & ~writers;
+  const bool are_out = strangers == 0 || ::chmod(file->getPath().c_str(), status.st_mode & 07777 & ~strangers) == 0;
+  if (are_out && (readers & writers) == 0) return;
+  notice("store", c10::str("[zeropg rank 0/", world_size, "] other users may read ", file->getPath(),
+                           ", where the ranks meet, and with it the group's secret; chmod 600 it, or give every rank "
+                           "a secret of your own (ZEROPG_SECRET_FILE)."));
+}
+
 }  // namespace
 
 Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t world_size,
@@ -90,6 +112,7 @@ GroupMap Rendezvous::exchange(const RankRecord& own) {
     } catch (const c10::Error& error) {
       map.error = error.what_without_backtrace();
     }
+    if (!map.secret.empty()) close_to_readers(store_, world_size_);
     store_->set(kMapKey, encode(map));
   } else {
     store_->set(rank_key(rank_), encode(own));
@@ -185,7 +208,7 @@ void Rendezvous::look_around() {
 }
 
 std::string Rendezvous::reported_failure() {
-  return store_->check({kFailureKey}) ? to_text(store_->get(kFailureKey)).substr(0, kMaxFailureBytes) : "";
+  return store_->check({kFailureKey}) ? printable(to_text(store_->get(kFailureKey)), kMaxFailureBytes) : "";
 }
 
 std::vector<int32_t> Rendezvous::absent_ranks() {

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "backend/authentication.h"
+#include "backend/transport/printable.h"
 
 namespace zeropg {
 namespace {
@@ -102,7 +103,7 @@ std::string encode(const GroupMap& map) {
 GroupMap decode_map(std::string_view bytes, int32_t world_size) {
   Reader reader(bytes);
   GroupMap map;
-  map.error = reader.text();
+  map.error = printable(reader.text(), kMaxTextBytes);
   map.secret = reader.text();
   map.network = reader.number();
   if (!map.error.empty()) return map;

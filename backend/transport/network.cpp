@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "backend/transport/doorbell.h"
+#include "backend/transport/printable.h"
 
 namespace zeropg {
 namespace {
@@ -254,7 +255,7 @@ void Network::take_frame(int32_t peer_rank, const FrameHeader& header, Payload p
       break;
     case FrameKind::kGetRefused:
       if (auto get = gets_.find(header.value); get != gets_.end() && get->second.peer == peer_rank) {
-        get->second.failure = printable(as_text(payload));
+        get->second.failure = printable(as_text(payload), kFailureBytes);
       }
       break;
   }
@@ -274,7 +275,7 @@ void Network::take_state(int32_t peer_rank, uint64_t state, const Payload& paylo
     remote.state = RankState::kDeparted;
   } else {
     remote.state = RankState::kFailed;
-    remote.failure = printable(as_text(payload));
+    remote.failure = printable(as_text(payload), kFailureBytes);
   }
   state_changes_.fetch_add(1, std::memory_order_release);
 }

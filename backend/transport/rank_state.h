@@ -3,8 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
-#include <string_view>
 
 namespace zeropg {
 
@@ -17,14 +15,5 @@ enum class RankState : uint32_t {
 
 // Longest error text that a rank tells its peers.
 constexpr size_t kFailureBytes = 1020;
-
-// A peer's bytes end up in logs and terminals: control characters become blanks, the rest is cut.
-inline std::string printable(std::string_view text) {
-  std::string safe(text.substr(0, kFailureBytes));
-  for (char& c : safe) {
-    if (static_cast<unsigned char>(c) < ' ' || c == 0x7f) c = ' ';
-  }
-  return safe;
-}
 
 }  // namespace zeropg

@@ -12,6 +12,7 @@
 
 #include "backend/transport/doorbell.h"
 #include "backend/transport/pages.h"
+#include "backend/transport/printable.h"
 #include "backend/transport/process_lock.h"
 #include "backend/transport/round_up.h"
 #include "backend/transport/sealed_memory.h"
@@ -223,7 +224,7 @@ std::string ShmArena::failure_of(int32_t rank) const {
   if (state_of(rank) != RankState::kFailed) return "";
   const RankBlock& peer = block(rank);
   const size_t bytes = std::min<size_t>(peer.failure_bytes.load(std::memory_order_relaxed), kFailureBytes);
-  return printable({peer.failure, bytes});
+  return printable({peer.failure, bytes}, kFailureBytes);
 }
 
 bool ShmArena::is_process_alive(int32_t rank) const {

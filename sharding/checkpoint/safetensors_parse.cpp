@@ -6,6 +6,7 @@
 #include <set>
 #include <utility>
 
+#include "backend/transport/printable.h"
 #include "sharding/checkpoint/safetensors.h"
 
 namespace zeropg::safetensors {
@@ -135,7 +136,7 @@ class HeaderReader {
         ++position_;
         append_escape(text);
       } else {
-        const size_t length = utf8_length(position_);
+        const size_t length = utf8_length(json_.substr(position_));
         check(length > 0, "a string is not valid UTF-8");
         text += json_.substr(position_, length);
         position_ += length;
@@ -194,27 +195,6 @@ class HeaderReader {
       put(0x80 | (code >> 6 & 0x3f));
       put(0x80 | (code & 0x3f));
     }
-  }
-
-  // Bytes of the well-formed character at `at` (Unicode 15, table 3-7), or 0.
-  size_t utf8_length(size_t at) const {
-    const auto byte = [&](size_t index) -> uint32_t {
-      return index < json_.size() ? static_cast<unsigned char>(json_[index]) : 0;
-    };
-    const auto is_tail = [&](size_t index) { return (byte(index) & 0xc0) == 0x80; };
-    const uint32_t first = byte(at), second = byte(at + 1);
-    if (first < 0x80) return 1;
-    if (first >= 0xc2 && first < 0xe0) return is_tail(at + 1) ? 2 : 0;
-    if (first >= 0xe0 && first < 0xf0) {
-      const bool is_shortest = first != 0xe0 || second >= 0xa0;
-      const bool is_surrogate = first == 0xed && second >= 0xa0;
-      return is_shortest && !is_surrogate && is_tail(at + 1) && is_tail(at + 2) ? 3 : 0;
-    }
-    if (first >= 0xf0 && first < 0xf5) {
-      const bool is_in_range = (first != 0xf0 || second >= 0x90) && (first != 0xf4 || second < 0x90);
-      return is_in_range && is_tail(at + 1) && is_tail(at + 2) && is_tail(at + 3) ? 4 : 0;
-    }
-    return 0;
   }
 
   std::string_view json_;

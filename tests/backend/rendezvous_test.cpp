@@ -2,10 +2,16 @@
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <random>
 #include <thread>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "backend/transport/notices.h"
 
 namespace zeropg {
 namespace {
@@ -89,6 +95,51 @@ TEST_F(RendezvousTest, FailureOfOneRankEndsTheWaitOfTheOthers) {
 TEST_F(RendezvousTest, LateRanksAreNamed) {
   EXPECT_NE(error_of([&] { of(0, 4, milliseconds(50)).exchange(record_of(0, 4)); }).find("ranks 1, 2, 3 did not come"),
             std::string::npos);
+}
+
+// The mode of a FileStore's file that had `mode`, once two ranks have met there.
+mode_t mode_after_a_meeting(mode_t mode, bool have_secret, std::string* met_at = nullptr) {
+  char path[] = "/tmp/zeropg_rendezvous_test_XXXXXX";
+  ::close(::mkstemp(path));
+  ::chmod(path, mode);
+  const auto store =
+      c10::make_intrusive<c10d::PrefixStore>("group", c10::make_intrusive<c10d::FileStore>(std::string(path), 2));
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      RankRecord record = record_of(rank, 2);
+      record.has_secret = have_secret ? 1 : 0;
+      Rendezvous(store, rank, 2, deadline_after(milliseconds(20000))).exchange(record);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  struct stat status {};
+  EXPECT_EQ(::stat(path, &status), 0);
+  ::unlink(path);
+  if (met_at != nullptr) *met_at = path;
+  return status.st_mode & 0777;
+}
+
+TEST(RendezvousFile, WhoMayOnlyReadItDoesNotReadTheSecret) {
+  set_notice_bell([] {});
+  EXPECT_EQ(mode_after_a_meeting(0644, false), 0600U);
+  EXPECT_EQ(mode_after_a_meeting(0640, false), 0600U);
+  EXPECT_EQ(mode_after_a_meeting(0600, false), 0600U);
+  EXPECT_TRUE(take_notices().empty());
+  set_notice_bell(nullptr);
+}
+
+TEST(RendezvousFile, StaysAsItIsWithoutASecretInIt) { EXPECT_EQ(mode_after_a_meeting(0644, true), 0644U); }
+
+TEST(RendezvousFile, OthersWhoMayWriteItAreNamedToTheUser) {
+  set_notice_bell([] {});
+  std::string path;
+  EXPECT_EQ(mode_after_a_meeting(0664, false, &path), 0660U) << "the group's members may be ranks";
+  const std::vector<std::string> notices = take_notices();
+  set_notice_bell(nullptr);
+  ASSERT_EQ(notices.size(), 1U);
+  EXPECT_NE(notices[0].find(path), std::string::npos) << notices[0];
+  EXPECT_NE(notices[0].find("ZEROPG_SECRET_FILE"), std::string::npos) << notices[0];
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <iterator>
 #include <vector>
 
+#include "tests/fuzz/calls.h"
 #include "tests/fuzz/frames.h"
 #include "tests/fuzz/records.h"
 
@@ -26,6 +27,7 @@ void replay(const char* target, void (*run)(std::span<const uint8_t>)) {
   EXPECT_GT(count, 0U);
 }
 
+TEST(FuzzCorpus, Calls) { replay("calls", &fuzz::calls); }
 TEST(FuzzCorpus, Frames) { replay("frames", &fuzz::frames); }
 TEST(FuzzCorpus, Records) { replay("records", &fuzz::records); }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import tempfile
 import time
 from collections.abc import Callable
@@ -80,11 +79,10 @@ def _table(milliseconds: dict[str, list[float]], ranks: int, quiet: harness.Quie
 def _run_rank(options: argparse.Namespace) -> int:
     """One rank; rank 0 writes what it and the others measured."""
     import torch
-    import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    import zeropg  # noqa: F401  (registers the backend where the package is not installed)
+    from zeropg.backend import leave_groups  # the import registers the backend where the package is not installed
 
     torch.set_num_threads(1)
     store, rank, world_size = next(rendezvous("env://", timeout=_TIMEOUT))
@@ -97,8 +95,7 @@ def _run_rank(options: argparse.Namespace) -> int:
                 _time(_init(name, prefix, rank, world_size), prefix, rank, world_size),
                 _time(_add(name), PrefixStore("further", prefix), rank, world_size),
             ]
-            dist.destroy_process_group()
-            gc.collect()
+            leave_groups()
             if turn >= options.warm_up:
                 for stage, took in zip(STAGES, taken, strict=True):
                     milliseconds[f"{name} {stage}"].append(took)

@@ -1,0 +1,89 @@
+"""README's Python runs as it is printed, on two ranks. (Its C++ program: tests/cpp_program.)"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from tests.spawn import run_ranks
+from tests.test_cpp import ROOT
+from zeropg.__main__ import COMMANDS
+from zeropg.bench.command import SUITES
+
+TEXT = (ROOT / "README.md").read_text()
+
+
+def snippet(words: str) -> str:
+    """The one that holds `words`."""
+    found = [text for text in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if words in text]
+    assert len(found) == 1, f"{len(found)} snippets in README.md say {words!r}"
+    return str(found[0])
+
+
+def execute(program: str, folder: str) -> None:
+    import zeropg  # noqa: F401  (registers the backend where the package is not installed)
+
+    os.chdir(folder)
+    exec(compile(program, "README.md", "exec"), {})
+
+
+def run_on_two_ranks(program: str, folder: Path) -> None:
+    # As under torchrun, whose agent serves the store.
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    run_ranks(2, execute, program, str(folder), backend=None, env=env)
+
+
+def test_the_program_with_ddp_runs(tmp_path: Path) -> None:
+    run_on_two_ranks(snippet("DistributedDataParallel("), tmp_path)
+
+
+def test_the_sharded_program_runs_and_saves_and_loads(tmp_path: Path) -> None:
+    program = [
+        snippet("zeropg.save_16bit_weights"),
+        "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)",
+        snippet("zeropg.save_checkpoint"),
+        "assert extra['step'] == 9 and rank_extra['rng'].dtype == torch.uint8",
+    ]
+    run_on_two_ranks("\n".join(program), tmp_path)
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
+PLAIN_MODEL = """
+import torch
+import torch.distributed as dist
+import zeropg
+from torch.distributed.fsdp import FSDPModule
+
+dist.init_process_group("zeropg")
+model = torch.nn.Linear(64, 64)
+"""
+STEP = """
+model(torch.randn(8, 64, dtype=next(model.parameters()).dtype)).sum().backward()
+"""
+
+
+def test_all_ways_to_compress_run(tmp_path: Path) -> None:
+    way, way_of_fsdp2 = snippet("ddp_hook").split("for module", 1)
+    program = [
+        PLAIN_MODEL,
+        "ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))",
+        way,
+        STEP,
+        "ddp(torch.randn(8, 64)).sum().backward()",
+        "model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(64, 64))",
+        "for module" + way_of_fsdp2,
+        STEP,
+    ]
+    run_on_two_ranks("\n".join(program), tmp_path)
+
+
+def test_offload_runs(tmp_path: Path) -> None:
+    program = [PLAIN_MODEL, snippet("offload_optimizer").replace("/nvme/scratch", str(tmp_path)), STEP]
+    run_on_two_ranks("\n".join([*program, "optimizer.step()"]), tmp_path)
+
+
+def test_the_table_of_commands_has_them_all() -> None:
+    section = TEXT.split("\n## Commands", 1)[1].split("\n## ", 1)[0]
+    named = set(re.findall(r"^\| `([^`]+)` \| \S", section, re.MULTILINE))
+    assert named == {*COMMANDS} - {"bench"} | {f"bench {suite}" for suite in SUITES}
