@@ -64,7 +64,7 @@ struct OperationLabel {
   const char* title = "zeropg:operation";  // a literal: the profiler keeps the pointer
   uint64_t sequence = 0;                   // of the group's collectives, or of this rank's messages; 0: not counted yet
   int64_t bytes = 0;
-  std::optional<MessageRoute> route;  // of a message
+  std::optional<MessageRoute> route{};  // of a message
 
   const char* name() const;  // the title without "zeropg:"
   // "[zeropg rank 3/8] reduce_scatter #41 (4096 bytes)"; of a message "... recv #7 from rank 1 with tag 0 (4096 bytes)"

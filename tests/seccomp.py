@@ -12,8 +12,6 @@ _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _REFUSE, _ALLOW = 0x00050000 | errno.EPERM, 0x7FFF0000
 
 PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}.get(platform.machine(), -1)
-CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine(), -1)
-CLONE3 = 435
 
 
 class _Program(ctypes.Structure):

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests import seccomp
 from tests.backend.bare_groups import error_of_a_group
 from tests.spawn import SeparateHosts, run_ranks
 
@@ -121,32 +120,3 @@ def test_a_limit_of_open_files_is_called_so_on_every_rank(hosts: tuple[int, ...]
             assert bool(error) == bool(own), (spare, rank, error, own)
             assert "ZEROPG_SECRET" not in error, (spare, rank, error)
             assert not error or "open files" in error, (spare, rank, error, own)
-
-
-def call_back_without_threads() -> list[str]:
-    """What the logger `zeropg` says on a rank that may start no more threads."""
-    import logging
-
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeropg").addHandler(handler)
-    store = dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    if dist.get_rank() == 1:
-        store.wait(["asked"])
-        dist.all_reduce(torch.ones(2))
-        return lines
-    for system_call in (seccomp.CLONE, seccomp.CLONE3):
-        seccomp.forbid(system_call)
-    work = dist.all_reduce(torch.ones(2), async_op=True)
-    total = work.get_future().then(lambda done: done.value()[0][0].item())
-    store.set("asked", "")
-    assert total.wait() == 2
-    return lines
-
-
-def test_callbacks_run_without_threads_of_their_own_and_that_is_said() -> None:
-    lines = run_ranks(2, call_back_without_threads)
-    assert lines[1] == []
-    assert len(lines[0]) == 1 and "cannot start another thread (" in lines[0][0], lines[0]
