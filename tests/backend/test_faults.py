@@ -1,7 +1,8 @@
 """Faults at random moments: a rank that is killed or stopped in the middle of any operation, or that calls another one.
 
 Every living rank raises within the group's timeout an error that names the operation and the guilty rank; after
-`abort()` a new group of the living can be made. Each test prints its seed: SEED replays one.
+`abort()` a new group of the living can be made, and nothing of the old one is left once it is dropped. Each test prints
+its seed: SEED replays one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.deadlines import new_group_with
+from tests.memory import Resources, expect_no_more_than, held_resources
 from tests.spawn import SeparateHosts, run_ranks
 
 SEED = random.randrange(1 << 32)
@@ -111,6 +113,11 @@ def error_after(call: Call, group: Any, count: int) -> tuple[str, float]:
             return str(error), time.monotonic() - start
 
 
+def abort_and_drop(group: Any) -> None:
+    group.abort()
+    dist.destroy_process_group(group)
+
+
 def expect_a_new_group_works(members: list[int]) -> None:
     again = dist.new_group(members, use_local_synchronization=True)
     total = torch.ones(10)
@@ -129,13 +136,21 @@ def die_in(name: str, victim: int, seed: int) -> tuple[str, float]:
     chance = random.Random(seed)
     count = chance.choice(COUNTS)
     delay = chance.uniform(0, 0.1)
+    group = new_group_with(2 * AT_ONCE_SECONDS)
+    CALLS[name](group, count)
+    dist.barrier()  # everybody has had its part
+    abort_and_drop(group)
+    del group
+    before = held_resources()
     group = new_group_with(2 * AT_ONCE_SECONDS)  # a death is noticed at once, not at the deadline
     CALLS[name](group, count)
     dist.barrier()  # everybody has had its part of the first call
     if rank == victim:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     answer = error_after(CALLS[name], group, count)
-    group.abort()
+    abort_and_drop(group)
+    del group
+    expect_no_more_than(before)
     expect_a_new_group_works([peer for peer in range(dist.get_world_size()) if peer != victim])
     return answer
 
@@ -174,6 +189,7 @@ def stop_in(names: list[str], seed: int) -> list[tuple[str, int, int, str, float
     chance = random.Random(seed)
     pids: list[Any] = [None] * size
     dist.all_gather_object(pids, os.getpid())
+    before: Resources | None = None
     answers = []
     for name in names:
         count = chance.choice(COUNTS)
@@ -187,8 +203,12 @@ def stop_in(names: list[str], seed: int) -> list[tuple[str, int, int, str, float
             time.sleep(0.5)  # for the third one's deadline
             os.kill(pids[victim], signal.SIGCONT)
         answers.append((name, count, victim, error, seconds))
-        group.abort()
+        abort_and_drop(group)
+        del group
         expect_a_new_group_works(list(range(size)))
+        before = before or held_resources()
+    assert before is not None
+    expect_no_more_than(before)
     return answers
 
 
@@ -240,15 +260,16 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
 def differ(seed: int, rounds: int) -> list[tuple[str, str, int, str, float]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     chance = random.Random(seed)
+    before: Resources | None = None
     answers = []
-    for _ in range(rounds):
+    for turn in range(rounds):
         usual, other = chance.sample(sorted(MISTAKES), 2)
         mistaken = chance.randrange(size)
         delays = [chance.choice([0, 0, 0.02]) for _ in range(size)]
         group = new_group_with(2 * AT_ONCE_SECONDS)  # a mistake is noticed at once, too
         time.sleep(delays[rank])
         start = time.monotonic()
-        error = "no error"
+        error, work = "no error", None
         try:
             work = MISTAKES[other if rank == mistaken else usual](group)
             if work is not None:
@@ -257,7 +278,12 @@ def differ(seed: int, rounds: int) -> list[tuple[str, str, int, str, float]]:
         except dist.DistBackendError as raised:
             error = str(raised)
         answers.append((usual, other, mistaken, error, time.monotonic() - start))
-        group.abort()
+        abort_and_drop(group)
+        del group, work
+        if turn == 4:
+            before = held_resources()
+    assert before is not None
+    expect_no_more_than(before)
     expect_a_new_group_works(list(range(size)))
     return answers
 
