@@ -97,9 +97,18 @@ def check_premul_sum() -> None:
         inputs = [values(peer, 1003, dtype) for peer in range(size)]
         expected = reduced(inputs, Op.PREMUL_SUM, 0.25)
         for factor in (0.25, torch.tensor([0.25])):
+            op = dist._make_nccl_premul_sum(factor)
             tensor = inputs[rank].clone()
-            dist.all_reduce(tensor, op=dist._make_nccl_premul_sum(factor))
+            dist.all_reduce(tensor, op=op)
             assert_same(tensor, expected, dtype)
+            tensor = inputs[rank].clone()
+            dist.reduce(tensor, size - 1, op=op)
+            assert_same(tensor, expected if rank == size - 1 else inputs[rank], (dtype, "reduce"))
+            whole = [values(peer, 1003 * size, dtype) for peer in range(size)]
+            output = torch.empty(1003, dtype=dtype)
+            dist.reduce_scatter_tensor(output, whole[rank], op=op)
+            parts = [tensor.view(size, 1003)[rank] for tensor in whole]
+            assert_same(output, reduced(parts, Op.PREMUL_SUM, 0.25), (dtype, "reduce_scatter"))
 
 
 def test_premul_sum_multiplies_before_the_sum(run: Callable[..., Any]) -> None:
@@ -194,6 +203,11 @@ def check_gather_and_scatter() -> None:
         complete(dist.gather(inputs[rank], outputs, dst=root, async_op=is_async), is_async)
         for peer, output in enumerate(outputs or []):
             assert_same(output, inputs[peer], (dtype, numel, peer))
+        if hasattr(dist, "gather_single"):  # torch 2.11 has no such call
+            flat = torch.empty(numel * size, dtype=dtype) if rank == root else None
+            complete(dist.gather_single(inputs[rank], flat, dst=root, async_op=is_async), is_async)
+            if flat is not None:
+                assert_same(flat.view(size, numel), torch.stack(inputs), (dtype, numel, "one tensor"))
         output = torch.empty(numel, dtype=dtype)
         complete(dist.scatter(output, inputs if rank == root else None, src=root, async_op=is_async), is_async)
         assert_same(output, inputs[rank], (dtype, numel))
