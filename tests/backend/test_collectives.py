@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.backend.reference import COMPLEX, FLOATS, INTEGERS, MOVABLE, assert_same, values
 from tests.backend.reference import reduced as reduced_over_nodes
-from tests.spawn import RankPool
+from tests.spawn import RankPool, run_ranks
 
 Op = dist.ReduceOp
 BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
@@ -395,6 +396,33 @@ def check_sequence_and_stats() -> None:
 
 def test_statistics_topology_and_sequence_numbers(run: Callable[..., Any]) -> None:
     run(check_sequence_and_stats)
+
+
+LATE_SECONDS = 1.5
+
+
+def come_late(late: int, is_async: bool) -> list[float]:
+    """How long this rank waited for each."""
+    import zeropg
+
+    group = dist.new_group()
+    dist.barrier()
+    if dist.get_rank() == late:
+        time.sleep(LATE_SECONDS)
+    complete(dist.all_reduce(torch.ones(100_000 if is_async else 1), group=group, async_op=is_async), is_async)
+    waits: list[float] = zeropg.stats(group)["all_reduce"]["waiting_seconds"]
+    dist.destroy_process_group(group)
+    return waits
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_statistics_tell_who_was_waited_for(is_async: bool) -> None:
+    waits = run_ranks(3, come_late, 1, is_async)
+    for rank in (0, 2):
+        other = 2 - rank
+        assert waits[rank][1] > LATE_SECONDS / 3, waits
+        assert waits[rank][rank] == 0 and waits[rank][other] < waits[rank][1] / 2, waits
+    assert sum(waits[1]) < LATE_SECONDS / 3, waits
 
 
 def check_monitored_barrier() -> None:
