@@ -32,10 +32,10 @@ def held_resources() -> Resources:
 
 def expect_no_more_than(before: Resources) -> None:
     """No descriptor, no thread, and less than 4 MiB more, which is less than the arena of a group."""
+    limits = Resources(before.descriptors, before.threads, before.bytes + (4 << 20))
     after = held_resources()
     deadline = time.monotonic() + 10  # the threads of the last abort may still be at it
-    while (after.descriptors > before.descriptors or after.threads > before.threads) and time.monotonic() < deadline:
+    while any(new > limit for new, limit in zip(after, limits, strict=True)) and time.monotonic() < deadline:
         time.sleep(0.1)
         after = held_resources()
-    assert after.descriptors <= before.descriptors and after.threads <= before.threads, (before, after)
-    assert after.bytes - before.bytes < 4 << 20, (before, after)
+    assert all(new <= limit for new, limit in zip(after, limits, strict=True)), (before, after)
