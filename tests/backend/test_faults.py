@@ -250,7 +250,8 @@ CHAINS = ("all_to_all", "ring", "pipeline")
 
 def test_a_rank_stopped_at_any_moment_is_named_within_the_timeout() -> None:
     print(f"SEED {SEED}")
-    names = random.Random(SEED).sample(sorted(CALLS), 7)
+    known = sorted(set(CALLS) - {"receive from anybody"})  # which cannot tell who should have sent
+    names = random.Random(SEED).sample(known, 7)
     of_ranks = run_ranks(RANKS, stop_in, names, SEED, timeout=100)
     for rank, answers in enumerate(of_ranks):
         for name, count, victim, error, seconds in answers:
