@@ -16,6 +16,11 @@ BINARIES = [path for path in SOURCES if (BUILD / "tests" / path).is_file()]
 TIMEOUT_SECONDS = int(os.environ.get("ZEROPG_TEST_SECONDS", "300"))  # for one binary; sanitizers need more
 
 
+def test_every_source_has_its_binary_where_any_has() -> None:
+    missing = [str(path) for path in SOURCES if path not in BINARIES]
+    assert not BINARIES or not missing, f"not in {BUILD}: {missing}; build all of it"
+
+
 @pytest.mark.parametrize("binary", BINARIES or [None], ids=str)
 def test_cpp(binary: Path | None) -> None:
     if binary is None:

@@ -88,6 +88,29 @@ def test_split_group() -> None:
     run_ranks(4, check_split_group)
 
 
+def check_merge() -> None:
+    """Two groups that know of each other by a store become one."""
+    rank = dist.get_rank()
+    mine = [0, 1] if rank < 2 else [2, 3]
+    half = split(mine, f"merged half {mine[0]}")
+    store = dist.PrefixStore("merge", dist.distributed_c10d._get_default_store())
+    merged = half.merge_remote_group(store, 4, timedelta(seconds=21), "merged", "both halves")
+    assert (merged.size(), merged.group_name, merged.group_desc) == (4, "merged", "both halves")
+    backend = merged._get_backend(CPU)
+    assert type(backend) is type(half._get_backend(CPU)) and backend.options._timeout == timedelta(seconds=21)
+    places = [torch.empty(1) for _ in range(4)]
+    merged.allgather([places], [torch.tensor([float(rank)])]).wait()
+    assert sorted(place.item() for place in places) == [0, 1, 2, 3] and places[merged.rank()].item() == rank
+    half.shutdown()
+    assert total(merged) == 6, "the merged group outlives those that it was made of"
+    dist.barrier()
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "merge_remote_group"), reason="torch 2.11 merges no groups")
+def test_merge(run: Callable[..., Any]) -> None:
+    run(check_merge)
+
+
 def check_options_are_inherited() -> None:
     from zeropg.backend import BackendOptions
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.backend.reference import COMPLEX, FLOATS, INTEGERS, MOVABLE, assert_same, values
 from tests.backend.reference import reduced as reduced_over_nodes
-from tests.spawn import RankPool
+from tests.spawn import RankPool, run_ranks
 
 Op = dist.ReduceOp
 BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
@@ -97,9 +98,18 @@ def check_premul_sum() -> None:
         inputs = [values(peer, 1003, dtype) for peer in range(size)]
         expected = reduced(inputs, Op.PREMUL_SUM, 0.25)
         for factor in (0.25, torch.tensor([0.25])):
+            op = dist._make_nccl_premul_sum(factor)
             tensor = inputs[rank].clone()
-            dist.all_reduce(tensor, op=dist._make_nccl_premul_sum(factor))
+            dist.all_reduce(tensor, op=op)
             assert_same(tensor, expected, dtype)
+            tensor = inputs[rank].clone()
+            dist.reduce(tensor, size - 1, op=op)
+            assert_same(tensor, expected if rank == size - 1 else inputs[rank], (dtype, "reduce"))
+            whole = [values(peer, 1003 * size, dtype) for peer in range(size)]
+            output = torch.empty(1003, dtype=dtype)
+            dist.reduce_scatter_tensor(output, whole[rank], op=op)
+            parts = [tensor.view(size, 1003)[rank] for tensor in whole]
+            assert_same(output, reduced(parts, Op.PREMUL_SUM, 0.25), (dtype, "reduce_scatter"))
 
 
 def test_premul_sum_multiplies_before_the_sum(run: Callable[..., Any]) -> None:
@@ -194,6 +204,11 @@ def check_gather_and_scatter() -> None:
         complete(dist.gather(inputs[rank], outputs, dst=root, async_op=is_async), is_async)
         for peer, output in enumerate(outputs or []):
             assert_same(output, inputs[peer], (dtype, numel, peer))
+        if hasattr(dist, "gather_single"):  # torch 2.11 has no such call
+            flat = torch.empty(numel * size, dtype=dtype) if rank == root else None
+            complete(dist.gather_single(inputs[rank], flat, dst=root, async_op=is_async), is_async)
+            if flat is not None:
+                assert_same(flat.view(size, numel), torch.stack(inputs), (dtype, numel, "one tensor"))
         output = torch.empty(numel, dtype=dtype)
         complete(dist.scatter(output, inputs if rank == root else None, src=root, async_op=is_async), is_async)
         assert_same(output, inputs[rank], (dtype, numel))
@@ -381,6 +396,33 @@ def check_sequence_and_stats() -> None:
 
 def test_statistics_topology_and_sequence_numbers(run: Callable[..., Any]) -> None:
     run(check_sequence_and_stats)
+
+
+LATE_SECONDS = 1.5
+
+
+def come_late(late: int, is_async: bool) -> list[float]:
+    """How long this rank waited for each."""
+    import zeropg
+
+    group = dist.new_group()
+    dist.barrier()
+    if dist.get_rank() == late:
+        time.sleep(LATE_SECONDS)
+    complete(dist.all_reduce(torch.ones(100_000 if is_async else 1), group=group, async_op=is_async), is_async)
+    waits: list[float] = zeropg.stats(group)["all_reduce"]["waiting_seconds"]
+    dist.destroy_process_group(group)
+    return waits
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_statistics_tell_who_was_waited_for(is_async: bool) -> None:
+    waits = run_ranks(3, come_late, 1, is_async)
+    for rank in (0, 2):
+        other = 2 - rank
+        assert waits[rank][1] > LATE_SECONDS / 3, waits
+        assert waits[rank][rank] == 0 and waits[rank][other] < waits[rank][1] / 2, waits
+    assert sum(waits[1]) < LATE_SECONDS / 3, waits
 
 
 def check_monitored_barrier() -> None:

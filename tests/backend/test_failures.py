@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -294,6 +295,41 @@ def test_abort_ends_everything_on_both_sides_and_a_new_group_works() -> None:
     assert (
         "[zeropg rank 1/2]" in other[0] and "rank 0 failed: [zeropg rank 0/2] the process group was aborted" in other[0]
     )
+
+
+def fail_with_hooks() -> list[str]:
+    """Rank 1 fails, which rank 0 hears of."""
+    group = dist.new_group()
+    backend: Any = group._get_backend(torch.device("cpu"))
+    assert group.supports_abort_hooks
+    heard: list[str] = []
+    called = threading.Event()
+
+    def fail() -> None:
+        heard.append("fails")
+        raise RuntimeError("on purpose")
+
+    def hear() -> None:
+        heard.append("hears")
+        called.set()
+
+    group.register_abort_hook(1, fail)
+    group.register_abort_hook(2, lambda: heard.append("removed"))
+    group.register_abort_hook(3, hear)
+    group.unregister_abort_hook(2)
+    backend.register_abort_hook(4, lambda: heard.append("removed, too"))
+    backend.unregister_abort_hook(4)
+    assert heard == []
+    assert "different calls" in error_of(lambda: dist.all_reduce(torch.ones(3 + dist.get_rank()), group=group))
+    assert called.wait(60)
+    group.abort()
+    dist.destroy_process_group(group)
+    return heard
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "register_abort_hook"), reason="torch 2.11 has no abort hooks")
+def test_abort_hooks_are_called_once_when_the_group_fails() -> None:
+    assert run_ranks(2, fail_with_hooks) == [["fails", "hears"]] * 2
 
 
 def check_wait_timeout() -> str:

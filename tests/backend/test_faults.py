@@ -1,7 +1,8 @@
 """Faults at random moments: a rank that is killed or stopped in the middle of any operation, or that calls another one.
 
 Every living rank raises within the group's timeout an error that names the operation and the guilty rank; after
-`abort()` a new group of the living can be made. Each test prints its seed: SEED replays one.
+`abort()` a new group of the living can be made, and nothing of the old one is left once it is dropped. Each test prints
+its seed: SEED replays one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from tests.backend.bare_groups import error_of_a_group
 from tests.backend.deadlines import new_group_with
+from tests.memory import Resources, expect_no_more_than, held_resources
 from tests.spawn import SeparateHosts, run_ranks
 
 SEED = random.randrange(1 << 32)
@@ -85,6 +87,34 @@ def reduce_scatter(group: Any, count: int) -> Any:
     return dist.reduce_scatter_tensor(torch.empty(count), torch.ones(count * group.size()), group=group)
 
 
+def coalesced(group: Any, count: int) -> None:
+    size = group.size()
+    ones, room = [torch.ones(count), torch.ones(3)], [torch.empty(count * size), torch.empty(3 * size)]
+    group.allgather_into_tensor_coalesced(room, ones).wait()
+    group.reduce_scatter_tensor_coalesced(ones, room).wait()
+    group.allreduce_coalesced(ones).wait()
+
+
+def all_to_all_of_lists(group: Any, count: int) -> Any:
+    size = group.size()
+    return dist.all_to_all([torch.empty(count)] * size, [torch.ones(count)] * size, group=group)
+
+
+def receive_from_anybody(group: Any, count: int) -> None:
+    """From rank 1 or 2, in any order; then all know that it was done."""
+    if group.rank() == 0:
+        for _ in range(group.size() - 1):
+            dist.recv(torch.empty(count), group=group)
+    else:
+        dist.send(torch.ones(count), group=group, group_dst=0)
+    dist.barrier(group)
+
+
+def monitored_barrier(group: Any, count: int) -> None:
+    backend = group._get_backend(torch.device("cpu"))
+    backend.monitored_barrier(backend.options._timeout)
+
+
 CALLS: dict[str, Call] = {
     "all_reduce": lambda group, count: dist.all_reduce(torch.ones(count), group=group),
     "several at once": several_at_once,
@@ -98,6 +128,10 @@ CALLS: dict[str, Call] = {
     "barrier": lambda group, _: dist.barrier(group),
     "ring": ring,
     "pipeline": pipeline,
+    "coalesced": coalesced,
+    "all_to_all of lists": all_to_all_of_lists,
+    "receive from anybody": receive_from_anybody,
+    "monitored_barrier": monitored_barrier,
 }
 COUNTS = (1, 10_000, 1_000_000)  # 4 bytes: the caller's thread; 40 kB; several chunks
 
@@ -110,6 +144,11 @@ def error_after(call: Call, group: Any, count: int) -> tuple[str, float]:
             call(group, count)
         except dist.DistBackendError as error:
             return str(error), time.monotonic() - start
+
+
+def abort_and_drop(group: Any) -> None:
+    group.abort()
+    dist.destroy_process_group(group)
 
 
 def expect_a_new_group_works(members: list[int]) -> None:
@@ -130,13 +169,21 @@ def die_in(name: str, victim: int, seed: int) -> tuple[str, float]:
     chance = random.Random(seed)
     count = chance.choice(COUNTS)
     delay = chance.uniform(0, 0.1)
+    group = new_group_with(2 * AT_ONCE_SECONDS)
+    CALLS[name](group, count)
+    dist.barrier()  # everybody has had its part
+    abort_and_drop(group)
+    del group
+    before = held_resources()
     group = new_group_with(2 * AT_ONCE_SECONDS)  # a death is noticed at once, not at the deadline
     CALLS[name](group, count)
-    dist.barrier()  # everybody has had its part of the first call
+    dist.barrier()
     if rank == victim:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     answer = error_after(CALLS[name], group, count)
-    group.abort()
+    abort_and_drop(group)
+    del group
+    expect_no_more_than(before)
     expect_a_new_group_works([peer for peer in range(dist.get_world_size()) if peer != victim])
     return answer
 
@@ -175,6 +222,7 @@ def stop_in(names: list[str], seed: int) -> list[tuple[str, int, int, str, float
     chance = random.Random(seed)
     pids: list[Any] = [None] * size
     dist.all_gather_object(pids, os.getpid())
+    before: Resources | None = None
     answers = []
     for name in names:
         count = chance.choice(COUNTS)
@@ -188,8 +236,12 @@ def stop_in(names: list[str], seed: int) -> list[tuple[str, int, int, str, float
             time.sleep(0.5)  # for the third one's deadline
             os.kill(pids[victim], signal.SIGCONT)
         answers.append((name, count, victim, error, seconds))
-        group.abort()
+        abort_and_drop(group)
+        del group
         expect_a_new_group_works(list(range(size)))
+        before = before or held_resources()
+    assert before is not None
+    expect_no_more_than(before)
     return answers
 
 
@@ -199,7 +251,8 @@ CHAINS = ("all_to_all", "ring", "pipeline")
 
 def test_a_rank_stopped_at_any_moment_is_named_within_the_timeout() -> None:
     print(f"SEED {SEED}")
-    names = random.Random(SEED).sample(sorted(CALLS), 7)
+    known = sorted(set(CALLS) - {"receive from anybody"})  # which cannot tell who should have sent
+    names = random.Random(SEED).sample(known, 7)
     of_ranks = run_ranks(RANKS, stop_in, names, SEED, timeout=100)
     for rank, answers in enumerate(of_ranks):
         for name, count, victim, error, seconds in answers:
@@ -241,15 +294,16 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
 def differ(seed: int, rounds: int) -> list[tuple[str, str, int, str, float]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     chance = random.Random(seed)
+    before: Resources | None = None
     answers = []
-    for _ in range(rounds):
+    for turn in range(rounds):
         usual, other = chance.sample(sorted(MISTAKES), 2)
         mistaken = chance.randrange(size)
         delays = [chance.choice([0, 0, 0.02]) for _ in range(size)]
         group = new_group_with(2 * AT_ONCE_SECONDS)  # a mistake is noticed at once, too
         time.sleep(delays[rank])
         start = time.monotonic()
-        error = "no error"
+        error, work = "no error", None
         try:
             work = MISTAKES[other if rank == mistaken else usual](group)
             if work is not None:
@@ -258,7 +312,12 @@ def differ(seed: int, rounds: int) -> list[tuple[str, str, int, str, float]]:
         except dist.DistBackendError as raised:
             error = str(raised)
         answers.append((usual, other, mistaken, error, time.monotonic() - start))
-        group.abort()
+        abort_and_drop(group)
+        del group, work
+        if turn == 4:
+            before = held_resources()
+    assert before is not None
+    expect_no_more_than(before)
     expect_a_new_group_works(list(range(size)))
     return answers
 
@@ -271,18 +330,19 @@ def test_different_calls_are_an_error_on_every_rank(hosts: tuple[int, ...]) -> N
         for usual, other, mistaken, error, seconds in answers:
             what = (usual, other, mistaken, rank, seconds, error)
             check_error(error, rank)
-            assert "the ranks made different calls" in error or "which expects" in error, what
+            assert "the ranks made different calls" in error, what
+            assert re.search(rf"\brank {mistaken}: ", error), what
             assert seconds < AT_ONCE_SECONDS, what
 
 
-def stop_while_connecting(victim: int, delay: float) -> str:
+def fall_while_connecting(victim: int, delay: float, sign: signal.Signals) -> str:
     from zeropg import _C
 
     rank = dist.get_rank()
     pids: list[Any] = [None] * RANKS
     dist.all_gather_object(pids, os.getpid())
     if rank == victim:
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        threading.Timer(delay, os.kill, (os.getpid(), sign)).start()
     options = _C.BackendOptions()
     options._timeout = timedelta(seconds=TIMEOUT_SECONDS)
     error = ""
@@ -291,20 +351,26 @@ def stop_while_connecting(victim: int, delay: float) -> str:
         turn += 1
         store = dist.PrefixStore(f"turn{turn}", dist.distributed_c10d._get_default_store())
         error = error_of_a_group(store, options)
-    if rank == (victim + 1) % RANKS:
+    if rank == (victim + 1) % RANKS and sign == signal.SIGSTOP:
         time.sleep(0.5)
         os.kill(pids[victim], signal.SIGCONT)
     return error
 
 
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 1)])
-def test_a_rank_stopped_while_groups_are_made_is_an_error_on_every_rank(hosts: tuple[int, ...]) -> None:
+def test_a_rank_that_falls_while_groups_are_made_is_an_error_on_every_rank(
+    hosts: tuple[int, ...], sign: signal.Signals
+) -> None:
     for turn in range(ROUNDS):
         chance = random.Random(SEED + turn)
         victim, delay = chance.randrange(RANKS), chance.uniform(0, 0.2)
-        print(f"rank {victim} stops after {delay:.3f} s, SEED {SEED + turn}")
-        place = SeparateHosts(hosts=hosts)
-        errors = run_ranks(RANKS, stop_while_connecting, victim, delay, backend="gloo", place=place)
-        for rank, error in enumerate(errors):
+        print(f"rank {victim} gets {sign.name} after {delay:.3f} s, SEED {SEED + turn}")
+        place, dead = SeparateHosts(hosts=hosts), {victim} if sign == signal.SIGKILL else {}
+        errors = run_ranks(
+            RANKS, fall_while_connecting, victim, delay, sign, backend="gloo", place=place, expect_death=dead
+        )
+        for rank in set(range(RANKS)) - set(dead):
+            error = errors[rank]
             assert error.startswith(f"[zeropg rank {rank}/{RANKS}] "), error
             assert rank == victim or f"{victim}" in error.removeprefix(f"[zeropg rank {rank}/{RANKS}] "), error

@@ -49,6 +49,8 @@ def losses(backend: str, hook: str = "", dtype: torch.dtype = torch.float32) -> 
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         model.register_comm_hook(group, fp16_compress_hook)
+    elif hook.startswith("built-in "):
+        model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, hook.removeprefix("built-in ")))
     elif hook == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
@@ -83,6 +85,8 @@ def check_losses(hook: str, dtype: torch.dtype, tolerance: float) -> None:
         ("", torch.float64, 1e-12),
         ("", torch.float32, 1e-5),
         ("fp16", torch.float32, 1e-2),
+        ("built-in ALLREDUCE", torch.float32, 1e-5),
+        ("built-in FP16_COMPRESS", torch.float32, 1e-2),
         ("powersgd", torch.float32, 1e-3),
     ],
 )

@@ -82,6 +82,27 @@ def test_fsdp2_has_gloos_losses(run: Callable[..., Any], hybrid: bool, mixed: bo
     run(check_losses, hybrid, mixed)
 
 
+def check_divide_factor(factor: float) -> None:
+    """Factors that are no average: FSDP2 then sums with PREMUL_SUM."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference, model = make_model(), make_model()
+    mesh = mesh_of("zeropg", False)
+    modules = [*model[1:-1], model]
+    for module in modules:
+        fully_shard(module, mesh=mesh).set_gradient_divide_factor(factor)
+    x = [torch.randn(16, 10, generator=torch.Generator().manual_seed(peer)) for peer in range(size)]
+    model(x[rank]).square().mean().backward()
+    (sum(reference(part).square().mean() for part in x) / factor).backward()  # type: ignore[union-attr]
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_fsdp2_divides_gradients_by_any_factor(run: Callable[..., Any]) -> None:
+    run(check_divide_factor, 2.5)
+
+
 def gpt_losses(backend: str) -> list[float]:
     from torch.distributed.fsdp import fully_shard
 

@@ -153,6 +153,33 @@ def test_results_equal_gloos(run: Callable[..., Any], layer: str) -> None:
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
 
 
+def check_overlapped_optimizer() -> None:
+    """The optimizer steps inside backward, on its share of the parameters. gloo is refused there: it may hang."""
+    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, reference = DDP(make_model(), bucket_cap_mb=0.001), DDP(make_model())
+    expected = torch.optim.Adam(reference.parameters(), lr=0.01)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.01)
+    model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, optimizer))
+    for step in range(6):
+        losses = [part(batch(step)).square().mean() for part in (model, reference)]
+        torch.testing.assert_close(losses[0], losses[1])
+        for loss in losses:
+            loss.backward()
+        if step >= 2:  # until then it does not know DDP's buckets, and leaves the parameters alone
+            expected.step()
+        model.zero_grad()
+        reference.zero_grad()
+    assert len(optimizer._overlap_info.params_per_bucket) > 1
+    assert not torch.equal(model.module[0].weight, make_model()[0].weight)  # type: ignore[union-attr]
+
+
+def test_an_optimizer_that_steps_in_backward(run: Callable[..., Any]) -> None:
+    run(check_overlapped_optimizer, timeout=180)
+
+
 def check_compiled(compiler: str) -> None:
     import torch.distributed._functional_collectives as funcol
 
@@ -164,7 +191,9 @@ def check_compiled(compiler: str) -> None:
         scattered = funcol.reduce_scatter_tensor(gathered, "avg", 0, group)
         swapped = funcol.all_to_all_single(scattered, [2, 2], [2, 2], group)
         coalesced = funcol.all_reduce_coalesced([swapped, scattered], "max", group)
-        return coalesced[0] + coalesced[1] + funcol.broadcast(x, 1, group)
+        wholes = funcol.all_gather_into_tensor_coalesced([coalesced[0], coalesced[1] * 3], group)
+        parts = funcol.reduce_scatter_tensor_coalesced(wholes, "sum", [0, 0], group)
+        return parts[0] + parts[1] + funcol.broadcast(x, 1, group)
 
     x = torch.arange(4.0) + rank
     expected = step(x.clone())
@@ -201,6 +230,8 @@ def check_checkpoints(folder: str) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+    import zeropg
+
     mesh = init_device_mesh("cpu", (2,))
 
     def state(fill: float) -> dict[str, Any]:
@@ -215,7 +246,10 @@ def check_checkpoints(folder: str) -> None:
     future = dcp.async_save(state(3.0), checkpoint_id=folder + "/async")
     dist.all_reduce(torch.ones(1), group=dist.new_group())
     future.result()
-    for kind, fill in (("plain", 2.0), ("async", 3.0)):
+    group = dist.new_group()
+    dcp.async_save(state(4.0), checkpoint_id=folder + "/given", process_group=group).result()
+    assert sum(counters["calls"] for counters in zeropg.stats(group).values()) >= 2, "it plans and finishes over it"
+    for kind, fill in (("plain", 2.0), ("async", 3.0), ("given", 4.0)):
         loaded = state(0.0)
         dcp.load(loaded, checkpoint_id=f"{folder}/{kind}")
         assert loaded["sharded"].full_tensor().tolist() == [fill * i for i in range(10)]
