@@ -17,10 +17,10 @@ struct RecordedOperation {
   std::string name;             // "all_reduce", "send 0->1", "recv 1<-0"
   bool is_message = false;
   uint64_t sequence = 0;  // as OperationLabel's
-  std::vector<std::vector<int64_t>> input_sizes;
-  std::vector<std::vector<int64_t>> output_sizes;
-  std::vector<std::string> input_dtypes;
-  std::vector<std::string> output_dtypes;
+  std::vector<std::vector<int64_t>> input_sizes{};
+  std::vector<std::vector<int64_t>> output_sizes{};
+  std::vector<std::string> input_dtypes{};
+  std::vector<std::string> output_dtypes{};
   int64_t timeout_ms = 0;
   int64_t created_ns = 0;    // of the wall clock
   int64_t completed_ns = 0;  // 0: it has not completed
