@@ -8,7 +8,7 @@
 namespace zeropg {
 
 // Note [Threads at the end]: a thread that is still in here when the interpreter ends stays.
-struct WithoutGil {
+struct [[gnu::visibility("hidden")]] WithoutGil {  // as pybind11's namespace
   pybind11::gil_scoped_release no_gil;
   WaitingThread thread;  // destroyed first
 };
