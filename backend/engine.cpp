@@ -19,10 +19,10 @@ constexpr std::chrono::milliseconds kCheckInterval{50};  // how late a deadline 
 constexpr std::chrono::milliseconds kIdleSleep{3'600'000};
 
 // Note [Naps]
-// A thread that posts a receive, or begins a small collective, nearly always waits for it next, and then runs it itself.
-// To wake the progress thread for each would cost two system calls and, worse, a CPU that a peer needs. So after
-// wake_soon() the thread sleeps a millisecond at a time, and only after some calm for good: a caller that does not wait
-// is served all the same.
+// A thread that posts a receive, or begins a small collective, nearly always waits for it next, and then runs it
+// itself. To wake the progress thread for each would cost two system calls and, worse, a CPU that a peer needs. So
+// after wake_soon() the thread sleeps a millisecond at a time, and only after some calm for good: a caller that does
+// not wait is served all the same.
 constexpr std::chrono::milliseconds kNap{1};
 constexpr int32_t kCalmNaps = 20;
 
