@@ -4,7 +4,9 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
+#include <set>
 #include <string_view>
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
@@ -28,13 +30,16 @@ constexpr size_t kMaxFailureBytes = 1 << 16;
 const char* const kMapKey = "zeropg/map";
 const char* const kFailureKey = "zeropg/failure";
 const char* const kRollCallKey = "zeropg/roll_call";
-constexpr std::chrono::milliseconds kLookInterval{250};     // at the store; many ranks share one
-constexpr std::chrono::milliseconds kRollCall{1'000};       // for everybody to come by
-constexpr std::chrono::milliseconds kCausePatience{5'000};  // for the rank that broke a connection to say why
+constexpr std::chrono::milliseconds kLookInterval{250};  // at the store; many ranks share one
+constexpr std::chrono::milliseconds kRollCall{1'000};    // for everybody to come by
+// For the rank that broke a connection to say why: at most this, and half of the time for all, since others may already
+// be waiting for this rank.
+constexpr std::chrono::milliseconds kCausePatience{5'000};
 
 std::string address_key(int32_t rank) { return "zeropg/address/" + std::to_string(rank); }
 std::string rank_key(int32_t rank) { return "zeropg/rank/" + std::to_string(rank); }
 std::string present_key(int32_t rank) { return "zeropg/present/" + std::to_string(rank); }
+std::string broken_key(int32_t rank) { return "zeropg/broken/" + std::to_string(rank); }
 
 struct SharedField {
   const char* name;
@@ -102,7 +107,11 @@ void close_to_readers(c10::intrusive_ptr<c10d::Store> store, int32_t world_size)
 
 Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t world_size,
                        Clock::time_point deadline)
-    : store_(std::move(store)), rank_(rank), world_size_(world_size), deadline_(deadline) {}
+    : store_(std::move(store)),
+      rank_(rank),
+      world_size_(world_size),
+      deadline_(deadline),
+      patience_(std::min<Clock::duration>(kCausePatience, (deadline - Clock::now()) / 2)) {}
 
 GroupMap Rendezvous::exchange(const RankRecord& own) {
   GroupMap map;
@@ -233,13 +242,27 @@ std::string Rendezvous::find_cause(const std::string& failure, bool is_consequen
       }
       return absent.empty() ? failure : failure + "; no sign of life from " + format_ranks(absent);
     }
-    const auto end = Clock::now() + kCausePatience;
+    if (is_consequence) store_->set(broken_key(rank_), failure);
+    const auto end = Clock::now() + patience_;
     for (bool is_last = !is_consequence; !is_last; std::this_thread::sleep_for(kPause)) {
       is_last = Clock::now() >= end;  // before the look: on a busy machine a pause may outlast the patience
       if (const std::string cause = reported_failure(); !cause.empty()) return cause;
     }
+    if (is_consequence) return first_break(failure);
   } catch (const std::exception&) {
     // The store is what failed, or it is gone.
+  }
+  return failure;
+}
+
+// A rank that loses a peer lets go of its own peers, who lose it. Nobody gives a cause where a process died: then it is
+// the rank that is said to be lost and does not itself say whom it lost.
+std::string Rendezvous::first_break(std::string failure) {
+  std::set<int32_t> known{rank_};
+  int32_t lost = -1;
+  while (std::sscanf(failure.c_str(), "rank %d: ", &lost) == 1 && known.insert(lost).second &&
+         store_->check({broken_key(lost)})) {
+    failure = printable(to_text(store_->get(broken_key(lost))), kMaxFailureBytes);
   }
   return failure;
 }

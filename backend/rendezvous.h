@@ -12,8 +12,9 @@
 namespace zeropg {
 
 // Keys under the store's own prefix: "zeropg/rank/<r>" (a record), "zeropg/map", "zeropg/address/<r>", "zeropg/failure"
-// (the first error of any rank, so that the others need not wait for their deadline), "zeropg/roll_call" and
-// "zeropg/present/<r>". Every wait ends at the deadline with DistBackendError naming the ranks that did not come.
+// (the first error of any rank, so that the others need not wait for their deadline), "zeropg/roll_call",
+// "zeropg/present/<r>" and "zeropg/broken/<r>" (how r lost a peer, for whom it leaves thereby). Every wait ends at the
+// deadline with DistBackendError naming the ranks that did not come.
 //
 // Note [Roll call]
 // Who runs into the deadline has waited for some rank, which may itself have waited for another one. So it calls the
@@ -52,12 +53,14 @@ class Rendezvous {
   void wait_for(const std::vector<Awaited>& awaited);
   [[noreturn]] void throw_late(const std::vector<Awaited>& awaited);
   std::string reported_failure();  // "": none
+  std::string first_break(std::string failure);
   std::vector<int32_t> absent_ranks();
 
   c10::intrusive_ptr<c10d::Store> store_;
   int32_t rank_ = 0;
   int32_t world_size_ = 1;
   Clock::time_point deadline_;
+  Clock::duration patience_;     // with who broke a connection
   bool names_the_late_ = false;  // the error of this rank does
   bool has_answered_ = false;    // the roll call
   Clock::time_point next_look_{};

@@ -22,17 +22,27 @@ def held_bytes() -> int:
 class Resources(NamedTuple):
     descriptors: int
     threads: int
-    bytes: int
+    shared_bytes: int  # mapped: what is resident of them counts more where another process, which had them too, dies
+    private_bytes: int
 
 
 def held_resources() -> Resources:
     ctypes.CDLL(None).malloc_trim(0)  # what was freed is not held
-    return Resources(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), held_bytes())
+    with open("/proc/self/maps") as file:
+        ranges = [line.split()[0].split("-") for line in file if "/memfd:" in line]
+    with open("/proc/self/smaps_rollup") as file:
+        private = next(1024 * int(line.split()[1]) for line in file if line.startswith("Anonymous:"))
+    return Resources(
+        descriptors=len(os.listdir("/proc/self/fd")),
+        threads=len(os.listdir("/proc/self/task")),
+        shared_bytes=sum(int(end, 16) - int(start, 16) for start, end in ranges),
+        private_bytes=private,
+    )
 
 
-def expect_no_more_than(before: Resources) -> None:
-    """No descriptor, no thread, and less than 4 MiB more, which is less than the arena of a group."""
-    limits = Resources(before.descriptors, before.threads, before.bytes + (4 << 20))
+def expect_no_more_than(before: Resources, once_bytes: int = 4 << 20) -> None:
+    """No descriptor, no thread, no shared memory, and at most `once_bytes` of memory that is taken but once."""
+    limits = before._replace(private_bytes=before.private_bytes + once_bytes)
     after = held_resources()
     deadline = time.monotonic() + 10  # the threads of the last abort may still be at it
     while any(new > limit for new, limit in zip(after, limits, strict=True)) and time.monotonic() < deadline:

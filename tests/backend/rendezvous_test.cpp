@@ -92,6 +92,15 @@ TEST_F(RendezvousTest, FailureOfOneRankEndsTheWaitOfTheOthers) {
   EXPECT_LT(Clock::now() - start, milliseconds(10000));
 }
 
+TEST_F(RendezvousTest, WhoLosesARankThatLostAnotherNamesTheFirst) {
+  std::string cause;
+  std::thread loses_rank_2([&] { of(0, 3).find_cause("rank 2: the peer closed the connection", true); });
+  std::thread loses_rank_0([&] { cause = of(1, 3).find_cause("rank 0: the peer closed the connection", true); });
+  loses_rank_2.join();
+  loses_rank_0.join();
+  EXPECT_EQ(cause, "rank 2: the peer closed the connection");
+}
+
 TEST_F(RendezvousTest, LateRanksAreNamed) {
   EXPECT_NE(error_of([&] { of(0, 4, milliseconds(50)).exchange(record_of(0, 4)); }).find("ranks 1, 2, 3 did not come"),
             std::string::npos);
