@@ -358,8 +358,10 @@ def fall_while_connecting(victim: int, delay: float, sign: signal.Signals) -> st
     return error
 
 
-@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
-@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 1)])
+@pytest.mark.parametrize(
+    ("hosts", "sign"),
+    [((0, 0, 0), signal.SIGSTOP), ((0, 1, 1), signal.SIGSTOP), ((0, 0, 0), signal.SIGKILL)],
+)
 def test_a_rank_that_falls_while_groups_are_made_is_an_error_on_every_rank(
     hosts: tuple[int, ...], sign: signal.Signals
 ) -> None:
