@@ -247,7 +247,7 @@ def stop_in(names: list[str], seed: int) -> list[tuple[str, int, int, str, float
 
 
 # Where the rank that was waited for may itself have waited for the one that stopped.
-CHAINS = ("all_to_all", "ring", "pipeline")
+CHAINS = ("all_to_all", "all_to_all of lists", "ring", "pipeline")
 
 
 def test_a_rank_stopped_at_any_moment_is_named_within_the_timeout() -> None:
