@@ -7,7 +7,7 @@
 #include <map>
 #include <numeric>
 
-#include "backend/collectives/copy.h"
+#include "backend/transport/copy.h"
 #include "backend/collectives/direct.h"
 #include "backend/collectives/staging_stores.h"
 #include "backend/transport/rank_names.h"

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/collectives/copy.h"
+#include "backend/transport/copy.h"
 #include "backend/transport/notices.h"
 
 namespace zeropg {
@@ -43,6 +43,9 @@ bool MessageInbox::advance(PostedReceives& posted, FinishedMessages& finished, u
     if (!target_) {
       is_setting_aside_ = false;
       return true;
+    }
+    if (const auto path = std::exchange(timed_path_, std::nullopt)) {
+      choice_.note(*path, start_.header.bytes, std::chrono::duration<double>(Clock::now() - timed_from_).count());
     }
     target_->message.work->set_source_rank(peer_);
     finished.emplace_back(std::move(*target_), nullptr);
@@ -142,7 +145,7 @@ size_t MessageInbox::receive(std::span<std::byte> into) {
   if (reader_->read(start_.offer.address + received_, piece)) {
     return piece.size();
   }
-  answer(/*is_refused=*/true);  // a sender that died sends nothing either, which the channel's check finds out
+  answer(Answer::kSendAll);  // a sender that died sends nothing either, which the channel's check finds out
   return 0;
 }
 
@@ -172,7 +175,13 @@ void MessageInbox::try_cma() {
     }
   }
   if (!may_use_cma_ || !reader_->is_usable()) {
-    answer(/*is_refused=*/true);
+    answer(Answer::kSendAll);
+  } else if (target_) {
+    timed_path_ = choice_.next(start_.header.bytes);
+    timed_from_ = Clock::now();
+    if (*timed_path_ == Path::kReceive) {
+      answer(Answer::kSendIt);
+    }
   }
 }
 
@@ -181,12 +190,12 @@ void MessageInbox::try_cma() {
 void MessageInbox::end_offer() {
   const RankState state = group_.arena().state_of(group_.local_rank(peer_));
   const bool is_sound = pooled_ != nullptr || reader_->confirm();
-  answer(/*is_refused=*/!is_sound || state != RankState::kAlive);
+  answer(is_sound && state == RankState::kAlive ? Answer::kHaveIt : Answer::kSendAll);
 }
 
-void MessageInbox::answer(bool is_refused) {
+void MessageInbox::answer(Answer answer) {
   is_offered_ = false;
-  if (is_refused) {  // all of it comes again
+  if (answer != Answer::kHaveIt) {  // all of it comes again
     received_ = 0;
     if (is_setting_aside_) {
       set_aside_.back().data.clear();
@@ -195,7 +204,7 @@ void MessageInbox::answer(bool is_refused) {
   const int32_t sender = group_.local_rank(peer_);
   group_.arena()
       .mailbox_counters(sender, group_.local_rank(group_.rank()), static_cast<int32_t>(Lane::kPointToPoint))
-      .answered.store(answer_to(offers_, is_refused), std::memory_order_release);
+      .answered.store(answer_to(offers_, answer), std::memory_order_release);
   group_.arena().ring(sender);
 }
 

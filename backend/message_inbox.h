@@ -1,6 +1,7 @@
 // The messages from one other rank: the one that is coming in, and those that were set aside.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -12,6 +13,7 @@
 #include "backend/group.h"
 #include "backend/message.h"
 #include "backend/message_start.h"
+#include "backend/path_choice.h"
 #include "backend/posted_receives.h"
 #include "backend/transport/cma.h"
 
@@ -42,6 +44,7 @@ class MessageInbox {
   std::optional<PostedMessage> take_target() { return std::exchange(target_, std::nullopt); }
 
  private:
+  using Clock = std::chrono::steady_clock;
   bool receive_start(const PostedReceives& posted, bool& has_moved);
   void begin(PostedReceives& posted, uint64_t& order);
   void receive_target();
@@ -50,7 +53,7 @@ class MessageInbox {
   void take_offer();
   void try_cma();
   void end_offer();
-  void answer(bool is_refused);
+  void answer(Answer answer);
 
   Group& group_;
   const int32_t peer_;
@@ -66,6 +69,9 @@ class MessageInbox {
   uint64_t received_ = 0;
 
   uint64_t offers_ = 0;
+  PathChoice choice_;
+  std::optional<Path> timed_path_;  // of the current message, if it had the choice
+  Clock::time_point timed_from_{};
   std::deque<SetAside> set_aside_;
 };
 

@@ -76,12 +76,12 @@ bool MessageOutbox::is_answered() {
   const MailboxCounters& counters = group_.arena().mailbox_counters(
       group_.local_rank(group_.rank()), group_.local_rank(peer_), static_cast<int32_t>(Lane::kPointToPoint));
   const uint64_t answer = counters.answered.load(std::memory_order_acquire);
-  if (answer == answer_to(offers_, /*is_refused=*/false)) {
+  if (answer == answer_to(offers_, Answer::kHaveIt)) {
     sent_ = queue_.front().message.bytes;
-  } else if (answer == answer_to(offers_, /*is_refused=*/true)) {
-    may_use_cma_ = may_use_cma_ && start_.offer.pool_offset >= 0;  // the next ones save themselves the attempt
-  } else {
-    TORCH_CHECK_WITH(DistNetworkError, answer < answer_to(offers_, false), "rank ", peer_,
+  } else if (answer == answer_to(offers_, Answer::kSendAll)) {
+    may_use_cma_ = false;
+  } else if (answer != answer_to(offers_, Answer::kSendIt)) {
+    TORCH_CHECK_WITH(DistNetworkError, answer < answer_to(offers_, Answer::kHaveIt), "rank ", peer_,
                      " answered an offer that nobody made; the shared memory of the group was overwritten.");
     return false;
   }

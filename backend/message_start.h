@@ -13,7 +13,8 @@ namespace zeropg {
 // followed by where the bytes lie, in the tensor pool that both have mapped or else in the sender's own memory, which
 // the kernel reads (cma.h). The receiver reads them there, once a receive wants them, and answers in a word of the
 // arena (MailboxCounters::answered); until then the sender keeps the tensor. An answer is no message: it must not queue
-// behind one. Where the receiver cannot read, it says so, and the bytes follow as usual.
+// behind one. Where the receiver cannot read, or finds receiving faster (path_choice.h), it says so, and the bytes follow
+// as usual.
 struct MessageHeader {
   static constexpr uint32_t kBytesFollow = 0x7a70676d;  // "zpgm": catches a stream that got out of step
   static constexpr uint32_t kOfferFollows = 0x7a70676f;
@@ -39,7 +40,12 @@ struct MessageStart {
 };
 static_assert(sizeof(MessageStart) == 16 + 48);
 
-// An answer: twice the number of the offer between the two ranks, counted from 1, and 1 more where it is refused.
-constexpr uint64_t answer_to(uint64_t offer, bool is_refused) { return 2 * offer + (is_refused ? 1 : 0); }
+enum class Answer : uint8_t {
+  kHaveIt,
+  kSendIt,
+  kSendAll,  // this one, and do not offer the memory of the process again
+};
+// The number of the offer between the two ranks, counted from 1, and what becomes of it.
+constexpr uint64_t answer_to(uint64_t offer, Answer answer) { return 4 * offer + static_cast<uint64_t>(answer); }
 
 }  // namespace zeropg

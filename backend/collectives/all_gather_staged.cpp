@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "backend/collectives/algorithms.h"
-#include "backend/collectives/copy.h"
+#include "backend/transport/copy.h"
 #include "backend/collectives/steps.h"
 
 namespace zeropg {

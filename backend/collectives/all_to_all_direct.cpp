@@ -4,7 +4,7 @@
 
 #include "backend/collectives/algorithms.h"
 #include "backend/collectives/all_to_all_blocks.h"
-#include "backend/collectives/copy.h"
+#include "backend/transport/copy.h"
 #include "backend/collectives/steps.h"
 
 namespace zeropg {

@@ -1,6 +1,6 @@
 // Broadcast of a tensor in shared memory: everybody copies it from where it lies.
 #include "backend/collectives/algorithms.h"
-#include "backend/collectives/copy.h"
+#include "backend/transport/copy.h"
 #include "backend/collectives/steps.h"
 
 namespace zeropg {

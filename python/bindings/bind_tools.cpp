@@ -2,7 +2,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "backend/collectives/copy.h"
+#include "backend/transport/copy.h"
 #include "backend/collectives/reduce_kernels.h"
 #include "backend/collectives/registry.h"
 #include "backend/topology_probe.h"

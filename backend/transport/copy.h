@@ -6,7 +6,7 @@
 namespace zeropg {
 
 // Outputs from this size on (of a whole operation, all ranks of the node together) are better written past the caches:
-// they would evict the staging banks and be gone themselves before their reader comes. For small ones it is slower
+// they would evict what is shared and be gone themselves before their reader comes. For small ones it is slower
 // (64 KiB on two ranks: 3.3 us instead of 1.6 us).
 inline constexpr int64_t kStreamingBytes = 8 << 20;
 

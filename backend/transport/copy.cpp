@@ -1,4 +1,4 @@
-#include "backend/collectives/copy.h"
+#include "backend/transport/copy.h"
 
 #include <cstddef>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "backend/collectives/copy.h"
+#include "backend/transport/copy.h"
 
 #include <gtest/gtest.h>
 
