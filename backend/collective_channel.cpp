@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -137,10 +138,13 @@ void CollectiveChannel::help(const ZeroWork& work, Clock::time_point until) {
     }
     if (activity == Activity::kMoved) {
       waiter.reset();
-    } else if (waiter.should_sleep()) {
-      return;
-    } else {
+    } else if (!waiter.should_sleep()) {
       waiter.pause();
+    } else if (group_->is_one_node() && turn.try_hold()) {
+      doze(work, std::min(until, next_check));
+      waiter.reset();
+    } else {
+      return;  // the progress thread sleeps for this one too: it hears the network, and others who hold the queue
     }
     const auto now = Clock::now();
     if (now >= until) {
@@ -155,6 +159,14 @@ void CollectiveChannel::help(const ZeroWork& work, Clock::time_point until) {
       check_interrupts();
       turn.enter();
     }
+  }
+}
+
+void CollectiveChannel::doze(const ZeroWork& own, Clock::time_point until) {
+  ShmArena& arena = group_->arena();
+  arena.prepare_doze();
+  if (advance_held(&own) == Activity::kBlocked && !own.is_complete()) {
+    arena.doze(std::max(until - Clock::now(), Clock::duration::zero()));
   }
 }
 

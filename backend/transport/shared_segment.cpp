@@ -1,18 +1,15 @@
 #include "backend/transport/shared_segment.h"
 
 #include <c10/util/Exception.h>
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <bit>
-#include <climits>
 #include <cstring>
 #include <limits>
 #include <utility>
 
 #include "backend/transport/descriptor.h"
+#include "backend/transport/futex.h"
 #include "backend/transport/pages.h"
 #include "backend/transport/rank_names.h"
 #include "backend/transport/round_up.h"
@@ -40,12 +37,6 @@ int64_t data_bytes(int32_t world_size, int64_t bytes_per_rank) {
 uint32_t* futex_word(std::atomic<uint64_t>& counter) {
   static_assert(std::endian::native == std::endian::little);
   return reinterpret_cast<uint32_t*>(&counter);
-}
-
-void futex_wait(std::atomic<uint64_t>& counter, uint64_t seen, std::chrono::nanoseconds limit) {
-  const timespec duration{static_cast<time_t>(limit.count() / 1'000'000'000),
-                          static_cast<long>(limit.count() % 1'000'000'000)};
-  ::syscall(SYS_futex, futex_word(counter), FUTEX_WAIT, static_cast<uint32_t>(seen), &duration, nullptr, 0);
 }
 
 }  // namespace
@@ -88,7 +79,7 @@ void SharedSegment::publish(int index, uint64_t value) {
   TORCH_INTERNAL_ASSERT(value >= own.value.load(std::memory_order_relaxed), "counters only grow");
   own.value.store(value, std::memory_order_seq_cst);  // before the look at `waiters`: Note [Lost wake-ups]
   if (own.waiters.load(std::memory_order_seq_cst) != 0) {
-    ::syscall(SYS_futex, futex_word(own.value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    futex_wake_all(futex_word(own.value));
   }
 }
 
@@ -115,7 +106,10 @@ void SharedSegment::wait_until(int32_t rank, int index, uint64_t value, Clock::t
     if (now >= deadline) return;
     awaited.waiters.fetch_add(1, std::memory_order_seq_cst);
     const uint64_t seen = awaited.value.load(std::memory_order_seq_cst);
-    if (seen < value) futex_wait(awaited.value, seen, std::min<std::chrono::nanoseconds>(kSleepLimit, deadline - now));
+    if (seen < value) {
+      futex_wait(futex_word(awaited.value), static_cast<uint32_t>(seen),
+                 std::min<std::chrono::nanoseconds>(kSleepLimit, deadline - now));
+    }
     awaited.waiters.fetch_sub(1, std::memory_order_relaxed);
   }
 }

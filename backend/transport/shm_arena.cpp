@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "backend/transport/doorbell.h"
+#include "backend/transport/futex.h"
 #include "backend/transport/pages.h"
 #include "backend/transport/printable.h"
 #include "backend/transport/process_lock.h"
@@ -80,6 +81,8 @@ struct WaitNote {
   }
 };
 
+uint32_t* futex_word(std::atomic<uint32_t>& word) { return reinterpret_cast<uint32_t*>(&word); }
+
 }  // namespace
 
 // Byte 0 of the arena; written once by the creator.
@@ -92,7 +95,7 @@ struct ShmArena::Header {
   bool operator==(const Header&) const = default;
 };
 
-// One page per rank, written by that rank only. Words that are waited for have cache lines of their own.
+// One page per rank, written by that rank only, but for `is_dozing`. Words that are waited for have cache lines of their own.
 struct ShmArena::RankBlock {
   struct alignas(256) AnnouncementSlot {
     Announcement announcement;
@@ -101,6 +104,7 @@ struct ShmArena::RankBlock {
   alignas(64) std::atomic<uint64_t> arrived;
   alignas(64) std::atomic<uint32_t> state;
   alignas(64) std::atomic<uint32_t> is_sleeping;
+  std::atomic<uint32_t> is_dozing;  // a futex; put down by whoever wakes the rank
   alignas(64) std::atomic<uint64_t> nonce[2];
   std::atomic<uint64_t> waits[kLanes];  // packed: WaitNote
   AnnouncementSlot announcements[2];
@@ -165,7 +169,10 @@ Announcement& ShmArena::announcement(int32_t rank, uint64_t sequence) const {
 
 void ShmArena::arrive(uint64_t count) {
   block(rank_).arrived.store(count, std::memory_order_release);
-  ring_all();
+  // Who comes last wakes the others, and of several who come at once, at least the last one sees all. (As in Note [Lost
+  // wake-ups].)
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (all_arrived(count)) ring_all();
 }
 
 bool ShmArena::all_arrived(uint64_t count) const {
@@ -252,19 +259,32 @@ void ShmArena::set_sleeping(bool sleeping) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
+void ShmArena::prepare_doze() {
+  block(rank_).is_dozing.store(1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void ShmArena::doze(std::chrono::nanoseconds limit) { futex_wait(futex_word(block(rank_).is_dozing), 1, limit); }
+
 void ShmArena::ring(int32_t peer) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (doorbells_.empty() || !doorbells_[peer]) return;
-  if (block(peer).is_sleeping.load(std::memory_order_relaxed) != 0) ring_doorbell(doorbells_[peer].get());
+  wake(peer);
 }
 
 void ShmArena::ring_all() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  for (size_t peer = 0; peer < doorbells_.size(); ++peer) {
-    if (!doorbells_[peer]) continue;
-    if (block(static_cast<int32_t>(peer)).is_sleeping.load(std::memory_order_relaxed) != 0) {
-      ring_doorbell(doorbells_[peer].get());
-    }
+  for (int32_t rank = 0; rank < geometry_.world_size; ++rank) wake(rank);
+}
+
+void ShmArena::wake(int32_t rank) {
+  RankBlock& sleeper = block(rank);
+  const auto place = static_cast<size_t>(rank);
+  if (sleeper.is_sleeping.load(std::memory_order_relaxed) != 0 && place < doorbells_.size() && doorbells_[place]) {
+    ring_doorbell(doorbells_[place].get());
+  }
+  if (sleeper.is_dozing.load(std::memory_order_relaxed) != 0 &&
+      sleeper.is_dozing.exchange(0, std::memory_order_relaxed) != 0) {
+    futex_wake_all(futex_word(sleeper.is_dozing));
   }
 }
 

@@ -85,7 +85,7 @@ class ShmArena {
   Announcement& announcement(int32_t rank, uint64_t sequence) const;  // slot sequence % 2
 
   // The group's barrier: each rank counts its own arrivals. A barrier is passed when every rank's count is >= mine.
-  void arrive(uint64_t count);             // release; wakes sleepers
+  void arrive(uint64_t count);             // release; the last one wakes sleepers
   bool all_arrived(uint64_t count) const;  // acquire
   std::vector<int32_t> missing(uint64_t count) const;
 
@@ -106,7 +106,12 @@ class ShmArena {
   // call: for slow paths only.
   bool is_process_alive(int32_t rank) const;
 
-  // Doorbells: one event descriptor per process, handed out in the bootstrap. A sleeping rank sets its word, looks once
+  // How a thread of the program sleeps, which waits for this arena alone: it says so, looks once more at what it waits
+  // for, and sleeps until a peer changes something or, at the latest, for `limit`. Any threads.
+  void prepare_doze();
+  void doze(std::chrono::nanoseconds limit);
+
+  // How the progress thread sleeps. Doorbells: one event descriptor per process, handed out in the bootstrap. A sleeping rank sets its word, looks once
   // more, then polls its descriptor (doorbell.h); a peer that changed something rings those who sleep.
   void set_doorbells(std::vector<Descriptor> peer_event_fds);  // index = rank, own entry empty; once, before use
   void set_sleeping(bool sleeping);
@@ -121,6 +126,7 @@ class ShmArena {
   struct Header;
   struct RankBlock;
   RankBlock& block(int32_t rank) const;
+  void wake(int32_t rank);  // if it sleeps
   int64_t mailbox_index(int32_t from, int32_t to, int32_t lane) const;
 
   ArenaGeometry geometry_;

@@ -53,8 +53,17 @@ int32_t usable_cpus() {
   return cpus;
 }
 
-Waiter::Waiter(int32_t local_world_size, std::chrono::microseconds patience, int32_t cpus)
-    : patience_(patience), first_round_(local_world_size <= cpus ? 0 : kSpins), round_(first_round_) {}
+// Static data, not a static of the function: see cpus_of_this_process.
+Contention& Contention::of_this_process() {
+  static constinit Contention contention;
+  return contention;
+}
+
+Waiter::Waiter(int32_t local_world_size, std::chrono::microseconds patience, int32_t cpus, Contention& contention)
+    : patience_(patience),
+      contention_(&contention),
+      first_round_(local_world_size <= cpus ? 0 : kSpins),
+      round_(first_round_) {}
 
 void Waiter::pause() {
   if (round_ < kSpins) {
@@ -66,8 +75,12 @@ void Waiter::pause() {
   if (round_ == kSpins) {
     ++round_;
     first_yield_ = now;
+  } else {
+    contention_->note_yield(last_yield_, now);
   }
-  is_out_of_patience_ = now - first_yield_ >= patience_;
+  is_out_of_patience_ = now - first_yield_ >= patience_ || contention_->is_seen(now);
+  if (is_out_of_patience_) return;
+  last_yield_ = now;
   sched_yield();
 }
 

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cstdint>
 
+#include "backend/transport/contention.h"
+
 namespace zeropg {
 
 // How long a wait gives its CPU away, again and again, before it should sleep. A thread of the program that waits has
@@ -24,15 +26,18 @@ int32_t usable_cpus(int32_t affinity_cpus, double cpu_limit);
 //
 //   Waiter waiter(local_world_size, kCallersPatience);
 //   while (!ready()) {
-//     if (waiter.should_sleep()) { ...set_sleeping(true), look again, poll the doorbell, check peers... }
+//     if (waiter.should_sleep()) { ...say so, look again, sleep, check peers... }
 //     else waiter.pause();
 //   }
 //
+// It should sleep at once where yielding does not pay: Note [Contended CPUs].
 // A rank spins only when every rank of the node can have a CPU of its own, otherwise the spinner takes the CPU from
 // the very rank that it waits for. `local_world_size` is therefore the number of ranks on the node, not in the group.
 class Waiter {
  public:
-  Waiter(int32_t local_world_size, std::chrono::microseconds patience, int32_t cpus = usable_cpus());
+  // `contention` must outlive it.
+  Waiter(int32_t local_world_size, std::chrono::microseconds patience, int32_t cpus = usable_cpus(),
+         Contention& contention = Contention::of_this_process());
 
   void pause();  // one round: a CPU pause, then sched_yield
   bool should_sleep() const { return is_out_of_patience_; }
@@ -43,9 +48,11 @@ class Waiter {
   static constexpr int32_t kSpins = 100;  // some microseconds, less than a wake-up costs
 
   std::chrono::microseconds patience_;
+  Contention* contention_;
   int32_t first_round_ = 0;
   int32_t round_ = 0;
   Clock::time_point first_yield_{};
+  Clock::time_point last_yield_{};
   bool is_out_of_patience_ = false;
 };
 

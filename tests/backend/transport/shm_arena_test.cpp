@@ -187,16 +187,46 @@ TEST(ShmArena, OnlySleepersAreRung) {
   auto ranks = make_ranks(2);
   while (wait_doorbell(process_doorbell(), milliseconds(0))) {
   }
+  ranks[0]->arrive(1);
   ranks[1]->arrive(1);
   EXPECT_FALSE(wait_doorbell(process_doorbell(), milliseconds(0)));
   ranks[0]->set_sleeping(true);
+  ranks[0]->arrive(2);
+  EXPECT_FALSE(wait_doorbell(process_doorbell(), milliseconds(0))) << "nobody can go on yet";
   ranks[1]->arrive(2);
   EXPECT_TRUE(wait_doorbell(process_doorbell(), milliseconds(0)));
   ranks[1]->set_state(RankState::kFailed, "x");
   EXPECT_TRUE(wait_doorbell(process_doorbell(), milliseconds(0)));
   ranks[0]->set_sleeping(false);
+  ranks[0]->arrive(3);
   ranks[1]->arrive(3);
   EXPECT_FALSE(wait_doorbell(process_doorbell(), milliseconds(0)));
+}
+
+// Processes that always doze, as threads of the program do: one lost wake-up and the test fails.
+TEST(ShmArena, NoWakeUpOfADozerIsLost) {
+  constexpr int32_t kRanks = 3;
+  constexpr uint64_t kRounds = 3000;
+  const ArenaGeometry geometry = small(kRanks);
+  const int fd = ShmArena::create(geometry);
+  const auto play = [&](int32_t rank, int arena_fd) {
+    ShmArena arena(arena_fd, geometry, rank);
+    for (uint64_t round = 1; round <= kRounds; ++round) {
+      arena.arrive(round);
+      const auto start = std::chrono::steady_clock::now();
+      while (!arena.all_arrived(round)) {
+        arena.prepare_doze();
+        if (!arena.all_arrived(round)) arena.doze(milliseconds(20000));
+        if (std::chrono::steady_clock::now() - start > milliseconds(15000)) return false;
+      }
+    }
+    return true;
+  };
+  ChildProcess first([&] { return play(1, ::dup(fd)); });
+  ChildProcess second([&] { return play(2, ::dup(fd)); });
+  EXPECT_TRUE(play(0, fd));
+  EXPECT_TRUE(first.succeeded());
+  EXPECT_TRUE(second.succeeded());
 }
 
 // Two processes that always sleep and never look on their own: one lost wake-up and the test fails.
