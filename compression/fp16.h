@@ -10,6 +10,8 @@ namespace zeropg {
 
 class Fp16 final : public Compressor {
  public:
+  static constexpr char kHelp[] = "IEEE half precision: 50 % of fp32's bytes. Gradients beyond 65504 become infinite.";
+
   std::string description() const override { return "fp16()"; }
   int64_t block_elements() const override { return 1; }
   int64_t encoded_bytes(int64_t count) const override { return 2 * count; }

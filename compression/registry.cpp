@@ -10,12 +10,13 @@ namespace zeropg {
 
 namespace {
 
-// Takes the parameters one by one; what remains is unknown to the compressor.
+// Takes the parameters one by one; what remains is unknown to the compressor. It learns which ones there are.
 class Reader {
  public:
   Reader(std::string_view name, const CompressorParameters& parameters) : name_(name), rest_(parameters) {}
 
   int64_t integer(const std::string& key, int64_t default_value) {
+    taken_.emplace_back(key, default_value);
     const auto entry = rest_.find(key);
     if (entry == rest_.end()) return default_value;
     const double value = entry->second;
@@ -31,23 +32,28 @@ class Reader {
     throw std::invalid_argument(name_ + " has no parameter '" + rest_.begin()->first + "'");
   }
 
+  std::vector<std::pair<std::string, int64_t>> taken() const { return taken_; }  // with their defaults
+
  private:
   std::string name_;
   CompressorParameters rest_;
+  std::vector<std::pair<std::string, int64_t>> taken_;
 };
 
 struct Entry {
   std::string_view name;
+  std::string_view help;
+  // Every parameter has a default.
   std::shared_ptr<const Compressor> (*make)(Reader& reader);
 };
 
 constexpr Entry kCompressors[] = {
-    {"block_quant",
+    {"block_quant", BlockQuant::kHelp,
      [](Reader& reader) -> std::shared_ptr<const Compressor> {
        const int64_t bits = reader.integer("bits", 8);
        return std::make_shared<BlockQuant>(bits, reader.integer("block", 256));
      }},
-    {"fp16", [](Reader&) -> std::shared_ptr<const Compressor> { return std::make_shared<Fp16>(); }},
+    {"fp16", Fp16::kHelp, [](Reader&) -> std::shared_ptr<const Compressor> { return std::make_shared<Fp16>(); }},
 };
 
 }  // namespace
@@ -61,14 +67,18 @@ std::shared_ptr<const Compressor> make_compressor(std::string_view name, const C
     return compressor;
   }
   std::string known;
-  for (const std::string_view each : compressor_names()) known += (known.empty() ? "" : ", ") + std::string(each);
+  for (const Entry& entry : kCompressors) known += (known.empty() ? "" : ", ") + std::string(entry.name);
   throw std::invalid_argument("no compressor is named '" + std::string(name) + "', expected one of " + known);
 }
 
-std::vector<std::string_view> compressor_names() {
-  std::vector<std::string_view> names;
-  for (const Entry& entry : kCompressors) names.push_back(entry.name);
-  return names;
+std::vector<CompressorDescription> compressors() {
+  std::vector<CompressorDescription> result;
+  for (const Entry& entry : kCompressors) {
+    Reader reader(entry.name, {});
+    entry.make(reader);
+    result.push_back({entry.name, entry.help, reader.taken()});
+  }
+  return result;
 }
 
 }  // namespace zeropg

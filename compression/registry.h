@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "compression/compressor.h"
@@ -18,6 +19,12 @@ using CompressorParameters = std::map<std::string, double>;
 // compressor does not have, and for a value that it refuses.
 std::shared_ptr<const Compressor> make_compressor(std::string_view name, const CompressorParameters& parameters);
 
-std::vector<std::string_view> compressor_names();
+// What users see of a compressor: python/zeropg/compression.py makes a class of each.
+struct CompressorDescription {
+  std::string_view name;
+  std::string_view help;                                    // of its class
+  std::vector<std::pair<std::string, int64_t>> parameters;  // in order, each with the value that it has unless given
+};
+std::vector<CompressorDescription> compressors();
 
 }  // namespace zeropg

@@ -91,6 +91,17 @@ Compression make_compression(const BoundCodec& codec, const Residuals& residuals
 }  // namespace
 
 void bind_compression(py::module_& m) {
+  m.def(
+      "compressors",
+      [] {
+        py::list result;
+        for (const CompressorDescription& each : compressors()) {
+          result.append(py::make_tuple(each.name, each.help, each.parameters));
+        }
+        return result;
+      },
+      "[(name, help, [(parameter, default)])]: what is registered.");
+
   py::class_<BoundCodec>(m, "Compressor", "A codec of compression/registry.h with its parameters.")
       .def(py::init([](const std::string& name, const CompressorParameters& parameters) {
              return BoundCodec{make_compressor(name, parameters)};

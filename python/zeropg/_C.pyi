@@ -231,6 +231,9 @@ class TieredFlat:
         runs: Sequence[StepRun],
     ) -> None: ...
 
+def compressors() -> list[tuple[str, str, list[tuple[str, int]]]]:
+    """[(name, help, [(parameter, default)])]: what is registered."""
+
 class Compressor:
     """A codec of compression/registry.h with its parameters."""
     def __init__(self, name: str, parameters: Mapping[str, float]) -> None: ...

@@ -12,8 +12,8 @@ step that is skipped loses what its gradient carried of earlier residuals; after
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, make_dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from zeropg._native import _C
 
-__all__ = ["BlockQuant", "Codec", "Fp16", "Fsdp2ReduceScatter", "State", "ddp_hook"]
+__all__ = ["Codec", "Fsdp2ReduceScatter", "State", "ddp_hook"]  # and each codec's class
 
 
 @dataclass(frozen=True)
@@ -49,29 +49,42 @@ class Codec(ABC):
         return self.make_compressor().description + (" with error feedback" if self.error_feedback else "")
 
 
-@dataclass(frozen=True)
-class BlockQuant(Codec):
-    """Integers of 8 or 4 bits with one scale per block: 25.2 % or 12.7 % of fp32's bytes.
+def _make_class(name: str, help: str, parameters: list[tuple[str, int]]) -> type[Codec]:
+    """The class of what compression/registry.cpp calls `name`: "block_quant" becomes BlockQuant(bits=8, block=256)."""
 
-    bits: 8, which training does not notice, or 4, which it hardly does.
-    block: elements per scale, a multiple of 32 up to 4096.
+    def make_compressor(self: Codec) -> _C.Compressor:
+        return _C.Compressor(name, {key: getattr(self, key) for key, _ in parameters})
 
-    Raises ValueError for other values.
-    """
-
-    bits: int = 8
-    block: int = 256
-
-    def make_compressor(self) -> _C.Compressor:
-        return _C.Compressor("block_quant", {"bits": self.bits, "block": self.block})
+    return make_dataclass(
+        name.title().replace("_", ""),
+        [(key, type(default), default) for key, default in parameters],
+        bases=(Codec,),
+        namespace={"__doc__": help, "__module__": __name__, "make_compressor": make_compressor},
+        frozen=True,
+    )
 
 
-@dataclass(frozen=True)
-class Fp16(Codec):
-    """IEEE half precision: 50 % of fp32's bytes. Gradients beyond 65504 become infinite."""
+CODECS = {name: _make_class(name, help, parameters) for name, help, parameters in _C.compressors()}
+globals().update({codec.__name__: codec for codec in CODECS.values()})
+__all__ += [codec.__name__ for codec in CODECS.values()]
 
-    def make_compressor(self) -> _C.Compressor:
-        return _C.Compressor("fp16", {})
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True)
+    class BlockQuant(Codec):
+        bits: int = 8
+        block: int = 256
+
+        def make_compressor(self) -> _C.Compressor: ...
+
+    # Codecs whose parameters nobody has written down for type checkers.
+    def __getattr__(name: str) -> Any: ...
+
+
+def named_codecs(block: int = 256) -> dict[str, Codec]:
+    """What commands can name: each codec with its defaults; block_quant as int8 and int4."""
+    others = {name: codec() for name, codec in CODECS.items() if name != "block_quant"}
+    return {"int8": BlockQuant(8, block), "int4": BlockQuant(4, block), **others}
 
 
 def check_codec(codec: Any, who: str) -> Codec:

@@ -17,6 +17,7 @@ from zeropg import __main__ as program
 from zeropg import _machine
 from zeropg.bench import harness
 from zeropg.bench.cases import CASES, DTYPES, REDUCTIONS, Shape, empty_on_heap, pattern, reduced
+from zeropg.compression import named_codecs
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 QUICK = ["--rounds", "2", "--iterations", "2", "-w", "1", "--even-if-busy"]
@@ -226,6 +227,7 @@ def test_codecs_are_checked_and_timed(tmp_path):
     file = tmp_path / "compression.json"
     assert program.main(["bench", "compression", "--bytes", "64K", "--even-if-busy", "--output", str(file)]) == 0
     table = json.loads(file.read_text())["table"]
+    assert set(table) == set(named_codecs())
     assert table["int8"]["percent_of_fp32"] == pytest.approx(25.2, abs=0.1)
     assert table["int4"]["percent_of_fp32"] == pytest.approx(12.7, abs=0.1)
     assert 0 < table["int8"]["relative_l2_error"] < table["int4"]["relative_l2_error"] < 0.2
@@ -269,6 +271,7 @@ def test_others_load_does_not_count_ones_own_work():
         (["bench", "collectives", "-b", "1X"], "'1X' is no size"),
         (["bench", "collectives", "-b", "1M", "-e", "1K"], "-e 1024 is less than -b"),
         (["bench", "collectives", "-f", "1"], "-f 1 is less than 2"),
+        (["bench", "compression", "--codec", "int3"], "no int3; there is all, int8, int4"),
         (["bench", "train", "--width", "100"], "no multiple of 64"),
         (["bench", "train", "--rounds", "0"], "--rounds must be positive"),
     ],

@@ -189,17 +189,19 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     what = parser.add_argument_group("what")
     what.add_argument(
-        "--op", type=_choice(tuple(CASES)), default=["all_reduce"], help=f"comma list or all: {', '.join(CASES)}"
+        "--op", type=harness.choice(tuple(CASES)), default=["all_reduce"], help=f"comma list or all: {', '.join(CASES)}"
     )
-    what.add_argument("-d", "--datatype", type=_choice(tuple(DTYPES)), default=["float"], help=", ".join(DTYPES))
-    what.add_argument("-o", "--redop", type=_choice(tuple(REDUCTIONS)), default=["sum"], help=", ".join(REDUCTIONS))
+    what.add_argument("-d", "--datatype", type=harness.choice(tuple(DTYPES)), default=["float"], help=", ".join(DTYPES))
+    what.add_argument(
+        "-o", "--redop", type=harness.choice(tuple(REDUCTIONS)), default=["sum"], help=", ".join(REDUCTIONS)
+    )
     what.add_argument("-b", "--minbytes", dest="b", type=byte_count, default=8, help="smallest size (default 8)")
     what.add_argument("-e", "--maxbytes", dest="e", type=byte_count, default=64 << 20, help="largest (default 64M)")
     what.add_argument("-f", "--stepfactor", dest="f", type=int, default=4, help="between two sizes (default 4)")
     what.add_argument("-n", "--ranks", dest="n", type=int, default=2, help="processes to start (default 2)")
     what.add_argument(
         "--peers",
-        type=_choice(tuple(BACKENDS)),
+        type=harness.choice(tuple(BACKENDS)),
         default=["zeropg", "gloo"],
         help=f"in turn; the first is compared with the others: {', '.join(BACKENDS)} (default zeropg,gloo)",
     )
@@ -220,14 +222,3 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if options.e < options.b:
         parser.error(f"-e {options.e} is less than -b {options.b}")
     return options
-
-
-def _choice(known: tuple[str, ...]) -> Any:
-    def parse(text: str) -> list[str]:
-        names = list(known) if text == "all" else text.split(",")
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there is all, {', '.join(known)}")
-        return names
-
-    return parse

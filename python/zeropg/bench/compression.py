@@ -16,17 +16,19 @@ from zeropg._native import _C
 from zeropg._quantities import byte_count
 from zeropg.bench import harness
 from zeropg.bench.plot import plot_compression
+from zeropg.compression import BlockQuant, Codec, named_codecs
 
 _DESCRIPTION = """
-Times each codec on one core, beside the same rounding written in torch's operations, and beside copying the floats.
-First both must decode to what block-wise rounding to the nearest code gives. Bandwidths are of the uncompressed floats,
-in 1e9 bytes/s. `pays below` is the link on which sending the codes, with encoding before and decoding after, takes as
-long as sending the floats: on a slower one compression wins.
+Times each codec on one core, beside copying the floats; int8 and int4 also beside the same rounding written in torch's
+operations. First these must decode to what block-wise rounding to the nearest code gives, and every codec's residual
+must be what it lost. Bandwidths are of the uncompressed floats, in 1e9 bytes/s. `pays below` is the link on which
+sending the codes, with encoding before and decoding after, takes as long as sending the floats: on a slower one
+compression wins.
 """
 _EXAMPLES = """
 examples:
-  python -m zeropg bench compression                       int8 and int4, 16 MiB of floats
-  python -m zeropg bench compression --bytes 1M --block 64
+  python -m zeropg bench compression                       every codec, 16 MiB of floats
+  python -m zeropg bench compression --codec int8,int4 --bytes 1M --block 64
 
 status: 0 measured; 1 a result was wrong; 2 wrong options; 3 others were using the CPUs
 """
@@ -42,13 +44,13 @@ def main(arguments: list[str]) -> int:
     load, own = _machine.OthersLoad(), harness.own_cpu_seconds()
     values = torch.randn(options.bytes // 4, generator=torch.Generator().manual_seed(0))
     table: dict[str, Any] = {}
-    for bits in (8, 4):
-        codec = _C.Compressor("block_quant", {"bits": bits, "block": options.block})
-        wrong = _check(codec, values, bits, options.block)
+    for name in options.codec:
+        codec = named_codecs(options.block)[name]
+        wrong = _check(codec, values)
         if wrong:
-            print(f"zeropg bench: {codec.description}: {wrong}; nothing is measured", file=sys.stderr)
+            print(f"zeropg bench: {codec}: {wrong}; nothing is measured", file=sys.stderr)
             return harness.WRONG
-        table[f"int{bits}"] = _time(codec, values, bits, options)
+        table[name] = _time(codec, values, options.rounds)
     quiet.others_during = load.stop(harness.own_cpu_seconds() - own)
     facts = harness.header(
         harness.command_line("compression", arguments),
@@ -61,12 +63,15 @@ def main(arguments: list[str]) -> int:
     heads = ("encode", "with residual", "decode", "torch's ops", "% of fp32", "L2 error", "pays below")
     print(f"{'':6}" + "".join(f" {head:>14}" for head in heads) + "   times faster than torch's ops")
     for name, row in table.items():
-        ratio = harness.Spread(**row["times_faster"]) if quiet.may_claim else "not claimed"
+        ratio = "-" if row["times_faster"] is None else "not claimed"
+        if row["times_faster"] is not None and quiet.may_claim:
+            ratio = str(harness.Spread(**row["times_faster"]))
         if not quiet.may_claim:
             row["times_faster"] = None
+        theirs = "-" if row["torch_encode_gbps"] is None else f"{row['torch_encode_gbps']:.2f}"
         print(
             f"{name:6} {row['encode_gbps']:14.2f} {row['encode_with_residual_gbps']:14.2f} {row['decode_gbps']:14.2f} "
-            f"{row['torch_encode_gbps']:14.2f} {row['percent_of_fp32']:14.1f} {row['relative_l2_error']:14.4f} "
+            f"{theirs:>14} {row['percent_of_fp32']:14.1f} {row['relative_l2_error']:14.4f} "
             f"{row['pays_below_gbps']:9.2f} GB/s   {ratio}"
         )
     if not quiet.may_claim:
@@ -84,35 +89,39 @@ def _round_by_blocks(values: torch.Tensor, bits: int, block: int) -> tuple[torch
     return scales, codes.to(torch.int8)
 
 
-def _check(codec: Any, values: torch.Tensor, bits: int, block: int) -> str:
-    whole = values[: values.numel() // block * block]
-    scales, codes = _round_by_blocks(whole, bits, block)
-    expected = (codes * scales).flatten()
-    decoded = codec.decode(codec.encode(whole), whole.numel())
-    # A value in the middle between two codes may fall to either, where the division rounds.
-    differ = int((decoded != expected).sum())
-    if differ > 1e-4 * whole.numel():
-        return f"{differ} of {whole.numel()} values are not what block-wise rounding gives"
-    residual = torch.zeros_like(whole)
-    decoded = codec.decode(codec.encode(whole, residual), whole.numel())
-    lost = (whole - decoded - residual).abs().max().item()
+def _check(codec: Codec, values: torch.Tensor) -> str:
+    compressor = codec.make_compressor()
+    if isinstance(codec, BlockQuant):
+        whole = values[: values.numel() // codec.block * codec.block]
+        scales, codes = _round_by_blocks(whole, codec.bits, codec.block)
+        expected = (codes * scales).flatten()
+        decoded = compressor.decode(compressor.encode(whole), whole.numel())
+        # A value in the middle between two codes may fall to either, where the division rounds.
+        differ = int((decoded != expected).sum())
+        if differ > 1e-4 * whole.numel():
+            return f"{differ} of {whole.numel()} values are not what block-wise rounding gives"
+    residual = torch.zeros_like(values)
+    decoded = compressor.decode(compressor.encode(values, residual), values.numel())
+    lost = (values - decoded - residual).abs().max().item()
     return f"a residual misses {lost:.3g} of what was lost" if lost > 1e-5 else ""
 
 
-def _time(codec: Any, values: torch.Tensor, bits: int, options: argparse.Namespace) -> dict[str, Any]:
-    numel, block = values.numel(), options.block
-    encoded = codec.encode(values)
-    residual = torch.zeros_like(values)
-    whole, target = values[: numel // block * block], torch.empty_like(values)
+def _time(codec: Codec, values: torch.Tensor, rounds: int) -> dict[str, Any]:
+    numel, compressor = values.numel(), codec.make_compressor()
+    encoded = compressor.encode(values)
+    residual, target = torch.zeros_like(values), torch.empty_like(values)
     calls: dict[str, Callable[[], Any]] = {
         "copy": lambda: target.copy_(values),
-        "encode": lambda: codec.encode(values),
-        "encode_with_residual": lambda: codec.encode(values, residual),
-        "decode": lambda: codec.decode(encoded, numel),
-        "torch_encode": lambda: _round_by_blocks(whole, bits, block),
+        "encode": lambda: compressor.encode(values),
+        "encode_with_residual": lambda: compressor.encode(values, residual),
+        "decode": lambda: compressor.decode(encoded, numel),
     }
+    if isinstance(codec, BlockQuant):
+        bits, block = codec.bits, codec.block
+        whole = values[: numel // block * block]
+        calls["torch_encode"] = lambda: _round_by_blocks(whole, bits, block)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(options.rounds):
+    for turn in range(rounds):
         for name in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
             calls[name]()
             start = time.perf_counter()
@@ -120,20 +129,29 @@ def _time(codec: Any, values: torch.Tensor, bits: int, options: argparse.Namespa
             seconds[name].append(time.perf_counter() - start)
     median = {name: statistics.median(times) for name, times in seconds.items()}
     share = encoded.numel() / (4 * numel)
-    decoded = codec.decode(encoded, numel)
+    decoded = compressor.decode(encoded, numel)
+    theirs = seconds.get("torch_encode")
     return {
+        "torch_encode_gbps": None,
         **{f"{name}_gbps": 4 * numel / took / 1e9 for name, took in median.items()},
         "percent_of_fp32": 100 * share,
         "relative_l2_error": ((decoded - values).norm() / values.norm()).item(),
         "pays_below_gbps": (1 - share) * 4 * numel / (median["encode_with_residual"] + median["decode"]) / 1e9,
-        "times_faster": vars(harness.ratios(seconds["torch_encode"], seconds["encode"])),
+        "times_faster": theirs and vars(harness.ratios(theirs, seconds["encode"])),
     }
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = harness.make_parser("compression", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/compression.json")
+    names = tuple(named_codecs())
+    parser.add_argument(
+        "--codec",
+        type=harness.choice(names),
+        default=list(names),
+        help=f"comma list or all (default): {', '.join(names)}",
+    )
     parser.add_argument("--bytes", type=byte_count, default=16 << 20, help="of floats (default 16M)")
-    parser.add_argument("--block", type=int, default=256, help="elements per scale (default 256)")
+    parser.add_argument("--block", type=int, default=256, help="elements per scale of int8 and int4 (default 256)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contestant (default 9)")
     options = parser.parse_args(arguments)
     if options.rounds < 1:

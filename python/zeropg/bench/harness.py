@@ -52,6 +52,19 @@ def make_parser(suite: str, description: str, examples: str, *, output: str) -> 
     return parser
 
 
+def choice(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """A type of options: several of `known` with commas between them, or all."""
+
+    def parse(text: str) -> list[str]:
+        names = list(known) if text == "all" else text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there is all, {', '.join(known)}")
+        return names
+
+    return parse
+
+
 def finish(
     options: argparse.Namespace,
     quiet: Quiet,

@@ -107,12 +107,11 @@ def plot_compression(document: dict[str, Any], file: Path) -> None:
     """Bars per codec: GB/s of floats, encoded, decoded, and in torch's operations."""
     names = list(document["table"])
     figure, panels = _figure(len(names))
-    keys = ("encode_gbps", "encode_with_residual_gbps", "decode_gbps", "torch_encode_gbps", "copy_gbps")
+    keys = ("copy_gbps", "torch_encode_gbps", "decode_gbps", "encode_with_residual_gbps", "encode_gbps")
     for name, axes in zip(names, panels, strict=True):
-        row = document["table"][name]
-        axes.barh(
-            [key[:-5].replace("_", " ") for key in keys][::-1], [row[key] for key in keys][::-1], color=_COLORS[0]
-        )
+        row = {key: value for key, value in document["table"][name].items() if value is not None}
+        heights = {key[:-5].replace("_", " "): row[key] for key in keys if key in row}
+        axes.barh(list(heights), list(heights.values()), color=_COLORS[0])
         axes.set_title(f"{name}: GB/s, {row['percent_of_fp32']:.1f} % of the bytes", fontsize=10)
         axes.grid(axis="x", alpha=0.3)
     _save(figure, document["header"], "one core", file)

@@ -11,6 +11,7 @@ import torch
 
 from zeropg import _machine
 from zeropg._quantities import byte_count, count, size
+from zeropg.compression import Codec, named_codecs
 from zeropg.plan.formulas import OPTIMIZER_SLOTS, Holding, Settings, memory, traffic, with_ranks
 from zeropg.plan.shape import ModelShape, shape_of_config, shape_of_gpt
 
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> int:
         device=options.device,
         backend=options.backend,
         offload_optimizer=None if options.offload_optimizer == "none" else options.offload_optimizer,
-        compression_bits={"none": None, "int8": 8, "int4": 4}[options.compression],
+        compression=named_codecs().get(options.compression),
         no_sync=options.no_sync,
     )
     plans = [with_ranks(base, stage, ranks) for stage in options.stage for ranks in options.ranks]
@@ -168,7 +169,8 @@ def _describe(shape: ModelShape) -> dict[str, Any]:
 
 
 def _as_dict(shape: ModelShape, plan: Settings) -> dict[str, Any]:
-    settings = {key: str(value) if isinstance(value, torch.dtype) else value for key, value in asdict(plan).items()}
+    words = (torch.dtype, Codec)
+    settings = {key: str(value) if isinstance(value, words) else value for key, value in vars(plan).items()}
     return {
         "settings": settings,
         "memory": [asdict(holding) for holding in memory(shape, plan)],
@@ -199,7 +201,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
     run.add_argument("--backend", choices=("zeropg", "gloo", "nccl"), default="zeropg", help="(default zeropg)")
     run.add_argument("--offload-optimizer", choices=("none", "cpu", "nvme"), default="none", help="masters and state")
     run.add_argument(
-        "--compression", choices=("none", "int8", "int4"), default="none", help="of gradients between nodes"
+        "--compression", choices=("none", *named_codecs()), default="none", help="of gradients between nodes"
     )
     run.add_argument("--no-sync", action="store_true", help="accumulate gradients over several backwards")
     compare = parser.add_argument_group("beside it")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from zeropg.compression import Codec
 from zeropg.plan.shape import Flat, ModelShape, Unit
 
 # Tensors per element that an optimizer keeps beside the master.
@@ -20,8 +21,6 @@ _BUCKETS_AT_ONCE = 2
 # Units that are whole at once: the next one is fetched when the last gradient of this one is still computed.
 _UNITS_AT_ONCE = 2
 _STAGING_BYTES = 2 << 20  # two banks of the default size, per group
-# compression/README.md: 256 elements share a bfloat16 scale.
-_SCALE_BYTES = 2 / 256
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Settings:
     device: str = "cpu"
     backend: str = "zeropg"
     offload_optimizer: str | None = None  # None, "cpu" or "nvme"
-    compression_bits: int | None = None  # of gradients between nodes: 8 or 4
+    compression: Codec | None = None  # of gradients between nodes
     no_sync: bool = False  # gradients are accumulated over several backwards without communication
 
     @property
@@ -233,7 +232,7 @@ def _largest_gradient_bytes(flats: list[Flat], settings: Settings) -> int:
 
 def _residual_bytes(flat: Flat, settings: Settings) -> int:
     """Error feedback in fp32 of both hops: of the node's share that this rank sends, and of the slice that it owns."""
-    if settings.compression_bits is None or settings.nodes == 1 or not flat.is_trainable:
+    if settings.compression is None or settings.nodes == 1 or not flat.is_trainable:
         return 0
     return (flat.total_numel(settings.ranks) // settings.local_ranks + flat.shard_numel(settings.ranks)) * 4
 
@@ -242,12 +241,12 @@ def _staging_bytes(settings: Settings) -> int:
     return _STAGING_BYTES if settings.backend == "zeropg" and settings.device == "cpu" and settings.ranks > 1 else 0
 
 
-def _encoded_bytes(flats: list[Flat], settings: Settings) -> float:
+def _encoded_bytes(flats: list[Flat], settings: Settings) -> int:
     """The gradients as they travel between nodes."""
-    if settings.compression_bits is None:
-        return float(sum(f.total_numel(settings.ranks) * _reduce_dtype(f, settings).itemsize for f in flats))
-    each = settings.compression_bits / 8 + _SCALE_BYTES
-    return sum(flat.total_numel(settings.ranks) for flat in flats) * each
+    if settings.compression is None:
+        return sum(f.total_numel(settings.ranks) * _reduce_dtype(f, settings).itemsize for f in flats)
+    compressor = settings.compression.make_compressor()
+    return sum(compressor.encoded_bytes(flat.total_numel(settings.ranks)) for flat in flats)
 
 
 def _one_way(what: str, inside: float, between: float, settings: Settings) -> Traffic:
