@@ -64,7 +64,7 @@ model(torch.randn(8, 64, dtype=next(model.parameters()).dtype)).sum().backward()
 
 
 def test_all_ways_to_compress_run(tmp_path: Path) -> None:
-    way, way_of_fsdp2 = snippet("ddp_hook").split("for module", 1)
+    way, way_of_fsdp2 = snippet("ddp_hook").split("state = State", 1)
     program = [
         PLAIN_MODEL,
         "ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))",
@@ -72,7 +72,7 @@ def test_all_ways_to_compress_run(tmp_path: Path) -> None:
         STEP,
         "ddp(torch.randn(8, 64)).sum().backward()",
         "model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(64, 64))",
-        "for module" + way_of_fsdp2,
+        "state = State" + way_of_fsdp2,
         STEP,
     ]
     run_on_two_ranks("\n".join(program), tmp_path)

@@ -10,6 +10,7 @@ step that is skipped loses what its gradient carried of earlier residuals; after
 `residuals.scale(new / old)`. A NaN or infinity anywhere makes the result NaN there, on every rank.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
@@ -21,6 +22,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from zeropg._native import _C
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["Codec", "Fsdp2ReduceScatter", "State", "ddp_hook"]  # and each codec's class
 
@@ -113,12 +117,12 @@ def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
 
 
 class State:
-    """What `ddp_hook` needs: the codec, the group and the residuals of one DDP model on this rank.
+    """What `ddp_hook` and `Fsdp2ReduceScatter` need: the codec, the group and the residuals of one model on this rank.
 
     codec: e.g. BlockQuant(4).
-    process_group: that of the DDP model; default: the world.
-    model: the module that was wrapped; its parameters' names then stand in `state_dict`. Without it parameters are
-      numbered in the order of DDP's first buckets.
+    process_group: that of the model; default: the world.
+    model: the module that was wrapped by DDP or sharded by FSDP2; its parameters' names then stand in `state_dict`.
+      Without it DDP's parameters are numbered in the order of the first buckets.
 
     Raises TypeError for something that is no codec, ValueError for a group of another backend.
     """
@@ -145,6 +149,15 @@ class State:
             self._names.setdefault(parameter, f"parameters.{len(self._names)}")
         return [(self._names[parameter], 0, parameter.numel()) for parameter in parameters]
 
+    def known_name(self, parameter: torch.Tensor) -> str:
+        """The model's name of its parameter. Raises ValueError where the model does not have it."""
+        if parameter not in self._names:
+            raise ValueError(
+                f"[zeropg] State: the model has no such parameter of shape {tuple(parameter.shape)}; pass the whole "
+                "model, after fully_shard: State(codec, model=model)."
+            )
+        return self._names[parameter]
+
     def all_reduce(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Any:
         """Averages `buffer` (the flat gradients of `parameters`) over the ranks, in place; returns the Work."""
         return _C.compressed_all_reduce(
@@ -163,9 +176,10 @@ class State:
         return {"residuals": [(name, hop, start, values.clone()) for name, hop, start, values in segments]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave on the same rank of a world of the same size, also under another codec.
+        """Takes over what `state_dict` gave on the same rank, also under another codec.
 
-        Raises ValueError for residuals that are not finite.
+        In a world of another size what ranks that are gone owed is lost, and new ranks, which load nothing, owe
+        nothing. Raises ValueError for residuals that are not finite.
         """
         if self.residuals is not None:
             self.residuals.clear()
@@ -188,22 +202,39 @@ def ddp_hook(state: State, bucket: GradBucket) -> Future[torch.Tensor]:
 
 
 class Fsdp2ReduceScatter:
-    """For `FSDPModule.set_custom_reduce_scatter`: one object for each FSDP module, since it holds its residuals.
+    """For `FSDPModule.set_custom_reduce_scatter`: one object for each FSDP module.
 
+    state = State(BlockQuant(4), model=model)  # after fully_shard
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(Fsdp2ReduceScatter(BlockQuant(4)))
+            module.set_custom_reduce_scatter(Fsdp2ReduceScatter(state, module))
 
-    codec: e.g. BlockQuant(4).
+    codec: the model's State, which keeps residuals by parameter and saves them. Or a codec, e.g. BlockQuant(4): this
+      object then has residuals of its own, which nobody saves.
+    module: with a State, the FSDP module whose gradients these are.
 
-    Gradients must be reduced in fp32, `MixedPrecisionPolicy(reduce_dtype=torch.float32)`, on a group of zeropg.
-    Residuals lie in the order of the module's flat gradients, which the world size enters.
+    Gradients must be reduced in fp32, `MixedPrecisionPolicy(reduce_dtype=torch.float32)`, on a group of zeropg. With a
+    State a step in which trainable parameters of the module got no gradient does without error feedback (torch 2.15
+    fills them in after `set_reduce_scatter_unused_params(True)`).
+
+    Raises TypeError for something that is no codec, for a State without module and the other way round, ValueError for
+    parameters that the State does not know.
     """
 
-    def __init__(self, codec: Codec) -> None:
-        self.codec = check_codec(codec, "Fsdp2ReduceScatter")
-        self.residuals = codec.make_residuals()
-        self._compressor = codec.make_compressor()
+    def __init__(self, codec: "Codec | State", module: "FSDPModule | None" = None) -> None:
+        state = codec if isinstance(codec, State) else None
+        if (state is None) != (module is None):
+            raise TypeError(
+                "[zeropg] Fsdp2ReduceScatter: a module and a State belong together; pass Fsdp2ReduceScatter(state, "
+                "module), or just a codec."
+            )
+        self.codec = check_codec(codec if state is None else state.codec, "Fsdp2ReduceScatter")
+        self.residuals = self.codec.make_residuals() if state is None else state.residuals
+        self._compressor = self.codec.make_compressor()
+        self._group = None if module is None else _parameter_group(module)
+        # FSDP2's own objects: they stay where a parameter is replaced.
+        self._names = [] if state is None else [state.known_name(each.sharded_param) for each in self._parameters()]
+        self._has_warned = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for FSDP2's flat gradients; part of its interface."""
@@ -222,17 +253,47 @@ class Fsdp2ReduceScatter:
         Raises ValueError for groups of other backends and for other operations than sum and average, TypeError for
         tensors that are not fp32 on the CPU.
         """
-        numel = input_tensor.numel()
-        # A step in which some parameters got no gradient has a shorter tensor, with a life of its own.
-        ranges = [(f"gradients of {numel}", 0, numel)]
+        ranges = self._ranges(input_tensor.numel(), group.size())
+        if not ranges and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"of {', '.join(self._names)} some got no gradient: such steps do without error feedback", stacklevel=2
+            )
         work = _C.compressed_reduce_scatter(
             backend_of(group, "Fsdp2ReduceScatter"),
             output_tensor,
             input_tensor,
             self._compressor,
-            self.residuals,
+            self.residuals if ranges else None,
             ranges,
             op,
             async_op=async_op,
         )
         return work if async_op else None
+
+    def _parameters(self) -> list[Any]:
+        return [] if self._group is None else list(self._group.fsdp_params)
+
+    def _ranges(self, numel: int, world_size: int) -> list[tuple[str, int, int]]:
+        """Whose gradients FSDP2's tensor of `numel` holds; nothing where that cannot be told."""
+        if self._group is None:  # a tensor without some gradients has residuals of its own
+            return [(f"gradients of {numel} on {world_size} ranks", 0, numel)]
+        parameters = list(zip(self._parameters(), self._names, strict=True))
+        order = getattr(self._group, "_reduce_scatter_param_indices", range(len(parameters)))  # since torch 2.15
+        parts: list[tuple[str, int]] = []  # one rank's, padded
+        for parameter, name in (parameters[index] for index in order):
+            if parameter.sharded_param.requires_grad:
+                dim = parameter.fsdp_placement.dim
+                # Cut along another dimension, its elements come in an order that depends on the number of parts.
+                key = name if dim == 0 else f"{name} in {world_size} parts of dimension {dim}"
+                parts.append((key, parameter.padded_sharded_param_size.numel()))
+        if world_size * sum(part for _, part in parts) != numel:
+            return []
+        return [(key, rank * part, part) for rank in range(world_size) for key, part in parts]
+
+
+def _parameter_group(module: "FSDPModule") -> Any:
+    """FSDP2's list of the parameters that `module` reduces; None where it has none itself."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.15
+    return state._fsdp_param_group if groups is None else next(iter(groups), None)
