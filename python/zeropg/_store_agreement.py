@@ -10,16 +10,20 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from zeropg._agreement import failure_report, raise_failures
+from zeropg._agreement import collective_device, failure_report, raise_failures
 
 _BEAT_SECONDS = 1.0
-_PATIENCE_SECONDS = 60.0  # that a rank may go without a sign of life
+# What a rank may go without a sign of life, and the store without an answer, unless the group's timeout is shorter.
+_PATIENCE_SECONDS = 60.0
+_LEAST_PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 _MAX_POLL_SECONDS = 0.2
 _GOOD_BYE_SECONDS = 5.0
@@ -31,6 +35,14 @@ def store_of(group: dist.ProcessGroup) -> Store | None:
     return known[1].clone() if known is not None and hasattr(known[1], "clone") else None
 
 
+def patience_of(group: dist.ProcessGroup) -> float:
+    """Returns the seconds after which a rank of `group` is given up."""
+    backend = group._get_backend(collective_device(group))
+    timeout = getattr(backend, "_timeout", None) or getattr(getattr(backend, "options", None), "_timeout", None)
+    limit = timeout.total_seconds() if isinstance(timeout, timedelta) else _PATIENCE_SECONDS
+    return min(_PATIENCE_SECONDS, max(_LEAST_PATIENCE_SECONDS, limit))
+
+
 class StoreAgreement:
     """Steps that all ranks take; a failure anywhere is the same error everywhere. One thread at a time.
 
@@ -40,14 +52,17 @@ class StoreAgreement:
         store: a connection that nobody else uses.
         name: the same on all ranks, never used before in this store.
         operation: the public function's name, for messages.
+        patience: the seconds after which a rank, or the store, is given up.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, world_size: int, operation: str) -> None:
+    def __init__(self, store: Store, name: str, rank: int, world_size: int, operation: str, patience: float) -> None:
         self._store = PrefixStore(f"zeropg/{name}", store)
         self._rank = rank
         self._world_size = world_size
         self._operation = operation
-        self._patience = _PATIENCE_SECONDS
+        self._patience = patience
+        self._heard = 0.0  # when the store answered last
+        self._is_silent = False
         self._step = 0
         self._is_over = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="zeropg-signs-of-life", daemon=True)
@@ -65,13 +80,7 @@ class StoreAgreement:
         step = self._step
         self._step += 1
         try:
-            self._store.set(f"{step}/{self._rank}", json.dumps(report))
-            # Rank 0 collects, so that each rank reads one value rather than all ranks' values.
-            if self._rank == 0:
-                reports = [self._collect(step, rank) for rank in range(self._world_size)]
-                self._store.set(f"{step}/all", json.dumps(reports))
-            else:
-                reports = json.loads(self._get(f"{step}/all", 0))
+            reports = self._ask(lambda: self._exchange(step, report))
         except (RuntimeError, TimeoutError) as error:  # of the store: its server is gone, or rank 0 is
             raise self._lost(str(error), cause) from (cause or error)
         if lost := [entry["lost"] for entry in reports if "lost" in entry]:
@@ -84,23 +93,64 @@ class StoreAgreement:
     def finish(self) -> None:
         """Removes the keys; rank 0 waits a little for the others, so that the last step's answer reaches them."""
         self._is_over.set()
+        if self._is_silent:
+            return
         if self._beats.ident is not None:  # started: inside the store it must not meet the interpreter's end
             self._beats.join(_GOOD_BYE_SECONDS)
         with suppress(RuntimeError, TimeoutError):
-            if self._rank != 0:
-                self._store.add("done", 1)
-                return
-            deadline = time.monotonic() + min(self._patience, _GOOD_BYE_SECONDS)
-            while self._store.add("done", 0) < self._world_size - 1 and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-            if self._store.add("done", 0) < self._world_size - 1:
-                return  # somebody has yet to read the last answer; a few small keys stay
-            for step in range(self._step):
-                for key in ("all", *range(self._world_size)):
-                    self._store.delete_key(f"{step}/{key}")
-            for rank in range(self._world_size):
-                self._store.delete_key(f"alive/{rank}")
-            self._store.delete_key("done")
+            self._ask(self._say_good_bye)
+
+    def _say_good_bye(self) -> None:
+        if self._rank != 0:
+            self._store.add("done", 1)
+            return
+        deadline = time.monotonic() + min(self._patience, _GOOD_BYE_SECONDS)
+        while self._store.add("done", 0) < self._world_size - 1 and time.monotonic() < deadline:
+            self._heard = time.monotonic()
+            time.sleep(_POLL_SECONDS)
+        if self._store.add("done", 0) < self._world_size - 1:
+            return  # somebody has yet to read the last answer; a few small keys stay
+        for step in range(self._step):
+            for key in ("all", *range(self._world_size)):
+                self._store.delete_key(f"{step}/{key}")
+        for rank in range(self._world_size):
+            self._store.delete_key(f"alive/{rank}")
+        self._store.delete_key("done")
+
+    def _ask(self, exchange: Callable[[], Any]) -> Any:
+        """Returns what `exchange` with the store gives. Raises TimeoutError where the store falls silent.
+
+        A call to a store whose host has vanished does not come back, so it has a thread that nobody waits for.
+        """
+        answer: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(exchange())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._heard = time.monotonic()
+        threading.Thread(target=run, name="zeropg-store", daemon=True).start()
+        while not wait([answer], _MAX_POLL_SECONDS).done:
+            if time.monotonic() - self._heard > self._patience:
+                self._is_silent = True
+                raise TimeoutError(f"the store has not answered for {self._patience:.0f} s, so its host is gone")
+        return answer.result()
+
+    def _exchange(self, step: int, report: dict[str, Any]) -> list[dict[str, Any]]:
+        self._store.set(f"{step}/{self._rank}", json.dumps(report))
+        # Rank 0 collects, so that each rank reads one value rather than all ranks' values.
+        if self._rank != 0:
+            reports: list[dict[str, Any]] = json.loads(self._get(f"{step}/all", 0))
+            return reports
+        reports = []
+        for rank in range(self._world_size):
+            reports.append(self._collect(step, rank))
+            if "lost" in reports[-1]:  # the others of its host are lost too: they would take as long again
+                break
+        self._store.set(f"{step}/all", json.dumps(reports))
+        return reports
 
     def _beat(self) -> None:
         while not self._is_over.wait(_BEAT_SECONDS):
@@ -119,6 +169,7 @@ class StoreAgreement:
         beats, seen = 0, time.monotonic()
         pause = _POLL_SECONDS
         while not self._store.check([key]):
+            self._heard = time.monotonic()
             if (count := self._store.add(f"alive/{rank}", 0)) != beats:
                 beats, seen = count, time.monotonic()
             if time.monotonic() - seen > self._patience:

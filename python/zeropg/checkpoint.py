@@ -35,7 +35,7 @@ from zeropg._native import _C
 from zeropg._parallel_files import ByteRange, FileSpec, ParallelFiles
 from zeropg._progress import progress
 from zeropg._state import ShardedState, state_of
-from zeropg._store_agreement import StoreAgreement, store_of
+from zeropg._store_agreement import StoreAgreement, patience_of, store_of
 from zeropg._stream import stream_to_first
 from zeropg._structure_file import StructureFile, make_structure_file
 from zeropg.optim import ShardedOptimizer
@@ -76,7 +76,8 @@ def save_checkpoint(
         rank_extra: the same kind of value, one per rank: random states, the sampler's position.
         async_save: copy everything to host memory (as much as this rank's part of the files), return, and write in the
             background. The directory must be shared by all ranks. The next save or load waits for it, and so does the
-            interpreter's exit. An error is raised by `wait`, or else by the next save or load.
+            interpreter's exit. An error is raised by `wait`, or else by the next save or load; a rank that gives no sign
+            of life for 60 s, or for the group's timeout where that is shorter, is one.
 
     Returns:
         With async_save, the save that is going on; None otherwise.
@@ -333,7 +334,8 @@ class _Save:
                     "or use async_save=False"
                 )
             name = f"checkpoint/{self._token}"
-            self._agreement = StoreAgreement(store, name, self.rank, self._group.size(), _OPERATION)
+            patience = patience_of(self._group)
+            self._agreement = StoreAgreement(store, name, self.rank, self._group.size(), _OPERATION, patience)
 
     def _take_snapshot(self) -> None:
         self._snapshot = [
