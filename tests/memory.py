@@ -14,9 +14,13 @@ def held_bytes() -> int:
     Not its proportional set size: the share of pages that it has from its parent, and of libtorch's, grows with every
     other process that ends or writes to its own copy.
     """
+    return _bytes_of("Anonymous", "Pss_Shmem")
+
+
+def _bytes_of(*kinds: str) -> int:
     with open("/proc/self/smaps_rollup") as file:
         memory = dict(line.split(":") for line in file if line.endswith("kB\n"))
-    return 1024 * sum(int(memory[kind].split()[0]) for kind in ("Anonymous", "Pss_Shmem"))
+    return 1024 * sum(int(memory[kind].split()[0]) for kind in kinds)
 
 
 class Resources(NamedTuple):
@@ -30,13 +34,11 @@ def held_resources() -> Resources:
     ctypes.CDLL(None).malloc_trim(0)  # what was freed is not held
     with open("/proc/self/maps") as file:
         ranges = [line.split()[0].split("-") for line in file if "/memfd:" in line]
-    with open("/proc/self/smaps_rollup") as file:
-        private = next(1024 * int(line.split()[1]) for line in file if line.startswith("Anonymous:"))
     return Resources(
         descriptors=len(os.listdir("/proc/self/fd")),
         threads=len(os.listdir("/proc/self/task")),
         shared_bytes=sum(int(end, 16) - int(start, 16) for start, end in ranges),
-        private_bytes=private,
+        private_bytes=_bytes_of("Anonymous"),
     )
 
 
