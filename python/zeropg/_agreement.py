@@ -50,7 +50,8 @@ def together(group: dist.ProcessGroup, operation: str, action: Callable[[], Any]
     else:
         cause = None
     with peers_needed(group, operation, cause):
-        reports = [json.loads(text) for text in _gather_texts(group, json.dumps(report))]
+        texts = _gather_texts(group, json.dumps(report))
+    reports = [json.loads(text) for text in texts]
     failed = {rank: entry for rank, entry in enumerate(reports) if "error" in entry}
     if failed:
         raise_failures(group.rank(), group.size(), operation, failed, cause)
@@ -74,10 +75,15 @@ def check_same(group: dist.ProcessGroup, operation: str, announced: list[dict[st
 
 @contextmanager
 def peers_needed(group: dist.ProcessGroup, operation: str, own_failure: Exception | None = None) -> Iterator[None]:
-    """Turns a failed collective inside the block into a DistBackendError that says what it means for `operation`."""
+    """Turns a failed collective inside the block into a DistBackendError that says what it means for `operation`.
+
+    What else is raised there, such as a signal handler's own exception, passes.
+    """
     try:
         yield
-    except Exception as error:
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise
         own = f"; this rank itself had failed: {own_failure}" if own_failure else ""
         raise dist.DistBackendError(
             f"[zeropg rank {group.rank()}/{group.size()}] {operation}: the ranks cannot reach each other any more: one "

@@ -76,8 +76,8 @@ def save_checkpoint(
         rank_extra: the same kind of value, one per rank: random states, the sampler's position.
         async_save: copy everything to host memory (as much as this rank's part of the files), return, and write in the
             background. The directory must be shared by all ranks. The next save or load waits for it, and so does the
-            interpreter's exit. An error is raised by `wait`, or else by the next save or load; a rank that gives no sign
-            of life for 60 s, or for the group's timeout where that is shorter, is one.
+            interpreter's exit. An error is raised by `wait`, or else by the next save or load. A rank without a sign of
+            life for 60 s, or for the group's timeout where that is shorter, is an error.
 
     Returns:
         With async_save, the save that is going on; None otherwise.

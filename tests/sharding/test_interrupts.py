@@ -17,7 +17,8 @@ import zeropg
 from tests.sharding.fuse import Fuse
 from tests.sharding.ranks import close, equal, raises
 from tests.signals import Rung, prepare_to_ring, ring_in
-from tests.spawn import SeparateHosts, run_ranks
+from tests.spawn import RankPool, SeparateHosts, run_ranks
+from zeropg._agreement import peers_needed
 
 DOUBLE = torch.float64
 
@@ -86,6 +87,26 @@ def interrupt_forward() -> None:
     model(x).square().sum().backward()
     with zeropg.full_gradients(model):
         assert close(model.weight.grad, gradients_of(make_linear(), x)[0])
+
+
+def interrupt_what_needs_peers() -> None:
+    group = dist.distributed_c10d._get_default_group()
+
+    def meet() -> None:
+        with peers_needed(group, "meet"):
+            dist.barrier()
+
+    interrupt_rank_0(meet)
+    meet()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with raises(dist.DistBackendError, "meet: the ranks cannot reach each other any more", "rank 1"):
+        meet()
+
+
+def test_a_step_that_all_ranks_take() -> None:
+    with RankPool(2) as pool:
+        pool.run(interrupt_what_needs_peers, expect_death=[1])
 
 
 def test_a_gather() -> None:
