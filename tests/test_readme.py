@@ -1,11 +1,16 @@
-"""README's Python runs as it is printed, on two ranks. (Its C++ program: tests/cpp_program.)"""
+"""README's Python runs as it is printed, on two ranks, and commands for anybody. (Its C++ section: tests/cpp_program.)"""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
+import zeropg  # registers the backend, also where the package is not installed
 from tests.spawn import run_ranks
 from tests.test_cpp import ROOT
 from zeropg.__main__ import COMMANDS
@@ -22,8 +27,6 @@ def snippet(words: str) -> str:
 
 
 def execute(program: str, folder: str) -> None:
-    import zeropg  # noqa: F401  (registers the backend where the package is not installed)
-
     os.chdir(folder)
     exec(compile(program, "README.md", "exec"), {})
 
@@ -87,3 +90,15 @@ def test_the_table_of_commands_has_them_all() -> None:
     section = TEXT.split("\n## Commands", 1)[1].split("\n## ", 1)[0]
     named = set(re.findall(r"^\| `([^`]+)` \| \S", section, re.MULTILINE))
     assert named == {*COMMANDS} - {"bench"} | {f"bench {suite}" for suite in SUITES}
+
+
+@pytest.mark.parametrize("command", ["doctor", "topo", "simulate", "plan --params 7e9"])
+def test_commands_run_for_a_user_who_has_nothing_yet(tmp_path: Path, command: str) -> None:
+    """And leave nothing behind, in the home or where they are called."""
+    (tmp_path / "home").mkdir()
+    package = str(Path(zeropg.__file__).parents[1])
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home"), "PYTHONPATH": package}
+    words = [sys.executable, "-m", "zeropg", *command.split()]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout and "Traceback" not in done.stderr, done.stdout + done.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["home"]
