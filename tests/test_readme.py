@@ -1,4 +1,4 @@
-"""README's Python runs as it is printed, on two ranks, and commands for anybody. (Its C++ section: tests/cpp_program.)"""
+"""README's Python runs as printed, on two ranks, and some commands for a new user. (Its C++: tests/cpp_program.)"""
 
 from __future__ import annotations
 
