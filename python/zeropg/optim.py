@@ -12,10 +12,16 @@ import torch
 
 from zeropg._agreement import together
 from zeropg._flat_update import FusedUpdater, Group, TorchUpdater, Updater, WholeUpdater, checked, is_per_element
+from zeropg._native import _C
 from zeropg._offloaded_update import OffloadedStep, OffloadedUpdater
 from zeropg.offload import human_bytes
 
-_FUSED = {torch.optim.Adam: "adam", torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd"}
+# torch's classes whose names, in lower case, sharding/optim/registry.cpp has.
+_FUSED = {
+    kind: kind.__name__.lower()
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and kind.__name__.lower() in _C.optimizer_names()
+}
 _ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
