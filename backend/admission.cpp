@@ -36,6 +36,7 @@ class Door {
 
   bool is_everybody_in() const { return joined_ == members_.size(); }
   std::vector<Member> members() { return std::move(members_); }
+  std::vector<int32_t> missing() const;
   std::string complaint() const;
 
   // One round of poll over the listener and all that wait at the door.
@@ -141,12 +142,16 @@ void Door::let_in(Visitor& visitor, Packet packet) {
   ++joined_;
 }
 
-std::string Door::complaint() const {
+std::vector<int32_t> Door::missing() const {
   std::vector<int32_t> missing;
   for (const Member& member : members_) {
     if (!member.connection.socket()) missing.push_back(member.rank);
   }
-  std::string text = format_ranks(missing) + " did not connect to the node's leader in time";
+  return missing;
+}
+
+std::string Door::complaint() const {
+  std::string text = format_ranks(missing()) + " did not connect to the node's leader in time";
   if (refused_ > 0) {
     text += " (" + std::to_string(refused_) +
             " connections did not prove the group's secret: set the same ZEROPG_SECRET everywhere)";
@@ -157,18 +162,17 @@ std::string Door::complaint() const {
 }  // namespace
 
 std::vector<Member> admit_members(const Descriptor& listener, const MeetingPlace& place,
-                                  const std::vector<int32_t>& ranks, Clock::time_point deadline,
-                                  const std::function<void()>& tick) {
+                                  const std::vector<int32_t>& ranks, Clock::time_point deadline, const Tick& tick) {
   Door door(place, ranks);
   auto next_tick = Clock::now() + kTick;
   while (!door.is_everybody_in()) {
     door.serve(listener, deadline);
     const auto now = Clock::now();
-    if (now >= deadline) C10_THROW_ERROR(DistBackendError, door.complaint());
-    if (now >= next_tick) {
-      tick();
+    if (now >= next_tick || now >= deadline) {
+      tick(door.missing());
       next_tick = now + kTick;
     }
+    if (now >= deadline) C10_THROW_ERROR(DistBackendError, door.complaint());
   }
   return door.members();
 }

@@ -26,7 +26,7 @@ struct Member {
 // the deadline, naming the ranks that did not come.
 std::vector<Member> admit_members(const Descriptor& listener, const MeetingPlace& place,
                                   const std::vector<int32_t>& ranks, Clock::time_point deadline,
-                                  const std::function<void()>& tick);
+                                  const Tick& tick);
 
 // Member: connects to the leader, which proves itself too, and hands it `doorbell`.
 ProvenConnection join_leader(const MeetingPlace& place, int32_t rank, int doorbell, Clock::time_point deadline,

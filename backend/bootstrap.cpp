@@ -3,11 +3,13 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "backend/admission.h"
 #include "backend/authentication.h"
+#include "backend/peer_lost.h"
 #include "backend/rendezvous.h"
 #include "backend/tcp_mesh.h"
 #include "backend/topology.h"
@@ -37,14 +39,14 @@ namespace {
 
 constexpr size_t kDescriptorsPerMessage = 64;
 
-// Failures of one connection, in words that name the rank at its other end. They stay DistNetworkErrors: it may have
-// broken because that rank failed, which then says why.
+// Failures of one connection, in words that name the rank at its other end. It may have broken because that rank
+// failed, which then says why.
 template <typename Action>
 auto with_peer(int32_t peer, const Action& action) {
   try {
     return action();
   } catch (const c10::DistNetworkError& error) {
-    C10_THROW_ERROR(DistNetworkError, c10::str("rank ", peer, ": ", error.what_without_backtrace()));
+    throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", peer, ": ", error.what_without_backtrace()), peer);
   }
 }
 
@@ -82,7 +84,7 @@ struct Session {
   std::string group;          // a name that no other group has
   std::vector<int32_t> node;  // the ranks of this node
   Clock::time_point deadline;
-  std::function<void()> tick;
+  Tick tick;
   MeetingPlace place;
   ArenaGeometry geometry;
   int64_t pool_bytes;  // for each rank, or kShareOfMemory
@@ -112,6 +114,10 @@ std::shared_ptr<TensorPool> map_pool(const Descriptor& fd, const Session& sessio
   return pool;
 }
 
+std::function<void()> tick_for(int32_t peer, const Session& session) {
+  return [&tick = session.tick, awaited = std::vector{peer}] { tick(awaited); };
+}
+
 // Leader: lets the members in, hands out arena and doorbells, and waits until everybody has mapped them.
 void host(const Session& session, Rendezvous& rendezvous, const Descriptor& listener, BootstrapResult* result) {
   std::vector<int32_t> others = session.node;
@@ -129,8 +135,9 @@ void host(const Session& session, Rendezvous& rendezvous, const Descriptor& list
   result->arena = std::make_unique<ShmArena>(arena.release(), session.geometry, session.local_rank);
   result->pool = map_pool(pool, session);
   for (Member& member : members) {
-    with_peer(member.rank,
-              [&] { return member.connection.receive(MessageKind::kReady, 0, session.deadline, session.tick); });
+    with_peer(member.rank, [&] {
+      return member.connection.receive(MessageKind::kReady, 0, session.deadline, tick_for(member.rank, session));
+    });
   }
   if (session.rank == 0) rendezvous.clean_up();  // rank 0 leads its node, and is connected to all other nodes
   for (Member& member : members) {
@@ -148,12 +155,12 @@ void join(const Session& session, BootstrapResult* result) {
   const int32_t leader_rank = session.node[0];
   std::vector<Member> peers(1);
   Member& leader = peers[0];
+  const std::function<void()> tick = tick_for(leader_rank, session);
   leader.rank = leader_rank;
   leader.connection = with_peer(leader_rank, [&] {
-    return join_leader(session.place, session.rank, process_doorbell(), session.deadline, session.tick);
+    return join_leader(session.place, session.rank, process_doorbell(), session.deadline, tick);
   });
-  std::vector<Descriptor> received =
-      receive_descriptors(leader, 2 + session.node.size(), session.deadline, session.tick);
+  std::vector<Descriptor> received = receive_descriptors(leader, 2 + session.node.size(), session.deadline, tick);
   result->arena = std::make_unique<ShmArena>(received[0].release(), session.geometry, session.local_rank);
   result->pool = map_pool(received[1], session);
   received.erase(received.begin(), received.begin() + 2);
@@ -161,7 +168,7 @@ void join(const Session& session, BootstrapResult* result) {
   result->arena->set_doorbells(std::move(received));
   with_peer(leader_rank, [&] {
     leader.connection.send(MessageKind::kReady, "", {}, session.deadline);
-    return leader.connection.receive(MessageKind::kGo, 0, session.deadline, session.tick);
+    return leader.connection.receive(MessageKind::kGo, 0, session.deadline, tick);
   });
   result->channel = std::make_shared<DescriptorChannel>(session.rank, session.world_size, std::move(peers), false);
 }
@@ -233,11 +240,18 @@ void greet_peers(Network& network, const Session& session) {
   constexpr std::chrono::milliseconds kNow{0};
   for (std::vector<int32_t> silent = network.silent_for(kNow); !silent.empty(); silent = network.silent_for(kNow)) {
     const auto now = Clock::now();
+    if (now >= next_tick || now >= session.deadline) {
+      session.tick(silent);
+      next_tick = now + kTick;
+    }
     TORCH_CHECK_WITH(DistBackendError, now < session.deadline, network.name(), ": no answer from ",
                      format_ranks(silent), " in time; look at what those ranks were doing, or raise the timeout");
-    if (now >= next_tick) {
-      session.tick();
-      next_tick = now + kTick;
+    for (const int32_t peer : silent) {
+      const RemoteState state = network.state_of(peer);
+      if (state.is_lost || state.state == RankState::kFailed) {
+        const std::string& why = state.is_lost ? state.loss : state.failure;
+        throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", peer, ": ", why), peer);
+      }
     }
     if (network.progress() || !network.arm()) continue;
     pollfd entry{network.descriptor(), POLLIN, 0};
@@ -293,16 +307,11 @@ void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const Boo
                   .group = map.socket_names[0],
                   .node = node,
                   .deadline = deadline,
-                  .tick = [&] { rendezvous.look_around(); },
+                  .tick = [&](const std::vector<int32_t>& awaited) { rendezvous.look_around(awaited); },
                   .place = {map.socket_names[node[0]], options.secret.empty() ? map.secret : options.secret},
                   .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes, options.mailbox_bytes},
                   .pool_bytes = options.pool_bytes};
   if (result->topology.node_count() > 1) {
-    // Peers may still wait for this rank's answer while it meets its node.
-    session.tick = [&] {
-      rendezvous.look_around();
-      if (result->network) result->network->progress();
-    };
     const auto kind = static_cast<NetworkKind>(map.network);
     // The map is not signed, and UCX opens a port that parses bytes before they are proven.
     const bool is_offered = kind == NetworkKind::kUcx ? options.network == NetworkKind::kUcx || own.has_rdma != 0
@@ -351,14 +360,25 @@ BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank
   const auto deadline = deadline_after(options.timeout);
   Rendezvous rendezvous(store, rank, world_size, deadline);
   BootstrapResult result;
+  // Others may wait for this rank's answer, and in their first operation for this rank, while it still meets its node.
+  rendezvous.set_meanwhile([&](const std::vector<int32_t>& awaited) {
+    if (result.network) {
+      result.network->note_wait(Lane::kCollective, awaited);
+      result.network->progress();
+    }
+    if (result.arena && !awaited.empty()) result.arena->note_wait(Lane::kCollective, awaited[0]);
+  });
   std::string failure;
-  bool is_consequence = false;
+  std::optional<int32_t> lost;
   try {
     connect(rendezvous, rank, world_size, options, deadline, &result);
     return result;
+  } catch (const PeerLost& error) {
+    failure = error.what_without_backtrace();
+    lost = error.rank();
   } catch (const c10::DistNetworkError& error) {
     failure = error.what_without_backtrace();
-    is_consequence = true;
+    lost = -1;
   } catch (const c10::Error& error) {
     failure = error.what_without_backtrace();
   } catch (const std::exception& error) {  // what a signal's handler threw, or no memory
@@ -366,7 +386,7 @@ BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank
     rendezvous.report_failure("interrupted: " + text.substr(0, text.find('\n')));
     throw;
   }
-  failure = rendezvous.find_cause(failure, is_consequence);
+  failure = rendezvous.find_cause(failure, lost);
   rendezvous.report_failure(failure);
   const std::string text = c10::str("[zeropg rank ", rank, "/", world_size, "] bootstrap: ", failure);
   // Peers that were told to go on already wait for this rank in their first operation.

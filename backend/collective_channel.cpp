@@ -21,11 +21,11 @@ constexpr int64_t kInlineBytes = 32 << 10;  // what a call may do before it retu
 constexpr c10::SourceLocation kHere{"describe_error", __FILE__, 0};
 
 // What people and tools look for in the error of a monitored barrier, in gloo's words.
-std::string describe_monitored(const OperationLabel& label, const ZeroWork& work, const std::vector<int32_t>& awaited) {
+std::string describe_monitored(const OperationLabel& label, const ZeroWork& work, const std::vector<int32_t>& culprits) {
   if (std::string_view(label.title) != kMonitoredBarrierTitle) {
     return "";
   }
-  std::string ranks = format_ranks(awaited);
+  std::string ranks = format_ranks(culprits);
   ranks[0] = 'R';
   return c10::str(ranks, " failed to pass monitoredBarrier in ", work.timeout().count(), " ms; ");
 }
@@ -311,13 +311,13 @@ void CollectiveChannel::check(CollectiveJob& job) {
   if (!stall_watch_.may_blame(now, *job.start) || now - *job.start < job.work->timeout()) {
     return;
   }
+  const HeldUp held_up = group_->held_up(Lane::kCollective, awaited);
   C10_THROW_ERROR(
       DistBackendError,
-      c10::str(label.prefix(), ": ", describe_monitored(label, *job.work, awaited), "timed out after ",
+      c10::str(label.prefix(), ": ", describe_monitored(label, *job.work, held_up.culprits), "timed out after ",
                job.work->timeout().count(), " ms ", job.execution->describe_wait(), ", waiting for ",
-               format_ranks(awaited), group_->held_up(Lane::kCollective, awaited), group_->silence(),
-               "; see what they do (a stopped process, another collective, a slow step) or raise the timeout of the"
-               " group."));
+               format_ranks(awaited), held_up.chain, group_->silence(), "; ", advise_to_look_at(held_up.culprits),
+               " (a stopped process, another collective, a slow step) or raise the timeout of the group."));
 }
 
 bool CollectiveChannel::wait_until_idle(std::chrono::milliseconds limit) {

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <optional>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "backend/held_up.h"
 #include "backend/transport/rank_names.h"
 #include "backend/transport/shm_transport.h"
 #include "backend/waiting_threads.h"
@@ -189,15 +189,33 @@ std::string Group::silence() const {
   return silent.empty() ? "" : "; no sign of life from " + format_ranks(silent);
 }
 
-std::string Group::held_up(Lane lane, const std::vector<int32_t>& awaited) {
+std::vector<int32_t> Group::others_than(int32_t rank) const {
+  std::vector<int32_t> ranks(static_cast<size_t>(world_size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  std::erase(ranks, rank);
+  return ranks;
+}
+
+void Group::note_wait(Lane lane, int32_t peer, const std::vector<int32_t>& awaited) {
+  arena().note_wait(lane, peer == kAnybody ? world_size() : peer);
+  if (network() != nullptr) {
+    network()->note_wait(lane, awaited);
+  }
+}
+
+HeldUp Group::held_up(Lane lane, const std::vector<int32_t>& awaited) {
   // A rank that waits in the other lane is no more to blame than one that waits in this one.
   const Lane other = lane == Lane::kCollective ? Lane::kPointToPoint : Lane::kCollective;
-  return describe_held_up(rank(), awaited, [&](int32_t peer) -> std::vector<int32_t> {
-    if (!is_on_this_node(peer)) return {};
+  return find_held_up(rank(), awaited, [&](int32_t peer) -> std::vector<int32_t> {
+    if (!is_on_this_node(peer)) {
+      const std::vector<int32_t> waits = network()->waits_of(peer, lane);
+      return waits.empty() ? network()->waits_of(peer, other) : waits;
+    }
     const int32_t local = local_rank(peer);
     const std::optional<int32_t> here = arena().wait_of(local, lane);
     const std::optional<int32_t> wait = here ? here : arena().wait_of(local, other);
     if (!wait) return {};
+    if (*wait == world_size()) return others_than(peer);
     if (*wait != ShmArena::kAtBarrier) return *wait < world_size() ? std::vector{*wait} : std::vector<int32_t>();
     std::vector<int32_t> missing = arena().missing_for(local);
     for (int32_t& late : missing) late = node()[late];

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "backend/bootstrap.h"
+#include "backend/held_up.h"
 #include "backend/hooks.h"
 #include "backend/request.h"
 #include "backend/topology.h"
@@ -68,6 +69,7 @@ class Group : public std::enable_shared_from_this<Group> {
   // The ranks of this node, ascending.
   const std::vector<int32_t>& node() const { return topology().nodes[topology().node_rank[rank()]]; }
   bool is_on_this_node(int32_t peer) const { return topology().node_rank[peer] == topology().node_rank[rank()]; }
+  std::vector<int32_t> others_than(int32_t rank) const;
   // Of a rank of this node: its place in node() and in the arena.
   int32_t local_rank(int32_t peer) const { return topology().local_rank[peer]; }
   // Ranks of this node that have not reached the node's barrier.
@@ -87,10 +89,11 @@ class Group : public std::enable_shared_from_this<Group> {
   void depart();  // tells the peers that this rank left on purpose, unless it failed; later calls raise
   // "; no sign of life from ranks 2, 3", or "": which ranks of other nodes do not even answer.
   std::string silence() const;
-  // What the progress of a lane waits for, said again at every check: `peer`, or ShmArena::kAtBarrier.
-  void note_wait(Lane lane, int32_t peer) { arena().note_wait(lane, peer); }
-  // "; rank 1 itself waits for rank 2", or "": held_up.h, for the ranks of this node.
-  std::string held_up(Lane lane, const std::vector<int32_t>& awaited);
+  // What the progress of a lane waits for, said again at every check: `peer`, ShmArena::kAtBarrier or kAnybody, and
+  // which ranks those are.
+  static constexpr int32_t kAnybody = -2;
+  void note_wait(Lane lane, int32_t peer, const std::vector<int32_t>& awaited);
+  HeldUp held_up(Lane lane, const std::vector<int32_t>& awaited);  // held_up.h
   // "waiting for ranks 1, 3"; a guess from any thread, for messages only.
   std::string who_is_late();
 

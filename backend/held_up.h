@@ -11,9 +11,15 @@ namespace zeropg {
 // Whom a rank waits for, as far as anybody here knows; empty: nobody.
 using WaitsOf = std::function<std::vector<int32_t>(int32_t rank)>;
 
-// "; rank 1 itself waits for rank 2" for every rank that `rank` waits for, `awaited` at first and then those that they
-// wait for, so that whoever is in none of these sentences but at their ends is the one to look at. "": all of `awaited`
-// are.
-std::string describe_held_up(int32_t rank, const std::vector<int32_t>& awaited, const WaitsOf& waits_of);
+struct HeldUp {
+  // "; rank 1 itself waits for rank 2" for every rank that `rank` waits for, `awaited` at first and then those that
+  // they wait for, as far as they wait for somebody.
+  std::string chain;
+  std::vector<int32_t> culprits;  // who does not; ascending. `awaited` where all wait in a circle
+};
+HeldUp find_held_up(int32_t rank, const std::vector<int32_t>& awaited, const WaitsOf& waits_of);
+
+// "see what ranks 1, 2 do": the end of an error's text.
+std::string advise_to_look_at(const std::vector<int32_t>& culprits);
 
 }  // namespace zeropg

@@ -6,6 +6,7 @@
 #include <poll.h>
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <string>
@@ -46,6 +47,9 @@ Packet receive_packet(const Descriptor& socket, size_t max_bytes, size_t max_des
                       const std::function<void()>& tick);
 void send_packet(const Descriptor& socket, std::string_view bytes, std::span<const int> descriptors,
                  Clock::time_point deadline);
+
+// What a wait for `awaited` calls now and then; it may throw.
+using Tick = std::function<void(const std::vector<int32_t>& awaited)>;
 
 // poll(2) until something is ready, for at most `kTick` and not past `deadline`.
 constexpr std::chrono::milliseconds kTick{50};

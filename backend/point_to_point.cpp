@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
-#include <numeric>
 
 #include "backend/collective_channel.h"
 #include "backend/interrupts.h"
@@ -256,34 +254,28 @@ void PointToPoint::check(const ZeroWork* own) {
 }
 
 void PointToPoint::check_all_locked(const PeerStates& peers) {
-  if (const std::optional<int32_t> peer = peer_of_oldest_locked()) {
-    group_->note_wait(Lane::kPointToPoint, *peer);
+  if (const PostedMessage* posted = oldest_locked()) {
+    const int32_t peer = posted->message.peer;
+    group_->note_wait(Lane::kPointToPoint, peer == Message::kAnySource ? Group::kAnybody : peer, awaited_by(*posted));
   }
   for (const PostedMessage& posted : posted_.queue()) {
-    std::vector<int32_t> awaited{posted.message.peer};
-    if (posted.message.peer == Message::kAnySource) {
-      awaited.resize(static_cast<size_t>(group_->world_size()));
-      std::iota(awaited.begin(), awaited.end(), 0);
-    }
-    check_locked(posted, peers, awaited);
+    check_locked(posted, peers);
   }
   for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
     for (const PostedMessage& posted : outboxes_[peer].queue()) {
-      check_locked(posted, peers, {peer});
+      check_locked(posted, peers);
     }
     if (inboxes_[peer].target()) {
-      check_locked(*inboxes_[peer].target(), peers, {peer});
+      check_locked(*inboxes_[peer].target(), peers);
     }
   }
 }
 
-std::optional<int32_t> PointToPoint::peer_of_oldest_locked() const {
-  uint64_t order = std::numeric_limits<uint64_t>::max();
-  std::optional<int32_t> peer;
+const PostedMessage* PointToPoint::oldest_locked() const {
+  const PostedMessage* oldest = nullptr;
   const auto look = [&](const PostedMessage& posted) {
-    if (posted.order < order && posted.message.peer != Message::kAnySource) {
-      order = posted.order;
-      peer = posted.message.peer;
+    if (oldest == nullptr || posted.order < oldest->order) {
+      oldest = &posted;
     }
   };
   std::for_each(posted_.queue().begin(), posted_.queue().end(), look);
@@ -293,12 +285,17 @@ std::optional<int32_t> PointToPoint::peer_of_oldest_locked() const {
       look(*inboxes_[i].target());
     }
   }
-  return peer;
+  return oldest;
 }
 
-void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& peers,
-                                const std::vector<int32_t>& awaited) {
+std::vector<int32_t> PointToPoint::awaited_by(const PostedMessage& posted) const {
+  const int32_t peer = posted.message.peer;
+  return peer == Message::kAnySource ? group_->others_than(group_->rank()) : std::vector<int32_t>{peer};
+}
+
+void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& peers) {
   const OperationLabel& label = posted.message.work->label();
+  std::vector<int32_t> awaited = awaited_by(posted);
   // A receive from anybody goes on as long as anybody is left.
   const bool is_any = posted.message.peer == Message::kAnySource;
   const bool is_alone = peers.departed.size() + peers.dead.size() + 1 == static_cast<size_t>(group_->world_size());
@@ -306,12 +303,18 @@ void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& p
     throw_if_lost(label, peers, awaited);
   }
   const auto now = std::chrono::steady_clock::now();
-  const bool is_in_time = now - posted.start < posted.message.work->timeout();
-  TORCH_CHECK_WITH(DistBackendError, !stall_watch_.may_blame(now, posted.start) || is_in_time, label.prefix(),
-                   ": timed out after ", posted.message.work->timeout().count(), " ms waiting for ",
-                   is_any ? std::string("any rank") : format_ranks(awaited),
-                   group_->held_up(Lane::kPointToPoint, awaited), group_->silence(),
-                   "; see what it does, or raise the timeout of the group.");
+  if (!stall_watch_.may_blame(now, posted.start) || now - posted.start < posted.message.work->timeout()) {
+    return;
+  }
+  for (const int32_t peer : peers.departed) {
+    std::erase(awaited, peer);
+  }
+  const HeldUp held_up = group_->held_up(Lane::kPointToPoint, awaited);
+  C10_THROW_ERROR(DistBackendError,
+                  c10::str(label.prefix(), ": timed out after ", posted.message.work->timeout().count(),
+                           " ms waiting for ", awaited.size() > 1 ? "any of " : "", format_ranks(awaited),
+                           held_up.chain, group_->silence(), "; ", advise_to_look_at(held_up.culprits),
+                           ", or raise the timeout of the group."));
 }
 
 void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {

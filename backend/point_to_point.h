@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 #include "backend/engine.h"
@@ -55,8 +54,9 @@ class PointToPoint final : public Channel {
   bool has_pending() const;
   void check(const ZeroWork* own);
   void check_all_locked(const PeerStates& peers);
-  std::optional<int32_t> peer_of_oldest_locked() const;
-  void check_locked(const PostedMessage& posted, const PeerStates& peers, const std::vector<int32_t>& awaited);
+  const PostedMessage* oldest_locked() const;
+  std::vector<int32_t> awaited_by(const PostedMessage& posted) const;
+  void check_locked(const PostedMessage& posted, const PeerStates& peers);
   void fail_locked(const std::exception_ptr& error, FinishedMessages& finished);
   void finish(FinishedMessages finished, const ZeroWork* own);  // `own` has an owner: its caller, or who waits for it
   void leave();

@@ -4,16 +4,15 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <set>
-#include <string_view>
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 #include "backend/authentication.h"
+#include "backend/held_up.h"
 #include "backend/interrupts.h"
 #include "backend/transport/network_kind.h"
 #include "backend/transport/notices.h"
@@ -26,6 +25,7 @@ namespace {
 constexpr std::chrono::microseconds kShortestPause{100};  // between two questions to the store
 constexpr std::chrono::milliseconds kLongestPause{10};
 constexpr std::chrono::microseconds kPausePerRank{50};  // many ranks share one store
+constexpr std::chrono::milliseconds kPause{20};          // between two looks for what others say of a failure
 constexpr size_t kMaxFailureBytes = 1 << 16;
 const char* const kMapKey = "zeropg/map";
 const char* const kFailureKey = "zeropg/failure";
@@ -159,15 +159,15 @@ void Rendezvous::wait_for(const std::vector<Awaited>& awaited) {
   const auto longest_pause = kLongestPause + world_size_ * kPausePerRank;
   next_look_ = start + kLookInterval;
   while (!store_->check(keys)) {
-    look_around();
+    look([&] { return missing_of(awaited); });
     const auto now = Clock::now();
-    if (now >= deadline_) throw_late(awaited);
+    if (now >= deadline_) throw_late(missing_of(awaited));
     const auto pause = std::clamp<Clock::duration>((now - start) / 4, kShortestPause, longest_pause);
     std::this_thread::sleep_for(std::min<Clock::duration>(pause, deadline_ - now));
   }
 }
 
-void Rendezvous::throw_late(const std::vector<Awaited>& awaited) {
+std::vector<int32_t> Rendezvous::missing_of(const std::vector<Awaited>& awaited) {
   std::vector<int32_t> missing;
   if (awaited.size() == 1 && awaited[0].key == kMapKey) {  // rank 0 cannot write it before it has heard from everybody
     for (int32_t rank = 1; rank < world_size_; ++rank) {
@@ -179,6 +179,10 @@ void Rendezvous::throw_late(const std::vector<Awaited>& awaited) {
       if (!store_->check({entry.key})) missing.push_back(entry.rank);
     }
   }
+  return missing;
+}
+
+void Rendezvous::throw_late(const std::vector<int32_t>& missing) {
   names_the_late_ = true;
   C10_THROW_ERROR(DistBackendError, c10::str(format_ranks(missing),
                                              " did not come to the store in time; look at what those ranks were"
@@ -200,7 +204,13 @@ std::vector<std::string> Rendezvous::exchange_addresses(const std::string& own, 
 
 void Rendezvous::withdraw_address() { store_->deleteKey(address_key(rank_)); }
 
-void Rendezvous::look_around() {
+void Rendezvous::look_around(const std::vector<int32_t>& awaited) {
+  awaited_ = awaited;
+  meanwhile_(awaited_);
+  look([&] { return awaited_; });
+}
+
+void Rendezvous::look(const std::function<std::vector<int32_t>()>& awaited) {
   check_interrupts();
   const auto now = Clock::now();
   if (now < next_look_) return;
@@ -210,45 +220,60 @@ void Rendezvous::look_around() {
     names_the_late_ = true;
     C10_THROW_ERROR(DistBackendError, failure);
   }
-  if (!has_answered_ && store_->check({kRollCallKey})) {
-    store_->set(present_key(rank_), "");
-    has_answered_ = true;
-  }
+  if (answered_ ? *answered_ != awaited() : store_->check({kRollCallKey})) answer_roll_call(awaited());
 }
 
 std::string Rendezvous::reported_failure() {
   return store_->check({kFailureKey}) ? printable(to_text(store_->get(kFailureKey)), kMaxFailureBytes) : "";
 }
 
-std::vector<int32_t> Rendezvous::absent_ranks() {
-  std::vector<int32_t> absent;
-  for (int32_t rank = 0; rank < world_size_; ++rank) {
-    if (!store_->check({present_key(rank)})) absent.push_back(rank);
-  }
-  return absent;
+void Rendezvous::answer_roll_call(const std::vector<int32_t>& awaited) {
+  answered_ = awaited;
+  store_->set(present_key(rank_), encode_ranks(awaited));
 }
 
-std::string Rendezvous::find_cause(const std::string& failure, bool is_consequence) noexcept {
+std::string Rendezvous::call_roll(const std::string& failure) {
+  if (awaited_.empty()) return failure;
+  store_->set(kRollCallKey, "");
+  answer_roll_call(awaited_);
+  std::vector<int32_t> silent;
+  const WaitsOf waits_of = [&](int32_t rank) -> std::vector<int32_t> {
+    if (store_->check({present_key(rank)})) return decode_ranks(to_text(store_->get(present_key(rank))), world_size_);
+    silent.push_back(rank);
+    return {};
+  };
+  const auto end = Clock::now() + kRollCall;
+  while (true) {
+    const bool is_last = Clock::now() >= end;  // before the look: on a busy machine a pause may outlast the time
+    if (const std::string cause = reported_failure(); !cause.empty()) return cause;  // and its rank may be gone by now
+    silent.clear();
+    const HeldUp held_up = find_held_up(rank_, awaited_, waits_of);
+    if (silent.empty() || is_last) {
+      const std::string absent = silent.empty() ? "" : "; no sign of life from " + format_ranks(silent);
+      return failure + held_up.chain + absent + "; " + advise_to_look_at(held_up.culprits);
+    }
+    meanwhile_(awaited_);
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+std::string Rendezvous::find_cause(const std::string& failure, std::optional<int32_t> lost) noexcept {
   try {
-    constexpr std::chrono::milliseconds kPause{20};
-    if (Clock::now() >= deadline_ && !names_the_late_) {  // see Note [Roll call]
-      store_->set(kRollCallKey, "");
-      store_->set(present_key(rank_), "");
-      const auto end = Clock::now() + kRollCall;
-      std::vector<int32_t> absent = absent_ranks();
-      while (!absent.empty() && Clock::now() < end) {
-        std::this_thread::sleep_for(kPause);
-        absent = absent_ranks();
-      }
-      return absent.empty() ? failure : failure + "; no sign of life from " + format_ranks(absent);
-    }
-    if (is_consequence) store_->set(broken_key(rank_), failure);
-    const auto end = Clock::now() + patience_;
-    for (bool is_last = !is_consequence; !is_last; std::this_thread::sleep_for(kPause)) {
-      is_last = Clock::now() >= end;  // before the look: on a busy machine a pause may outlast the patience
+    if (lost && *lost >= 0) awaited_ = {*lost};
+    if (names_the_late_) return failure;
+    if (Clock::now() >= deadline_) return call_roll(failure);
+    if (!lost) return failure;
+    store_->set(broken_key(rank_), encode(BreakRecord{*lost, failure}));
+    const auto start = Clock::now();
+    const auto end = std::min(start + patience_, std::max(deadline_, start + kRollCall));
+    for (bool is_last = false; !is_last; std::this_thread::sleep_for(kPause)) {
+      is_last = Clock::now() >= end;
       if (const std::string cause = reported_failure(); !cause.empty()) return cause;
+      meanwhile_(awaited_);
+      if (!answered_ && store_->check({kRollCallKey})) answer_roll_call(awaited_);
     }
-    if (is_consequence) return first_break(failure);
+    // The rank that is lost may have left at its deadline.
+    return store_->check({kRollCallKey}) ? call_roll(failure) : first_break({*lost, failure});
   } catch (const std::exception&) {
     // The store is what failed, or it is gone.
   }
@@ -257,14 +282,19 @@ std::string Rendezvous::find_cause(const std::string& failure, bool is_consequen
 
 // A rank that loses a peer lets go of its own peers, who lose it. Nobody gives a cause where a process died: then it is
 // the rank that is said to be lost and does not itself say whom it lost.
-std::string Rendezvous::first_break(std::string failure) {
-  std::set<int32_t> known{rank_};
-  int32_t lost = -1;
-  while (std::sscanf(failure.c_str(), "rank %d: ", &lost) == 1 && known.insert(lost).second &&
-         store_->check({broken_key(lost)})) {
-    failure = printable(to_text(store_->get(broken_key(lost))), kMaxFailureBytes);
+std::string Rendezvous::first_break(BreakRecord first) {
+  std::set<int64_t> known{rank_, first.lost};
+  while (first.lost >= 0 && first.lost < world_size_) {
+    const std::string key = broken_key(static_cast<int32_t>(first.lost));
+    if (!store_->check({key})) break;
+    BreakRecord next = decode_break(to_text(store_->get(key)));
+    if (!known.insert(next.lost).second) break;
+    first = std::move(next);
   }
-  return failure;
+  const std::string text = printable(first.text, kMaxFailureBytes);
+  return first.lost < 0 ? text
+                        : text + "; look for the error of rank " + std::to_string(first.lost) +
+                              " or a kill (out of memory?)";
 }
 
 // The map is written over, so that no secret stays, and not deleted: a rank that saw it may just be going to read it.

@@ -2,8 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
 #include <vector>
 
 #include "backend/local_socket.h"
@@ -13,13 +16,13 @@ namespace zeropg {
 
 // Keys under the store's own prefix: "zeropg/rank/<r>" (a record), "zeropg/map", "zeropg/address/<r>", "zeropg/failure"
 // (the first error of any rank, so that the others need not wait for their deadline), "zeropg/roll_call",
-// "zeropg/present/<r>" and "zeropg/broken/<r>" (how r lost a peer, for whom it leaves thereby). Every wait ends at the
+// "zeropg/present/<r>" (for whom r waits) and "zeropg/broken/<r>" (which rank r lost, and how). Every wait ends at the
 // deadline with DistBackendError naming the ranks that did not come.
 //
 // Note [Roll call]
 // Who runs into the deadline has waited for some rank, which may itself have waited for another one. So it calls the
-// roll: every rank that is still in its bootstrap answers at its next look at the store, and who does not answer is
-// what is wrong.
+// roll: every rank that is still in its bootstrap says at its next look at the store for whom it waits. Who is waited
+// for, by whatever detour, and does not answer is what is wrong.
 class Rendezvous {
  public:
   Rendezvous(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t world_size, Clock::time_point deadline);
@@ -32,13 +35,15 @@ class Rendezvous {
   std::vector<std::string> exchange_addresses(const std::string& own, const std::vector<int32_t>& peers,
                                               const AddressKey& key);
   void withdraw_address();  // when all who need it have it
-  // Now and then during every wait, as often as one likes: throws what another rank failed with or what a signal's
-  // handler throws, and answers the roll call.
-  void look_around();
-  // What to report instead of `failure`, this rank's own error: another rank's one where that came first and this is a
-  // mere consequence (a connection that broke); at the deadline it adds the ranks that give no sign of life. Takes up
-  // to a second.
-  std::string find_cause(const std::string& failure, bool is_consequence) noexcept;
+  // What else is to be done now and then during every wait. It must not throw.
+  void set_meanwhile(Tick meanwhile) { meanwhile_ = std::move(meanwhile); }
+  // Now and then during every wait for `awaited`, as often as one likes: throws what another rank failed with or what a
+  // signal's handler throws, and answers the roll call.
+  void look_around(const std::vector<int32_t>& awaited);
+  // What to report instead of `failure`, this rank's own error. Where that is a mere consequence, since the way to the
+  // rank `lost` broke (-1: to the store): what another rank failed with, or lost whom before. At the deadline it adds
+  // who holds up the ranks that this one waits for, which takes up to a second.
+  std::string find_cause(const std::string& failure, std::optional<int32_t> lost) noexcept;
   void report_failure(const std::string& error) noexcept;
   // Rank 0, when everybody has read the map and nobody has been told to go on: the secret should not stay in the store,
   // and a later group with the same prefix must not find it.
@@ -51,10 +56,13 @@ class Rendezvous {
     std::string key;
   };
   void wait_for(const std::vector<Awaited>& awaited);
-  [[noreturn]] void throw_late(const std::vector<Awaited>& awaited);
+  std::vector<int32_t> missing_of(const std::vector<Awaited>& awaited);
+  [[noreturn]] void throw_late(const std::vector<int32_t>& missing);
+  void look(const std::function<std::vector<int32_t>()>& awaited);
   std::string reported_failure();  // "": none
-  std::string first_break(std::string failure);
-  std::vector<int32_t> absent_ranks();
+  std::string first_break(BreakRecord own);
+  void answer_roll_call(const std::vector<int32_t>& awaited);
+  std::string call_roll(const std::string& failure);
 
   c10::intrusive_ptr<c10d::Store> store_;
   int32_t rank_ = 0;
@@ -62,7 +70,9 @@ class Rendezvous {
   Clock::time_point deadline_;
   Clock::duration patience_;     // with who broke a connection
   bool names_the_late_ = false;  // the error of this rank does
-  bool has_answered_ = false;    // the roll call
+  std::vector<int32_t> awaited_;
+  std::optional<std::vector<int32_t>> answered_;  // to the roll call
+  Tick meanwhile_ = [](const std::vector<int32_t>&) {};
   Clock::time_point next_look_{};
 };
 

@@ -47,6 +47,9 @@ class Reader {
   void finish() const {
     if (!bytes_.empty()) fail();
   }
+  [[noreturn]] static void fail() {
+    C10_THROW_ERROR(DistBackendError, "a record in the store is damaged; do all ranks run the same version of zeropg?");
+  }
 
  private:
   std::string_view take(size_t bytes) {
@@ -54,9 +57,6 @@ class Reader {
     const std::string_view field = bytes_.substr(0, bytes);
     bytes_.remove_prefix(bytes);
     return field;
-  }
-  [[noreturn]] static void fail() {
-    C10_THROW_ERROR(DistBackendError, "a record in the store is damaged; do all ranks run the same version of zeropg?");
   }
 
   std::string_view bytes_;
@@ -111,6 +111,38 @@ GroupMap decode_map(std::string_view bytes, int32_t world_size) {
   for (int32_t rank = 0; rank < world_size; ++rank) map.socket_names.push_back(reader.text());
   reader.finish();
   return map;
+}
+
+std::string encode(const BreakRecord& record) { return Writer().put(record.lost).put(record.text).bytes(); }
+
+BreakRecord decode_break(std::string_view bytes) {
+  Reader reader(bytes);
+  BreakRecord record;
+  record.lost = reader.number();
+  record.text = reader.text();
+  reader.finish();
+  return record;
+}
+
+std::string encode_ranks(const std::vector<int32_t>& ranks) {
+  Writer writer;
+  writer.put(static_cast<int64_t>(ranks.size()));
+  for (const int32_t rank : ranks) writer.put(static_cast<int64_t>(rank));
+  return writer.bytes();
+}
+
+std::vector<int32_t> decode_ranks(std::string_view bytes, int32_t world_size) {
+  Reader reader(bytes);
+  const int64_t count = reader.number();
+  if (count < 0 || count > world_size) Reader::fail();
+  std::vector<int32_t> ranks;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t rank = reader.number();
+    if (rank < 0 || rank >= world_size) Reader::fail();
+    ranks.push_back(static_cast<int32_t>(rank));
+  }
+  reader.finish();
+  return ranks;
 }
 
 std::string sign_address(const AddressKey& key, int32_t rank, std::string_view address) {

@@ -11,7 +11,7 @@ namespace zeropg {
 
 // What a rank says of itself.
 struct RankRecord {
-  int64_t protocol = 2;  // of the bootstrap; all ranks must have the same
+  int64_t protocol = 3;  // of the bootstrap; all ranks must have the same
   int64_t world_size = 0;
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
@@ -32,6 +32,12 @@ struct GroupMap {
   int64_t network = 0;  // NetworkKind: what is used between nodes
 };
 
+// How a rank lost another one.
+struct BreakRecord {
+  int64_t lost = -1;
+  std::string text;
+};
+
 // Signs addresses.
 struct AddressKey {
   std::string group;  // a name that no other group has
@@ -43,6 +49,12 @@ RankRecord decode_record(std::string_view bytes);
 
 std::string encode(const GroupMap& map);
 GroupMap decode_map(std::string_view bytes, int32_t world_size);
+
+std::string encode(const BreakRecord& record);
+BreakRecord decode_break(std::string_view bytes);
+
+std::string encode_ranks(const std::vector<int32_t>& ranks);
+std::vector<int32_t> decode_ranks(std::string_view bytes, int32_t world_size);
 
 // An address with its signature in front.
 std::string sign_address(const AddressKey& key, int32_t rank, std::string_view address);

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "backend/authentication.h"
+#include "backend/peer_lost.h"
 #include "backend/transport/rank_names.h"
 
 namespace zeropg {
@@ -69,6 +70,7 @@ class Mesh {
 
   bool is_complete() const { return calls_.empty() && waiting_for_.empty(); }
   std::vector<Descriptor> connections() { return std::move(connections_); }
+  std::vector<int32_t> missing() const;
   std::string complaint() const;
   void serve(Clock::time_point deadline);  // one round of poll
 
@@ -170,7 +172,9 @@ void Mesh::give_up(Call& call, const std::string& trouble) {
   call.received.clear();
   call.until = Clock::now() + kPause;
   // A wrong secret stays wrong. At one of several addresses somebody else may have answered.
-  TORCH_CHECK_WITH(DistNetworkError, call.refusals < call.hosts.size(), "rank ", call.peer, " at ", call.trouble);
+  if (call.refusals >= call.hosts.size()) {
+    throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", call.peer, " at ", call.trouble), call.peer);
+  }
 }
 
 bool Mesh::advance(Call& call) {
@@ -267,6 +271,12 @@ bool Mesh::check_proof(Visitor& visitor) {
   return true;
 }
 
+std::vector<int32_t> Mesh::missing() const {
+  std::vector<int32_t> ranks = waiting_for_;
+  for (const Call& call : calls_) ranks.push_back(call.peer);
+  return ranks;
+}
+
 std::string Mesh::complaint() const {
   std::string text;
   for (const Call& call : calls_) {
@@ -289,17 +299,17 @@ std::string Mesh::complaint() const {
 }  // namespace
 
 std::vector<Descriptor> connect_mesh(const Descriptor& listener, const MeshPlan& plan, Clock::time_point deadline,
-                                     const std::function<void()>& tick) {
+                                     const Tick& tick) {
   Mesh mesh(listener, plan);
   auto next_tick = Clock::now() + kTick;
   while (!mesh.is_complete()) {
     mesh.serve(deadline);
     const auto now = Clock::now();
-    if (now >= deadline) C10_THROW_ERROR(DistBackendError, mesh.complaint());
-    if (now >= next_tick) {
-      tick();
+    if (now >= next_tick || now >= deadline) {
+      tick(mesh.missing());
       next_tick = now + kTick;
     }
+    if (now >= deadline) C10_THROW_ERROR(DistBackendError, mesh.complaint());
   }
   return mesh.connections();
 }

@@ -31,9 +31,9 @@ struct MeshPlan {
 };
 
 // Returns the proven connections by rank. Calls `tick` now and then; it may throw. DistBackendError at the deadline,
-// naming the ranks that are missing and why; DistNetworkError when a peer refuses this rank's proof, which it also does
-// when it fails in the middle of it.
+// naming the ranks that are missing and why; PeerLost when a peer refuses this rank's proof, which it also does when it
+// fails in the middle of it.
 std::vector<Descriptor> connect_mesh(const Descriptor& listener, const MeshPlan& plan, Clock::time_point deadline,
-                                     const std::function<void()>& tick);
+                                     const Tick& tick);
 
 }  // namespace zeropg

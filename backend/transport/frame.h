@@ -13,11 +13,13 @@ enum class FrameKind : uint8_t {
   kCredit,      // value: how many bytes of the stream the receiver has taken so far; index: lane
   kState,       // value: RankState; payload: its text
   kPing,        // asks for a kPong
-  kPong,        // a sign of life
+  kPong,        // a sign of life; payload: ranks that its sender waits for; value: how many of them in lane 0
   kGet,         // value: ticket; payload: GetRequest
   kGetReply,    // value: ticket; payload: the next bytes
   kGetRefused,  // value: ticket; payload: why
 };
+
+constexpr size_t kMaxNamedWaits = 64;  // ranks of a lane in a kPong
 
 constexpr size_t kMaxPayloadBytes = size_t{256} << 10;
 

@@ -14,7 +14,9 @@ namespace zeropg {
 namespace {
 
 constexpr uint64_t kHeaderRoom = 64 << 10;             // Note [Windows]
-constexpr std::chrono::milliseconds kAskAfter{1'000};  // of silence
+constexpr std::chrono::milliseconds kAskInterval{500};
+constexpr std::chrono::milliseconds kOwnWaitLife{500};  // Note [Waits]
+constexpr std::chrono::milliseconds kWaitLife{1'500};   // of a peer's, which is asked every kAskInterval
 constexpr size_t kMaxGetsPerPeer = 1024;               // that wait to be served
 constexpr size_t kMaxRepliesPerPeer = 16 << 10;        // of those, and of refusals
 
@@ -38,7 +40,6 @@ Network::Network(std::unique_ptr<Wire> wire, NetworkOptions options)
   TORCH_INTERNAL_ASSERT(options_.window_bytes > 0);
   for (const int32_t peer : options_.peers) {
     peers_.at(static_cast<size_t>(peer)).is_member = true;
-    peers_[static_cast<size_t>(peer)].heard = Clock::now();
   }
 }
 
@@ -142,11 +143,48 @@ bool Network::read_from(int32_t peer) {
 // not fill our memory.
 void Network::answer_pings() {
   if (!std::exchange(owes_pongs_, false)) return;
+  std::vector<int32_t> waits = own_waits(Lane::kCollective);
+  const size_t first_count = waits.size();
+  const std::vector<int32_t> others = own_waits(Lane::kPointToPoint);
+  waits.insert(waits.end(), others.begin(), others.end());
+  const std::span<const std::byte> payload = std::as_bytes(std::span(waits));
+  const FrameHeader pong{FrameKind::kPong, 0, 0, static_cast<uint32_t>(payload.size()), first_count};
   for (const int32_t rank : options_.peers) {
     Peer& peer = peers_[static_cast<size_t>(rank)];
     if (!peer.owes_pong || is_gone(peer)) continue;
-    peer.owes_pong = !wire_->send(rank, {FrameKind::kPong, 0, 0, 0, 0}, {}, Urgency::kCanWait);
+    peer.owes_pong = !wire_->send(rank, pong, payload, Urgency::kCanWait);
     owes_pongs_ |= peer.owes_pong;
+  }
+}
+
+std::vector<int32_t> Network::own_waits(Lane lane) const {
+  const Wait& wait = waits_[static_cast<size_t>(lane)];
+  return Clock::now() - wait.noted <= kOwnWaitLife ? wait.awaited : std::vector<int32_t>();
+}
+
+void Network::note_wait(Lane lane, const std::vector<int32_t>& awaited) {
+  const std::lock_guard lock(mutex_);
+  Wait& wait = waits_[static_cast<size_t>(lane)];
+  wait.awaited.assign(awaited.begin(), awaited.begin() + std::min(awaited.size(), kMaxNamedWaits));
+  wait.noted = Clock::now();
+}
+
+std::vector<int32_t> Network::waits_of(int32_t peer_rank, Lane lane) const {
+  const std::lock_guard lock(mutex_);
+  const Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
+  const Wait& wait = peer.waits[static_cast<size_t>(lane)];
+  const bool is_known = !is_gone(peer) && Clock::now() - wait.noted <= kWaitLife;
+  return is_known ? wait.awaited : std::vector<int32_t>();
+}
+
+void Network::take_pong(int32_t peer_rank, size_t first_count, const Payload& payload) {
+  std::vector<int32_t> ranks(payload.bytes / sizeof(int32_t));
+  if (!ranks.empty()) std::memcpy(ranks.data(), payload.data.get(), payload.bytes);
+  Peer& peer = peers_[static_cast<size_t>(peer_rank)];
+  for (Wait& wait : peer.waits) wait = {{}, Clock::now()};
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const bool is_rank = ranks[i] >= 0 && ranks[i] < options_.world_size;
+    if (is_rank) peer.waits[i < first_count ? 0 : 1].awaited.push_back(ranks[i]);
   }
 }
 
@@ -214,9 +252,14 @@ void Network::check_frame(int32_t peer_rank, const FrameHeader& header) {
       if (header.payload_bytes > kFailureBytes) throw_senseless("a text that is too long");
       return;
     case FrameKind::kPing:
-    case FrameKind::kPong:
-      if (header.payload_bytes != 0) throw_senseless("a damaged sign of life");
+      if (header.payload_bytes != 0) throw_senseless("a damaged question for a sign of life");
       return;
+    case FrameKind::kPong: {
+      const size_t count = header.payload_bytes / sizeof(int32_t);
+      const bool is_whole = header.payload_bytes == count * sizeof(int32_t) && count <= kLaneCount * kMaxNamedWaits;
+      if (!is_whole || header.value > count) throw_senseless("a damaged sign of life");
+      return;
+    }
     case FrameKind::kGet:
       if (header.payload_bytes != sizeof(GetRequest)) throw_senseless("a damaged question for memory");
       return;
@@ -246,6 +289,7 @@ void Network::take_frame(int32_t peer_rank, const FrameHeader& header, Payload p
       peer.owes_pong = owes_pongs_ = true;
       break;
     case FrameKind::kPong:
+      take_pong(peer_rank, header.value, payload);
       break;
     case FrameKind::kGet:
       take_get(peer_rank, header.value, payload);
@@ -292,9 +336,7 @@ void Network::lose_peer(int32_t peer_rank, const std::string& reason) {
 }
 
 void Network::note_sign_of_life(int32_t peer_rank) {
-  Peer& peer = peers_[static_cast<size_t>(peer_rank)];
-  peer.heard = Clock::now();
-  peer.asked = {};
+  peers_[static_cast<size_t>(peer_rank)].asked = {};
 }
 
 void Network::register_region(uint64_t region, std::span<const std::byte> memory) {
@@ -435,7 +477,8 @@ RemoteState Network::state_of(int32_t peer) const {
 void Network::greet() {
   const std::lock_guard lock(mutex_);
   for (const int32_t rank : options_.peers) {
-    peers_[static_cast<size_t>(rank)].asked = Clock::now();
+    Peer& peer = peers_[static_cast<size_t>(rank)];
+    peer.asked = peer.last_asked = Clock::now();
     send_small(rank, FrameKind::kPing, 0, 0);
   }
 }
@@ -447,8 +490,8 @@ void Network::ask_for_life() {
   const auto now = Clock::now();
   for (const int32_t rank : options_.peers) {
     Peer& peer = peers_[static_cast<size_t>(rank)];
-    if (is_gone(peer) || peer.asked != Clock::time_point{} || now - peer.heard < kAskAfter) continue;
-    peer.asked = now;
+    if (is_gone(peer) || peer.asked != Clock::time_point{} || now - peer.last_asked < kAskInterval) continue;
+    peer.asked = peer.last_asked = now;
     send_small(rank, FrameKind::kPing, 0, 0);
   }
 }

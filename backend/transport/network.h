@@ -71,10 +71,19 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   uint64_t state_changes() const { return state_changes_.load(std::memory_order_acquire); }
   // Asks every peer for a sign of life now; silent_for(0 ms) are those that have not answered.
   void greet();
-  // Asks every peer that has been silent for a while for a sign of life; to be called while something is awaited.
+  // Asks every peer now and then for a sign of life; to be called while something is awaited.
   void ask_for_life();
   // Peers that have left such a question without an answer for `limit`.
   std::vector<int32_t> silent_for(std::chrono::milliseconds limit) const;
+
+  // Note [Waits]
+  // Who waits for a rank that itself waits for a third one should name the third. So a rank says with each sign of life
+  // for whom it waits just now; what it said long ago is not believed, since it may have been stopped meanwhile.
+  //
+  // To be said again while this rank waits for `awaited` in `lane`.
+  void note_wait(Lane lane, const std::vector<int32_t>& awaited);
+  // Whom `peer` waits for; empty: nobody, as far as is known.
+  std::vector<int32_t> waits_of(int32_t peer, Lane lane) const;
 
   // Says goodbye: gives the last bytes up to `patience` to arrive. Nothing can be sent or received after.
   void close(std::chrono::milliseconds patience);
@@ -100,6 +109,10 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
     uint64_t rest = 0;
     std::string refusal;  // "": none, and the fields above say what is sent
   };
+  struct Wait {
+    std::vector<int32_t> awaited;
+    Clock::time_point noted{};
+  };
   struct Peer {
     bool is_member = false;
     bool owes_pong = false;
@@ -107,8 +120,9 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
     Outgoing outgoing[kLaneCount];
     Incoming incoming[kLaneCount];
     std::deque<Reply> replies;
-    Clock::time_point heard{};
     Clock::time_point asked{};  // zero: no question is open
+    Clock::time_point last_asked{};
+    Wait waits[kLaneCount];  // as it said itself
   };
   struct Wanted {
     FrameKind kind = FrameKind::kPing;
@@ -138,6 +152,8 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   bool serve_gets();
   bool read_from(int32_t peer);  // what the wire has, of one or, with -1, of all
   void answer_pings();
+  std::vector<int32_t> own_waits(Lane lane) const;
+  void take_pong(int32_t peer, size_t first_count, const Payload& payload);
   size_t take_queued(Incoming& stream, std::span<std::byte> data);
   void tell_taken(int32_t peer, size_t lane);
   void send_small(int32_t peer, FrameKind kind, uint8_t index, uint64_t value, std::span<const std::byte> payload = {});
@@ -149,6 +165,7 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   std::atomic<uint64_t> state_changes_{0};
   mutable std::mutex mutex_;  // guards all below, and the wire
   std::vector<Peer> peers_;   // by rank
+  Wait waits_[kLaneCount];    // this rank's
   std::map<uint64_t, std::span<const std::byte>> regions_;
   std::map<uint64_t, Get> gets_;
   uint64_t last_ticket_ = 0;

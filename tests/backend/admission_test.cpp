@@ -16,7 +16,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-const auto kNoTick = [] {};
+const auto kNoTick = [](auto&&...) {};
 
 class Admission : public ::testing::Test {
  protected:

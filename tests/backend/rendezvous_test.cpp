@@ -94,11 +94,37 @@ TEST_F(RendezvousTest, FailureOfOneRankEndsTheWaitOfTheOthers) {
 
 TEST_F(RendezvousTest, WhoLosesARankThatLostAnotherNamesTheFirst) {
   std::string cause;
-  std::thread loses_rank_2([&] { of(0, 3).find_cause("rank 2: the peer closed the connection", true); });
-  std::thread loses_rank_0([&] { cause = of(1, 3).find_cause("rank 0: the peer closed the connection", true); });
+  std::thread loses_rank_2([&] { of(0, 3).find_cause("the peer closed the connection 2", 2); });
+  std::thread loses_rank_0([&] { cause = of(1, 3).find_cause("the peer closed the connection 0", 0); });
   loses_rank_2.join();
   loses_rank_0.join();
-  EXPECT_EQ(cause, "rank 2: the peer closed the connection");
+  EXPECT_EQ(cause, "the peer closed the connection 2; look for the error of rank 2 or a kill (out of memory?)");
+}
+
+TEST_F(RendezvousTest, RanksThatLoseEachOtherNameEachOther) {
+  std::string cause;
+  std::thread loses_rank_1([&] { of(0, 2, milliseconds(2000)).find_cause("no way to rank 1", 1); });
+  std::thread loses_rank_0([&] { cause = of(1, 2, milliseconds(2000)).find_cause("no way to rank 0", 0); });
+  loses_rank_1.join();
+  loses_rank_0.join();
+  EXPECT_EQ(cause, "no way to rank 0; look for the error of rank 0 or a kill (out of memory?)");
+}
+
+TEST_F(RendezvousTest, TheRollCallFindsWhomAllWaitFor) {
+  std::string cause;
+  std::thread waits_for_2([&] {
+    Rendezvous rank_1 = of(1, 4);
+    for (int i = 0; i < 60 && !store_->check({"zeropg/present/1"}); ++i) {
+      rank_1.look_around({2});
+      std::this_thread::sleep_for(milliseconds(50));
+    }
+  });
+  Rendezvous rank_0 = of(0, 4, milliseconds(1));
+  std::this_thread::sleep_for(milliseconds(5));
+  rank_0.look_around({1});  // rank 3 is not waited for
+  EXPECT_EQ(rank_0.find_cause("late", std::nullopt),
+            "late; rank 1 itself waits for rank 2; no sign of life from rank 2; see what rank 2 does");
+  waits_for_2.join();
 }
 
 TEST_F(RendezvousTest, LateRanksAreNamed) {

@@ -37,7 +37,7 @@ MeshPlan plan_for(int32_t rank, const std::vector<Node>& nodes, const std::strin
 std::string connect(const Node& node, const MeshPlan& plan, std::vector<Descriptor>* connections,
                     milliseconds limit = milliseconds(20'000)) {
   try {
-    *connections = connect_mesh(node.listener, plan, Clock::now() + limit, [] {});
+    *connections = connect_mesh(node.listener, plan, Clock::now() + limit, [](const std::vector<int32_t>&) {});
     return "";
   } catch (const c10::DistError& error) {
     return error.what_without_backtrace();

@@ -149,9 +149,36 @@ TEST_P(NetworkSuite, AVanishedPeerIsLostForAllOthersAndNobodyElseIs) {
 
 TEST_P(NetworkSuite, LivingPeersAnswerWhoeverAsks) {
   auto world = make(2);
-  std::this_thread::sleep_for(std::chrono::milliseconds(1100));  // nobody asks before
   world->rank(0).ask_for_life();
   EXPECT_TRUE(eventually([&] { return world->rank(0).silent_for(std::chrono::milliseconds(0)).empty(); }));
+}
+
+TEST_P(NetworkSuite, WhoIsAskedSaysForWhomItWaitsForAsLongAsItDoes) {
+  auto world = make(3);
+  const std::vector<int32_t> known{0, 2};
+  const auto ask = [&](Lane lane) {
+    world->rank(0).ask_for_life();
+    return world->rank(0).waits_of(1, lane);
+  };
+  EXPECT_TRUE(eventually([&] {
+    world->rank(1).note_wait(Lane::kCollective, known);
+    world->rank(1).note_wait(Lane::kPointToPoint, {2});
+    return ask(Lane::kCollective) == known;
+  }));
+  EXPECT_EQ(ask(Lane::kPointToPoint), (std::vector<int32_t>{2}));
+  EXPECT_TRUE(ask(Lane::kCollective) == known);
+  EXPECT_TRUE(world->rank(0).waits_of(2, Lane::kCollective).empty());
+  EXPECT_TRUE(eventually([&] { return ask(Lane::kCollective).empty() && ask(Lane::kPointToPoint).empty(); }));
+}
+
+TEST_P(NetworkSuite, WhatARankSaidOfItsWaitsIsNotBelievedOnceItIsSilent) {
+  auto world = make(2);
+  EXPECT_TRUE(eventually([&] {
+    world->rank(1).note_wait(Lane::kCollective, {0});
+    world->rank(0).ask_for_life();
+    return !world->rank(0).waits_of(1, Lane::kCollective).empty();
+  }));
+  EXPECT_TRUE(eventually([&] { return world->rank(0).waits_of(1, Lane::kCollective).empty(); }));  // nobody asks
 }
 
 }  // namespace zeropg
