@@ -25,8 +25,7 @@ struct Member {
 // silence, garbage) are dropped without delaying anybody. Calls `tick` now and then; it may throw. DistBackendError at
 // the deadline, naming the ranks that did not come.
 std::vector<Member> admit_members(const Descriptor& listener, const MeetingPlace& place,
-                                  const std::vector<int32_t>& ranks, Clock::time_point deadline,
-                                  const Tick& tick);
+                                  const std::vector<int32_t>& ranks, Clock::time_point deadline, const Tick& tick);
 
 // Member: connects to the leader, which proves itself too, and hands it `doorbell`.
 ProvenConnection join_leader(const MeetingPlace& place, int32_t rank, int doorbell, Clock::time_point deadline,

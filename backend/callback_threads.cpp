@@ -74,6 +74,10 @@ CallbackThreads::~CallbackThreads() {
     new std::shared_ptr<State>(std::move(state_));  // a forked child has no such threads: leak their handles
     return;
   }
+  let_go();
+}
+
+void CallbackThreads::let_go() {
   for (std::thread& thread : state_->stop()) {
     thread.detach();
   }

@@ -24,6 +24,8 @@ class CallbackThreads {
 
   // Runs what was posted and ends the threads. The GIL must not be held. From inside a callback: does not wait for it.
   void stop();
+  // The same without a wait: the threads end once they have run what was posted.
+  void let_go();
 
  private:
   struct State;                   // shared with the threads: they may outlive this object, see the destructor

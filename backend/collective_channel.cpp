@@ -21,7 +21,8 @@ constexpr int64_t kInlineBytes = 32 << 10;  // what a call may do before it retu
 constexpr c10::SourceLocation kHere{"describe_error", __FILE__, 0};
 
 // What people and tools look for in the error of a monitored barrier, in gloo's words.
-std::string describe_monitored(const OperationLabel& label, const ZeroWork& work, const std::vector<int32_t>& culprits) {
+std::string describe_monitored(const OperationLabel& label, const ZeroWork& work,
+                               const std::vector<int32_t>& culprits) {
   if (std::string_view(label.title) != kMonitoredBarrierTitle) {
     return "";
   }
@@ -91,6 +92,7 @@ CollectiveChannel::CollectiveChannel(std::shared_ptr<Group> group, Engine& engin
 
 void CollectiveChannel::submit(std::unique_ptr<CollectiveJob> job, bool is_synchronous) {
   group_->release_retired();
+  const Group::Use use(*group_);
   const c10::intrusive_ptr<ZeroWork> work = job->work;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -125,6 +127,10 @@ bool CollectiveChannel::let_go() {
 }
 
 void CollectiveChannel::help(const ZeroWork& work, Clock::time_point until) {
+  Group::Use use(*group_, /*must_succeed=*/false);
+  if (!use) {
+    return;  // the work has failed, or is just failing
+  }
   Turn turn(*this);
   Waiter waiter(engine_.ranks_on_node(), kCallersPatience);
   auto next_check = Clock::now() + kInterruptInterval;
@@ -156,7 +162,11 @@ void CollectiveChannel::help(const ZeroWork& work, Clock::time_point until) {
         check_held(&work);
       }
       turn.leave();
-      check_interrupts();
+      use.leave();
+      check_interrupts();  // which may abort the group
+      if (!use.enter()) {
+        return;
+      }
       turn.enter();
     }
   }

@@ -59,10 +59,13 @@ void Engine::add(Channel* channel) {
   removers_.fetch_add(1);
   std::lock_guard<std::mutex> lock(mutex_);
   removers_.fetch_sub(1);
+  if (!thread_.joinable()) {
+    thread_ = std::thread([this] { run(); });  // it waits for mutex_
+  }
   channels_.push_back(channel);
 }
 
-void Engine::remove(Channel* channel) {
+void Engine::remove(Channel* channel, bool waits_for_callbacks) {
   std::unique_lock<std::mutex> life(life_);
   bool is_last = false;
   {
@@ -81,35 +84,24 @@ void Engine::remove(Channel* channel) {
     ring_doorbell(process_doorbell());
     thread_.join();
     is_stopping_ = false;
-    is_running_ = false;
   }
   ranks_on_node_ = 1;
   const std::shared_ptr<CallbackThreads> callbacks = std::exchange(callbacks_, nullptr);
   life.unlock();  // a callback that is waited for may itself make or drop a group
-  callbacks->stop();
-}
-
-void Engine::start_once() {
-  std::lock_guard<std::mutex> life(life_);
-  if (!is_running_.load()) {
-    thread_ = std::thread([this] { run(); });
-    is_running_ = true;
+  if (waits_for_callbacks) {
+    callbacks->stop();
+  } else {
+    callbacks->let_go();
   }
 }
 
 void Engine::wake() {
-  if (!is_running_.load()) {
-    start_once();
-  }
   if (is_sleeping_.load()) {
     ring_doorbell(process_doorbell());
   }
 }
 
 void Engine::wake_soon() {
-  if (!is_running_.load()) {
-    start_once();
-  }
   has_call_ = true;
   if (is_sleeping_.load() && !is_napping_.load()) {
     ring_doorbell(process_doorbell());

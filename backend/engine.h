@@ -2,9 +2,10 @@
 //
 // Note [Progress thread]
 // It advances the head of every channel of every group in turn, so groups that are used in different order on different
-// ranks cannot deadlock. It starts when there is first something to do, never runs user code, never takes the GIL and
-// never owns the last reference of a tensor. It ends when the last channel is removed. After a fork the child has an
-// engine of its own: threads do not survive a fork, and the parent's channels are not the child's to advance.
+// ranks cannot deadlock. It starts with the first channel, so that a group that exists can rely on it, never runs user
+// code, never takes the GIL and never owns the last reference of a tensor. It ends when the last channel is removed.
+// After a fork the child has an engine of its own: threads do not survive a fork, and the parent's channels are not the
+// child's to advance.
 #pragma once
 
 #include <atomic>
@@ -43,11 +44,12 @@ class Engine {
   // The process's engine. The one object that is shared by all groups: it holds no state of any of them.
   static Engine& of_this_process();
 
-  // `channel` must be removed before it is destroyed.
+  // `channel` must be removed before it is destroyed. std::system_error when the thread cannot be started.
   void add(Channel* channel);
-  // The engine does not touch the channel after this. Joins the thread with the last channel; the GIL must not be held.
-  void remove(Channel* channel);
-  // There is something to do. Starts the thread if necessary. Any thread.
+  // The engine does not touch the channel after this. With the last channel it joins the thread, and those of callbacks
+  // or lets them end by themselves; the GIL must not be held.
+  void remove(Channel* channel, bool waits_for_callbacks);
+  // There is something to do. Any thread.
   void wake();
   // There is something to do that the calling thread will normally do itself, by waiting for it: the progress thread
   // looks within a millisecond. Cheaper than wake(), and it does not take a CPU from the ranks that work. Any thread.
@@ -60,7 +62,6 @@ class Engine {
  private:
   Engine() = default;
   void run();
-  void start_once();
   void sleep();
   std::chrono::milliseconds idle_sleep();
   Activity advance_all();
@@ -72,7 +73,6 @@ class Engine {
   std::vector<int> descriptors_;                // of the thread
   std::shared_ptr<CallbackThreads> callbacks_;  // guarded by life_; life shared with the works
   std::atomic<int32_t> removers_{0};            // threads that wait for mutex_: the pass lets them in
-  std::atomic<bool> is_running_{false};
   std::atomic<bool> is_stopping_{false};
   std::atomic<bool> is_sleeping_{false};
   std::atomic<bool> is_napping_{false};  // asleep for a moment only, whether or not somebody wakes it

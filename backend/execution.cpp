@@ -428,8 +428,7 @@ std::vector<int32_t> Execution::awaited() const {
 
 void Execution::note_wait() const {
   const Step& step = schedule_->steps[step_];
-  group_.note_wait(Lane::kCollective, step.kind == StepKind::kBarrier ? ShmArena::kAtBarrier : step.peer,
-                   awaited());
+  group_.note_wait(Lane::kCollective, step.kind == StepKind::kBarrier ? ShmArena::kAtBarrier : step.peer, awaited());
 }
 
 std::string Execution::describe_wait() const {

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <optional>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
 
 #include "backend/transport/rank_names.h"
 #include "backend/transport/shm_transport.h"
@@ -39,9 +40,50 @@ Group::Group(BootstrapResult bootstrap, std::shared_ptr<const Hooks> hooks)
 
 Group::~Group() = default;
 
+Group::Use::Use(Group& group, bool must_succeed) : group_(group) {
+  if (!enter() && must_succeed) {
+    C10_THROW_ERROR(DistBackendError, group_.failure());
+  }
+}
+
+bool Group::Use::enter() {
+  if (!is_given_) {
+    group_.users_.fetch_add(1);
+    is_given_ = true;
+    if (group_.has_let_go_.load()) {
+      leave();
+    }
+  }
+  return is_given_;
+}
+
+void Group::Use::leave() {
+  if (std::exchange(is_given_, false) && group_.users_.fetch_sub(1) == 1 && group_.has_let_go_.load()) {
+    group_.free_if_unused();
+  }
+}
+
+void Group::let_go() {
+  has_let_go_ = true;
+  free_if_unused();
+}
+
+void Group::free_if_unused() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (users_.load() > 0) {
+    return;  // who does not stay: it leaves without a look, or comes here
+  }
+  local_transport_.reset();
+  bootstrap_.network.reset();
+  bootstrap_.channel.reset();
+  bootstrap_.pool.reset();
+  bootstrap_.arena.reset();
+}
+
 bool Group::is_own_process() const { return owner_ == ::getpid(); }
 
 void Group::fail(const std::string& message) {
+  const Use use(*this, /*must_succeed=*/false);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (has_failed_.load(std::memory_order_relaxed)) {
@@ -152,6 +194,7 @@ void throw_if_lost(const OperationLabel& label, const PeerStates& peers, const s
 }
 
 void Group::depart() {
+  const Use use(*this, /*must_succeed=*/false);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (has_failed_.load(std::memory_order_relaxed)) {
@@ -168,6 +211,10 @@ void Group::depart() {
 }
 
 std::string Group::who_is_late() {
+  const Use use(*this, /*must_succeed=*/false);
+  if (!use) {
+    return "";
+  }
   const std::vector<int32_t> missing = missing_at(barriers_.load(std::memory_order_relaxed));
   return missing.empty() ? std::string() : "waiting for " + format_ranks(missing);
 }

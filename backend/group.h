@@ -56,6 +56,25 @@ class Group : public std::enable_shared_from_this<Group> {
   Group(BootstrapResult bootstrap, std::shared_ptr<const Hooks> hooks);
   ~Group();
 
+  // Note [Use]
+  // An aborted group lets go of its memory, connections and descriptors, though works, segments and the process group
+  // still hold it. Who touches those has a Use: they stay for as long as there is one, and go with the last.
+  class Use {
+   public:
+    explicit Use(Group& group, bool must_succeed = true);  // DistBackendError, the group's failure, if it let go
+    ~Use() { leave(); }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+    explicit operator bool() const { return is_given_; }
+    void leave();
+    bool enter();  // again
+
+   private:
+    Group& group_;
+    bool is_given_ = false;
+  };
+  void let_go();  // it has failed and left the engine
+
   int32_t rank() const { return bootstrap_.topology.rank; }
   int32_t world_size() const { return bootstrap_.topology.world_size(); }
   const Topology& topology() const { return bootstrap_.topology; }
@@ -122,11 +141,14 @@ class Group : public std::enable_shared_from_this<Group> {
 
  private:
   std::vector<int32_t> dead_neighbours();
+  void free_if_unused();
 
-  BootstrapResult bootstrap_;
+  BootstrapResult bootstrap_;  // all but the topology goes when nobody uses the group after let_go()
   std::unique_ptr<Transport> local_transport_;
   const pid_t owner_;
 
+  std::atomic<int32_t> users_{0};
+  std::atomic<bool> has_let_go_{false};
   std::atomic<bool> has_failed_{false};
   mutable std::mutex mutex_;
   std::string failure_;                                    // guarded by mutex_

@@ -1,9 +1,12 @@
 #include "backend/group_channels.h"
 
 #include <c10/util/Exception.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <mutex>
+#include <string>
+#include <system_error>
 #include <vector>
 
 namespace zeropg {
@@ -13,6 +16,7 @@ namespace {
 constexpr std::chrono::milliseconds kNow{0};
 constexpr std::chrono::milliseconds kFailPatience{2'000};     // for operations to fail once their group is closed
 constexpr std::chrono::milliseconds kGoodbyePatience{2'000};  // for the last bytes to reach other nodes
+constexpr std::chrono::milliseconds kAbortGoodbyePatience{500};
 
 // What is open in this process, so that the interpreter's exit can join what it runs; nothing else reads it.
 struct OpenChannels {
@@ -40,7 +44,26 @@ GroupChannels::GroupChannels(std::shared_ptr<Group> group, bool may_use_cma)
 }
 
 std::shared_ptr<GroupChannels> GroupChannels::open(std::shared_ptr<Group> group, bool may_use_cma) {
-  std::shared_ptr<GroupChannels> channels(new GroupChannels(std::move(group), may_use_cma));
+  std::shared_ptr<GroupChannels> channels;
+  try {
+    channels.reset(new GroupChannels(group, may_use_cma));
+  } catch (const std::system_error& error) {
+    rlimit limit{};
+    ::getrlimit(RLIMIT_NPROC, &limit);
+    const std::string own = limit.rlim_cur == RLIM_INFINITY ? "any number" : std::to_string(limit.rlim_cur);
+    const std::string text = c10::str(
+        "[zeropg rank ", group->rank(), "/", group->world_size(),
+        "] the group needs a thread that runs its operations,"
+        " and this process can start none (",
+        error.what(), "): its user may have ", own,
+        " of processes and threads (ulimit -u), its container as many as pids.max in its control group says, and one of"
+        " the two is used up; raise that limit, or end what takes so many, and make the group again.");
+    group->fail(text);  // the others have the group and would wait for this rank
+    if (group->network() != nullptr) {
+      group->network()->close(kGoodbyePatience);
+    }
+    C10_THROW_ERROR(DistBackendError, text);
+  }
   std::lock_guard<std::mutex> lock(open_channels().mutex);
   std::erase_if(open_channels().channels, [](const auto& known) { return known.expired(); });
   open_channels().channels.push_back(channels);
@@ -62,9 +85,21 @@ bool GroupChannels::wait_until_idle(std::chrono::milliseconds limit) {
 }
 
 void GroupChannels::close(std::chrono::milliseconds patience) {
+  close(patience, kGoodbyePatience, /*waits_for_callbacks=*/true);
+}
+
+void GroupChannels::abort() {
+  is_aborted_ = !is_closed_;
+  close(kNow, kAbortGoodbyePatience, /*waits_for_callbacks=*/false);
+  group_->let_go();
+}
+
+void GroupChannels::close(std::chrono::milliseconds patience, std::chrono::milliseconds goodbye,
+                          bool waits_for_callbacks) {
   if (!group_->is_own_process() || is_closed_.exchange(true)) {
     return;
   }
+  const Group::Use use(*group_, /*must_succeed=*/false);
   const auto deadline = std::chrono::steady_clock::now() + patience;
   const auto time_left = [&] {
     return std::max(std::chrono::milliseconds(0),
@@ -80,12 +115,12 @@ void GroupChannels::close(std::chrono::milliseconds patience) {
     collectives_.wait_until_idle(kFailPatience);
     messages_.wait_until_idle(kFailPatience);
   }
-  engine_.remove(&collectives_);
-  engine_.remove(&messages_);
+  engine_.remove(&collectives_, waits_for_callbacks);
+  engine_.remove(&messages_, waits_for_callbacks);
   // What is left when the thread was busy for a long time with another group: nobody else fails it any more.
   collectives_.advance_on_engine_thread();
   messages_.advance_on_engine_thread();
-  network_.close(kGoodbyePatience);
+  network_.close(goodbye, waits_for_callbacks);
   group_->release_retired();
 }
 

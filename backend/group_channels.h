@@ -19,7 +19,7 @@ namespace zeropg {
 class GroupChannels final : public OperationHost {
  public:
   // Joins the engine. The result must be closed before its last owner lets it go; works that outlive their process
-  // group are owners too.
+  // group are owners too. DistBackendError, here and on the peers, when the engine cannot start its thread.
   static std::shared_ptr<GroupChannels> open(std::shared_ptr<Group> group, bool may_use_cma);
   GroupChannels(const GroupChannels&) = delete;
   GroupChannels& operator=(const GroupChannels&) = delete;
@@ -40,7 +40,11 @@ class GroupChannels final : public OperationHost {
   // Gives running operations `patience` to end, leaves the group, fails what is left and leaves the engine. Joins
   // threads that may run Python: the GIL must not be held. Only the first call does anything.
   void close(std::chrono::milliseconds patience);
+  // Of a group that has failed: closes it without a wait for callbacks, and lets go of its memory, connections and
+  // descriptors (Note [Use] in group.h).
+  void abort();
   bool is_closed() const { return is_closed_; }
+  bool was_shut_down() const { return is_closed_ && !is_aborted_; }
   // Closes what is open in this process, for the interpreter's exit.
   static void close_all(std::chrono::milliseconds patience);
   static bool are_all_idle();  // of this process
@@ -48,6 +52,7 @@ class GroupChannels final : public OperationHost {
  private:
   static std::vector<std::shared_ptr<GroupChannels>> all_open();
   GroupChannels(std::shared_ptr<Group> group, bool may_use_cma);
+  void close(std::chrono::milliseconds patience, std::chrono::milliseconds goodbye, bool waits_for_callbacks);
 
   const std::shared_ptr<Group> group_;  // life shared with the process group, and with segments that check it
   Engine& engine_;
@@ -56,6 +61,7 @@ class GroupChannels final : public OperationHost {
   NetworkChannel network_;
   std::shared_ptr<CallbackThreads> callbacks_;  // life shared with the engine and the works
   std::atomic<bool> is_closed_{false};
+  std::atomic<bool> is_aborted_{false};
 };
 
 }  // namespace zeropg

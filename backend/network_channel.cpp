@@ -10,9 +10,9 @@ NetworkChannel::NetworkChannel(std::shared_ptr<Group> group, Engine& engine)
   }
 }
 
-void NetworkChannel::close(std::chrono::milliseconds patience) {
+void NetworkChannel::close(std::chrono::milliseconds patience, bool waits_for_callbacks) {
   if (group_->network() != nullptr) {
-    engine_.remove(this);
+    engine_.remove(this, waits_for_callbacks);
     group_->network()->close(patience);
   }
 }

@@ -16,7 +16,7 @@ class NetworkChannel final : public Channel {
   NetworkChannel(std::shared_ptr<Group> group, Engine& engine);
 
   // Leaves the engine, then gives the last bytes up to `patience` to arrive. After every other channel of the group.
-  void close(std::chrono::milliseconds patience);
+  void close(std::chrono::milliseconds patience, bool waits_for_callbacks);
 
   Activity advance_on_engine_thread() override;
   void check_on_engine_thread() override {}

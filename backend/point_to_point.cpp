@@ -38,6 +38,7 @@ void PointToPoint::receive(Message message) { start(std::move(message), /*is_sen
 
 void PointToPoint::start(Message message, bool is_send) {
   group_->release_retired();
+  const Group::Use use(*group_);
   const c10::intrusive_ptr<ZeroWork> work = message.work;
   FinishedMessages finished;
   bool is_pending = false;
@@ -89,6 +90,10 @@ Activity PointToPoint::advance(const ZeroWork* own) {
 
 void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_point until) {
   using Clock = std::chrono::steady_clock;
+  Group::Use use(*group_, /*must_succeed=*/false);
+  if (!use) {
+    return;  // the work has failed, or is just failing
+  }
   helpers_.fetch_add(1);
   Waiter waiter(engine_.ranks_on_node(), kCallersPatience);
   auto next_check = Clock::now() + kInterruptInterval;
@@ -115,7 +120,11 @@ void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_po
       next_check = now + kInterruptInterval;
       check(&work);
       leave();
-      check_interrupts();
+      use.leave();
+      check_interrupts();  // which may abort the group
+      if (!use.enter()) {
+        return;
+      }
       helpers_.fetch_add(1);
     }
   }
@@ -310,11 +319,11 @@ void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& p
     std::erase(awaited, peer);
   }
   const HeldUp held_up = group_->held_up(Lane::kPointToPoint, awaited);
-  C10_THROW_ERROR(DistBackendError,
-                  c10::str(label.prefix(), ": timed out after ", posted.message.work->timeout().count(),
-                           " ms waiting for ", awaited.size() > 1 ? "any of " : "", format_ranks(awaited),
-                           held_up.chain, group_->silence(), "; ", advise_to_look_at(held_up.culprits),
-                           ", or raise the timeout of the group."));
+  C10_THROW_ERROR(
+      DistBackendError,
+      c10::str(label.prefix(), ": timed out after ", posted.message.work->timeout().count(), " ms waiting for ",
+               awaited.size() > 1 ? "any of " : "", format_ranks(awaited), held_up.chain, group_->silence(), "; ",
+               advise_to_look_at(held_up.culprits), ", or raise the timeout of the group."));
 }
 
 void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {

@@ -133,9 +133,7 @@ void ProcessGroupZero::abort() {
   }
   channels->group().fail(
       c10::str("[zeropg rank ", rank_, "/", size_, "] the process group was aborted; make a new one."));
-  if (!channels->is_closed()) {
-    channels->engine().wake();
-  }
+  channels->abort();
   std::lock_guard<std::mutex> lock(inner_mutex_);
   if (cuda_backend_) {
     cuda_backend_->abort();
@@ -177,7 +175,7 @@ c10d::ErrorType ProcessGroupZero::getError() {
     }
   }
   const auto channels = current_channels();
-  if (channels == nullptr || !channels->group().has_failed() || channels->is_closed()) {
+  if (channels == nullptr || !channels->group().has_failed() || channels->was_shut_down()) {
     return c10d::ErrorType::SUCCESS;
   }
   const std::string failure = channels->group().failure();
@@ -202,6 +200,7 @@ void ProcessGroupZero::unregisterCompletionHook(int64_t id) { hooks_->set_comple
 #endif
 
 void ProcessGroupZero::check_peer(const char* title, int32_t peer) {
+  const Group::Use use(group());
   group().throw_if_failed();
   throw_if_lost(OperationLabel{.rank = rank_, .world_size = size_, .title = title}, group().peer_states(), {peer});
 }
@@ -213,6 +212,7 @@ std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_p
   const std::chrono::milliseconds timeout = timeouts_.get();
   run_barrier("zeropg:allocate_shared", bytes_per_rank, timeout, /*is_asynchronous=*/false);  // compares the sizes
   OperationLabel label{.rank = rank_, .world_size = size_, .title = "zeropg:shared_segment"};
+  const Group::Use use(group());
   const auto look_after_leader = [&] {
     check_interrupts();
     group().throw_if_failed();
@@ -225,6 +225,7 @@ std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_p
   return std::make_shared<SharedSegment>(
       fd, rank_, size_, bytes_per_rank, [group = channels_->shared_group(), label](int32_t awaited) {
         check_interrupts();
+        const Group::Use use(*group);
         group->throw_if_failed();
         const PeerStates peers = group->peer_states();
         std::vector<int32_t> needed = peers.dead;  // others may leave while ranks still read what they published

@@ -20,8 +20,11 @@ c10::intrusive_ptr<Work> ProcessGroupZero::submit(Call call, OpType type, std::c
                                                   bool is_asynchronous) {
   call.set_sequence(sequence_.fetch_add(1) + 1);  // not before: a call whose arguments are refused must not count
   auto job = std::make_unique<CollectiveJob>();
-  for (const Request& request : call.requests()) {
-    job->collectives.push_back(planner_->plan(request));
+  {
+    const Group::Use use(group());
+    for (const Request& request : call.requests()) {
+      job->collectives.push_back(planner_->plan(request));
+    }
   }
   auto work = make_work(call, type, timeout);
   job->work = work;

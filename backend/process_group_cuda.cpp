@@ -84,7 +84,8 @@ c10d::Backend& ProcessGroupZero::cuda_backend_for(const char* title) {
 // c10d gives the index of a device alone; the CPU has none.
 bool ProcessGroupZero::supportsTensorAlloc(c10::DeviceIndex device) {
   if (device < 0) {
-    return group().is_own_process() && !group().has_failed() && group().pool().bytes_per_rank() > 0;
+    const Group::Use use(group(), /*must_succeed=*/false);
+    return use && group().is_own_process() && !group().has_failed() && group().pool().bytes_per_rank() > 0;
   }
   return has_cuda_ && cuda_backend_for("zeropg:supports_tensor_alloc").supportsTensorAlloc(device);
 }
@@ -97,7 +98,8 @@ at::Tensor ProcessGroupZero::allocateTensor(long numel, at::TensorOptions option
   call.check_value(numel >= 0, "cannot allocate ", numel, " elements.");
   group().throw_if_failed();  // a rank that does not know it yet may still write to what was freed since
   const int64_t bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
-  const std::shared_ptr<TensorPool>& pool = group().shared_pool();
+  const Group::Use use(group());
+  const std::shared_ptr<TensorPool> pool = group().shared_pool();
   std::byte* data = nullptr;
   try {
     data = pool->allocate(bytes);

@@ -25,7 +25,7 @@ namespace {
 constexpr std::chrono::microseconds kShortestPause{100};  // between two questions to the store
 constexpr std::chrono::milliseconds kLongestPause{10};
 constexpr std::chrono::microseconds kPausePerRank{50};  // many ranks share one store
-constexpr std::chrono::milliseconds kPause{20};          // between two looks for what others say of a failure
+constexpr std::chrono::milliseconds kPause{20};         // between two looks for what others say of a failure
 constexpr size_t kMaxFailureBytes = 1 << 16;
 const char* const kMapKey = "zeropg/map";
 const char* const kFailureKey = "zeropg/failure";
@@ -292,9 +292,9 @@ std::string Rendezvous::first_break(BreakRecord first) {
     first = std::move(next);
   }
   const std::string text = printable(first.text, kMaxFailureBytes);
-  return first.lost < 0 ? text
-                        : text + "; look for the error of rank " + std::to_string(first.lost) +
-                              " or a kill (out of memory?)";
+  return first.lost < 0
+             ? text
+             : text + "; look for the error of rank " + std::to_string(first.lost) + " or a kill (out of memory?)";
 }
 
 // The map is written over, so that no secret stays, and not deleted: a rank that saw it may just be going to read it.

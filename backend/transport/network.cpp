@@ -13,12 +13,12 @@
 namespace zeropg {
 namespace {
 
-constexpr uint64_t kHeaderRoom = 64 << 10;             // Note [Windows]
+constexpr uint64_t kHeaderRoom = 64 << 10;  // Note [Windows]
 constexpr std::chrono::milliseconds kAskInterval{500};
 constexpr std::chrono::milliseconds kOwnWaitLife{500};  // Note [Waits]
 constexpr std::chrono::milliseconds kWaitLife{1'500};   // of a peer's, which is asked every kAskInterval
-constexpr size_t kMaxGetsPerPeer = 1024;               // that wait to be served
-constexpr size_t kMaxRepliesPerPeer = 16 << 10;        // of those, and of refusals
+constexpr size_t kMaxGetsPerPeer = 1024;                // that wait to be served
+constexpr size_t kMaxRepliesPerPeer = 16 << 10;         // of those, and of refusals
 
 std::span<const std::byte> as_bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
 
@@ -335,9 +335,7 @@ void Network::lose_peer(int32_t peer_rank, const std::string& reason) {
   state_changes_.fetch_add(1, std::memory_order_release);
 }
 
-void Network::note_sign_of_life(int32_t peer_rank) {
-  peers_[static_cast<size_t>(peer_rank)].asked = {};
-}
+void Network::note_sign_of_life(int32_t peer_rank) { peers_[static_cast<size_t>(peer_rank)].asked = {}; }
 
 void Network::register_region(uint64_t region, std::span<const std::byte> memory) {
   const std::lock_guard lock(mutex_);

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.backend.deadlines import give_seconds, new_group_with
+from tests.memory import Resources, expect_no_more_than, held_resources
 from tests.spawn import SeparateHosts, run_ranks
 
 Op = dist.ReduceOp
@@ -295,6 +296,53 @@ def test_abort_ends_everything_on_both_sides_and_a_new_group_works() -> None:
     assert (
         "[zeropg rank 1/2]" in other[0] and "rank 0 failed: [zeropg rank 0/2] the process group was aborted" in other[0]
     )
+
+
+def hold_an_aborted_group() -> list[str]:
+    """The process's only group, aborted while operations of each kind run and a thread waits for one."""
+    from zeropg import _C
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    options = _C.BackendOptions()
+    options._timeout = timedelta(seconds=60)
+    threads = held_resources().threads
+    before: Resources | None = None
+    errors = []
+    for turn in range(4):
+        store = dist.PrefixStore(f"turn{turn}", dist.distributed_c10d._get_default_store())
+        group = _C.ProcessGroupZero(store, rank, size, options)
+        group.barrier().wait()
+        works = [group.recv([torch.ones(3)], 1 - rank, 7), group.recv_anysource([torch.ones(3)], 8)]
+        called = threading.Event()
+        works[0].get_future().add_done_callback(lambda _, called=called: called.set())
+        if rank == 0:
+            works.append(group.allreduce([torch.ones(1_000_000)]))
+        dist.barrier()
+        waiter = threading.Thread(target=lambda: error_of(lambda: works[1]))  # noqa: B023
+        waiter.start()
+        time.sleep(0.1 * turn)
+        group.abort()
+        waiter.join()
+        assert called.wait(30)
+        before = before or held_resources()._replace(shared_bytes=0, threads=threads)
+        expect_no_more_than(before)  # but the process's doorbell, which stays
+        calls: list[Callable[[], Any]] = [
+            lambda: group.allreduce([torch.ones(3)]),  # noqa: B023
+            lambda: group.send([torch.ones(3)], 1 - rank, 7),  # noqa: B023
+            lambda: group.barrier(),  # noqa: B023
+            *[lambda work=work: work for work in works],  # type: ignore[misc]
+        ]
+        errors += [error_of(call) for call in calls]
+        group.abort()
+        group.shutdown()
+        dist.barrier()
+    return errors
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])
+def test_an_aborted_group_holds_nothing_though_others_hold_it(hosts: tuple[int, ...]) -> None:
+    for errors in run_ranks(2, hold_an_aborted_group, backend="gloo", place=SeparateHosts(hosts=hosts)):
+        assert all("aborted" in error for error in errors), errors
 
 
 def fail_with_hooks() -> list[str]:

@@ -1,8 +1,8 @@
 """Faults at random moments: a rank that is killed or stopped in the middle of any operation, or that calls another one.
 
 Every living rank raises within the group's timeout an error that names the operation and the guilty rank; after
-`abort()` a new group of the living can be made, and nothing of the old one is left once it is dropped. Each test prints
-its seed: SEED replays one.
+`abort()` nothing of the group is left, though the object is, and a new group of the living can be made. Each test
+prints its seed: SEED replays one.
 """
 
 from __future__ import annotations
@@ -147,8 +147,11 @@ def error_after(call: Call, group: Any, count: int) -> tuple[str, float]:
             return str(error), time.monotonic() - start
 
 
-def abort_and_drop(group: Any) -> None:
+def abort_and_drop(group: Any, before: Resources | None = None) -> None:
+    """before: what the process held without the group. It holds no more as soon as that is aborted."""
     group.abort()
+    if before is not None:
+        expect_no_more_than(before, FEW_FAILURES_BYTES)
     dist.destroy_process_group(group)
 
 
@@ -182,9 +185,8 @@ def die_in(name: str, victim: int, seed: int) -> tuple[str, float]:
     if rank == victim:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     answer = error_after(CALLS[name], group, count)
-    abort_and_drop(group)
+    abort_and_drop(group, before)
     del group
-    expect_no_more_than(before, FEW_FAILURES_BYTES)
     expect_a_new_group_works([peer for peer in range(dist.get_world_size()) if peer != victim])
     return answer
 
@@ -237,7 +239,7 @@ def stop_in(names: list[str], seed: int) -> list[tuple[str, int, int, str, float
             time.sleep(0.5)  # for the third one's deadline
             os.kill(pids[victim], signal.SIGCONT)
         answers.append((name, count, victim, error, seconds))
-        abort_and_drop(group)
+        abort_and_drop(group, before)
         del group
         expect_a_new_group_works(list(range(size)))
         before = before or held_resources()
@@ -312,7 +314,7 @@ def differ(seed: int, rounds: int) -> list[tuple[str, str, int, str, float]]:
         except dist.DistBackendError as raised:
             error = str(raised)
         answers.append((usual, other, mistaken, error, time.monotonic() - start))
-        abort_and_drop(group)
+        abort_and_drop(group, before)
         del group, work
         if turn == 4:
             before = held_resources()

@@ -120,3 +120,36 @@ def test_a_limit_of_open_files_is_called_so_on_every_rank(hosts: tuple[int, ...]
             assert bool(error) == bool(own), (spare, rank, error, own)
             assert "ZEROPG_SECRET" not in error, (spare, rank, error)
             assert not error or "open files" in error, (spare, rank, error, own)
+
+
+USER = 54_321  # who runs nothing else
+
+
+def make_a_group_without_threads(victim: int) -> str:
+    """Every rank as another user, since root's limit does not bind; `victim` may start no more threads."""
+    import zeropg  # noqa: F401
+
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    os.setuid(USER)
+    if rank == victim:
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    try:
+        size = int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("zeropg", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+        dist.all_reduce(torch.ones(3))
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 1)])
+def test_a_limit_of_threads_is_called_so_on_every_rank(hosts: tuple[int, ...]) -> None:
+    victim = random.Random(SEED).randrange(3)
+    print(f"victim {victim}, SEED {SEED}")
+    errors = run_ranks(3, make_a_group_without_threads, victim, backend=None, place=SeparateHosts(hosts=hosts))
+    for rank, error in enumerate(errors):
+        assert error.startswith(f"[zeropg rank {rank}/3] "), (rank, error)
+        assert f"[zeropg rank {victim}/3] the group needs a thread that runs its operations" in error, (rank, error)
+        assert "its user may have 1 of processes and threads (ulimit -u)" in error, (rank, error)

@@ -51,9 +51,10 @@ def wait_for_a_signal(name: str, seed: int) -> float:
     return late
 
 
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])
 @pytest.mark.parametrize("name", WAITS)
-def test_a_signal_is_handled_in_the_middle_of_a_wait(name: str) -> None:
-    late = run_ranks(2, wait_for_a_signal, name, SEED)[0]
+def test_a_signal_is_handled_in_the_middle_of_a_wait(name: str, hosts: tuple[int, ...]) -> None:
+    late = run_ranks(2, wait_for_a_signal, name, SEED, place=SeparateHosts(hosts=hosts))[0]
     assert late < AT_ONCE_SECONDS, late
 
 
