@@ -7,9 +7,9 @@
 #include <map>
 #include <numeric>
 
-#include "backend/transport/copy.h"
 #include "backend/collectives/direct.h"
 #include "backend/collectives/staging_stores.h"
+#include "backend/transport/copy.h"
 #include "backend/transport/rank_names.h"
 #include "backend/transport/rank_state.h"
 

@@ -13,8 +13,8 @@ namespace zeropg {
 // followed by where the bytes lie, in the tensor pool that both have mapped or else in the sender's own memory, which
 // the kernel reads (cma.h). The receiver reads them there, once a receive wants them, and answers in a word of the
 // arena (MailboxCounters::answered); until then the sender keeps the tensor. An answer is no message: it must not queue
-// behind one. Where the receiver cannot read, or finds receiving faster (path_choice.h), it says so, and the bytes follow
-// as usual.
+// behind one. Where the receiver cannot read, or finds receiving faster (path_choice.h), it says so, and the bytes
+// follow as usual.
 struct MessageHeader {
   static constexpr uint32_t kBytesFollow = 0x7a70676d;  // "zpgm": catches a stream that got out of step
   static constexpr uint32_t kOfferFollows = 0x7a70676f;

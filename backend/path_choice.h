@@ -2,9 +2,9 @@
 //
 // Read from the sender's memory it is one copy, by the kernel, page by page; received over the ring it is two, but both
 // ranks copy at the same time, and what lies between stays in their caches. Which is faster depends on the processor
-// (how fast a core gets what another one wrote), on the size of the pages behind the tensors and on how many ranks share
-// the CPUs: 64 MiB one way between two ranks of a Xeon took 10.0 ms and 8.6 ms, with pages of 2 MiB 7.2 and 8.6 ms. So
-// the receiver, who sees both, tries both, takes the faster one, and now and then tries the other one again.
+// (how fast a core gets what another one wrote), on the size of the pages behind the tensors and on how many ranks
+// share the CPUs: 64 MiB one way between two ranks of a Xeon took 10.0 ms and 8.6 ms, with pages of 2 MiB 7.2 and 8.6
+// ms. So the receiver, who sees both, tries both, takes the faster one, and now and then tries the other one again.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ enum class Path : uint8_t { kRead, kReceive };
 // Of the messages from one rank. One thread at a time.
 class PathChoice {
  public:
-  static constexpr int kTrials = 3;      // of each path, before one is preferred
+  static constexpr int kTrials = 3;       // of each path, before one is preferred
   static constexpr int kRetryEvery = 32;  // messages, of which one takes the slower path
 
   Path next(uint64_t bytes);

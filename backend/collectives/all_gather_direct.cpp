@@ -1,7 +1,7 @@
 // All-gather of inputs in shared memory: every rank copies all of them from where they lie, each starting at its own.
 #include "backend/collectives/algorithms.h"
-#include "backend/transport/copy.h"
 #include "backend/collectives/steps.h"
+#include "backend/transport/copy.h"
 
 namespace zeropg {
 

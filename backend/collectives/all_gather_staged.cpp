@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "backend/collectives/algorithms.h"
-#include "backend/transport/copy.h"
 #include "backend/collectives/steps.h"
+#include "backend/transport/copy.h"
 
 namespace zeropg {
 

@@ -4,8 +4,8 @@
 
 #include "backend/collectives/algorithms.h"
 #include "backend/collectives/all_to_all_blocks.h"
-#include "backend/transport/copy.h"
 #include "backend/collectives/steps.h"
+#include "backend/transport/copy.h"
 
 namespace zeropg {
 

@@ -35,8 +35,6 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
   if (spec.world_size == 1) return plan_alone(kName, spec);
   const Placement placement(spec);
   const auto is_near = [&](int32_t peer) { return placement.node_of(peer) == placement.node(); };
-  // Counts are compared also where one side has none: between nodes by a header, inside one by the announcement.
-  const auto has_header = [&](int32_t peer) { return !is_near(peer); };
   const int64_t staged_bytes = staged_bytes_per_block(spec, placement);
   const auto staged_for = [&](int32_t owner, int32_t peer) {
     const int32_t piece = piece_for_peer(placement.local_rank_of(owner), placement.local_rank_of(peer));
@@ -68,7 +66,8 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
   for (int32_t distance = 1; distance < spec.world_size; ++distance) {
     const int32_t to = (spec.rank + distance) % spec.world_size;
     const int32_t from = (spec.rank - distance + spec.world_size) % spec.world_size;
-    if (spec.send_bytes[to] == 0 && has_header(to)) {
+    // Counts are compared also where one side has none: between nodes by a header, inside one by the announcement.
+    if (spec.send_bytes[to] == 0 && !is_near(to)) {
       schedule.steps.push_back({.kind = StepKind::kSend, .peer = to, .source = sources[to]});
     }
     const Range to_send = rest_of(to, spec.send_bytes[to]);
@@ -82,7 +81,7 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
       add_receive(schedule, from, advance(destinations[from], to_receive.offset_bytes + received.offset_bytes),
                   received.bytes);
     }
-    if (spec.receive_bytes[from] == 0 && has_header(from)) {
+    if (spec.receive_bytes[from] == 0 && !is_near(from)) {
       schedule.steps.push_back({.kind = StepKind::kReceive, .peer = from, .destination = destinations[from]});
     }
   }

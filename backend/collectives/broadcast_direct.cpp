@@ -1,7 +1,7 @@
 // Broadcast of a tensor in shared memory: everybody copies it from where it lies.
 #include "backend/collectives/algorithms.h"
-#include "backend/transport/copy.h"
 #include "backend/collectives/steps.h"
+#include "backend/transport/copy.h"
 
 namespace zeropg {
 

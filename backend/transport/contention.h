@@ -8,11 +8,11 @@
 namespace zeropg {
 
 // Note [Contended CPUs]
-// sched_yield() among ranks that wait for each other costs a microsecond. A thread that computes (a data loader, another
-// job) gets a whole time slice of it, and the scheduler counts the rest of the yielder's own slice as used: four ranks
-// on two CPUs with a busy thread beside each met in 1600 us by yielding and in 80 us by sleeping, because a sleeper is
-// woken at once. On quiet CPUs it is the other way round (41 us and 70 us). So a yield that took long is remembered, and
-// for some time nobody yields.
+// sched_yield() among ranks that wait for each other costs a microsecond. A thread that computes (a data loader,
+// another job) gets a whole time slice of it, and the scheduler counts the rest of the yielder's own slice as used:
+// four ranks on two CPUs with a busy thread beside each met in 1600 us by yielding and in 80 us by sleeping, because a
+// sleeper is woken at once. On quiet CPUs it is the other way round (41 us and 70 us). So a yield that took long is
+// remembered, and for some time nobody yields.
 class Contention {
  public:
   using TimePoint = std::chrono::steady_clock::time_point;

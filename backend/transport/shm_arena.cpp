@@ -95,7 +95,8 @@ struct ShmArena::Header {
   bool operator==(const Header&) const = default;
 };
 
-// One page per rank, written by that rank only, but for `is_dozing`. Words that are waited for have cache lines of their own.
+// One page per rank, written by that rank only, but for `is_dozing`. Words that are waited for have cache lines of
+// their own.
 struct ShmArena::RankBlock {
   struct alignas(256) AnnouncementSlot {
     Announcement announcement;

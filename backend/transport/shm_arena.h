@@ -111,8 +111,9 @@ class ShmArena {
   void prepare_doze();
   void doze(std::chrono::nanoseconds limit);
 
-  // How the progress thread sleeps. Doorbells: one event descriptor per process, handed out in the bootstrap. A sleeping rank sets its word, looks once
-  // more, then polls its descriptor (doorbell.h); a peer that changed something rings those who sleep.
+  // How the progress thread sleeps. Doorbells: one event descriptor per process, handed out in the bootstrap. A
+  // sleeping rank sets its word, looks once more, then polls its descriptor (doorbell.h); a peer that changed something
+  // rings those who sleep.
   void set_doorbells(std::vector<Descriptor> peer_event_fds);  // index = rank, own entry empty; once, before use
   void set_sleeping(bool sleeping);
   void ring(int32_t peer);

@@ -32,7 +32,7 @@ class ShmTransport final : public Transport {
     uint64_t peer_count = 0;  // as last seen; the shared word is read only when this does not suffice
   };
 
-  int32_t place_of(int32_t peer) const;  // in the arena; -1: not there
+  int32_t place_of(int32_t peer) const;                                    // in the arena; -1: not there
   std::span<std::byte> next_piece(const End& stream, size_t bytes) const;  // of the ring, from the own count on
   End& end(std::vector<End>& ends, int32_t place, Lane lane) const;
   void throw_if_gone(int32_t place) const;

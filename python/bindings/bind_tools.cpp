@@ -2,10 +2,10 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "backend/transport/copy.h"
 #include "backend/collectives/reduce_kernels.h"
 #include "backend/collectives/registry.h"
 #include "backend/topology_probe.h"
+#include "backend/transport/copy.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/release_gil.h"
 
