@@ -34,10 +34,10 @@ struct CollectiveJob {
 
 // Note [Who runs a channel]
 // Exactly one thread at a time runs the head of the queue: the one that holds the channel. A thread that waits for one
-// of its works takes the hold as soon as it can, runs the queue itself and lets go when its work is complete. While peers
-// are late it sleeps in shared memory; on several nodes it lets go then, since only the progress thread hears the
-// network. Meanwhile the progress thread keeps away; it runs what nobody waits for, and is woken by whoever lets go of a
-// queue that is not empty. So a small collective costs no change of threads, and nobody has to wait for one.
+// of its works takes the hold as soon as it can, runs the queue itself and lets go when its work is complete. While
+// peers are late it sleeps in shared memory; on several nodes it lets go then, since only the progress thread hears the
+// network. Meanwhile the progress thread keeps away; it runs what nobody waits for, and is woken by whoever lets go of
+// a queue that is not empty. So a small collective costs no change of threads, and nobody has to wait for one.
 class CollectiveChannel final : public Channel {
  public:
   CollectiveChannel(std::shared_ptr<Group> group, Engine& engine);
