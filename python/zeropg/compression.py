@@ -116,6 +116,9 @@ def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
     return backend
 
 
+_RESULT_HOP = 1  # of residuals in units of the average; compression/error_feedback.h
+
+
 class State:
     """What `ddp_hook` and `Fsdp2ReduceScatter` need: the codec, the group and the residuals of one model on this rank.
 
@@ -142,6 +145,8 @@ class State:
         self._names: dict[torch.Tensor, str] = {}
         if model is not None:
             self._names = {parameter: name for name, parameter in model.named_parameters()}
+        # By name, in units of this rank's gradient: owed since another world size, so to be paid in the next step.
+        self._arrears: dict[str, torch.Tensor] = {}
 
     def ranges(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, int, int]]:
         """Whose gradients a bucket of these parameters holds: (name, 0, numel) in its order."""
@@ -160,31 +165,68 @@ class State:
 
     def all_reduce(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Any:
         """Averages `buffer` (the flat gradients of `parameters`) over the ranks, in place; returns the Work."""
+        ranges = self.ranges(parameters)
+        self.pay_arrears(buffer, ranges)
         return _C.compressed_all_reduce(
             self._backend,
             buffer,
             self._compressor,
             self.residuals,
-            self.ranges(parameters),
+            ranges,
             dist.ReduceOp.AVG,
             async_op=True,
         )
 
+    def pay_arrears(self, gradients: torch.Tensor, ranges: Sequence[tuple[str, int, int]]) -> None:
+        """Adds to this rank's flat gradients of `ranges` what another world size left of earlier ones."""
+        if not self._arrears:
+            return
+        offset = 0
+        for name, start, numel in ranges:
+            if name in self._arrears:
+                owed = self._arrears[name][start : start + numel]
+                gradients[offset : offset + len(owed)] += owed
+            offset += numel
+        for name in {name for name, *_ in ranges}:
+            self._arrears.pop(name, None)
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals, as copies: {"residuals": [(name, hop, start, tensor)]}."""
+        """This rank's residuals, as copies: {"residuals": [(name, hop, start, tensor)], "world_size", "arrears"}."""
         segments = [] if self.residuals is None else self.residuals.segments()
-        return {"residuals": [(name, hop, start, values.clone()) for name, hop, start, values in segments]}
+        return {
+            "residuals": [(name, hop, start, values.clone()) for name, hop, start, values in segments],
+            "world_size": self._backend.size(),
+            "arrears": {name: values.clone() for name, values in self._arrears.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave on the same rank, also under another codec.
 
-        In a world of another size what ranks that are gone owed is lost, and new ranks, which load nothing, owe
-        nothing. Raises ValueError for residuals that are not finite.
+        In a world of another size other ranks own other ranges, so what this rank owed the average goes uncompressed
+        into its next gradients. What ranks that are gone owed is lost, and new ranks, which load nothing, owe nothing.
+        Raises ValueError for residuals that are not finite.
         """
-        if self.residuals is not None:
+        if self.residuals is None:
+            return
+        self.residuals.clear()
+        self._arrears.clear()
+        for name, hop, start, values in state["residuals"]:
+            self.residuals.load(name, hop, start, values)
+        world_size = self._backend.size()
+        former = state.get("world_size", world_size)
+        for name, values in state.get("arrears", {}).items():
+            self._owe(name, 0, values * (world_size / former))
+        if world_size != former:
+            for name, hop, start, values in self.residuals.segments():
+                self._owe(name, start, values * (world_size if hop == _RESULT_HOP else world_size / former))
             self.residuals.clear()
-            for name, hop, start, values in state["residuals"]:
-                self.residuals.load(name, hop, start, values)
+
+    def _owe(self, name: str, start: int, values: torch.Tensor) -> None:
+        _C.ResidualStore().load(name, 0, start, values)  # refuses what is not finite
+        known = self._arrears.get(name, values.new_zeros(0))
+        missing = max(0, start + len(values) - len(known))
+        self._arrears[name] = torch.cat([known, values.new_zeros(missing)])
+        self._arrears[name][start : start + len(values)] += values
 
 
 def ddp_hook(state: State, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -231,6 +273,7 @@ class Fsdp2ReduceScatter:
         self.codec = check_codec(codec if state is None else state.codec, "Fsdp2ReduceScatter")
         self.residuals = self.codec.make_residuals() if state is None else state.residuals
         self._compressor = self.codec.make_compressor()
+        self._state = state
         self._group = None if module is None else _parameter_group(module)
         # FSDP2's own objects: they stay where a parameter is replaced.
         self._names = [] if state is None else [state.known_name(each.sharded_param) for each in self._parameters()]
@@ -259,6 +302,8 @@ class Fsdp2ReduceScatter:
             warnings.warn(
                 f"of {', '.join(self._names)} some got no gradient: such steps do without error feedback", stacklevel=2
             )
+        if self._state is not None:
+            self._state.pay_arrears(input_tensor, ranges)
         work = _C.compressed_reduce_scatter(
             backend_of(group, "Fsdp2ReduceScatter"),
             output_tensor,

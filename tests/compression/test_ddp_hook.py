@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,74 @@ def test_saved_residuals_continue_to_the_bit(is_named: bool) -> None:
         results.append(torch.cat([parameter.detach().flatten() for parameter in again.module.parameters()]))
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
+
+
+KEEPS_BUCKETS = {"find_unused_parameters": True}  # new ones have other owners
+
+
+def step(ddp: DDP, batch: torch.Tensor, factor: float = 1.0) -> dict[str, torch.Tensor]:
+    """The averaged gradients."""
+    ddp.zero_grad()
+    (factor * loss_of(ddp, batch.chunk(dist.get_world_size())[dist.get_rank()])).backward()
+    return {name: parameter.grad.flatten() for name, parameter in ddp.module.named_parameters()}
+
+
+def owed(ddp: DDP, state: State) -> dict[str, torch.Tensor]:
+    """What all ranks together still owe the average, by parameter."""
+    debts = {name: torch.zeros(parameter.numel()) for name, parameter in ddp.module.named_parameters()}
+    saved = state.state_dict()
+    for name, hop, start, values in saved["residuals"]:
+        debts[name][start : start + len(values)] += values if hop == 1 else values / dist.get_world_size()
+    for name, values in saved["arrears"].items():
+        debts[name][: len(values)] += values / dist.get_world_size()
+    for debt in debts.values():
+        dist.all_reduce(debt)
+    return debts
+
+
+def save_debts(folder: Path) -> None:
+    ddp, state = make_ddp(BlockQuant(4), **KEEPS_BUCKETS)
+    assert state is not None
+    for batch in make_batches(3):
+        step(ddp, batch)
+    torch.save(state.state_dict(), folder / f"rank{dist.get_rank()}")
+
+
+def pay_debts(folder: Path) -> None:
+    ddp, state = make_ddp(BlockQuant(4), **KEEPS_BUCKETS)
+    assert state is not None
+    files = [folder / f"rank{rank}" for rank in range(min(2, dist.get_world_size()))]
+    if dist.get_rank() < len(files):
+        state.load_state_dict(torch.load(files[dist.get_rank()]))
+        state.load_state_dict(state.state_dict())  # also before the first step
+    before = owed(ddp, state)
+    for name, debt in before.items():
+        expected = torch.zeros_like(debt)
+        for file in files:
+            for key, hop, start, values in torch.load(file)["residuals"]:
+                if key == name:
+                    expected[start : start + len(values)] += values if hop == 1 else values / 2
+        torch.testing.assert_close(debt, expected, rtol=1e-5, atol=1e-8)
+    assert all(debt.any() for debt in before.values())
+    plain, _ = make_ddp(None)
+    batch = make_batches(4)[3]
+    wanted, found = step(plain, batch), step(ddp, batch)
+    for name, debt in owed(ddp, state).items():
+        torch.testing.assert_close(found[name] + debt, wanted[name] + before[name], rtol=0, atol=1e-6)
+    # Without new gradients all of it arrives: nothing stays with a rank that no longer encodes that range.
+    largest = max(debt.abs().max() for debt in before.values())
+    for _ in range(8):
+        step(ddp, batch, factor=0.0)
+    assert all(debt.abs().max() < 1e-3 * largest for debt in owed(ddp, state).values())
+    losses = train(ddp, make_optimizer(ddp.module), make_batches())
+    assert losses[-1] < 0.7 * losses[0]
+    expect_equal_on_all_ranks(ddp.module)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_ranks_owe_arrives_at_any_world_size(rank_pool: Any, tmp_path: Path, world_size: int) -> None:
+    rank_pool(2).run(save_debts, tmp_path)
+    rank_pool(world_size).run(pay_debts, tmp_path)
 
 
 @on_ranks(2)

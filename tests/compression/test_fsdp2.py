@@ -89,6 +89,9 @@ def pending(model: SmallGPT, state: State) -> torch.Tensor:
         target = owed[name][start : start + len(values)]  # beyond its end: what FSDP2 pads with
         assert hop == 0 and not values[len(target) :].any()
         target.copy_(values[: len(target)])
+    for name, values in state.state_dict()["arrears"].items():
+        target = owed[name][: len(values)]
+        target += values[: len(target)]
     total = torch.cat(list(owed.values()))
     dist.all_reduce(total)
     return total
