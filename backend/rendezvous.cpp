@@ -116,6 +116,7 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int3
 GroupMap Rendezvous::exchange(const RankRecord& own) {
   GroupMap map;
   if (rank_ == 0) {
+    store_->set(rank_key(0), "");  // so that the others know who came, should there be no map
     try {
       map = make_map(collect(own));
     } catch (const c10::Error& error) {
@@ -123,6 +124,7 @@ GroupMap Rendezvous::exchange(const RankRecord& own) {
     }
     if (!map.secret.empty()) close_to_readers(store_, world_size_);
     store_->set(kMapKey, encode(map));
+    store_->deleteKey(rank_key(0));
   } else {
     store_->set(rank_key(rank_), encode(own));
     wait_for({{0, kMapKey}});
@@ -170,7 +172,7 @@ void Rendezvous::wait_for(const std::vector<Awaited>& awaited) {
 std::vector<int32_t> Rendezvous::missing_of(const std::vector<Awaited>& awaited) {
   std::vector<int32_t> missing;
   if (awaited.size() == 1 && awaited[0].key == kMapKey) {  // rank 0 cannot write it before it has heard from everybody
-    for (int32_t rank = 1; rank < world_size_; ++rank) {
+    for (int32_t rank = 0; rank < world_size_; ++rank) {
       if (!store_->check({rank_key(rank)})) missing.push_back(rank);
     }
     if (missing.empty()) missing.push_back(0);
