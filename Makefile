@@ -45,6 +45,7 @@ PEERS := --peers zeropg,zeropg_arena,gloo,openmpi
 SIZES := -b 1K -e 64M -f 4 --rounds 3 --turn-seconds 0.15
 MOVED := all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,send_receive
 TINY := -b 4 -e 8 -f 2 --iterations 2000
+CROWDED := -b 1K -e 1M -f 32 --rounds 5 --iterations 300
 
 # ARGS=--even-if-busy goes on where others use the CPUs, and marks what comes out.
 bench: $(BUILD)/installed.stamp
@@ -56,6 +57,7 @@ bench: $(BUILD)/installed.stamp
 	$(call measure,collectives,dtypes_2_ranks) -n 2 -d bfloat16,float $(SIZES) --peers zeropg,zeropg_arena,gloo
 	$(BENCH) collectives $(ARGS) -n 1 --op dist_all_reduce $(TINY) --output $(RESULTS)/latency_1_rank.json
 	$(BENCH) collectives $(ARGS) -n 2 --op dist_all_reduce,all_reduce,send_receive $(TINY) --output $(RESULTS)/latency_2_ranks.json
+	$(BENCH) collectives $(ARGS) -n 4 --beside 2 --op all_reduce,all_to_all $(CROWDED) --output $(RESULTS)/busy_4_ranks.json
 	$(call measure,groups,groups_16_ranks)
 	$(call measure,optimizer,optimizer_1_thread)
 	$(call measure,compression,compression)

@@ -60,6 +60,17 @@ def test_collectives_check_time_and_file_every_operation(tmp_path):
     assert plot.read_text().lstrip().startswith("<?xml")
 
 
+def test_ranks_beside_busy_processes(tmp_path):
+    file = tmp_path / "busy_2_ranks.json"
+    done = run("bench", "collectives", "-b", "8", "-e", "8", "--beside", "1", *QUICK, "--output", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(file.read_text())
+    assert document["config"]["beside"] == 1
+    assert document["out_of_bounds"] == {"count": 0, "okay": "true"}
+    table = run("bench", "table", "--folder", str(tmp_path))
+    assert "all_reduce of 8 bytes, 2 rank(s) beside 1 busy processes: " in table.stdout
+
+
 def test_tensors_in_shared_memory_are_a_peer(tmp_path):
     file = tmp_path / "out.json"
     shape = ["-b", "64", "-e", "64K", "-f", "1024", "--op", "all", "--peers", "zeropg_arena,zeropg", *QUICK]
@@ -271,6 +282,7 @@ def test_others_load_does_not_count_ones_own_work():
         (["bench", "collectives", "-b", "1X"], "'1X' is no size"),
         (["bench", "collectives", "-b", "1M", "-e", "1K"], "-e 1024 is less than -b"),
         (["bench", "collectives", "-f", "1"], "-f 1 is less than 2"),
+        (["bench", "collectives", "--beside", "-1"], "--beside not negative"),
         (["bench", "compression", "--codec", "int3"], "no int3; there is all, int8, int4"),
         (["bench", "train", "--width", "100"], "no multiple of 64"),
         (["bench", "train", "--rounds", "0"], "--rounds must be positive"),

@@ -34,6 +34,7 @@ examples:
   python -m zeropg bench collectives -n 4 --op all_gather,reduce_scatter -b 1M -e 16M -f 2
   python -m zeropg bench collectives --op all -d all -o sum -e 4K         does everything work?
   python -m zeropg bench collectives --peers zeropg,zeropg_arena,gloo,openmpi -d float,bfloat16
+  python -m zeropg bench collectives -n 4 --beside 2 -e 1M               while other programs want the CPUs
   python -m zeropg bench collectives -n 1 --op dist_all_reduce -b 4 -e 4  latency through torch.distributed's Python
   torchrun --nnodes 2 --nproc-per-node 2 ... -m zeropg bench collectives  ranks on two machines
 
@@ -122,6 +123,7 @@ def _document(
             "rounds": options.rounds,
             "validation": 1,
             "ranks": measured["ranks"],
+            "beside": options.beside,
         },
         "devices": measured["devices"],
         "backend": first,
@@ -212,13 +214,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     how.add_argument(
         "--turn-seconds", type=float, default=1.0, help="fewer calls where a turn would take longer (default 1.0)"
     )
+    how.add_argument(
+        "--beside", type=int, default=0, metavar="N", help="N more processes that never wait, as data loaders may be"
+    )
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     for name, value, least in (("-b", options.b, 1), ("-f", options.f, 2), ("-n", options.n, 1)):
         if value < least:
             parser.error(f"{name} {value} is less than {least}")
-    if min(options.rounds, options.iterations) < 1 or options.w < 0:
-        parser.error("--rounds and --iterations must be positive, -w not negative")
+    if min(options.rounds, options.iterations) < 1 or min(options.w, options.beside) < 0:
+        parser.error("--rounds and --iterations must be positive, -w and --beside not negative")
     if options.e < options.b:
         parser.error(f"-e {options.e} is less than -b {options.b}")
     return options

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
+import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,10 +50,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     peers = open_peers(options.peers, _TIMEOUT)
     bench = _Bench(options, peers)
     load, own = _machine.OthersLoad(), time.process_time()
-    for shape, case in _points(options):
-        bench.run(case, shape)
+    with _busy_processes(options.beside if dist.get_rank() == 0 else 0) as busy:
+        for shape, case in _points(options):
+            bench.run(case, shape)
     bench.print_footer()
-    spent = torch.tensor([time.process_time() - own], dtype=torch.float64)
+    spent = torch.tensor([time.process_time() - own + busy.seconds], dtype=torch.float64)
     dist.all_reduce(spent)
     others = load.stop(spent.item())
     devices: list[Any] = [None] * dist.get_world_size()
@@ -65,6 +70,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     del bench, peers
     leave_groups()
     return result
+
+
+class _Busy:
+    seconds = 0.0  # of CPU, once they have ended
+
+
+@contextlib.contextmanager
+def _busy_processes(count: int) -> Iterator[_Busy]:
+    """Keeps `count` processes busy meanwhile; they end with this one, however it ends."""
+    program = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+    busy, before = _Busy(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", program]) for _ in range(count)]
+    try:
+        yield busy
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        busy.seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def _points(options: argparse.Namespace) -> Iterator[tuple[Shape, Case]]:

@@ -107,7 +107,9 @@ def _dtypes(documents: dict[str, Any]) -> Iterator[str]:
 
 
 def _latency(documents: dict[str, Any]) -> Iterator[str]:
-    for document in _named(documents, "latency_"):
+    for document in (*_named(documents, "latency_"), *_named(documents, "busy_")):
+        beside = document["config"].get("beside", 0)
+        company = f" beside {beside} busy processes" if beside else ""
         for row in document["results"]:
             details = _details(row)
             if details:
@@ -115,7 +117,7 @@ def _latency(documents: dict[str, Any]) -> Iterator[str]:
                 gloo = f", gloo {theirs[0]['p50_us']:.1f} us" if theirs and theirs[0] else ""
                 yield ""
                 yield (
-                    f"{row['experiment_name']} of {row['size']} bytes, {document['config']['ranks']} rank(s): "
+                    f"{row['experiment_name']} of {row['size']} bytes, {document['config']['ranks']} rank(s){company}: "
                     f"{details['p50_us']:.1f} us (p99 {details['p99_us']:.1f}){gloo}."
                 )
 
