@@ -165,7 +165,8 @@ bank_bytes: int, staging memory per rank and bank, a multiple of 4096; default 1
 mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; default 256 KiB.
 pool_bytes: int, most shared memory for tensors per rank (zeropg.empty); default -1: this rank's share of all; 0: none.
 window_bytes: int, what a rank may send to a rank on another node before that one takes any; default 4 MiB.
-cma: bool, whether ranks may read a neighbour's large messages in its memory (process_vm_readv); default True.
+cma: bool, whether large messages may be read in the memory of their sender (process_vm_readv), where that is faster;
+  default True.
 network: str, "tcp", "ucx", or "automatic": UCX where every rank has it with RDMA, else TCP.
 interfaces: str, network interfaces to use between nodes, e.g. "eth,ib0"; default ZEROPG_INTERFACE, else all.
 ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the system's with RDMA, else the libucx wheel.
