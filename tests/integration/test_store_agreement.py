@@ -30,7 +30,7 @@ def test_no_thread_is_left_inside_the_store(monkeypatch: pytest.MonkeyPatch) -> 
         def delete_key(self, key: str) -> bool:
             return self._store.delete_key(key)
 
-    agreement = StoreAgreement(dist.HashStore(), "test", 0, 1, "save_checkpoint")
+    agreement = StoreAgreement(dist.HashStore(), "test", 0, 1, "save_checkpoint", patience=60)
     monkeypatch.setattr(agreement, "_store", SlowStore(agreement._store))
     agreement.start()
     assert inside.wait(10)
@@ -39,4 +39,4 @@ def test_no_thread_is_left_inside_the_store(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_agreement_that_never_started_can_finish() -> None:
-    StoreAgreement(dist.HashStore(), "test", 0, 1, "save_checkpoint").finish()
+    StoreAgreement(dist.HashStore(), "test", 0, 1, "save_checkpoint", patience=60).finish()
