@@ -63,13 +63,16 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
   const auto piece_bytes = [&](int32_t peer) {
     return std::max<int64_t>(1, (is_near(peer) ? spec.mailbox_bytes : spec.window_bytes) / 2);
   };
+  // Calls and counts are compared by the announcement inside a node, between nodes by the header of the first bytes. It
+  // goes to everybody before anybody is waited for: a rank that made another call, and sends nothing, would not hear
+  // from one that waits for it. And it goes, and is waited for, also where there are no bytes.
+  for (int32_t distance = 1; distance < spec.world_size; ++distance) {
+    const int32_t to = (spec.rank + distance) % spec.world_size;
+    if (!is_near(to)) schedule.steps.push_back({.kind = StepKind::kSend, .peer = to, .source = sources[to]});
+  }
   for (int32_t distance = 1; distance < spec.world_size; ++distance) {
     const int32_t to = (spec.rank + distance) % spec.world_size;
     const int32_t from = (spec.rank - distance + spec.world_size) % spec.world_size;
-    // Counts are compared also where one side has none: between nodes by a header, inside one by the announcement.
-    if (spec.send_bytes[to] == 0 && !is_near(to)) {
-      schedule.steps.push_back({.kind = StepKind::kSend, .peer = to, .source = sources[to]});
-    }
     const Range to_send = rest_of(to, spec.send_bytes[to]);
     const Range to_receive = rest_of(from, spec.receive_bytes[from]);
     const int64_t pieces =
