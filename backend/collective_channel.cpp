@@ -147,7 +147,8 @@ void CollectiveChannel::help(const ZeroWork& work, Clock::time_point until) {
     } else if (!waiter.should_sleep()) {
       waiter.pause();
     } else if (group_->is_one_node() && turn.try_hold()) {
-      doze(work, std::min(until, next_check));
+      group_->arena().doze(std::min(until, next_check),
+                           [&] { return advance_held(&work) != Activity::kBlocked || work.is_complete(); });
       waiter.reset();
     } else {
       return;  // the progress thread sleeps for this one too: it hears the network, and others who hold the queue
@@ -169,14 +170,6 @@ void CollectiveChannel::help(const ZeroWork& work, Clock::time_point until) {
       }
       turn.enter();
     }
-  }
-}
-
-void CollectiveChannel::doze(const ZeroWork& own, Clock::time_point until) {
-  ShmArena& arena = group_->arena();
-  arena.prepare_doze();
-  if (advance_held(&own) == Activity::kBlocked && !own.is_complete()) {
-    arena.doze(std::max(until - Clock::now(), Clock::duration::zero()));
   }
 }
 

@@ -62,10 +62,9 @@ class CollectiveChannel final : public Channel {
 
   bool try_hold();
   bool let_go();  // true: there is nothing left in the queue
-  // These five, only by the thread that holds the channel. `own` is the work that the thread waits for: it has an
+  // These four, only by the thread that holds the channel. `own` is the work that the thread waits for: it has an
   // owner.
   Activity advance_held(const ZeroWork* own);
-  void doze(const ZeroWork& own, std::chrono::steady_clock::time_point until);
   void check_held(const ZeroWork* own);
   void fail_all_held(const CollectiveJob& job, const std::exception_ptr& reason, const ZeroWork* own);  // job: the head
   CollectiveJob* head();

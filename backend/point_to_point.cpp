@@ -107,7 +107,8 @@ void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_po
     } else if (!waiter.should_sleep()) {
       waiter.pause();
     } else if (group_->is_one_node()) {
-      doze(work, std::min(until, next_check));
+      group_->arena().doze(std::min(until, next_check),
+                           [&] { return advance(&work) == Activity::kMoved || work.is_complete(); });
       waiter.reset();
     } else {
       break;  // the progress thread sleeps for this one too: it hears the network
@@ -129,15 +130,6 @@ void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_po
     }
   }
   leave();
-}
-
-void PointToPoint::doze(const ZeroWork& work, std::chrono::steady_clock::time_point until) {
-  using Clock = std::chrono::steady_clock;
-  ShmArena& arena = group_->arena();
-  arena.prepare_doze();
-  if (advance(&work) != Activity::kMoved && !work.is_complete()) {
-    arena.doze(std::max(until - Clock::now(), Clock::duration::zero()));
-  }
 }
 
 // The progress thread does what is left.

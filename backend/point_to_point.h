@@ -60,7 +60,6 @@ class PointToPoint final : public Channel {
   void fail_locked(const std::exception_ptr& error, FinishedMessages& finished);
   void finish(FinishedMessages finished, const ZeroWork* own);  // `own` has an owner: its caller, or who waits for it
   void leave();
-  void doze(const ZeroWork& work, std::chrono::steady_clock::time_point until);
 
   std::shared_ptr<Group> group_;  // life shared with the process group
   Engine& engine_;

@@ -265,7 +265,10 @@ void ShmArena::prepare_doze() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
-void ShmArena::doze(std::chrono::nanoseconds limit) { futex_wait(futex_word(block(rank_).is_dozing), 1, limit); }
+void ShmArena::sleep_until(std::chrono::steady_clock::time_point until) {
+  const std::chrono::nanoseconds left = until - std::chrono::steady_clock::now();
+  futex_wait(futex_word(block(rank_).is_dozing), 1, std::max(left, std::chrono::nanoseconds::zero()));
+}
 
 void ShmArena::ring(int32_t peer) {
   std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -106,10 +106,13 @@ class ShmArena {
   // call: for slow paths only.
   bool is_process_alive(int32_t rank) const;
 
-  // How a thread of the program sleeps, which waits for this arena alone: it says so, looks once more at what it waits
-  // for, and sleeps until a peer changes something or, at the latest, for `limit`. Any threads.
-  void prepare_doze();
-  void doze(std::chrono::nanoseconds limit);
+  // How a thread of the program sleeps, which waits for this arena alone: it says so, looks once more whether it can go
+  // on, and if not, sleeps until a peer changes something or, at the latest, `until`. Any threads.
+  template <typename Look>
+  void doze(std::chrono::steady_clock::time_point until, const Look& can_go_on) {
+    prepare_doze();
+    if (!can_go_on()) sleep_until(until);
+  }
 
   // How the progress thread sleeps. Doorbells: one event descriptor per process, handed out in the bootstrap. A
   // sleeping rank sets its word, looks once more, then polls its descriptor (doorbell.h); a peer that changed something
@@ -127,6 +130,8 @@ class ShmArena {
   struct Header;
   struct RankBlock;
   RankBlock& block(int32_t rank) const;
+  void prepare_doze();
+  void sleep_until(std::chrono::steady_clock::time_point until);
   void wake(int32_t rank);  // if it sleeps
   int64_t mailbox_index(int32_t from, int32_t to, int32_t lane) const;
 

@@ -215,8 +215,7 @@ TEST(ShmArena, NoWakeUpOfADozerIsLost) {
       arena.arrive(round);
       const auto start = std::chrono::steady_clock::now();
       while (!arena.all_arrived(round)) {
-        arena.prepare_doze();
-        if (!arena.all_arrived(round)) arena.doze(milliseconds(20000));
+        arena.doze(start + milliseconds(20000), [&] { return arena.all_arrived(round); });
         if (std::chrono::steady_clock::now() - start > milliseconds(15000)) return false;
       }
     }
