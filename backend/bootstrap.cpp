@@ -9,6 +9,7 @@
 
 #include "backend/admission.h"
 #include "backend/authentication.h"
+#include "backend/domain_probe.h"
 #include "backend/peer_lost.h"
 #include "backend/rendezvous.h"
 #include "backend/tcp_mesh.h"
@@ -286,6 +287,7 @@ void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const Boo
   own.has_rdma = options.network == NetworkKind::kAutomatic && rdma.is_usable ? 1 : 0;
   own.has_secret = options.secret.empty() ? 0 : 1;
   own.host_id = options.host_id.empty() ? probe_host_id() : options.host_id;
+  own.domain_id = options.domain_id.empty() ? probe_domain_id() : options.domain_id;
   own.socket_name = "zeropg-" + random_hex(16);
   // Everybody listens before anybody knows who leads, so no member ever knocks at a door that is not there yet.
   Descriptor listener = listen_local(own.socket_name);
@@ -299,7 +301,7 @@ void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const Boo
     }
   }();
 
-  result->topology = make_topology(std::move(map.host_ids), rank);
+  result->topology = make_topology(std::move(map.host_ids), map.domain_ids, rank);
   const std::vector<int32_t>& node = result->topology.nodes[result->topology.node_rank[rank]];
   Session session{.rank = rank,
                   .local_rank = result->topology.local_rank[rank],
@@ -340,7 +342,9 @@ void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const Boo
 
 BootstrapResult bootstrap_alone(const BootstrapOptions& options) {
   BootstrapResult result;
-  result.topology = make_topology({options.host_id.empty() ? probe_host_id() : options.host_id}, 0);
+  const std::string host_id = options.host_id.empty() ? probe_host_id() : options.host_id;
+  const std::string domain_id = options.domain_id.empty() ? probe_domain_id() : options.domain_id;
+  result.topology = make_topology({host_id}, {domain_id}, 0);
   const ArenaGeometry geometry{1, options.bank_bytes, options.mailbox_bytes};
   result.arena = std::make_unique<ShmArena>(ShmArena::create(geometry), geometry, 0);
   result.arena->set_doorbells(std::vector<Descriptor>(1));

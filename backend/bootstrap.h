@@ -22,7 +22,8 @@ struct BootstrapOptions {
 
   std::chrono::milliseconds timeout{};
   std::string secret;   // empty: a random one through the store (keeps out only those who cannot reach the store)
-  std::string host_id;  // empty: probed
+  std::string host_id;  // empty: probed; the same of the next
+  std::string domain_id;
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
   int64_t pool_bytes = kShareOfMemory;      // of the tensor pool, for each rank

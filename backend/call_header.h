@@ -1,5 +1,5 @@
 // What a rank says of a collective to ranks of other nodes. Inside a node the announcement serves the same purpose
-// (Note [Announcements] in execution.cpp).
+// (Note [Announcements] in announcements.h).
 //
 // Note [Call headers]
 // Before its first bytes of a collective to a peer on another node, a rank sends a CallHeader in the same stream, and

@@ -4,14 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
-#include <numeric>
 
-#include "backend/collectives/direct.h"
 #include "backend/collectives/staging_stores.h"
 #include "backend/transport/copy.h"
-#include "backend/transport/rank_names.h"
-#include "backend/transport/rank_state.h"
 
 namespace zeropg {
 
@@ -21,36 +16,8 @@ namespace {
 // places stores past the caches were half as fast: the lines have just been read.)
 constexpr int64_t kPieceBytes = 8 << 10;
 
-// How much of a rank's tensor is at most written after it gave up.
-constexpr int64_t kCheckBytes = 1 << 20;
-
 bool is_streamed_to_staging(const Step& step) {
   return step.destination.space == Space::kStaging && should_stream_to_staging(step.bytes);
-}
-
-AnnouncedReduction announced_reduction(const Collective& collective) {
-  AnnouncedReduction said{.factor = collective.factor.real(), .factor_imaginary = collective.factor.imag()};
-  if (const Compressor* codec = collective.spec.codec) {
-    codec->description().copy(said.codec, sizeof(said.codec) - 1);
-  }
-  return said;
-}
-
-// Or, of an all-to-all: how many bytes it sends to each rank and receives from each.
-struct AnnouncedBlocks {
-  int64_t sent[kMostComparedBlocks] = {};
-  int64_t received[kMostComparedBlocks] = {};
-};
-static_assert(sizeof(AnnouncedBlocks) == Announcement::kInlineBytes);
-
-AnnouncedBlocks announced_blocks(const Announcement& said) {
-  AnnouncedBlocks blocks;
-  std::memcpy(&blocks, said.payload, sizeof(blocks));
-  return blocks;
-}
-
-bool announces_counts(const CollectiveSpec& spec) {
-  return spec.op == OpKind::kAllToAll && spec.world_size <= kMostComparedBlocks;
 }
 
 }  // namespace
@@ -60,14 +27,15 @@ Execution::Execution(Group& group, const Collective& collective, const Operation
       collective_(collective),
       label_(label),
       sequence_(group.next_announcement()),
+      announcements_(group, collective, label, sequence_),
       call_headers_(group, collective, sequence_),
+      peer_tensors_(group, collective, label),
       schedule_(collective.schedule.get()),
       residuals_(*collective.schedule, collective.compression) {
   if (collective.schedule->scratch_bytes > 0) {
     scratch_ = group.scratch(collective.schedule->scratch_bytes);
   }
-  const SharedTensors shared = shared_tensors(collective.spec, collective.spec.rank);
-  if (offers_direct() && (shared.input || shared.output)) {
+  if (peer_tensors_.begins_direct()) {
     schedule_ = collective.direct.get();
   }
 }
@@ -99,6 +67,11 @@ Progress Execution::advance() {
 bool Execution::run(const Step& step) {
   switch (step.kind) {
     case StepKind::kCopy: {
+      if (step.source.space == Space::kPeerInput && peer_tensors_.must_read(step.source.index)) {
+        peer_tensors_.read(step.source.index, step.source.offset_bytes,
+                           {address(step.destination), static_cast<size_t>(step.bytes)});
+        return true;
+      }
       std::byte* destination = address(step.destination);
       const std::byte* source = address(step.source);
       if (step.is_streaming || is_streamed_to_staging(step)) {
@@ -132,9 +105,10 @@ bool Execution::run_barrier() {
   ShmArena& arena = group_.arena();
   if (barrier_ == 0) {
     if (!is_announced_) {
-      announce();
-    } else {
-      check_peer_tensors();
+      announcements_.announce_call();
+      peer_tensors_.offer(announcements_.mine());
+    } else if (is_direct()) {
+      peer_tensors_.check();
     }
     barrier_ = group_.next_barrier();
     arena.arrive(barrier_);
@@ -145,7 +119,7 @@ bool Execution::run_barrier() {
   barrier_ = 0;
   if (!is_announced_) {
     is_announced_ = true;
-    check_announcements();
+    announcements_.compare_calls();
     choose_schedule();
   }
   return true;
@@ -174,24 +148,25 @@ bool Execution::run_receive(const Step& step) {
 void Execution::reduce_step(const Step& step) {
   const ReduceOp op = step.has_partial_sources ? op_over_partial_results(collective_.reduce_op) : collective_.reduce_op;
   const bool is_streamed = is_streamed_to_staging(step);
-  const int64_t piece_bytes = step.echo_count == 0 && !is_streamed ? step.bytes : kPieceBytes;
+  const Widening times = widening(collective_.dtype, step.form);
+  const int64_t piece_bytes = step.echo_count == 0 && !is_streamed ? step.bytes : kPieceBytes / times.of_destination;
   alignas(64) std::byte piece[kPieceBytes];
   std::vector<const void*> sources(static_cast<size_t>(step.source_count));
-  int64_t next_check = kCheckBytes;
+  int64_t next_check = PeerTensors::kCheckBytes;
   for (int64_t offset = 0; offset < step.bytes; offset += piece_bytes) {
-    if (offset >= next_check) {
-      next_check += kCheckBytes;
-      check_peer_tensors();
+    if (is_direct() && offset >= next_check) {
+      next_check += PeerTensors::kCheckBytes;
+      peer_tensors_.check();
     }
     const int64_t bytes = std::min(piece_bytes, step.bytes - offset);
     for (int32_t i = 0; i < step.source_count; ++i) {
-      sources[static_cast<size_t>(i)] = address(schedule_->sources[step.first_source + i]) + offset;
+      sources[static_cast<size_t>(i)] = address(schedule_->sources[step.first_source + i]) + times.of_sources * offset;
     }
-    std::byte* destination = address(step.destination) + offset;
+    std::byte* destination = address(step.destination) + times.of_destination * offset;
     reduce(is_streamed ? piece : destination, sources.data(), step.source_count, bytes / collective_.spec.element_bytes,
-           collective_.dtype, op, collective_.factor, step.is_final);
+           collective_.dtype, op, collective_.factor, step.is_final, step.form);
     if (is_streamed) {
-      copy_bytes(destination, piece, bytes, /*is_streaming=*/true);
+      copy_bytes(destination, piece, times.of_destination * bytes, /*is_streaming=*/true);
     }
     for (int32_t i = 0; i < step.echo_count; ++i) {
       std::memcpy(address(schedule_->echoes[step.first_echo + i]) + offset, destination, static_cast<size_t>(bytes));
@@ -236,182 +211,24 @@ std::byte* Execution::address(const Region& region) const {
       return group_.arena().staging(group_.local_rank(region.index), group_.physical_bank(region.bank)) +
              region.offset_bytes;
     case Space::kPeerInput:
-      return peer_inputs_.at(region.index) + region.offset_bytes;
+      return peer_tensors_.input_of(region.index) + region.offset_bytes;
     case Space::kPeerOutput:
-      return peer_outputs_.at(region.index) + region.offset_bytes;
+      return peer_tensors_.output_of(region.index) + region.offset_bytes;
     case Space::kResidual:
       break;
   }
   return nullptr;
 }
 
-bool Execution::offers_direct() const {
-  const CollectiveSpec& spec = collective_.spec;
-  return collective_.offers_direct && (spec.op != OpKind::kAllToAll || announces_counts(spec));
-}
-
-// Note [Direct schedules]
-// A rank knows of its own tensors only whether others can reach them. So it begins with the direct schedule, whose
-// first step is the barrier, where it offers its own for that, and with the staged one where it does not, or where the
-// operation reaches none of its tensors. At the first barrier everybody reads what all have announced, and decides
-// alike, from nothing that ranks may see differently (a rank with a list, or with little to send, has no direct
-// schedule at all): the direct schedule, from behind that barrier, if all offer it; otherwise the staged one. Of that,
-// who began with the other has not done the steps before the barrier yet; then all begin it again, who did them does
-// them twice: they only copy inputs to staging that nobody reads before the next barrier.
 void Execution::choose_schedule() {
-  bool offer_all = true;
-  bool must_restart = false;
-  for (const int32_t peer : group_.node()) {
-    const Announcement& said = group_.arena().announcement(group_.local_rank(peer), sequence_);
-    offer_all = offer_all && said.offers_direct != 0;
-    must_restart = must_restart || said.begins_direct != 0;
-  }
-  if (offer_all) {
-    locate_peer_tensors();
+  const PeerTensors::Decision decision = peer_tensors_.decide(announcements_);
+  if (decision.is_direct) {
     schedule_ = collective_.direct.get();
-    step_ = 0;
+    step_ = 0;  // its barrier, which was this one
   } else {
     schedule_ = collective_.schedule.get();
-    is_to_restart_ = must_restart;
   }
-}
-
-// Nobody passes the last barrier before this rank has arrived; so who has left by now did so early, and may have
-// changed what this rank has read of its tensor, or want it for itself again.
-void Execution::check_peer_tensors() const {
-  if (!is_direct()) {
-    return;
-  }
-  std::atomic_thread_fence(std::memory_order_acquire);  // the reads above come before this look
-  for (const int32_t peer : group_.node()) {
-    const RankState state = group_.arena().state_of(group_.local_rank(peer));
-    TORCH_CHECK_WITH(DistNetworkError, state == RankState::kAlive, "rank ", peer,
-                     " gave up while others worked on its tensor");
-  }
-}
-
-void Execution::locate_peer_tensors() {
-  const CollectiveSpec& spec = collective_.spec;
-  peer_inputs_.assign(static_cast<size_t>(spec.world_size), nullptr);
-  peer_outputs_.assign(static_cast<size_t>(spec.world_size), nullptr);
-  for (const int32_t peer : group_.node()) {
-    const Announcement& said = group_.arena().announcement(group_.local_rank(peer), sequence_);
-    const SharedTensors shared = shared_tensors(spec, peer);
-    if (spec.op == OpKind::kAllToAll) {
-      const AnnouncedBlocks blocks = announced_blocks(said);
-      int64_t offset = said.pool_input;
-      for (int32_t rank = 0; rank < spec.rank && offset >= 0; ++rank) {
-        const int64_t bytes = blocks.sent[rank];
-        offset = bytes < 0 || bytes > group_.pool().bytes_per_rank() ? -1 : offset + bytes;
-      }
-      peer_inputs_[peer] = in_pool_of(peer, offset, spec.receive_bytes[peer]);
-    } else if (shared.input) {
-      peer_inputs_[peer] = in_pool_of(peer, said.pool_input, shared_input_bytes(spec));
-    }
-    if (shared.output) {
-      peer_outputs_[peer] = in_pool_of(peer, said.pool_output, spec.bytes);
-    }
-  }
-}
-
-std::byte* Execution::in_pool_of(int32_t rank, int64_t offset, int64_t bytes) const {
-  std::byte* data = group_.pool().at(group_.local_rank(rank), offset, bytes);
-  TORCH_CHECK_WITH(DistBackendError, data != nullptr, label_.prefix(), ": rank ", rank, " says that ", bytes,
-                   " bytes of its tensor begin at ", offset, " of its part of the tensor pool, which has ",
-                   group_.pool().bytes_per_rank(), "; its memory is damaged: restart from a checkpoint.");
-  return data;
-}
-
-// Note [Announcements]
-// Slot sequence % 2 may be overwritten for sequence + 2 only when nobody reads it for `sequence` any more: every rank
-// reads right after the first barrier of `sequence`, and the first barrier of sequence + 1 comes after that.
-void Execution::announce() {
-  const CollectiveSpec& spec = collective_.spec;
-  Announcement& mine = group_.arena().announcement(group_.local_rank(group_.rank()), sequence_);
-  mine.sequence = sequence_;
-  mine.op = static_cast<uint32_t>(spec.op);
-  mine.dtype = static_cast<uint32_t>(collective_.dtype_id);
-  mine.reduce_op = static_cast<uint32_t>(collective_.reduce_op);
-  mine.root = spec.root;
-  mine.bytes = spec.bytes;
-  mine.algorithm = hash_of(collective_.schedule->algorithm);
-  mine.begins_direct = is_direct() ? 1 : 0;
-  mine.offers_direct = offers_direct() ? 1 : 0;
-  mine.pool_input = collective_.pool_input;
-  mine.pool_output = collective_.pool_output;
-  if (announces_counts(spec)) {
-    AnnouncedBlocks blocks;
-    std::ranges::copy(spec.send_bytes, blocks.sent);
-    std::ranges::copy(spec.receive_bytes, blocks.received);
-    std::memcpy(mine.payload, &blocks, sizeof(blocks));
-  } else {
-    const AnnouncedReduction said = announced_reduction(collective_);
-    std::memcpy(mine.payload, &said, sizeof(said));
-  }
-}
-
-void Execution::check_announcements() {
-  const CollectiveSpec& spec = collective_.spec;
-  ShmArena& arena = group_.arena();
-  const AnnouncedReduction mine = announced_reduction(collective_);
-  const uint64_t algorithm = hash_of(collective_.schedule->algorithm);
-  std::vector<int32_t> planned_otherwise;
-  std::map<std::string, std::vector<int32_t>> calls;
-  bool is_same = true;
-  for (const int32_t peer : group_.node()) {
-    const Announcement& other = arena.announcement(group_.local_rank(peer), sequence_);
-    bool is_peer_same = other.op == static_cast<uint32_t>(spec.op) &&
-                        other.dtype == static_cast<uint32_t>(collective_.dtype_id) &&
-                        other.reduce_op == static_cast<uint32_t>(collective_.reduce_op) && other.root == spec.root &&
-                        other.bytes == spec.bytes;
-    if (is_peer_same && !announces_counts(spec)) {
-      is_peer_same = std::memcmp(other.payload, &mine, sizeof(mine)) == 0;
-    }
-    is_same = is_same && is_peer_same;
-    if (other.algorithm != algorithm) {
-      planned_otherwise.push_back(peer);
-    }
-  }
-  if (is_same) {
-    if (announces_counts(spec)) {
-      check_announced_blocks();
-    }
-    TORCH_CHECK_WITH(DistBackendError, planned_otherwise.empty(), label_.prefix(), ": this rank runs ",
-                     collective_.schedule->algorithm, ", ", format_ranks(planned_otherwise),
-                     " another algorithm; give BackendOptions(algorithms=...) and the version of zeropg the same value "
-                     "on every rank.");
-    return;
-  }
-  for (const int32_t peer : group_.node()) {
-    calls[describe_announcement(arena.announcement(group_.local_rank(peer), sequence_))].push_back(peer);
-  }
-  std::string text;
-  for (const auto& [call, ranks] : calls) {
-    text += (text.empty() ? "" : "; ") + format_ranks(ranks) + ": " + call;
-  }
-  C10_THROW_ERROR(DistBackendError, c10::str(label_.prefix(), ": the ranks made different calls: ", text,
-                                             "; make the same call with the same sizes on every rank."));
-}
-
-// Of all pairs of the node, so that no rank ends an operation that fails on others.
-void Execution::check_announced_blocks() const {
-  const std::vector<int32_t>& ranks = group_.node();
-  std::vector<AnnouncedBlocks> blocks;
-  for (const int32_t rank : ranks) {
-    blocks.push_back(announced_blocks(group_.arena().announcement(group_.local_rank(rank), sequence_)));
-  }
-  const auto name = [&](int32_t rank) {
-    return rank == group_.rank() ? std::string("this rank") : c10::str("rank ", rank);
-  };
-  for (size_t from = 0; from < ranks.size(); ++from) {
-    for (size_t to = 0; to < ranks.size(); ++to) {
-      const int64_t sent = blocks[from].sent[ranks[to]];
-      const int64_t expected = blocks[to].received[ranks[from]];
-      TORCH_CHECK_WITH(DistBackendError, sent == expected, label_.prefix(), ": ", name(ranks[from]), " sends ", sent,
-                       " bytes to ", name(ranks[to]), ", which expects ", expected,
-                       "; make the splits of both ranks match.");
-    }
-  }
+  is_to_restart_ = decision.must_restart;
 }
 
 std::vector<int32_t> Execution::awaited() const {

@@ -7,8 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "backend/announcements.h"
 #include "backend/call_header.h"
 #include "backend/group.h"
+#include "backend/peer_tensors.h"
 #include "backend/planner.h"
 #include "backend/residual_map.h"
 
@@ -37,15 +39,8 @@ class Execution {
   bool run_receive(const Step& step);
   void encode(const Step& step);
   void decode(const Step& step);
-  void announce();
-  void check_announcements();
-  void check_announced_blocks() const;
-  bool offers_direct() const;
   void choose_schedule();
   bool is_direct() const { return schedule_ == collective_.direct.get(); }
-  void check_peer_tensors() const;  // DistNetworkError
-  void locate_peer_tensors();
-  std::byte* in_pool_of(int32_t rank, int64_t offset, int64_t bytes) const;
   std::byte* address(const Region& region) const;
   void reduce_step(const Step& step);
   void note_blocked();
@@ -55,8 +50,10 @@ class Execution {
   const Collective& collective_;
   const OperationLabel& label_;
   const uint64_t sequence_;
+  const Announcements announcements_;
   CallHeaders call_headers_;
-  const Schedule* schedule_ = nullptr;  // one of the two of collective_: Note [Direct schedules]
+  PeerTensors peer_tensors_;
+  const Schedule* schedule_ = nullptr;  // one of the two of collective_: Note [Direct schedules] in peer_tensors.h
   std::byte* scratch_ = nullptr;
   ResidualMap residuals_;
 
@@ -65,8 +62,6 @@ class Execution {
   uint64_t barrier_ = 0;     // the count that the current barrier waits for; 0: not arrived yet
   bool is_announced_ = false;
   bool is_to_restart_ = false;
-  std::vector<std::byte*> peer_inputs_;  // by rank; empty unless the direct schedule runs
-  std::vector<std::byte*> peer_outputs_;
   bool has_given_banks_ = false;
   std::vector<double> waiting_seconds_;
   std::vector<int32_t> waiting_for_;                    // since wait_start_

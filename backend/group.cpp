@@ -34,7 +34,10 @@ std::vector<int32_t> common_ranks(const std::vector<int32_t>& one, const std::ve
 }  // namespace
 
 Group::Group(BootstrapResult bootstrap, std::shared_ptr<const Hooks> hooks)
-    : bootstrap_(std::move(bootstrap)), owner_(::getpid()), hooks_(std::move(hooks)) {
+    : bootstrap_(std::move(bootstrap)),
+      peer_memory_(static_cast<int32_t>(node().size())),
+      owner_(::getpid()),
+      hooks_(std::move(hooks)) {
   local_transport_ = std::make_unique<ShmTransport>(*bootstrap_.arena, node());
 }
 
@@ -91,10 +94,7 @@ void Group::fail(const std::string& message) {
     }
     failure_ = message;
     has_failed_.store(true, std::memory_order_release);
-  }
-  arena().set_state(RankState::kFailed, message);
-  if (network() != nullptr) {
-    network()->tell_state(RankState::kFailed, message);
+    tell_state(RankState::kFailed, message);
   }
   if (hooks_->has_abort() && background_) {
     background_([hooks = hooks_, run = std::make_shared<RunsBeforeTheEnd>()] { hooks->run_abort(); });
@@ -195,18 +195,22 @@ void throw_if_lost(const OperationLabel& label, const PeerStates& peers, const s
 
 void Group::depart() {
   const Use use(*this, /*must_succeed=*/false);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (has_failed_.load(std::memory_order_relaxed)) {
-      return;
-    }
-    failure_ = c10::str("[zeropg rank ", rank(), "/", world_size(),
-                        "] the process group was shut down; make a new one to communicate again.");
-    has_failed_.store(true, std::memory_order_release);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (has_failed_.load(std::memory_order_relaxed)) {
+    return;
   }
-  arena().set_state(RankState::kDeparted);
+  failure_ = c10::str("[zeropg rank ", rank(), "/", world_size(),
+                      "] the process group was shut down; make a new one to communicate again.");
+  has_failed_.store(true, std::memory_order_release);
+  tell_state(RankState::kDeparted);
+}
+
+// Under the lock: who closes the group takes it first (in depart), and so closes no connection before the peers are
+// told.
+void Group::tell_state(RankState state, const std::string& message) {
+  arena().set_state(state, message);
   if (network() != nullptr) {
-    network()->tell_state(RankState::kDeparted);
+    network()->tell_state(state, message);
   }
 }
 

@@ -19,6 +19,7 @@
 #include "backend/bootstrap.h"
 #include "backend/held_up.h"
 #include "backend/hooks.h"
+#include "backend/peer_memory.h"
 #include "backend/request.h"
 #include "backend/topology.h"
 #include "backend/transport/network.h"
@@ -78,8 +79,9 @@ class Group : public std::enable_shared_from_this<Group> {
   int32_t rank() const { return bootstrap_.topology.rank; }
   int32_t world_size() const { return bootstrap_.topology.world_size(); }
   const Topology& topology() const { return bootstrap_.topology; }
-  ShmArena& arena() { return *bootstrap_.arena; }  // of this node; it counts the ranks of node()
-  TensorPool& pool() { return *bootstrap_.pool; }  // likewise
+  ShmArena& arena() { return *bootstrap_.arena; }     // of this node; it counts the ranks of node()
+  PeerMemory& peer_memory() { return peer_memory_; }  // for the thread that runs the head of the collective channel
+  TensorPool& pool() { return *bootstrap_.pool; }     // likewise
   const std::shared_ptr<TensorPool>& shared_pool() { return bootstrap_.pool; }
   Network* network() { return bootstrap_.network.get(); }  // null: all ranks are on this node
   Transport& transport_to(int32_t peer) { return is_on_this_node(peer) ? *local_transport_ : *network(); }
@@ -141,10 +143,12 @@ class Group : public std::enable_shared_from_this<Group> {
 
  private:
   std::vector<int32_t> dead_neighbours();
+  void tell_state(RankState state, const std::string& message = {});
   void free_if_unused();
 
   BootstrapResult bootstrap_;  // all but the topology goes when nobody uses the group after let_go()
   std::unique_ptr<Transport> local_transport_;
+  PeerMemory peer_memory_;
   const pid_t owner_;
 
   std::atomic<int32_t> users_{0};

@@ -89,17 +89,22 @@ void GroupChannels::close(std::chrono::milliseconds patience) {
 }
 
 void GroupChannels::abort() {
-  is_aborted_ = !is_closed_;
+  if (!is_closed_) {
+    is_aborted_ = true;
+  }
   close(kNow, kAbortGoodbyePatience, /*waits_for_callbacks=*/false);
   group_->let_go();
 }
 
 void GroupChannels::close(std::chrono::milliseconds patience, std::chrono::milliseconds goodbye,
                           bool waits_for_callbacks) {
-  if (!group_->is_own_process() || is_closed_.exchange(true)) {
+  if (!group_->is_own_process()) {
     return;
   }
-  const Group::Use use(*group_, /*must_succeed=*/false);
+  const Group::Use use(*group_, /*must_succeed=*/false);  // before others find it closed: an abort then lets go
+  if (is_closed_.exchange(true)) {
+    return;
+  }
   const auto deadline = std::chrono::steady_clock::now() + patience;
   const auto time_left = [&] {
     return std::max(std::chrono::milliseconds(0),

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "backend/peer_memory.h"
 #include "backend/transport/copy.h"
-#include "backend/transport/notices.h"
 
 namespace zeropg {
 
@@ -168,10 +168,7 @@ void MessageInbox::try_cma() {
   if (may_use_cma_ && !(reader_ && reader_->peer() == sender)) {
     reader_.emplace(sender);
     if (!reader_->is_usable()) {
-      notice("cma", c10::str("[zeropg rank ", group_.rank(), "/", group_.world_size(),
-                             "] cannot read the memory of rank ", peer_, " (", reader_->refusal(),
-                             "), so large messages inside this node are copied twice; `python -m zeropg doctor` says "
-                             "what to do, BackendOptions(cma=False) that it is meant so."));
+      say_unreadable(group_.rank(), group_.world_size(), peer_, reader_->refusal());
     }
   }
   if (!may_use_cma_ || !reader_->is_usable()) {

@@ -70,6 +70,9 @@ void BackendOptions::resolve() {
   if (host_id.empty()) {
     host_id = environment("ZEROPG_HOST_ID");
   }
+  if (domain_id.empty()) {
+    domain_id = environment("ZEROPG_DOMAIN_ID");
+  }
   if (ucx_root.empty()) {
     ucx_root = environment("ZEROPG_UCX_ROOT");
   }

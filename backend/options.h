@@ -37,8 +37,8 @@ struct BackendOptions : c10d::Backend::Options {
   int64_t pool_bytes = -1;
   // A rank may send this much of a stream to a rank on another node before that one takes any.
   int64_t window_bytes = int64_t{4} << 20;
-  // Whether large messages between ranks of a node may be read from the sender's memory (process_vm_readv), where a
-  // trial shows that this works.
+  // Whether large messages between ranks of a node, and blocks of an all-to-all, may be read from the sender's memory
+  // (process_vm_readv), where a trial shows that this works.
   bool cma = true;
   // What carries bytes between nodes. Automatic: UCX where every rank has it with RDMA, else TCP.
   NetworkKind network = NetworkKind::kAutomatic;
@@ -52,6 +52,9 @@ struct BackendOptions : c10d::Backend::Options {
   std::string secret;
   // Ranks with equal host ids share memory. Empty: the environment's, else probed.
   std::string host_id;
+  // Ranks of a node with equal domain ids are near each other: their CPUs share a cache, or the way to their memory.
+  // Empty: the environment's, else probed. Used where all ranks of the node have one.
+  std::string domain_id;
 
   // Checks ranges and fills what is empty from the environment:
   //   ZEROPG_SECRET       the secret itself
@@ -59,6 +62,7 @@ struct BackendOptions : c10d::Backend::Options {
   //   ZEROPG_UCX_ROOT     which UCX, as above
   //   ZEROPG_INTERFACE    network interfaces, as above
   //   ZEROPG_HOST_ID      this machine's identity, where the probe would be wrong (containers that share a boot id)
+  //   ZEROPG_DOMAIN_ID    this process's domain, where the probe would be wrong (CPUs that are hidden or not bound)
   // Throws ValueError naming the option and the accepted range.
   void resolve();
 };

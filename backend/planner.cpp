@@ -9,6 +9,7 @@
 #include "backend/collectives/direct.h"
 #include "backend/collectives/registry.h"
 #include "backend/collectives/select.h"
+#include "backend/transport/cma.h"
 
 namespace zeropg {
 
@@ -113,20 +114,23 @@ Collective Planner::plan(const Request& request) {
       .send_bytes = request.send_bytes,
       .receive_bytes = request.receive_bytes,
       .nodes = nodes_,
+      .domains = domains_,
       .window_bytes = options_.window_bytes,
       .codec = request.compression.codec.get(),
       .has_residuals = request.compression.residuals != nullptr,
   };
-  Plan plan = plan_for(collective.spec);
-  collective.schedule = std::move(plan.schedule);
-  collective.direct = std::move(plan.direct);
+  collective.may_read = options_.cma;
   collective.dtype_id = static_cast<int32_t>(request.dtype);
   if (is_reducing(request.op)) {
     collective.dtype = reducible_dtype(request.dtype).value();
+    collective.spec.accumulator_bytes = static_cast<int32_t>(element_bytes(accumulator_dtype(collective.dtype)));
     collective.reduce_op = request.reduce_op;
     collective.factor =
         request.reduce_op == ReduceOp::kAverage ? std::complex<double>(options_.world_size) : request.factor;
   }
+  Plan plan = plan_for(collective.spec);
+  collective.schedule = std::move(plan.schedule);
+  collective.direct = std::move(plan.direct);
   collective.inputs = input_addresses(request.inputs);
   collective.outputs = output_addresses(request.outputs);
   collective.compression = request.compression;
@@ -145,11 +149,15 @@ void Planner::offer_direct(Collective& collective, const Request& request) const
   const SharedTensors shared = shared_tensors(collective.spec, collective.spec.rank);
   collective.offers_direct =
       (!shared.input || collective.pool_input >= 0) && (!shared.output || collective.pool_output >= 0);
+  collective.offers_reading = collective.may_read && shared.input && !collective.offers_direct &&
+                              pays_to_read(collective.spec) &&
+                              is_readable({collective.inputs[0], static_cast<size_t>(request.inputs[0].nbytes())});
 }
 
 Planner::Plan Planner::plan_for(const CollectiveSpec& spec) {
-  std::vector<int64_t> key{static_cast<int64_t>(spec.op), spec.root, spec.element_bytes, spec.bytes,
-                           (spec.input_is_list ? 1 : 0) + (spec.output_is_list ? 2 : 0)};
+  std::vector<int64_t> key{
+      static_cast<int64_t>(spec.op), spec.root,  spec.element_bytes,
+      spec.accumulator_bytes,        spec.bytes, (spec.input_is_list ? 1 : 0) + (spec.output_is_list ? 2 : 0)};
   key.insert(key.end(), spec.send_bytes.begin(), spec.send_bytes.end());
   key.insert(key.end(), spec.receive_bytes.begin(), spec.receive_bytes.end());
   {
@@ -184,7 +192,8 @@ Planner::Plan Planner::make_plan(const CollectiveSpec& spec) const {
   try {
     plan.schedule = std::make_shared<const Schedule>(select_algorithm(spec, forced).plan(spec));
     const bool has_pool = pool_ != nullptr && pool_->bytes_per_rank() > 0;
-    if (const Algorithm* direct = has_pool ? select_direct_algorithm(spec, forced) : nullptr) {
+    const bool can_reach = has_pool || (options_.cma && pays_to_read(spec));
+    if (const Algorithm* direct = can_reach ? select_direct_algorithm(spec, forced) : nullptr) {
       plan.direct = std::make_shared<const Schedule>(direct->plan(spec));
     }
   } catch (const std::invalid_argument& error) {

@@ -23,8 +23,10 @@ struct Collective {
   std::shared_ptr<const Schedule> schedule;  // life shared with the planner's cache
   // What runs instead if the tensors of all ranks that it reaches lie in the group's pool; null: nothing does.
   std::shared_ptr<const Schedule> direct;
-  bool offers_direct = false;  // those of this rank do
-  int64_t pool_input = -1;     // where its first input and output lie in its part of the pool; -1: not there
+  bool offers_direct = false;   // those of this rank do
+  bool may_read = false;        // whether this rank reads the memory of others, and lets them read its own
+  bool offers_reading = false;  // its input is for that
+  int64_t pool_input = -1;      // where its first input and output lie in its part of the pool; -1: not there
   int64_t pool_output = -1;
   CollectiveSpec spec;
   int32_t dtype_id = 0;  // at::ScalarType, for the announcement
@@ -42,6 +44,7 @@ struct PlannerOptions {
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
   int64_t window_bytes = 0;
+  bool cma = false;
   std::map<std::string, std::string> algorithms;  // operation -> forced algorithm
 };
 
@@ -53,6 +56,8 @@ class Planner {
 
   // Which ranks share a node, known once the group has met. Before the first plan; empty: all of them.
   void set_nodes(std::vector<std::vector<int32_t>> nodes) { nodes_ = std::move(nodes); }
+  // Which of one node's ranks share a domain. Before the first plan; empty: there are none.
+  void set_domains(std::vector<std::vector<int32_t>> domains) { domains_ = std::move(domains); }
   // Where tensors may lie that direct algorithms can reach. Before the first plan; must outlive the planner's use.
   void set_pool(const TensorPool& pool) { pool_ = &pool; }
   Collective plan(const Request& request);
@@ -68,6 +73,7 @@ class Planner {
 
   const PlannerOptions options_;
   std::vector<std::vector<int32_t>> nodes_;
+  std::vector<std::vector<int32_t>> domains_;
   const TensorPool* pool_ = nullptr;
   std::mutex mutex_;
   std::map<std::vector<int64_t>, Plan> cache_;  // guarded by mutex_

@@ -346,6 +346,9 @@ void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {
       group_->retire(std::move(work));
     }
   }
+  // Who waits for one of these in another thread may have looked for messages, and for the work, just before, and be
+  // about to sleep: no peer has anything left to wake it for.
+  group_->arena().ring(group_->local_rank(group_->rank()));
   std::lock_guard<std::mutex> lock(mutex_);
   if (!has_pending()) {
     idle_.notify_all();

@@ -29,6 +29,7 @@ std::shared_ptr<Group> join_group(const c10::intrusive_ptr<c10d::Store>& store, 
                                      BootstrapOptions{.timeout = timeout,
                                                       .secret = options.secret,
                                                       .host_id = options.host_id,
+                                                      .domain_id = options.domain_id,
                                                       .bank_bytes = options.bank_bytes,
                                                       .mailbox_bytes = options.mailbox_bytes,
                                                       .pool_bytes = options.pool_bytes,
@@ -72,12 +73,16 @@ void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
                                                           .bank_bytes = options_->bank_bytes,
                                                           .mailbox_bytes = options_->mailbox_bytes,
                                                           .window_bytes = options_->window_bytes,
+                                                          .cma = options_->cma,
                                                           .algorithms = options_->algorithms});
   auto channels = GroupChannels::open(
       join_group(c10::make_intrusive<c10d::PrefixStore>("zeropg", store_), rank_, size_, *options_, timeout, hooks_),
       options_->cma);
-  if (!channels->group().is_one_node()) {
-    planner->set_nodes(channels->group().topology().nodes);
+  const Topology& topology = channels->group().topology();
+  if (channels->group().is_one_node()) {
+    planner->set_domains(topology.domains[0]);
+  } else {
+    planner->set_nodes(topology.nodes);
   }
   planner->set_pool(channels->group().pool());
   std::lock_guard<std::mutex> lock(membership_mutex_);

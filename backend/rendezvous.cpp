@@ -79,6 +79,7 @@ GroupMap make_map(std::vector<RankRecord> records) {
   }
   for (RankRecord& record : records) {
     map.host_ids.push_back(std::move(record.host_id));
+    map.domain_ids.push_back(std::move(record.domain_id));
     map.socket_names.push_back(std::move(record.socket_name));
   }
   return map;

@@ -72,7 +72,8 @@ std::string encode(const RankRecord& record) {
   Writer writer;
   writer.put(record.protocol).put(record.world_size).put(record.bank_bytes).put(record.mailbox_bytes);
   writer.put(record.window_bytes).put(record.network).put(record.has_rdma);
-  return writer.put(record.has_secret).put(record.host_id).put(record.socket_name).bytes();
+  writer.put(record.has_secret).put(record.host_id).put(record.domain_id);
+  return writer.put(record.socket_name).bytes();
 }
 
 RankRecord decode_record(std::string_view bytes) {
@@ -87,6 +88,7 @@ RankRecord decode_record(std::string_view bytes) {
   record.has_rdma = reader.number();
   record.has_secret = reader.number();
   record.host_id = reader.text();
+  record.domain_id = reader.text();
   record.socket_name = reader.text();
   reader.finish();
   return record;
@@ -96,6 +98,7 @@ std::string encode(const GroupMap& map) {
   Writer writer;
   writer.put(map.error).put(map.secret).put(map.network);
   for (const std::string& host : map.host_ids) writer.put(host);
+  for (const std::string& domain : map.domain_ids) writer.put(domain);
   for (const std::string& name : map.socket_names) writer.put(name);
   return writer.bytes();
 }
@@ -108,6 +111,7 @@ GroupMap decode_map(std::string_view bytes, int32_t world_size) {
   map.network = reader.number();
   if (!map.error.empty()) return map;
   for (int32_t rank = 0; rank < world_size; ++rank) map.host_ids.push_back(reader.text());
+  for (int32_t rank = 0; rank < world_size; ++rank) map.domain_ids.push_back(reader.text());
   for (int32_t rank = 0; rank < world_size; ++rank) map.socket_names.push_back(reader.text());
   reader.finish();
   return map;

@@ -11,7 +11,7 @@ namespace zeropg {
 
 // What a rank says of itself.
 struct RankRecord {
-  int64_t protocol = 3;  // of the bootstrap; all ranks must have the same
+  int64_t protocol = 4;  // of the bootstrap; all ranks must have the same
   int64_t world_size = 0;
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
@@ -20,6 +20,7 @@ struct RankRecord {
   int64_t has_rdma = 0;    // whether UCX with RDMA can be used here
   int64_t has_secret = 0;  // whether the user gave one
   std::string host_id;
+  std::string domain_id;  // empty: none
   std::string socket_name;
 };
 
@@ -27,6 +28,7 @@ struct RankRecord {
 struct GroupMap {
   std::string error;  // the others are empty when there is one
   std::vector<std::string> host_ids;
+  std::vector<std::string> domain_ids;
   std::vector<std::string> socket_names;
   std::string secret;   // random, empty when the users gave theirs
   int64_t network = 0;  // NetworkKind: what is used between nodes

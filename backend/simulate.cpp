@@ -322,26 +322,35 @@ class Simulation {
         step.first_echo + size_t(step.echo_count) > schedule.echoes.size()) {
       fail(rank, "its echoes are not in the schedule's list of " + std::to_string(schedule.echoes.size()));
     }
-    spend(rank, step.source_count * step.bytes, (1 + step.echo_count) * step.bytes);
+    const SimulatedOperation& operation = operation_of(rank);
+    const Widening times = widening(operation.dtype, step.form);
+    const int64_t source_bytes = times.of_sources * step.bytes;
+    const int64_t result_bytes = times.of_destination * step.bytes;
+    spend(rank, step.source_count * source_bytes, (1 + step.echo_count) * result_bytes);
     if (!options_.moves_bytes) return;
     std::vector<const void*> sources;
-    std::byte* destination = resolve(rank, step.destination, step.bytes, true);
+    std::byte* destination = resolve(rank, step.destination, result_bytes, true);
     for (int32_t i = 0; i < step.source_count; ++i) {
-      const std::byte* source = resolve(rank, schedule.sources[step.first_source + i], step.bytes, false);
-      if (source != destination) check_apart(rank, destination, source, step.bytes);
+      const std::byte* source = resolve(rank, schedule.sources[step.first_source + i], source_bytes, false);
+      const bool is_same = source == destination && source_bytes == result_bytes;
+      if (!is_same) check_apart(rank, destination, source, std::max(source_bytes, result_bytes));
       sources.push_back(source);
     }
-    const SimulatedOperation& operation = operation_of(rank);
     const int64_t size = element_bytes(operation.dtype);
     if (step.bytes % size != 0) {
       fail(rank, std::string("it cuts through an element of ") + dtype_name(operation.dtype));
     }
+    const auto check_aligned = [&](const void* data, int64_t times_size) {
+      if (reinterpret_cast<uintptr_t>(data) % (times_size * size) != 0) fail(rank, "an element that is not aligned");
+    };
+    check_aligned(destination, times.of_destination);
+    for (const void* source : sources) check_aligned(source, times.of_sources);
     const ReduceOp op = step.has_partial_sources ? op_over_partial_results(operation.reduce_op) : operation.reduce_op;
     reduce(destination, sources.data(), static_cast<int32_t>(sources.size()), step.bytes / size, operation.dtype, op,
-           operation.factor, step.is_final);
-    traffic_[rank].reduced_bytes += static_cast<int64_t>(sources.size()) * step.bytes;
+           operation.factor, step.is_final, step.form);
+    traffic_[rank].reduced_bytes += static_cast<int64_t>(sources.size()) * source_bytes;
     for (int32_t i = 0; i < step.echo_count; ++i) {
-      std::copy_n(destination, step.bytes, resolve(rank, schedule.echoes[step.first_echo + i], step.bytes, true));
+      std::copy_n(destination, result_bytes, resolve(rank, schedule.echoes[step.first_echo + i], result_bytes, true));
     }
   }
 

@@ -1,4 +1,5 @@
-// Which ranks of a group share a node. Pure data; built by the bootstrap or from a literal in tests.
+// Which ranks of a group share a node, and a domain of it. Pure data; built by the bootstrap or from a literal in
+// tests.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +16,18 @@ struct Topology {
   std::vector<std::vector<int32_t>> nodes;  // ascending ranks of each node, by first rank (the leader)
   std::vector<int32_t> node_rank;           // per rank: index into nodes
   std::vector<int32_t> local_rank;          // per rank: index inside its node
+  // Of each node the ranks of each domain, ordered likewise; a node where not all ranks name one has none.
+  std::vector<std::vector<std::vector<int32_t>>> domains;
 
   int32_t world_size() const { return static_cast<int32_t>(host_ids.size()); }
   int32_t node_count() const { return static_cast<int32_t>(nodes.size()); }
 };
 
-// Ranks with equal host ids share a node. `host_ids`: one per rank.
-Topology make_topology(std::vector<std::string> host_ids, int32_t rank);
-// One row per node: its number, host id and ranks; a star marks `topology.rank`.
+// Ranks with equal host ids share a node; those of a node with equal domain ids share a domain: their CPUs share a
+// cache, or the way to their memory. One of each per rank; an empty domain id is none.
+Topology make_topology(std::vector<std::string> host_ids, const std::vector<std::string>& domain_ids, int32_t rank);
+// One row per node: its number, host id and ranks, by domains where it has several, with bars between; a star marks
+// `topology.rank`.
 std::string to_table(const Topology& topology);
 
 }  // namespace zeropg

@@ -14,6 +14,7 @@ c10::intrusive_ptr<c10d::Backend> make_process_group(const c10::intrusive_ptr<c1
   auto ours = c10::make_intrusive<BackendOptions>(options.timeout);
   ours->secret = options.secret;
   ours->host_id = options.host_id;
+  ours->domain_id = options.domain_id;
   return c10::make_intrusive<ProcessGroupZero>(store, rank, world_size, ours);
 }
 

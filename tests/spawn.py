@@ -81,6 +81,16 @@ class SeparateHosts(Place):
         return {**super().environment(rank), "ZEROPG_HOST_ID": f"host-{self.hosts[rank]}"}
 
 
+@dataclass(frozen=True)
+class SeparateDomains(Place):
+    """This machine, but rank r says that its CPUs are in domain `domains[r]`."""
+
+    domains: tuple[int, ...] = ()
+
+    def environment(self, rank: int) -> dict[str, str]:
+        return {**super().environment(rank), "ZEROPG_DOMAIN_ID": f"domain-{self.domains[rank]}"}
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],

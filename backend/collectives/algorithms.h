@@ -11,6 +11,7 @@ namespace zeropg {
 struct Cost {
   double barriers = 0;
   double memory_bytes = 0;   // read plus written
+  double far_bytes = 0;      // of these, read in other domains of the node; direct ones say none, to stay preferred
   double network_hops = 0;   // messages between nodes that wait for each other
   double network_bytes = 0;  // through the busiest link of a node, in one direction
 };
@@ -22,6 +23,18 @@ Cost cost_all_reduce_one_shot(const CollectiveSpec& spec);
 // Every rank reduces its share of each chunk for all: fewest bytes. Pipelined, one barrier per chunk and one more.
 Schedule plan_all_reduce_staged(const CollectiveSpec& spec);
 Cost cost_all_reduce_staged(const CollectiveSpec& spec);
+
+// Reduce-scatter in the domains of a node, exchange of the shares between domains, all-gather in the domains.
+Schedule plan_all_reduce_domains(const CollectiveSpec& spec);
+Cost cost_all_reduce_domains(const CollectiveSpec& spec);
+
+// The halves of it, and a broadcast that enters every domain once.
+Schedule plan_reduce_scatter_domains(const CollectiveSpec& spec);
+Cost cost_reduce_scatter_domains(const CollectiveSpec& spec);
+Schedule plan_all_gather_domains(const CollectiveSpec& spec);
+Cost cost_all_gather_domains(const CollectiveSpec& spec);
+Schedule plan_broadcast_domains(const CollectiveSpec& spec);
+Cost cost_broadcast_domains(const CollectiveSpec& spec);
 
 // The following pass each chunk through staging once: one barrier per chunk.
 Schedule plan_reduce_staged(const CollectiveSpec& spec);

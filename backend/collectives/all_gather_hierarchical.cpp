@@ -36,8 +36,7 @@ Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec) {
   const auto is_chunk = [&](int64_t chunk) { return chunk >= 0 && chunk < pieces.chunks.count; };
   const auto piece_of = [&](int64_t chunk) { return part_of(spec.bytes, pieces.chunks.bytes, chunk); };
   const auto outputs = [&](int64_t chunk) {
-    return extents_of_blocks(placement, layout, piece_of(chunk),
-                             [&](int32_t rank, int64_t offset) { return output_block(spec, rank, offset); });
+    return extents_of_blocks(spec, placement, layout, piece_of(chunk), output_block);
   };
   const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;
   add_barrier(schedule);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "backend/collectives/algorithms.h"
+#include "backend/collectives/placement.h"
 #include "backend/collectives/steps.h"
 #include "backend/transport/copy.h"
 
@@ -25,7 +26,9 @@ Schedule plan_all_gather_staged(const CollectiveSpec& spec) {
 
 Cost cost_all_gather_staged(const CollectiveSpec& spec) {
   const double chunks = std::max<double>(1, part_count(spec.bytes, cut_chunk(spec, 1).bytes));
-  return {.barriers = chunks, .memory_bytes = 2.0 * (spec.world_size + 1) * spec.bytes};
+  return {.barriers = chunks,
+          .memory_bytes = 2.0 * (spec.world_size + 1) * spec.bytes,
+          .far_bytes = static_cast<double>(far_ranks(spec)) * spec.bytes};
 }
 
 }  // namespace zeropg

@@ -70,7 +70,8 @@ class Plan {
     for (int64_t slot = 0; slot < sizes_.chunks.count + lag && sizes_.chunks.count > 0; ++slot) {
       if (is_chunk(slot) || is_chunk(slot - lag)) add_barrier(schedule_);
       if (is_chunk(slot)) {
-        reduce_in_node(schedule_, slot, inputs(slot), layout_, placement_, between_);
+        reduce_in_node(schedule_, slot, inputs(slot), layout_, placement_,
+                       [&](int32_t part, int64_t place) { return between_.partial(slot, part, place); });
         between_.send_partials(schedule_, slot, inputs(slot));
       }
       if (is_chunk(slot - lag) && copies_out) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "backend/collectives/algorithms.h"
+#include "backend/collectives/placement.h"
 #include "backend/collectives/steps.h"
 
 namespace zeropg {
@@ -24,7 +25,9 @@ Schedule plan_all_reduce_one_shot(const CollectiveSpec& spec) {
 
 Cost cost_all_reduce_one_shot(const CollectiveSpec& spec) {
   const double chunks = std::max<double>(1, part_count(spec.bytes, cut_chunk(spec, 1).bytes));
-  return {.barriers = chunks, .memory_bytes = (spec.world_size + 3.0) * spec.bytes};
+  return {.barriers = chunks,
+          .memory_bytes = (spec.world_size + 3.0) * spec.bytes,
+          .far_bytes = static_cast<double>(far_ranks(spec)) * spec.bytes};
 }
 
 }  // namespace zeropg

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backend/collectives/algorithms.h"
+#include "backend/collectives/placement.h"
 #include "backend/collectives/steps.h"
 
 namespace zeropg {
@@ -79,7 +80,9 @@ Schedule plan_all_reduce_staged(const CollectiveSpec& spec) {
 
 Cost cost_all_reduce_staged(const CollectiveSpec& spec) {
   const double chunks = part_count(spec.bytes, cut_chunk(spec, spec.world_size).bytes * spec.world_size);
-  return {.barriers = chunks + 1, .memory_bytes = (5 - 1.0 / spec.world_size) * spec.bytes};
+  return {.barriers = chunks + 1,
+          .memory_bytes = (5 - 1.0 / spec.world_size) * spec.bytes,
+          .far_bytes = 2.0 * far_ranks(spec) / spec.world_size * spec.bytes};
 }
 
 }  // namespace zeropg

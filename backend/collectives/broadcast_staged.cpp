@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "backend/collectives/algorithms.h"
+#include "backend/collectives/placement.h"
 #include "backend/collectives/steps.h"
 #include "backend/transport/copy.h"
 
@@ -24,7 +25,8 @@ Schedule plan_broadcast_staged(const CollectiveSpec& spec) {
 
 Cost cost_broadcast_staged(const CollectiveSpec& spec) {
   const double chunks = std::max<double>(1, part_count(spec.bytes, cut_chunk(spec, 1).bytes));
-  return {.barriers = chunks, .memory_bytes = 2.0 * spec.bytes};
+  return {
+      .barriers = chunks, .memory_bytes = 2.0 * spec.bytes, .far_bytes = far_ranks(spec) > 0 ? 1.0 * spec.bytes : 0};
 }
 
 }  // namespace zeropg

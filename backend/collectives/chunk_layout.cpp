@@ -66,13 +66,13 @@ int64_t ChunkLayout::largest_own_slice_bytes() const {
 
 std::vector<Extent> extents_of_range(Region tensor, int64_t bytes) { return {{{0, bytes}, tensor}}; }
 
-std::vector<Extent> extents_of_blocks(const Placement& placement, const ChunkLayout& layout, Range piece,
-                                      const std::function<Region(int32_t rank, int64_t offset_bytes)>& block) {
+std::vector<Extent> extents_of_blocks(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout,
+                                      Range piece, RegionOfBlock block) {
   std::vector<Extent> extents;
   for (int32_t node = 0; node < placement.node_count(); ++node) {
     for (int32_t local_rank = 0; local_rank < placement.node_size(node); ++local_rank) {
       const int64_t place = layout.slice(node, node, local_rank).offset_bytes;
-      extents.push_back({{place, piece.bytes}, block(placement.rank_at(node, local_rank), piece.offset_bytes)});
+      extents.push_back({{place, piece.bytes}, block(spec, placement.rank_at(node, local_rank), piece.offset_bytes)});
     }
   }
   return extents;

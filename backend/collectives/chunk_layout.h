@@ -55,8 +55,9 @@ class ChunkLayout {
 
 // The extents of one chunk: a contiguous range of one tensor, or a piece of every rank's block.
 std::vector<Extent> extents_of_range(Region tensor, int64_t bytes);
-std::vector<Extent> extents_of_blocks(const Placement& placement, const ChunkLayout& layout, Range piece,
-                                      const std::function<Region(int32_t rank, int64_t offset_bytes)>& block);
+using RegionOfBlock = Region (*)(const CollectiveSpec&, int32_t rank, int64_t offset_bytes);  // input_, output_block
+std::vector<Extent> extents_of_blocks(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout,
+                                      Range piece, RegionOfBlock block);
 
 // Chunks of nearly equal size: a tensor that is a little longer than one chunk is cut in the middle.
 struct Chunks {

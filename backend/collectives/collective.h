@@ -56,6 +56,10 @@ struct CollectiveSpec {
   std::vector<int64_t> receive_bytes{};  // all_to_all: from each peer
   // Ranks of each node, ascending, nodes by their first rank. Empty: all ranks are on one node.
   std::vector<std::vector<int32_t>> nodes{};
+  // Of one node: the ranks of each domain, whose CPUs share a cache or the way to their memory, ordered as `nodes`.
+  // Empty: all CPUs are alike.
+  std::vector<std::vector<int32_t>> domains{};
+  int32_t accumulator_bytes = 0;      // of an element of accumulator_dtype(); 0: element_bytes
   int64_t window_bytes = 0;           // as mailbox_bytes, to peers on other nodes
   const Compressor* codec = nullptr;  // of the hops between nodes (of all hops on one node); outlives the schedule
   bool has_residuals = false;         // Space::kResidual exists

@@ -20,6 +20,10 @@ SharedTensors shared_tensors(const CollectiveSpec& spec, int32_t rank);
 // How much of a rank's input others may read, but in all_to_all, where the rank's own counts say so.
 int64_t shared_input_bytes(const CollectiveSpec& spec);
 
+// Whether inputs outside shared memory are better copied from the memory of the process that they lie in (cma.h), which
+// takes a system call for each and for every page, than through staging, which copies them twice.
+bool pays_to_read(const CollectiveSpec& spec);
+
 // Whether any direct algorithm can serve this specification.
 bool can_be_direct(const CollectiveSpec& spec);
 

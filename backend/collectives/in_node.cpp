@@ -1,7 +1,5 @@
 #include "backend/collectives/in_node.h"
 
-#include "backend/collectives/steps.h"
-
 namespace zeropg {
 
 void stage_inputs(Schedule& schedule, int64_t chunk, const std::vector<Extent>& inputs, const ChunkLayout& layout,
@@ -22,7 +20,7 @@ void stage_inputs(Schedule& schedule, int64_t chunk, const std::vector<Extent>& 
 }
 
 void reduce_in_node(Schedule& schedule, int64_t chunk, const std::vector<Extent>& inputs, const ChunkLayout& layout,
-                    const Placement& placement, const BetweenNodes& between) {
+                    const Placement& placement, const PartialOfPlace& partial, Reduction reduction) {
   const std::vector<int32_t>& ranks = placement.local_ranks();
   std::vector<Region> sources(ranks.size());
   for (int32_t part = 0; part < layout.part_count(); ++part) {
@@ -32,19 +30,19 @@ void reduce_in_node(Schedule& schedule, int64_t chunk, const std::vector<Extent>
         const bool is_own = static_cast<int32_t>(i) == placement.local_rank();
         sources[i] = is_own ? extent.tensor : staging(ranks[i], chunk, place);
       }
-      add_reduce(schedule, between.partial(chunk, part, place), sources, bytes, Reduction::kOfRanks);
+      add_reduce(schedule, partial(part, place), sources, bytes, reduction);
     }
   }
 }
 
 void copy_out(Schedule& schedule, int64_t chunk, const std::vector<Extent>& outputs, const ChunkLayout& layout,
-              const Placement& placement) {
+              const Placement& placement, bool is_streaming) {
   for (int32_t part = 0; part < layout.part_count(); ++part) {
     for (int32_t local_rank = 0; local_rank < placement.node_size(placement.node()); ++local_rank) {
       const int32_t rank = placement.local_ranks()[local_rank];
       for (const Extent& extent : cut(outputs, layout.slice(part, placement.node(), local_rank))) {
         const auto [place, bytes] = extent.places;
-        add_copy(schedule, extent.tensor, staging(rank, chunk, place), bytes);
+        add_long_copy(schedule, extent.tensor, staging(rank, chunk, place), bytes, is_streaming);
       }
     }
   }

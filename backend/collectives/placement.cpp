@@ -36,6 +36,12 @@ Placement::Placement(const CollectiveSpec& spec) : rank_(spec.rank), nodes_(spec
   }
 }
 
+Placement Placement::over_domains(const CollectiveSpec& spec) {
+  CollectiveSpec domains = spec;
+  domains.nodes = spec.domains;
+  return Placement(domains);
+}
+
 int32_t node_count(const CollectiveSpec& spec) { return std::max(1, static_cast<int32_t>(spec.nodes.size())); }
 
 int32_t size_of_root_node(const CollectiveSpec& spec) {
@@ -53,6 +59,14 @@ int32_t blocks_over_busiest_link(const CollectiveSpec& spec) {
   }
   return most;
 }
+
+int32_t smallest_domain_size(const CollectiveSpec& spec) {
+  size_t smallest = spec.world_size;
+  for (const auto& domain : spec.domains) smallest = std::min(smallest, domain.size());
+  return static_cast<int32_t>(smallest);
+}
+
+int32_t far_ranks(const CollectiveSpec& spec) { return spec.world_size - smallest_domain_size(spec); }
 
 int32_t largest_node_size(const CollectiveSpec& spec) {
   if (spec.nodes.empty()) return spec.world_size;

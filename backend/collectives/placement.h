@@ -14,6 +14,8 @@ namespace zeropg {
 class Placement {
  public:
   explicit Placement(const CollectiveSpec& spec);
+  // The same of the domains of one node, each of which counts as a node.
+  static Placement over_domains(const CollectiveSpec& spec);
 
   int32_t node_count() const { return static_cast<int32_t>(nodes_.size()); }
   int32_t node_size(int32_t node) const { return static_cast<int32_t>(nodes_[node].size()); }
@@ -43,6 +45,9 @@ int32_t size_of_root_node(const CollectiveSpec& spec);
 // Blocks of one rank each that cross the busiest link, in one direction, when every block goes once to each other node
 // (all-gather) or comes once from each (reduce-scatter).
 int32_t blocks_over_busiest_link(const CollectiveSpec& spec);
+int32_t smallest_domain_size(const CollectiveSpec& spec);
+// Ranks in other domains than its own, of a rank that has most of them; 0 where there are no domains.
+int32_t far_ranks(const CollectiveSpec& spec);
 int32_t largest_node_size(const CollectiveSpec& spec);
 // Of the two smallest nodes the larger one's size: two nodes have at least this many ranks on one side.
 int32_t second_smallest_node_size(const CollectiveSpec& spec);

@@ -17,14 +17,14 @@ struct Dispatch {
 
 Dispatch detect() {
   Dispatch dispatch;
-  dispatch.sets[dispatch.count++] = {"portable", portable_kernel};
+  dispatch.sets[dispatch.count++] = {"portable", portable_kernel, portable_accumulator_kernel};
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
-    dispatch.sets[dispatch.count++] = {"avx2", avx2_kernel};
+    dispatch.sets[dispatch.count++] = {"avx2", avx2_kernel, avx2_accumulator_kernel};
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq")) {
-      dispatch.sets[dispatch.count++] = {"avx512", avx512_kernel};
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
+      dispatch.sets[dispatch.count++] = {"avx512", avx512_kernel, avx512_accumulator_kernel};
     }
   }
 #endif
@@ -34,6 +34,11 @@ Dispatch detect() {
 // One source, and an operation that leaves it as it is.
 bool is_copy(int32_t source_count, DType dtype, ReduceOp op) {
   return source_count == 1 && op != ReduceOp::kAverage && op != ReduceOp::kPremulSum && dtype != DType::kBool;
+}
+
+ReduceKernel best_kernel(DType dtype, ReduceOp op, ReduceForm form) {
+  const InstructionSet& best = usable_instruction_sets().back();
+  return form == ReduceForm::kWhole ? best.kernel(dtype, op) : best.accumulator_kernel(dtype, op, form);
 }
 
 // Found at load: a fork in the middle of a function's static would leave the child waiting for it.
@@ -46,14 +51,15 @@ std::span<const InstructionSet> usable_instruction_sets() { return {dispatch.set
 bool is_supported(DType dtype, ReduceOp op) { return portable_kernel(dtype, op) != nullptr; }
 
 void reduce(void* destination, const void* const* sources, int32_t source_count, int64_t numel, DType dtype,
-            ReduceOp op, std::complex<double> factor, bool is_final) {
+            ReduceOp op, std::complex<double> factor, bool is_final, ReduceForm form) {
+  if (accumulator_dtype(dtype) == dtype) form = ReduceForm::kWhole;
   if (op == ReduceOp::kAverage && !is_final && is_supported(dtype, op)) op = ReduceOp::kSum;
-  const ReduceKernel kernel = usable_instruction_sets().back().kernel(dtype, op);
+  const ReduceKernel kernel = best_kernel(dtype, op, form);
   if (kernel == nullptr || source_count < 1) {
     throw std::invalid_argument(std::string("reduce: ") + reduce_op_name(op) + " over " + std::to_string(source_count) +
                                 " sources of " + dtype_name(dtype) + " is not supported; ask is_supported() first");
   }
-  if (is_copy(source_count, dtype, op)) {
+  if (form == ReduceForm::kWhole && is_copy(source_count, dtype, op)) {
     if (destination != sources[0]) std::memcpy(destination, sources[0], numel * element_bytes(dtype));
     return;
   }

@@ -19,8 +19,9 @@ bool is_supported(DType dtype, ReduceOp op);
 // aligned to their element; the destination may be one of the sources (but not overlap one at an offset).
 // `factor`: the multiplier of kPremulSum, the divisor of kAverage, otherwise ignored; its imaginary part counts for
 // complex dtypes only. `is_final`: false where other ranks' contributions are still to come.
+// `form`: what the elements of sources and destination are.
 // Throws std::invalid_argument for an unsupported pair of dtype and op, or without sources.
 void reduce(void* destination, const void* const* sources, int32_t source_count, int64_t numel, DType dtype,
-            ReduceOp op, std::complex<double> factor, bool is_final);
+            ReduceOp op, std::complex<double> factor, bool is_final, ReduceForm form = ReduceForm::kWhole);
 
 }  // namespace zeropg

@@ -25,10 +25,18 @@ ReduceKernel avx2_kernel(DType dtype, ReduceOp op);
 ReduceKernel avx512_kernel(DType dtype, ReduceOp op);
 #endif
 
+// To and from the accumulators of 16-bit floats; nullptr for any other dtype.
+ReduceKernel portable_accumulator_kernel(DType dtype, ReduceOp op, ReduceForm form);
+#if defined(__x86_64__)
+ReduceKernel avx2_accumulator_kernel(DType dtype, ReduceOp op, ReduceForm form);
+ReduceKernel avx512_accumulator_kernel(DType dtype, ReduceOp op, ReduceForm form);
+#endif
+
 // What this processor can run, the best last.
 struct InstructionSet {
   const char* name;
   ReduceKernel (*kernel)(DType, ReduceOp);
+  ReduceKernel (*accumulator_kernel)(DType, ReduceOp, ReduceForm);
 };
 std::span<const InstructionSet> usable_instruction_sets();
 

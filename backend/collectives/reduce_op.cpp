@@ -4,6 +4,15 @@
 
 namespace zeropg {
 
+DType accumulator_dtype(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? DType::kFloat32 : dtype;
+}
+
+Widening widening(DType dtype, ReduceForm form) {
+  const int64_t times = element_bytes(accumulator_dtype(dtype)) / element_bytes(dtype);
+  return {form == ReduceForm::kFromAccumulators ? times : 1, form == ReduceForm::kToAccumulators ? times : 1};
+}
+
 int64_t element_bytes(DType dtype) {
   switch (dtype) {
     case DType::kUInt8:

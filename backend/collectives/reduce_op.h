@@ -34,6 +34,21 @@ enum class ReduceOp : uint8_t {
 };
 inline constexpr int kReduceOpCount = 9;
 
+// Where 16-bit floats are reduced in several steps, what lies between these stays in the dtype that they are
+// accumulated in, so that there is one rounding.
+enum class ReduceForm : uint8_t {
+  kWhole,             // sources and destination are of the collective's dtype
+  kToAccumulators,    // the destination is of accumulator_dtype()
+  kFromAccumulators,  // the sources are
+};
+DType accumulator_dtype(DType dtype);  // fp32 for 16-bit floats, everything else is accumulated in its own
+// How many times as many bytes as sources and as destination elements of the dtype have.
+struct Widening {
+  int64_t of_sources = 1;
+  int64_t of_destination = 1;
+};
+Widening widening(DType dtype, ReduceForm form);
+
 int64_t element_bytes(DType dtype);
 const char* dtype_name(DType dtype);      // "bfloat16", ...
 const char* reduce_op_name(ReduceOp op);  // "premul_sum", ...

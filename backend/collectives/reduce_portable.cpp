@@ -8,4 +8,8 @@ namespace zeropg {
 
 ReduceKernel portable_kernel(DType dtype, ReduceOp op) { return find_kernel(dtype, op); }
 
+ReduceKernel portable_accumulator_kernel(DType dtype, ReduceOp op, ReduceForm form) {
+  return find_accumulator_kernel(dtype, op, form);
+}
+
 }  // namespace zeropg

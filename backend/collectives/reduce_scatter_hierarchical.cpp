@@ -35,14 +35,15 @@ Schedule plan_reduce_scatter_hierarchical(const CollectiveSpec& spec) {
   schedule.scratch_bytes = between.scratch_bytes();
   const auto is_chunk = [&](int64_t chunk) { return chunk >= 0 && chunk < pieces.chunks.count; };
   const auto inputs = [&](int64_t chunk) {
-    return extents_of_blocks(placement, layout, part_of(spec.bytes, pieces.chunks.bytes, chunk),
-                             [&](int32_t rank, int64_t offset) { return input_block(spec, rank, offset); });
+    const Range piece = part_of(spec.bytes, pieces.chunks.bytes, chunk);
+    return extents_of_blocks(spec, placement, layout, piece, input_block);
   };
   stage_inputs(schedule, 0, inputs(0), layout, placement);
   for (int64_t slot = 0; slot <= pieces.chunks.count; ++slot) {
     if (is_chunk(slot)) {
       add_barrier(schedule);
-      reduce_in_node(schedule, slot, inputs(slot), layout, placement, between);
+      reduce_in_node(schedule, slot, inputs(slot), layout, placement,
+                     [&](int32_t part, int64_t place) { return between.partial(slot, part, place); });
       between.send_partials(schedule, slot, inputs(slot));
     }
     if (is_chunk(slot + 1)) stage_inputs(schedule, slot + 1, inputs(slot + 1), layout, placement);

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "backend/collectives/algorithms.h"
+#include "backend/collectives/placement.h"
 #include "backend/collectives/steps.h"
 
 namespace zeropg {
@@ -33,7 +34,9 @@ Schedule plan_reduce_scatter_staged(const CollectiveSpec& spec) {
 Cost cost_reduce_scatter_staged(const CollectiveSpec& spec) {
   const int32_t pieces = std::max(1, spec.world_size - 1);
   const double chunks = std::max<double>(1, part_count(spec.bytes, cut_chunk(spec, pieces).bytes));
-  return {.barriers = chunks, .memory_bytes = (3.0 * spec.world_size - 1) * spec.bytes};
+  return {.barriers = chunks,
+          .memory_bytes = (3.0 * spec.world_size - 1) * spec.bytes,
+          .far_bytes = static_cast<double>(far_ranks(spec)) * spec.bytes};
 }
 
 }  // namespace zeropg

@@ -1,5 +1,6 @@
 #include "backend/collectives/registry.h"
 
+#include "backend/collectives/between_domains.h"
 #include "backend/collectives/direct.h"
 #include "backend/collectives/placement.h"
 #include "backend/collectives/steps.h"
@@ -29,6 +30,7 @@ bool has_bank_or_window(const CollectiveSpec& spec) {
 constexpr Algorithm kAlgorithms[] = {
     {"all_reduce_one_shot", OpKind::kAllReduce, plan_all_reduce_one_shot, has_bank, cost_all_reduce_one_shot},
     {"all_reduce_staged", OpKind::kAllReduce, plan_all_reduce_staged, has_wide_bank, cost_all_reduce_staged},
+    {"all_reduce_domains", OpKind::kAllReduce, plan_all_reduce_domains, can_use_domains, cost_all_reduce_domains},
     {"all_reduce_hierarchical", OpKind::kAllReduce, plan_all_reduce_hierarchical, supports_all_reduce_hierarchical,
      cost_all_reduce_hierarchical},
     {"all_reduce_hierarchical_one_shot", OpKind::kAllReduce, plan_all_reduce_hierarchical_one_shot,
@@ -38,6 +40,8 @@ constexpr Algorithm kAlgorithms[] = {
      cost_reduce_hierarchical},
     {"reduce_scatter_staged", OpKind::kReduceScatter, plan_reduce_scatter_staged, has_wide_bank,
      cost_reduce_scatter_staged},
+    {"reduce_scatter_domains", OpKind::kReduceScatter, plan_reduce_scatter_domains, can_use_domains,
+     cost_reduce_scatter_domains},
     {"reduce_scatter_hierarchical", OpKind::kReduceScatter, plan_reduce_scatter_hierarchical,
      supports_reduce_scatter_hierarchical, cost_reduce_scatter_hierarchical},
     {"all_reduce_compressed", OpKind::kAllReduce, plan_all_reduce_compressed, supports_compressed_exchange,
@@ -45,11 +49,13 @@ constexpr Algorithm kAlgorithms[] = {
     {"reduce_scatter_compressed", OpKind::kReduceScatter, plan_reduce_scatter_compressed, supports_compressed_exchange,
      cost_reduce_scatter_compressed},
     {"all_gather_staged", OpKind::kAllGather, plan_all_gather_staged, has_bank, cost_all_gather_staged},
+    {"all_gather_domains", OpKind::kAllGather, plan_all_gather_domains, can_use_domains, cost_all_gather_domains},
     {"all_gather_hierarchical", OpKind::kAllGather, plan_all_gather_hierarchical, supports_all_gather_hierarchical,
      cost_all_gather_hierarchical},
     {"gather_staged", OpKind::kGather, plan_gather_staged, has_bank_or_window, cost_gather_staged},
     {"scatter_staged", OpKind::kScatter, plan_scatter_staged, has_bank_or_window, cost_scatter_staged},
     {"broadcast_staged", OpKind::kBroadcast, plan_broadcast_staged, has_bank, cost_broadcast_staged},
+    {"broadcast_domains", OpKind::kBroadcast, plan_broadcast_domains, can_use_domains, cost_broadcast_domains},
     {"broadcast_tree", OpKind::kBroadcast, plan_broadcast_tree, supports_broadcast_nodes, cost_broadcast_tree},
     {"broadcast_chain", OpKind::kBroadcast, plan_broadcast_chain, supports_broadcast_nodes, cost_broadcast_chain},
     {"all_to_all_pairwise", OpKind::kAllToAll, plan_all_to_all_pairwise, has_mailboxes, cost_all_to_all_pairwise},

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "backend/collectives/reduce_op.h"
+
 namespace zeropg {
 
 // Where bytes live.
@@ -21,7 +23,7 @@ enum class Space : uint8_t {
   kStaging,  // memory that all ranks of the node share: one slot per rank (Region::index, its rank in the group) and
              // two banks of CollectiveSpec::bank_bytes each (Region::bank). Slots of other nodes cannot be reached
   // The tensor of another rank of the node (Region::index), where it lies in memory that all of them share: in
-  // schedules of direct algorithms only, which all ranks run or none (Note [Direct schedules] in execution.cpp).
+  // schedules of direct algorithms only, which all ranks run or none (Note [Direct schedules] in peer_tensors.h).
   kPeerInput,  // in all_to_all, from the start of the block for this rank
   kPeerOutput,
   kResidual,  // what this rank's encodings have lost so far (error feedback): Region::index is the hop, the offset
@@ -54,8 +56,9 @@ struct Step {
   bool is_final = false;  // reduce: this result is complete, so an average divides here
   // reduce: the sources are results of other reductions, so a premul_sum does not multiply them again
   bool has_partial_sources = false;
-  bool is_streaming = false;  // copy: past the caches (copy.h)
-  int32_t peer = -1;          // rank in the group
+  ReduceForm form = ReduceForm::kWhole;  // reduce: `bytes` counts elements of the collective's dtype whatever this says
+  bool is_streaming = false;             // copy: past the caches (copy.h)
+  int32_t peer = -1;                     // rank in the group
   Region destination{};
   Region source{};
   Region residual{};  // encode: of the space kResidual, or any other for none

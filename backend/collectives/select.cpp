@@ -1,5 +1,6 @@
 #include "backend/collectives/select.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -21,9 +22,10 @@ std::string known_names() {
 [[noreturn]] void throw_unsupported(std::string_view who, const CollectiveSpec& spec) {
   throw std::invalid_argument(
       std::string(who) + " does not support world_size " + std::to_string(spec.world_size) + " on " +
-      std::to_string(node_count(spec)) + " nodes with staging banks of " + std::to_string(spec.bank_bytes) +
-      " bytes, mailboxes of " + std::to_string(spec.mailbox_bytes) + " bytes, windows between nodes of " +
-      std::to_string(spec.window_bytes) + " bytes and elements of " + std::to_string(spec.element_bytes) + " bytes" +
+      std::to_string(node_count(spec)) + " nodes and " + std::to_string(std::max<size_t>(1, spec.domains.size())) +
+      " domains with staging banks of " + std::to_string(spec.bank_bytes) + " bytes, mailboxes of " +
+      std::to_string(spec.mailbox_bytes) + " bytes, windows between nodes of " + std::to_string(spec.window_bytes) +
+      " bytes and elements of " + std::to_string(spec.element_bytes) + " bytes" +
       (spec.codec == nullptr ? "" : ", compressed by " + spec.codec->description()) +
       "; enlarge what is too small, or do not force this algorithm");
 }
@@ -31,7 +33,8 @@ std::string known_names() {
 }  // namespace
 
 double estimate_us(const Cost& cost, const CostModel& model) {
-  return cost.barriers * model.barrier_us + cost.memory_bytes / model.bytes_per_us + cost.network_hops * model.hop_us +
+  return cost.barriers * model.barrier_us + cost.memory_bytes / model.bytes_per_us +
+         cost.far_bytes / model.far_bytes_per_us + cost.network_hops * model.hop_us +
          cost.network_bytes / model.network_bytes_per_us;
 }
 

@@ -9,8 +9,11 @@ namespace zeropg {
 
 // The alpha-beta model of a node and of the links between nodes. All ranks of a group must use the same one.
 struct CostModel {
-  double barrier_us = 2;                // an uncontended barrier with a yield or two in it
-  double bytes_per_us = 20'000;         // copy speed of one core in the cache, read plus written
+  double barrier_us = 2;         // an uncontended barrier with a yield or two in it
+  double bytes_per_us = 20'000;  // copy speed of one core in the cache, read plus written
+  // What bytes of other domains cost beyond that, while all ranks want them: if a socket's way to another one carries
+  // 50 to 100 GB/s, for 8 to 32 ranks. An estimate: nobody has measured it on such a machine yet.
+  double far_bytes_per_us = 5'000;
   double hop_us = 30;                   // a small message to another node through the kernel's TCP, with a wake-up
   double network_bytes_per_us = 1'250;  // 10 Gb/s
 };

@@ -52,6 +52,9 @@ enum class Reduction : uint8_t {
   kComplete,  // of all ranks' inputs
   kOfRanks,   // of inputs; the results of other nodes are still to come
   kOfNodes,   // of such results, and complete
+  // Likewise over the domains of a node, where partial results are of accumulator_dtype().
+  kOfRanksOfDomain,
+  kOfDomains,
 };
 
 // Each adds one step; those without bytes are left out.

@@ -4,12 +4,12 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
 #include <system_error>
 #include <thread>
-#include <utility>
 
 #include "backend/transport/process_lock.h"
 #include "backend/transport/waiter.h"
@@ -20,8 +20,8 @@ namespace {
 // The kernel copies a page at a time, and one CPU does not reach the memory's limit that way: two do.
 constexpr size_t kSharedReadBytes = size_t{4} << 20;
 
-// "" when all was read.
-std::string read_alone(pid_t pid, uint64_t address, std::span<std::byte> into) {
+// 0 when all was read, otherwise the error.
+int read_alone(pid_t pid, uint64_t address, std::span<std::byte> into) {
   while (!into.empty()) {
     const iovec local{into.data(), into.size()};
     const iovec remote{reinterpret_cast<void*>(address), into.size()};
@@ -30,10 +30,10 @@ std::string read_alone(pid_t pid, uint64_t address, std::span<std::byte> into) {
       into = into.subspan(static_cast<size_t>(moved));
       address += static_cast<uint64_t>(moved);
     } else if (moved == 0 || errno != EINTR) {
-      return std::string("process_vm_readv: ") + (moved == 0 ? "nothing was read" : std::strerror(errno));
+      return moved == 0 ? EFAULT : errno;
     }
   }
-  return "";
+  return 0;
 }
 
 // Without signals: they are for the threads of the program. Not joinable where no thread can be had.
@@ -60,20 +60,28 @@ CmaIdentity own_cma_identity() {
   return {::getpid(), reinterpret_cast<uint64_t>(token.data()), token};
 }
 
+bool is_readable(std::span<const std::byte> memory) {
+  for (size_t index = 0; index < memory.size(); index += std::max<size_t>(1, memory.size() - 1)) {
+    std::byte found{};
+    if (read_alone(::getpid(), reinterpret_cast<uint64_t>(&memory[index]), {&found, 1}) == EFAULT) return false;
+  }
+  return true;
+}
+
 CmaReader::CmaReader(const CmaIdentity& peer) : peer_(peer) { confirm(); }
 
 bool CmaReader::read(uint64_t address, std::span<std::byte> into) {
   if (!is_usable()) return false;
   const pid_t pid = static_cast<pid_t>(peer_.pid);
   const size_t half = into.size() >= kSharedReadBytes && usable_cpus() > 1 ? into.size() / 2 / 4096 * 4096 : 0;
-  std::string other_refusal;
-  std::thread other = half == 0
-                          ? std::thread()
-                          : start_reader([&, half] { other_refusal = read_alone(pid, address, into.first(half)); });
+  int other_error = 0;
+  std::thread other =
+      half == 0 ? std::thread() : start_reader([&, half] { other_error = read_alone(pid, address, into.first(half)); });
   const size_t own_start = other.joinable() ? half : 0;
-  refusal_ = read_alone(pid, address + own_start, into.subspan(own_start));
+  error_ = read_alone(pid, address + own_start, into.subspan(own_start));
   if (other.joinable()) other.join();
-  if (refusal_.empty()) refusal_ = std::move(other_refusal);
+  if (error_ == 0) error_ = other_error;
+  if (error_ != 0) refusal_ = std::string("process_vm_readv: ") + std::strerror(error_);
   return is_usable();
 }
 

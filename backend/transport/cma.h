@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -20,6 +21,10 @@ struct CmaIdentity {
 };
 CmaIdentity own_cma_identity();  // a forked child has its own
 
+// Whether others that may read this process's memory get these bytes too: the kernel gives out none of some devices, or
+// what is secret (memfd_secret). Tries the first and the last one.
+bool is_readable(std::span<const std::byte> memory);
+
 // Whether it works depends on the very pair of processes (yama, seccomp, user namespaces, containers), so it is tried.
 // Nothing that the peer says is trusted: an address that is not its own makes a read fail, and a length costs what the
 // caller gave memory for. One thread at a time.
@@ -30,6 +35,8 @@ class CmaReader {
   const CmaIdentity& peer() const { return peer_; }
   bool is_usable() const { return refusal_.empty(); }
   const std::string& refusal() const { return refusal_; }  // "process_vm_readv: Operation not permitted"
+  // Whether there is no such process (any more). Its memory goes before its locks: others may not know yet.
+  bool is_gone() const { return error_ == ESRCH; }
 
   // False when it failed; what lies in `into` is then undefined, and the reader is not usable any more.
   bool read(uint64_t address, std::span<std::byte> into);
@@ -39,6 +46,7 @@ class CmaReader {
 
  private:
   CmaIdentity peer_;
+  int error_ = 0;
   std::string refusal_;
 };
 

@@ -95,7 +95,7 @@ struct ShmArena::Header {
   bool operator==(const Header&) const = default;
 };
 
-// One page per rank, written by that rank only, but for `is_dozing`. Words that are waited for have cache lines of
+// One page per rank, written by that rank only, but for `calls`. Words that are waited for have cache lines of
 // their own.
 struct ShmArena::RankBlock {
   struct alignas(256) AnnouncementSlot {
@@ -105,7 +105,7 @@ struct ShmArena::RankBlock {
   alignas(64) std::atomic<uint64_t> arrived;
   alignas(64) std::atomic<uint32_t> state;
   alignas(64) std::atomic<uint32_t> is_sleeping;
-  std::atomic<uint32_t> is_dozing;  // a futex; put down by whoever wakes the rank
+  std::atomic<uint32_t> calls;  // a futex; odd: threads doze, and whoever wakes them makes it even
   alignas(64) std::atomic<uint64_t> nonce[2];
   std::atomic<uint64_t> waits[kLanes];  // packed: WaitNote
   AnnouncementSlot announcements[2];
@@ -260,14 +260,17 @@ void ShmArena::set_sleeping(bool sleeping) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
-void ShmArena::prepare_doze() {
-  block(rank_).is_dozing.store(1, std::memory_order_relaxed);
+// A thread sleeps only while the number is the one it has seen: when the rank was woken and a second thread has come to
+// doze since then, it is another one.
+uint32_t ShmArena::await_call() {
+  const uint32_t call = block(rank_).calls.fetch_or(1, std::memory_order_relaxed) | 1;
   std::atomic_thread_fence(std::memory_order_seq_cst);
+  return call;
 }
 
-void ShmArena::sleep_until(std::chrono::steady_clock::time_point until) {
+void ShmArena::sleep_until(std::chrono::steady_clock::time_point until, uint32_t call) {
   const std::chrono::nanoseconds left = until - std::chrono::steady_clock::now();
-  futex_wait(futex_word(block(rank_).is_dozing), 1, std::max(left, std::chrono::nanoseconds::zero()));
+  futex_wait(futex_word(block(rank_).calls), call, std::max(left, std::chrono::nanoseconds::zero()));
 }
 
 void ShmArena::ring(int32_t peer) {
@@ -286,9 +289,9 @@ void ShmArena::wake(int32_t rank) {
   if (sleeper.is_sleeping.load(std::memory_order_relaxed) != 0 && place < doorbells_.size() && doorbells_[place]) {
     ring_doorbell(doorbells_[place].get());
   }
-  if (sleeper.is_dozing.load(std::memory_order_relaxed) != 0 &&
-      sleeper.is_dozing.exchange(0, std::memory_order_relaxed) != 0) {
-    futex_wake_all(futex_word(sleeper.is_dozing));
+  uint32_t call = sleeper.calls.load(std::memory_order_relaxed);
+  if (call % 2 == 1 && sleeper.calls.compare_exchange_strong(call, call + 1, std::memory_order_relaxed)) {
+    futex_wake_all(futex_word(sleeper.calls));
   }
 }
 

@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/transport/cma.h"
 #include "backend/transport/descriptor.h"
 #include "backend/transport/rank_state.h"
 #include "backend/transport/transport.h"
@@ -46,9 +47,12 @@ struct Announcement {
   int64_t bytes = 0;           // CollectiveSpec::bytes
   uint64_t algorithm = 0;      // a hash of the schedule's name
   uint32_t begins_direct = 0;  // 1: this rank began with the direct schedule
-  uint32_t offers_direct = 0;  // 1: the tensors that others would reach lie in the pool (tensor_pool.h), at
+  uint32_t offers_direct = 0;  // 1: others can reach the tensors that they would: in the pool (tensor_pool.h), at
   int64_t pool_input = -1;     // these bytes of this rank's part; -1: not there
   int64_t pool_output = -1;
+  uint64_t input_address = 0;  // or here, in the memory of `owner`; 0: not offered
+  CmaIdentity owner;
+  uint32_t reads_peers = 0;  // 1: this rank can read the memory of all others
   std::byte payload[kInlineBytes];
 };
 
@@ -110,8 +114,8 @@ class ShmArena {
   // on, and if not, sleeps until a peer changes something or, at the latest, `until`. Any threads.
   template <typename Look>
   void doze(std::chrono::steady_clock::time_point until, const Look& can_go_on) {
-    prepare_doze();
-    if (!can_go_on()) sleep_until(until);
+    const uint32_t call = await_call();
+    if (!can_go_on()) sleep_until(until, call);
   }
 
   // How the progress thread sleeps. Doorbells: one event descriptor per process, handed out in the bootstrap. A
@@ -130,8 +134,8 @@ class ShmArena {
   struct Header;
   struct RankBlock;
   RankBlock& block(int32_t rank) const;
-  void prepare_doze();
-  void sleep_until(std::chrono::steady_clock::time_point until);
+  uint32_t await_call();
+  void sleep_until(std::chrono::steady_clock::time_point until, uint32_t call);
   void wake(int32_t rank);  // if it sleeps
   int64_t mailbox_index(int32_t from, int32_t to, int32_t lane) const;
 

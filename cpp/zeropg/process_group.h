@@ -14,6 +14,8 @@ struct ProcessGroupOptions {
   std::string secret = {};
   // Ranks with equal host ids share memory. Empty: ZEROPG_HOST_ID, else probed.
   std::string host_id = {};
+  // Ranks of a node with equal ones share a cache or the way to their memory. Empty: ZEROPG_DOMAIN_ID, else probed.
+  std::string domain_id = {};
 };
 
 // Makes a group of the ranks [0, world_size), which all call, and which meet in `store` (a FileStore, a TCPStore; one

@@ -106,10 +106,12 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
         options->secret = value.cast<std::string>();
       } else if (name == "host_id") {
         options->host_id = value.cast<std::string>();
+      } else if (name == "domain_id") {
+        options->domain_id = value.cast<std::string>();
       } else {
         throw py::type_error("[zeropg] BackendOptions has no option '" + name +
                              "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, pool_bytes, window_bytes, cma, "
-                             "network, interfaces, ucx_root, secret and host_id.");
+                             "network, interfaces, ucx_root, secret, host_id and domain_id.");
       }
     } catch (const py::cast_error&) {
       throw py::type_error("[zeropg] BackendOptions: " + name + " cannot be " + py::repr(value).cast<std::string>() +
@@ -165,13 +167,15 @@ bank_bytes: int, staging memory per rank and bank, a multiple of 4096; default 1
 mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; default 256 KiB.
 pool_bytes: int, most shared memory for tensors per rank (zeropg.empty); default -1: this rank's share of all; 0: none.
 window_bytes: int, what a rank may send to a rank on another node before that one takes any; default 4 MiB.
-cma: bool, whether large messages may be read in the memory of their sender (process_vm_readv), where that is faster;
-  default True.
+cma: bool, whether ranks may read large messages, and blocks of an all-to-all, in each other's memory
+  (process_vm_readv), where that is faster; default True.
 network: str, "tcp", "ucx", or "automatic": UCX where every rank has it with RDMA, else TCP.
 interfaces: str, network interfaces to use between nodes, e.g. "eth,ib0"; default ZEROPG_INTERFACE, else all.
 ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the system's with RDMA, else the libucx wheel.
 secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
-host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.)")
+host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.
+domain_id: str, ranks of a node with equal ones share a cache or the way to their memory; default ZEROPG_DOMAIN_ID, else
+  probed from the CPUs that the process is bound to.)")
       .def(py::init(&make_options))
       .def_readwrite("algorithms", &BackendOptions::algorithms)
       .def_readwrite("bank_bytes", &BackendOptions::bank_bytes)
@@ -186,6 +190,7 @@ host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else p
       .def_readwrite("ucx_root", &BackendOptions::ucx_root)
       .def_readwrite("secret", &BackendOptions::secret)
       .def_readwrite("host_id", &BackendOptions::host_id)
+      .def_readwrite("domain_id", &BackendOptions::domain_id)
       .def("__copy__", [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })
       .def(
           "__deepcopy__",
@@ -194,11 +199,13 @@ host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else p
 }
 
 void bind_topology(py::module_& m) {
-  py::class_<Topology>(m, "Topology", "Which ranks of a group share a node; str() is a table.")
+  py::class_<Topology>(m, "Topology", "Which ranks of a group share a node, and a domain of it; str() is a table.")
       .def_readonly("host_ids", &Topology::host_ids, "list[str]: per rank")
       .def_readonly("nodes", &Topology::nodes, "list[list[int]]: ranks of each node; the first one leads")
       .def_readonly("node_rank", &Topology::node_rank, "list[int]: per rank, index into nodes")
       .def_readonly("local_rank", &Topology::local_rank, "list[int]: per rank, index inside its node")
+      .def_readonly("domains", &Topology::domains,
+                    "list[list[list[int]]]: of each node, the ranks of each domain; empty where a rank has none")
       .def_readonly("rank", &Topology::rank)
       .def_property_readonly("world_size", &Topology::world_size)
       .def("__str__", &to_table)

@@ -4,6 +4,7 @@
 
 #include "backend/collectives/reduce_kernels.h"
 #include "backend/collectives/registry.h"
+#include "backend/domain_probe.h"
 #include "backend/topology_probe.h"
 #include "backend/transport/copy.h"
 #include "python/bindings/bindings.h"
@@ -52,6 +53,8 @@ void bind_tools(pybind11::module_& m) {
   m.def("collective_algorithms", &collective_algorithms, py::arg("operation"),
         "Names of the algorithms of an operation such as all_reduce, for one node and for several.");
   m.def("probe_host_id", &probe_host_id, "Equal for two processes exactly when they can share memory.");
+  m.def("probe_domain_id", &probe_domain_id,
+        "Equal for two processes of a node that are bound to CPUs with one L3 cache or NUMA node; else empty.");
   m.def("copy_bytes", &copy_tensor, py::arg("destination"), py::arg("source"), py::arg("is_streaming"), ReleaseGil(),
         "Copies a tensor's bytes, past the caches if is_streaming.");
 }

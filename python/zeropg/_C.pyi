@@ -20,14 +20,18 @@ class BackendOptions(Backend.Options):
     mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; default 256 KiB.
     pool_bytes: int, most shared memory for tensors per rank (zeropg.empty); default -1: its share of all; 0: none.
     window_bytes: int, what a rank may send to a rank on another node before that one takes any; default 4 MiB.
-    cma: bool, whether ranks may read a neighbour's large messages in its memory (process_vm_readv); default True.
+    cma: bool, whether ranks may read large messages, and blocks of an all-to-all, in each other's memory
+      (process_vm_readv), where that is faster; default True.
     network: str, "tcp", "ucx", or "automatic": UCX where every rank has it with RDMA, else TCP.
     interfaces: str, network interfaces to use between nodes, e.g. "eth,ib0"; default ZEROPG_INTERFACE, else all.
     ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the system's with RDMA, else the wheel.
     secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
     host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.
+    domain_id: str, ranks of a node with equal ones share a cache or the way to their memory; default ZEROPG_DOMAIN_ID,
+      else probed from the CPUs that the process is bound to.
     """
 
+    domain_id: str
     host_id: str
     interfaces: str
     network: str
@@ -62,9 +66,12 @@ class BackendOptions(Backend.Options):
     def window_bytes(self, value: int) -> None: ...
 
 class Topology:
-    """Which ranks of a group share a node; str() is a table."""
+    """Which ranks of a group share a node, and a domain of it; str() is a table."""
     def __repr__(self) -> str: ...
     def __str__(self) -> str: ...
+    @property
+    def domains(self) -> list[list[list[int]]]:
+        """list[list[list[int]]]: of each node, the ranks of each domain; empty where a rank has none"""
     @property
     def host_ids(self) -> list[str]:
         """list[str]: per rank"""
@@ -414,6 +421,9 @@ def collective_algorithms(operation: str) -> list[str]:
 
 def copy_bytes(destination: torch.Tensor, source: torch.Tensor, is_streaming: bool) -> None:
     """Copies a tensor's bytes, past the caches if is_streaming."""
+
+def probe_domain_id() -> str:
+    """Equal for two processes of a node that are bound to CPUs with one L3 cache or NUMA node; else empty."""
 
 def probe_host_id() -> str:
     """Equal for two processes exactly when they can share memory."""

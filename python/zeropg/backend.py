@@ -145,7 +145,8 @@ def topology(group: ProcessGroup | None = None) -> Any:
 def stats(group: ProcessGroup | None = None) -> dict[str, dict[str, Any]]:
     """Returns this rank's counters of `group` per operation: calls, bytes, seconds, and waiting_seconds per peer.
 
-    `direct_calls` counts those collectives that used all tensors where they lie in shared memory (`zeropg.empty`).
+    `direct_calls` counts those collectives that used all tensors where they lie: in shared memory (`zeropg.empty`), in
+    a large all-to-all also in the memory of other ranks.
     `waiting_seconds[peer]` sums the time in which this rank waited and `peer` had not arrived; it is sampled, and
     counts a wait for several ranks for each of them. Of messages it is the time in which one was wanted of `peer`, or
     for it, and nothing moved. CPU operations only. No communication.

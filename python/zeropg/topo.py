@@ -25,7 +25,8 @@ examples:
   torchrun --standalone --nproc-per-node 4 -m zeropg topo --measure         four ranks of this machine
   torchrun --nnodes 2 --nproc-per-node 4 ... -m zeropg topo --measure       before a run: are the links as expected?
 
-ZEROPG_HOST_ID says which ranks share a node where the probe is wrong (containers that share a boot id).
+ZEROPG_HOST_ID says which ranks share a node where the probe is wrong (containers that share a boot id), and
+ZEROPG_DOMAIN_ID which of those share a cache or the way to their memory; bars stand between domains.
 """
 _SMALL_BYTES = 8
 _LARGE_BYTES = 1 << 20

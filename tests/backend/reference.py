@@ -31,8 +31,9 @@ def reduced(
     op: dist.ReduceOp.RedOpType,
     factor: float = 1.0,
     nodes: Sequence[Sequence[int]] | None = None,
+    domains: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """In rank order on each node, then in the order of nodes (None: all ranks are on one).
+    """In rank order on each node, then in the order of nodes (None: all ranks are on one); or so over domains of one.
 
     16-bit floats are added in fp32 and rounded once per node, if there are several, and once at the end; everything
     else is added in its own dtype. Averages divide once, at the end.
@@ -42,6 +43,8 @@ def reduced(
     inputs = [tensor.to(wide) * factor if op == dist.ReduceOp.PREMUL_SUM else tensor.to(wide) for tensor in tensors]
     if nodes is not None and len(nodes) > 1:
         inputs = [folded([inputs[rank] for rank in node], op).to(dtype).to(wide) for node in nodes]
+    if domains is not None:
+        inputs = [folded([inputs[rank] for rank in domain], op) for domain in domains]
     result = folded(inputs, op)
     return (result / len(tensors) if op == dist.ReduceOp.AVG else result).to(dtype)
 

@@ -22,6 +22,7 @@ RankRecord record_of(int32_t rank, int32_t world_size) {
   RankRecord record;
   record.world_size = world_size;
   record.host_id = "host";
+  record.domain_id = "domain" + std::to_string(rank % 2);
   record.socket_name = "socket" + std::to_string(rank);
   return record;
 }
@@ -55,6 +56,7 @@ TEST_F(RendezvousTest, EveryRankReadsTheSameMap) {
     EXPECT_EQ(map.secret, maps[0].secret);
     EXPECT_EQ(map.secret.size(), 64U);
     EXPECT_EQ(map.host_ids, std::vector<std::string>(3, "host"));
+    EXPECT_EQ(map.domain_ids, (std::vector<std::string>{"domain0", "domain1", "domain0"}));
     EXPECT_EQ(map.socket_names, (std::vector<std::string>{"socket0", "socket1", "socket2"}));
   }
 }

@@ -140,15 +140,18 @@ def check_options() -> None:
 
     from zeropg.backend import BackendOptions
 
-    options = BackendOptions(bank_bytes=8192, timeout=timedelta(seconds=7), secret="s", host_id="here")
+    place = {"host_id": "here", "domain_id": "this socket"}
+    options = BackendOptions(bank_bytes=8192, timeout=timedelta(seconds=7), secret="s", **place)
     twin = copy.deepcopy(options)
-    assert (twin.bank_bytes, twin.secret, twin.host_id, twin._timeout) == (8192, "s", "here", timedelta(seconds=7))
+    assert (twin.bank_bytes, twin.secret, twin._timeout) == (8192, "s", timedelta(seconds=7))
+    assert (twin.host_id, twin.domain_id) == ("here", "this socket")
     group = dist.new_group(backend="zeropg", pg_options=options)
     tensor = torch.ones(100_001)
     dist.all_reduce(tensor, group=group)
     assert (tensor == 2).all()
     backend = group._get_backend(torch.device("cpu"))
     assert backend.options.bank_bytes == 8192 and backend.options.host_id == "here"
+    assert backend.topology().domains == [[list(range(dist.get_world_size()))]]
 
 
 def test_options_reach_the_group(run: Callable[..., Any]) -> None:

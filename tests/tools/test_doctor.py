@@ -145,6 +145,13 @@ def test_the_core_names_its_instruction_sets_and_this_host():
     assert _C.probe_host_id() == _C.probe_host_id() != ""
 
 
+def test_a_domain_is_probed_or_given(monkeypatch):
+    monkeypatch.delenv("ZEROPG_DOMAIN_ID", raising=False)
+    assert (_C.probe_domain_id() or "none") in find(node.check(1), "domain").detail
+    monkeypatch.setenv("ZEROPG_DOMAIN_ID", "left socket")
+    assert "left socket" in find(node.check(1), "domain").detail
+
+
 def test_wrong_options_and_help(capsys):
     for arguments, status in ((["doctor", "--ranks", "0"], 2), (["doctor", "--help"], 0)):
         with pytest.raises(SystemExit) as exit_:

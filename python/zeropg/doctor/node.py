@@ -31,6 +31,7 @@ def check(ranks: int) -> Iterator[Finding]:
     yield _memory()
     yield _numa()
     yield _host_id()
+    yield _domain_id()
     yield _shared_memory()
     yield _dev_shm()
     yield _cross_memory_attach()
@@ -92,6 +93,19 @@ def _host_id() -> Finding:
     if given:
         return Finding("host id", "ok", f"{given!r} by ZEROPG_HOST_ID: ranks with the same one must share memory")
     return Finding("host id", "ok", f"{_C.probe_host_id()} (boot, network and user namespace)")
+
+
+def _domain_id() -> Finding:
+    """What collectives of more than 16 ranks of a node go by, where every rank has one."""
+    given = os.environ.get("ZEROPG_DOMAIN_ID")
+    if given:
+        return Finding(
+            "domain", "ok", f"{given!r} by ZEROPG_DOMAIN_ID: ranks with the same one share a cache or memory"
+        )
+    found = _C.probe_domain_id()
+    if found:
+        return Finding("domain", "ok", f"{found}: ranks that are bound to it are near each other")
+    return Finding("domain", "ok", "none: the CPUs that this process may run on share no L3 cache and no NUMA node")
 
 
 def _shared_memory() -> Finding:

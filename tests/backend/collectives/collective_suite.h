@@ -31,6 +31,7 @@ struct CollectiveShape {
   uint64_t seed = 0;
   Nodes nodes{};  // empty: one node
   int64_t window_bytes = 1024;
+  Nodes domains{};  // of one node; empty: none
 };
 
 inline Nodes nodes_of_sizes(const std::vector<int32_t>& sizes) {
@@ -142,13 +143,14 @@ class SimulatedCollective {
            std::to_string(shape_.numel) + " root " + std::to_string(shape_.root) + " bank " +
            std::to_string(shape_.bank_bytes) + (shape_.is_list ? " list" : "") +
            (shape_.is_in_place ? " in place" : "") + " seed " + std::to_string(shape_.seed) + " window " +
-           std::to_string(shape_.window_bytes) + " nodes" + describe_nodes();
+           std::to_string(shape_.window_bytes) + " nodes" + describe(shape_.nodes) + " domains" +
+           describe(shape_.domains);
   }
 
  private:
-  std::string describe_nodes() const {
+  static std::string describe(const Nodes& nodes) {
     std::string text;
-    for (const auto& node : shape_.nodes) {
+    for (const auto& node : nodes) {
       text += " [";
       for (const int32_t rank : node) text += ' ' + std::to_string(rank);
       text += " ]";
@@ -193,6 +195,7 @@ class SimulatedCollective {
     spec.input_is_list = shape_.is_list;
     spec.output_is_list = shape_.is_list;
     spec.nodes = shape_.nodes;
+    spec.domains = shape_.domains;
     spec.window_bytes = shape_.window_bytes;
     specs_.assign(shape_.world_size, spec);
     for (int32_t rank = 0; rank < shape_.world_size; ++rank) specs_[rank].rank = rank;

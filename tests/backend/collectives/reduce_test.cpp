@@ -392,6 +392,89 @@ TEST(ReduceTest, MayWriteOverAnySource) {
   });
 }
 
+Bytes run_accumulator_kernel(const InstructionSet& set, const std::vector<Bytes>& sources, DType dtype, ReduceOp op,
+                             ReduceForm form) {
+  const Widening times = widening(dtype, form);
+  const int64_t size = element_bytes(dtype);
+  const int64_t numel = static_cast<int64_t>(sources[0].size()) / (times.of_sources * size);
+  Bytes destination(times.of_destination * size * numel);
+  std::vector<const void*> pointers;
+  for (const Bytes& source : sources) pointers.push_back(source.data());
+  set.accumulator_kernel(dtype, op, form)({.destination = destination.data(),
+                                           .sources = pointers.data(),
+                                           .source_count = static_cast<int32_t>(sources.size()),
+                                           .numel = numel,
+                                           .factor = kFactor});
+  return destination;
+}
+
+void for_each_half_and_set(const std::function<void(DType, ReduceOp, const InstructionSet&)>& function) {
+  for_each_pair([&](DType dtype, ReduceOp op, const std::string&) {
+    for (const InstructionSet& set : usable_instruction_sets()) {
+      if (is_half(dtype) && set.accumulator_kernel != nullptr) function(dtype, op, set);
+    }
+  });
+}
+
+TEST(ReduceTest, AccumulatesSixteenBitFloatsUnroundedAndRoundsWhatWasAccumulated) {
+  std::mt19937_64 random(10);
+  for_each_half_and_set([&](DType dtype, ReduceOp op, const InstructionSet& set) {
+    for (const int64_t numel : {0, 1, 15, 17, 100, 1025, 2500}) {
+      for (const int source_count : {1, 2, 3, 5}) {
+        std::vector<Bytes> halves;
+        std::vector<Bytes> floats;
+        for (int i = 0; i < source_count; ++i) {
+          halves.push_back(ordinary(random, dtype, numel));
+          floats.push_back(ordinary(random, DType::kFloat32, numel));
+        }
+        Bytes accumulated;
+        Bytes rounded;
+        for (int64_t i = 0; i < numel; ++i) {
+          std::vector<float> values;
+          for (const Bytes& source : halves) {
+            values.push_back(static_cast<float>(half_to_double(element<uint16_t>(source, i), format_of(dtype))));
+          }
+          append(accumulated, reduce_floats(values, op));
+          append(rounded, double_to_half(reduce_floats(elements<float>(floats, i), op), format_of(dtype)));
+        }
+        const std::string what = std::string(dtype_name(dtype)) + " " + reduce_op_name(op) + " " + set.name;
+        expect_same(run_accumulator_kernel(set, halves, dtype, op, ReduceForm::kToAccumulators), accumulated,
+                    DType::kFloat32, what);
+        expect_same(run_accumulator_kernel(set, floats, dtype, op, ReduceForm::kFromAccumulators), rounded, dtype,
+                    what);
+      }
+    }
+  });
+}
+
+TEST(ReduceTest, TwoStepsOverAccumulatorsAreOneStep) {
+  std::mt19937_64 random(11);
+  for_each_half_and_set([&](DType dtype, ReduceOp op, const InstructionSet& set) {
+    const std::vector<Bytes> sources{any_bits(random, dtype, 999), any_bits(random, dtype, 999),
+                                     any_bits(random, dtype, 999)};
+    // The first step of an average sums only; the second one multiplies no more.
+    const ReduceOp first = op == ReduceOp::kAverage ? ReduceOp::kSum : op;
+    const Bytes partial = run_accumulator_kernel(set, sources, dtype, first, ReduceForm::kToAccumulators);
+    const Bytes result =
+        run_accumulator_kernel(set, {partial}, dtype, op_over_partial_results(op), ReduceForm::kFromAccumulators);
+    expect_same(result, reference(sources, dtype, op), dtype, set.name);
+  });
+}
+
+TEST(ReduceTest, OtherDtypesAreTheirOwnAccumulators) {
+  for_each_pair([](DType dtype, ReduceOp op, const std::string& name) {
+    if (is_half(dtype)) return;
+    std::mt19937_64 random(12);
+    const std::vector<Bytes> sources{ordinary(random, dtype, 50), ordinary(random, dtype, 50)};
+    const void* pointers[] = {sources[0].data(), sources[1].data()};
+    for (const ReduceForm form : {ReduceForm::kToAccumulators, ReduceForm::kFromAccumulators}) {
+      Bytes result(sources[0].size());
+      reduce(result.data(), pointers, 2, 50, dtype, op, {kFactor, kImaginaryFactor}, true, form);
+      expect_same(result, reference(sources, dtype, op), dtype, name);
+    }
+  });
+}
+
 // Each small source alone is 3/8 of the last bit of one and would be rounded away; together they round up.
 TEST(ReduceTest, RoundsSixteenBitFloatsOnce) {
   const uint16_t one = 0x3f80;

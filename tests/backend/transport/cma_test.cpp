@@ -84,8 +84,10 @@ TEST(Cma, SaysThatTheProcessIsGone) {
   Neighbour neighbour;
   CmaReader reader(neighbour.identity());
   if (!reader.is_usable()) GTEST_SKIP() << reader.refusal();
+  EXPECT_FALSE(reader.is_gone());
   neighbour.end();
   EXPECT_FALSE(reader.confirm());
+  EXPECT_TRUE(reader.is_gone());
   std::array<std::byte, 4> bytes{};
   EXPECT_FALSE(reader.read(neighbour.address(), bytes));
   EXPECT_NE(reader.refusal().find("process_vm_readv: No such process"), std::string::npos);
@@ -98,6 +100,7 @@ TEST(Cma, AnAddressThatIsNotThePeersMakesAReadFail) {
   std::array<std::byte, 4> bytes{};
   EXPECT_FALSE(reader.read(~uint64_t{0} - 64, bytes));
   EXPECT_FALSE(reader.is_usable());
+  EXPECT_FALSE(reader.is_gone());
 }
 
 }  // namespace

@@ -228,6 +228,21 @@ TEST(ShmArena, NoWakeUpOfADozerIsLost) {
   EXPECT_TRUE(second.succeeded());
 }
 
+// The first thread has looked, is called, and a second one comes to doze before the first one sleeps.
+TEST(ShmArena, ADozerIsNotSentBackToSleepByAnotherOne) {
+  const ArenaGeometry geometry = small(2);
+  const int fd = ShmArena::create(geometry);
+  ShmArena arena(::dup(fd), geometry, 0);
+  ShmArena peer(fd, geometry, 1);
+  const auto start = std::chrono::steady_clock::now();
+  arena.doze(start + milliseconds(5000), [&] {
+    peer.ring(0);
+    std::thread([&] { arena.doze(start, [] { return true; }); }).join();
+    return false;
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(4000));
+}
+
 // Two processes that always sleep and never look on their own: one lost wake-up and the test fails.
 TEST(ShmArena, NoWakeUpIsLost) {
   constexpr uint64_t kRounds = 3000;
