@@ -1,5 +1,7 @@
 #include "backend/call_header.h"
 
+#include <bit>
+#include <optional>
 #include <span>
 
 namespace zeropg {
@@ -11,7 +13,7 @@ CallHeaders::CallHeaders(Group& group, const Collective& collective, uint64_t se
   }
 }
 
-CallHeader CallHeaders::header_for(int32_t peer) const {
+CallHeader CallHeaders::header() const {
   const CollectiveSpec& spec = collective_.spec;
   CallHeader header;
   header.magic = CallHeader::kMagic;
@@ -23,10 +25,27 @@ CallHeader CallHeaders::header_for(int32_t peer) const {
                  .bytes = spec.bytes,
                  .factor = collective_.factor.real()};
   header.imaginary_factor = collective_.factor.imag();
-  header.pair_bytes = spec.op == OpKind::kAllToAll ? spec.send_bytes[peer] : 0;
   header.codec = spec.codec == nullptr ? 0 : hash_of(spec.codec->description());
   header.algorithm = hash_of(collective_.schedule->algorithm);
   return header;
+}
+
+CallHeader CallHeaders::header_for(int32_t peer) const {
+  CallHeader header = this->header();
+  header.pair_bytes = collective_.spec.op == OpKind::kAllToAll ? collective_.spec.send_bytes[peer] : 0;
+  return header;
+}
+
+WaitingCall CallHeaders::of_this_rank() const { return std::bit_cast<WaitingCall>(header()); }
+
+void CallHeaders::compare_with_waiting() const {
+  for (int32_t peer = 0; peer < static_cast<int32_t>(pairs_.size()); ++peer) {
+    if (group_.is_on_this_node(peer)) continue;
+    const std::optional<WaitingCall> said = group_.network()->waiting_call_of(peer);
+    if (!said) continue;
+    const auto theirs = std::bit_cast<CallHeader>(*said);
+    if (theirs.sequence == sequence_) check_header(theirs, header(), group_.rank(), peer);
+  }
 }
 
 bool CallHeaders::send_to(int32_t peer) {

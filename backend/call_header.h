@@ -5,7 +5,8 @@
 // Before its first bytes of a collective to a peer on another node, a rank sends a CallHeader in the same stream, and
 // the receiver compares it with its own call before it takes any byte. So different calls are an error on every rank:
 // on those that compare at once, on the others when they hear of that failure or, where a rank expected nothing, when
-// it next receives from that peer.
+// it next receives from that peer. Where all would receive and none sends, their signs of life carry the headers (Note
+// [Waits] in network.h).
 #pragma once
 
 #include <cstddef>
@@ -29,12 +30,17 @@ class CallHeaders {
   // As send_to; throws DistBackendError when the peer called something else.
   bool receive_from(int32_t peer);
 
+  WaitingCall of_this_rank() const;
+  // Throws DistBackendError when a rank of another node said that it waits in a different call of the same number.
+  void compare_with_waiting() const;
+
  private:
   struct Pair {
     size_t sent = 0;
     size_t received = 0;
     CallHeader theirs;
   };
+  CallHeader header() const;  // but for pair_bytes
   CallHeader header_for(int32_t peer) const;
 
   Group& group_;

@@ -245,7 +245,9 @@ std::vector<int32_t> Execution::awaited() const {
 
 void Execution::note_wait() const {
   const Step& step = schedule_->steps[step_];
-  group_.note_wait(Lane::kCollective, step.kind == StepKind::kBarrier ? ShmArena::kAtBarrier : step.peer, awaited());
+  group_.note_wait(Lane::kCollective, step.kind == StepKind::kBarrier ? ShmArena::kAtBarrier : step.peer, awaited(),
+                   call_headers_.of_this_rank());
+  call_headers_.compare_with_waiting();
 }
 
 std::string Execution::describe_wait() const {

@@ -27,8 +27,9 @@ class Execution {
   // Throws DistBackendError when the ranks called different collectives, DistNetworkError when a peer is gone.
   Progress advance();
 
-  std::vector<int32_t> awaited() const;                                            // the ranks that this one waits for
-  void note_wait() const;                                                          // for other ranks: Group::note_wait
+  std::vector<int32_t> awaited() const;  // the ranks that this one waits for
+  // For other ranks: Group::note_wait. Throws DistBackendError when one of another node waits in a different call.
+  void note_wait() const;
   std::string describe_wait() const;                                               // "at step 3 of 12 (barrier)"
   const std::vector<double>& waiting_seconds() const { return waiting_seconds_; }  // per rank
 

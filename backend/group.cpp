@@ -247,10 +247,11 @@ std::vector<int32_t> Group::others_than(int32_t rank) const {
   return ranks;
 }
 
-void Group::note_wait(Lane lane, int32_t peer, const std::vector<int32_t>& awaited) {
+void Group::note_wait(Lane lane, int32_t peer, const std::vector<int32_t>& awaited,
+                      const std::optional<WaitingCall>& call) {
   arena().note_wait(lane, peer == kAnybody ? world_size() : peer);
   if (network() != nullptr) {
-    network()->note_wait(lane, awaited);
+    network()->note_wait(lane, awaited, call);
   }
 }
 

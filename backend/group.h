@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -111,9 +112,10 @@ class Group : public std::enable_shared_from_this<Group> {
   // "; no sign of life from ranks 2, 3", or "": which ranks of other nodes do not even answer.
   std::string silence() const;
   // What the progress of a lane waits for, said again at every check: `peer`, ShmArena::kAtBarrier or kAnybody, and
-  // which ranks those are.
+  // which ranks those are. Collectives also say in which call.
   static constexpr int32_t kAnybody = -2;
-  void note_wait(Lane lane, int32_t peer, const std::vector<int32_t>& awaited);
+  void note_wait(Lane lane, int32_t peer, const std::vector<int32_t>& awaited,
+                 const std::optional<WaitingCall>& call = {});
   HeldUp held_up(Lane lane, const std::vector<int32_t>& awaited);  // held_up.h
   // "waiting for ranks 1, 3"; a guess from any thread, for messages only.
   std::string who_is_late();

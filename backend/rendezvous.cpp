@@ -140,8 +140,7 @@ std::vector<RankRecord> Rendezvous::collect(const RankRecord& own) {
   std::vector<Awaited> awaited;
   for (int32_t rank = 1; rank < world_size_; ++rank) awaited.push_back({rank, rank_key(rank)});
   wait_for(awaited);
-  std::vector<std::string> keys;
-  for (const Awaited& record : awaited) keys.push_back(record.key);
+  const std::vector<std::string> keys = keys_of(awaited);
   std::vector<std::vector<uint8_t>> values;
   if (store_->hasExtendedApi()) {
     values = store_->multiGet(keys);
@@ -153,18 +152,27 @@ std::vector<RankRecord> Rendezvous::collect(const RankRecord& own) {
   return records;
 }
 
+std::vector<std::string> Rendezvous::keys_of(const std::vector<Awaited>& awaited) {
+  std::vector<std::string> keys;
+  for (const Awaited& entry : awaited) keys.push_back(entry.key);
+  return keys;
+}
+
 // Asks instead of Store::wait: that one cannot be interrupted by a failure elsewhere, and a TCPStore writes warnings to
 // the log whenever a wait runs out. The pauses grow with the time waited, so they add a quarter to it at most.
 void Rendezvous::wait_for(const std::vector<Awaited>& awaited) {
-  std::vector<std::string> keys;
-  for (const Awaited& entry : awaited) keys.push_back(entry.key);
+  const std::vector<std::string> keys = keys_of(awaited);
   const auto start = Clock::now();
   const auto longest_pause = kLongestPause + world_size_ * kPausePerRank;
   next_look_ = start + kLookInterval;
   while (!store_->check(keys)) {
     look([&] { return missing_of(awaited); });
     const auto now = Clock::now();
-    if (now >= deadline_) throw_late(missing_of(awaited));
+    if (now >= deadline_) {
+      const std::vector<int32_t> missing = missing_of(awaited);
+      if (!missing.empty()) throw_late(missing);
+      return;
+    }
     const auto pause = std::clamp<Clock::duration>((now - start) / 4, kShortestPause, longest_pause);
     std::this_thread::sleep_for(std::min<Clock::duration>(pause, deadline_ - now));
   }
@@ -182,6 +190,8 @@ std::vector<int32_t> Rendezvous::missing_of(const std::vector<Awaited>& awaited)
       if (!store_->check({entry.key})) missing.push_back(entry.rank);
     }
   }
+  // Once all is there, ranks go on, and take back what they wrote.
+  if (store_->check(keys_of(awaited))) missing.clear();
   return missing;
 }
 

@@ -55,8 +55,9 @@ class Rendezvous {
     int32_t rank = -1;
     std::string key;
   };
+  static std::vector<std::string> keys_of(const std::vector<Awaited>& awaited);
   void wait_for(const std::vector<Awaited>& awaited);
-  std::vector<int32_t> missing_of(const std::vector<Awaited>& awaited);
+  std::vector<int32_t> missing_of(const std::vector<Awaited>& awaited);  // empty: all is there by now
   [[noreturn]] void throw_late(const std::vector<int32_t>& missing);
   void look(const std::function<std::vector<int32_t>()>& awaited);
   std::string reported_failure();  // "": none

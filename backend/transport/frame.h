@@ -1,6 +1,7 @@
 // What travels between two processes of different nodes: a header of fixed size and up to kMaxPayloadBytes behind it.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,13 +14,17 @@ enum class FrameKind : uint8_t {
   kCredit,      // value: how many bytes of the stream the receiver has taken so far; index: lane
   kState,       // value: RankState; payload: its text
   kPing,        // asks for a kPong
-  kPong,        // a sign of life; payload: ranks that its sender waits for; value: how many of them in lane 0
+  kPong,        // a sign of life; payload: the call that its sender waits in (index: 1, or 0 for none) and the ranks
+                // that it waits for (value: how many of them in lane 0)
   kGet,         // value: ticket; payload: GetRequest
   kGetReply,    // value: ticket; payload: the next bytes
   kGetRefused,  // value: ticket; payload: why
 };
 
 constexpr size_t kMaxNamedWaits = 64;  // ranks of a lane in a kPong
+// Of the call in a kPong, which only its users can read.
+constexpr size_t kWaitingCallBytes = 80;
+using WaitingCall = std::array<std::byte, kWaitingCallBytes>;
 
 constexpr size_t kMaxPayloadBytes = size_t{256} << 10;
 

@@ -143,12 +143,17 @@ bool Network::read_from(int32_t peer) {
 // not fill our memory.
 void Network::answer_pings() {
   if (!std::exchange(owes_pongs_, false)) return;
-  std::vector<int32_t> waits = own_waits(Lane::kCollective);
-  const size_t first_count = waits.size();
-  const std::vector<int32_t> others = own_waits(Lane::kPointToPoint);
-  waits.insert(waits.end(), others.begin(), others.end());
-  const std::span<const std::byte> payload = std::as_bytes(std::span(waits));
-  const FrameHeader pong{FrameKind::kPong, 0, 0, static_cast<uint32_t>(payload.size()), first_count};
+  const Wait collective = own_wait(Lane::kCollective);
+  const Wait messages = own_wait(Lane::kPointToPoint);
+  std::vector<std::byte> payload;
+  const auto append = [&](std::span<const std::byte> bytes) {
+    payload.insert(payload.end(), bytes.begin(), bytes.end());
+  };
+  if (collective.call) append(*collective.call);
+  append(std::as_bytes(std::span(collective.awaited)));
+  append(std::as_bytes(std::span(messages.awaited)));
+  const FrameHeader pong{FrameKind::kPong, static_cast<uint8_t>(collective.call ? 1 : 0), 0,
+                         static_cast<uint32_t>(payload.size()), collective.awaited.size()};
   for (const int32_t rank : options_.peers) {
     Peer& peer = peers_[static_cast<size_t>(rank)];
     if (!peer.owes_pong || is_gone(peer)) continue;
@@ -157,15 +162,16 @@ void Network::answer_pings() {
   }
 }
 
-std::vector<int32_t> Network::own_waits(Lane lane) const {
+Network::Wait Network::own_wait(Lane lane) const {
   const Wait& wait = waits_[static_cast<size_t>(lane)];
-  return Clock::now() - wait.noted <= kOwnWaitLife ? wait.awaited : std::vector<int32_t>();
+  return Clock::now() - wait.noted <= kOwnWaitLife ? wait : Wait{};
 }
 
-void Network::note_wait(Lane lane, const std::vector<int32_t>& awaited) {
+void Network::note_wait(Lane lane, const std::vector<int32_t>& awaited, const std::optional<WaitingCall>& call) {
   const std::lock_guard lock(mutex_);
   Wait& wait = waits_[static_cast<size_t>(lane)];
   wait.awaited.assign(awaited.begin(), awaited.begin() + std::min(awaited.size(), kMaxNamedWaits));
+  wait.call = call;
   wait.noted = Clock::now();
 }
 
@@ -177,14 +183,26 @@ std::vector<int32_t> Network::waits_of(int32_t peer_rank, Lane lane) const {
   return is_known ? wait.awaited : std::vector<int32_t>();
 }
 
-void Network::take_pong(int32_t peer_rank, size_t first_count, const Payload& payload) {
-  std::vector<int32_t> ranks(payload.bytes / sizeof(int32_t));
-  if (!ranks.empty()) std::memcpy(ranks.data(), payload.data.get(), payload.bytes);
+std::optional<WaitingCall> Network::waiting_call_of(int32_t peer_rank) const {
+  const std::lock_guard lock(mutex_);
+  const Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
+  return is_gone(peer) ? std::nullopt : peer.waits[static_cast<size_t>(Lane::kCollective)].call;
+}
+
+void Network::take_pong(int32_t peer_rank, const FrameHeader& header, const Payload& payload) {
   Peer& peer = peers_[static_cast<size_t>(peer_rank)];
-  for (Wait& wait : peer.waits) wait = {{}, Clock::now()};
+  for (Wait& wait : peer.waits) wait = {{}, {}, Clock::now()};
+  std::span<const std::byte> rest = payload.span();
+  if (header.index == 1) {
+    WaitingCall& call = peer.waits[static_cast<size_t>(Lane::kCollective)].call.emplace();
+    std::memcpy(call.data(), rest.data(), call.size());
+    rest = rest.subspan(call.size());
+  }
+  std::vector<int32_t> ranks(rest.size() / sizeof(int32_t));
+  if (!ranks.empty()) std::memcpy(ranks.data(), rest.data(), rest.size());
   for (size_t i = 0; i < ranks.size(); ++i) {
     const bool is_rank = ranks[i] >= 0 && ranks[i] < options_.world_size;
-    if (is_rank) peer.waits[i < first_count ? 0 : 1].awaited.push_back(ranks[i]);
+    if (is_rank) peer.waits[i < header.value ? 0 : 1].awaited.push_back(ranks[i]);
   }
 }
 
@@ -255,8 +273,10 @@ void Network::check_frame(int32_t peer_rank, const FrameHeader& header) {
       if (header.payload_bytes != 0) throw_senseless("a damaged question for a sign of life");
       return;
     case FrameKind::kPong: {
-      const size_t count = header.payload_bytes / sizeof(int32_t);
-      const bool is_whole = header.payload_bytes == count * sizeof(int32_t) && count <= kLaneCount * kMaxNamedWaits;
+      const size_t call_bytes = header.index * kWaitingCallBytes;
+      const size_t count = (header.payload_bytes - call_bytes) / sizeof(int32_t);
+      const bool is_whole = header.index <= 1 && header.payload_bytes == call_bytes + count * sizeof(int32_t) &&
+                            count <= kLaneCount * kMaxNamedWaits;
       if (!is_whole || header.value > count) throw_senseless("a damaged sign of life");
       return;
     }
@@ -289,7 +309,7 @@ void Network::take_frame(int32_t peer_rank, const FrameHeader& header, Payload p
       peer.owes_pong = owes_pongs_ = true;
       break;
     case FrameKind::kPong:
-      take_pong(peer_rank, header.value, payload);
+      take_pong(peer_rank, header, payload);
       break;
     case FrameKind::kGet:
       take_get(peer_rank, header.value, payload);

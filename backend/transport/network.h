@@ -17,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -78,12 +79,15 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
 
   // Note [Waits]
   // Who waits for a rank that itself waits for a third one should name the third. So a rank says with each sign of life
-  // for whom it waits just now; what it said long ago is not believed, since it may have been stopped meanwhile.
+  // for whom it waits just now; what it said long ago is not believed, since it may have been stopped meanwhile. It also
+  // says in which call: ranks that wait for each other, and would all receive, learn only thereby that they differ.
   //
-  // To be said again while this rank waits for `awaited` in `lane`.
-  void note_wait(Lane lane, const std::vector<int32_t>& awaited);
+  // To be said again while this rank waits for `awaited` in `lane`, and, in that of collectives, in `call`.
+  void note_wait(Lane lane, const std::vector<int32_t>& awaited, const std::optional<WaitingCall>& call = {});
   // Whom `peer` waits for; empty: nobody, as far as is known.
   std::vector<int32_t> waits_of(int32_t peer, Lane lane) const;
+  // In which call `peer` waits in the lane of collectives, as far as is known. Whatever bytes it sent.
+  std::optional<WaitingCall> waiting_call_of(int32_t peer) const;
 
   // Says goodbye: gives the last bytes up to `patience` to arrive. Nothing can be sent or received after.
   void close(std::chrono::milliseconds patience);
@@ -111,6 +115,7 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   };
   struct Wait {
     std::vector<int32_t> awaited;
+    std::optional<WaitingCall> call;
     Clock::time_point noted{};
   };
   struct Peer {
@@ -152,8 +157,8 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   bool serve_gets();
   bool read_from(int32_t peer);  // what the wire has, of one or, with -1, of all
   void answer_pings();
-  std::vector<int32_t> own_waits(Lane lane) const;
-  void take_pong(int32_t peer, size_t first_count, const Payload& payload);
+  Wait own_wait(Lane lane) const;
+  void take_pong(int32_t peer, const FrameHeader& header, const Payload& payload);
   size_t take_queued(Incoming& stream, std::span<std::byte> data);
   void tell_taken(int32_t peer, size_t lane);
   void send_small(int32_t peer, FrameKind kind, uint8_t index, uint64_t value, std::span<const std::byte> payload = {});

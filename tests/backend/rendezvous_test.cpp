@@ -134,6 +134,26 @@ TEST_F(RendezvousTest, LateRanksAreNamed) {
             std::string::npos);
 }
 
+// Rank 0 writes the map, and takes back its record, just when another rank asks for that.
+class StoreWhereRank0GivesUp : public c10d::HashStore {
+ public:
+  bool check(const std::vector<std::string>& keys) override {
+    if (keys[0] == "zeropg/rank/0") {
+      GroupMap map;
+      map.error = "rank 1 did not come";
+      Store::set("zeropg/map", encode(map));
+      deleteKey("zeropg/rank/0");
+    }
+    return HashStore::check(keys);
+  }
+};
+
+TEST_F(RendezvousTest, WhoGivesUpEarlierIsNotCalledLate) {
+  store_ = c10::make_intrusive<StoreWhereRank0GivesUp>();
+  store_->set("zeropg/rank/0", "");
+  EXPECT_EQ(error_of([&] { of(2, 3, milliseconds(50)).exchange(record_of(2, 3)); }), "rank 1 did not come");
+}
+
 // The mode of a FileStore's file that had `mode`, once two ranks have met there.
 mode_t mode_after_a_meeting(mode_t mode, bool have_secret, std::string* met_at = nullptr) {
   char path[] = "/tmp/zeropg_rendezvous_test_XXXXXX";

@@ -337,6 +337,23 @@ def test_different_calls_are_an_error_on_every_rank(hosts: tuple[int, ...]) -> N
             assert seconds < AT_ONCE_SECONDS, what
 
 
+def all_receive() -> tuple[str, float]:
+    group = new_group_with(2 * AT_ONCE_SECONDS)
+    root = (dist.get_rank() + 1) % dist.get_world_size()
+    start = time.monotonic()
+    with pytest.raises(dist.DistBackendError) as caught:
+        dist.broadcast(torch.ones(100), root, group=group)
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 2), (0, 1, 1)])
+def test_ranks_that_all_wait_to_receive_learn_that_they_made_different_calls(hosts: tuple[int, ...]) -> None:
+    for rank, (error, seconds) in enumerate(run_ranks(len(hosts), all_receive, place=SeparateHosts(hosts=hosts))):
+        check_error(error, rank, len(hosts))
+        assert "the ranks made different calls" in error, error
+        assert seconds < AT_ONCE_SECONDS, (seconds, error)
+
+
 def fall_while_connecting(victim: int, delay: float, sign: signal.Signals) -> str:
     from zeropg import _C
 

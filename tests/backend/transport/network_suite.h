@@ -156,15 +156,19 @@ TEST_P(NetworkSuite, LivingPeersAnswerWhoeverAsks) {
 TEST_P(NetworkSuite, WhoIsAskedSaysForWhomItWaitsForAsLongAsItDoes) {
   auto world = make(3);
   const std::vector<int32_t> known{0, 2};
+  WaitingCall call;
+  call.fill(std::byte{7});
   const auto ask = [&](Lane lane) {
     world->rank(0).ask_for_life();
     return world->rank(0).waits_of(1, lane);
   };
   EXPECT_TRUE(eventually([&] {
-    world->rank(1).note_wait(Lane::kCollective, known);
+    world->rank(1).note_wait(Lane::kCollective, known, call);
     world->rank(1).note_wait(Lane::kPointToPoint, {2});
     return ask(Lane::kCollective) == known;
   }));
+  EXPECT_EQ(world->rank(0).waiting_call_of(1), call);
+  EXPECT_EQ(world->rank(0).waiting_call_of(2), std::nullopt);
   EXPECT_EQ(ask(Lane::kPointToPoint), (std::vector<int32_t>{2}));
   EXPECT_TRUE(ask(Lane::kCollective) == known);
   EXPECT_TRUE(world->rank(0).waits_of(2, Lane::kCollective).empty());
