@@ -79,8 +79,9 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
 
   // Note [Waits]
   // Who waits for a rank that itself waits for a third one should name the third. So a rank says with each sign of life
-  // for whom it waits just now; what it said long ago is not believed, since it may have been stopped meanwhile. It also
-  // says in which call: ranks that wait for each other, and would all receive, learn only thereby that they differ.
+  // for whom it waits just now; what it said long ago is not believed, since it may have been stopped meanwhile. It
+  // also says in which call: ranks that wait for each other, and would all receive, learn only thereby that they
+  // differ.
   //
   // To be said again while this rank waits for `awaited` in `lane`, and, in that of collectives, in `call`.
   void note_wait(Lane lane, const std::vector<int32_t>& awaited, const std::optional<WaitingCall>& call = {});
