@@ -154,6 +154,7 @@ void CollectiveChannel::help(const ZeroWork& work, Clock::time_point until) {
       return;  // the progress thread sleeps for this one too: it hears the network, and others who hold the queue
     }
     const auto now = Clock::now();
+    group_->cpu_spread().look(now);
     if (now >= until) {
       return;
     }

@@ -1,18 +1,15 @@
 #include "backend/domain_probe.h"
 
-#include <sched.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <utility>
 
+#include "backend/transport/affinity.h"
+
 namespace zeropg {
 namespace {
-
-constexpr int32_t kMostCpus = 1 << 16;
 
 std::string first_line(const std::filesystem::path& path) {
   std::string line;
@@ -50,23 +47,6 @@ std::vector<std::filesystem::path> folders(const std::filesystem::path& parent, 
   return found;
 }
 
-std::vector<int32_t> usable_cpus() {
-  for (int32_t count = 1024; count <= kMostCpus; count *= 2) {  // the kernel may know more CPUs than a cpu_set_t has
-    std::vector<unsigned long> mask(CPU_ALLOC_SIZE(count) / sizeof(unsigned long));
-    auto* set = reinterpret_cast<cpu_set_t*>(mask.data());
-    if (::sched_getaffinity(0, CPU_ALLOC_SIZE(count), set) != 0) {
-      if (errno == EINVAL) continue;
-      return {};
-    }
-    std::vector<int32_t> cpus;
-    for (int32_t cpu = 0; cpu < count; ++cpu) {
-      if (CPU_ISSET_S(cpu, CPU_ALLOC_SIZE(count), set)) cpus.push_back(cpu);
-    }
-    return cpus;
-  }
-  return {};
-}
-
 }  // namespace
 
 std::string domain_id_of(const std::vector<int32_t>& cpus, const std::string& system) {
@@ -86,6 +66,6 @@ std::string domain_id_of(const std::vector<int32_t>& cpus, const std::string& sy
   return "";
 }
 
-std::string probe_domain_id() { return domain_id_of(usable_cpus(), "/sys/devices/system"); }
+std::string probe_domain_id() { return domain_id_of(allowed_cpus(), "/sys/devices/system"); }
 
 }  // namespace zeropg

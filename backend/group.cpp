@@ -39,6 +39,7 @@ Group::Group(BootstrapResult bootstrap, std::shared_ptr<const Hooks> hooks)
       owner_(::getpid()),
       hooks_(std::move(hooks)) {
   local_transport_ = std::make_unique<ShmTransport>(*bootstrap_.arena, node());
+  cpu_spread_ = std::make_unique<CpuSpread>(*bootstrap_.arena);
 }
 
 Group::~Group() = default;
@@ -77,6 +78,7 @@ void Group::free_if_unused() {
     return;  // who does not stay: it leaves without a look, or comes here
   }
   local_transport_.reset();
+  cpu_spread_.reset();
   bootstrap_.network.reset();
   bootstrap_.channel.reset();
   bootstrap_.pool.reset();

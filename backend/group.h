@@ -23,6 +23,7 @@
 #include "backend/peer_memory.h"
 #include "backend/request.h"
 #include "backend/topology.h"
+#include "backend/transport/cpu_spread.h"
 #include "backend/transport/network.h"
 #include "backend/transport/shm_arena.h"
 #include "backend/transport/transport.h"
@@ -81,6 +82,7 @@ class Group : public std::enable_shared_from_this<Group> {
   int32_t world_size() const { return bootstrap_.topology.world_size(); }
   const Topology& topology() const { return bootstrap_.topology; }
   ShmArena& arena() { return *bootstrap_.arena; }     // of this node; it counts the ranks of node()
+  CpuSpread& cpu_spread() { return *cpu_spread_; }    // of the threads that wait for this group, in a Use
   PeerMemory& peer_memory() { return peer_memory_; }  // for the thread that runs the head of the collective channel
   TensorPool& pool() { return *bootstrap_.pool; }     // likewise
   const std::shared_ptr<TensorPool>& shared_pool() { return bootstrap_.pool; }
@@ -150,6 +152,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   BootstrapResult bootstrap_;  // all but the topology goes when nobody uses the group after let_go()
   std::unique_ptr<Transport> local_transport_;
+  std::unique_ptr<CpuSpread> cpu_spread_;
   PeerMemory peer_memory_;
   const pid_t owner_;
 

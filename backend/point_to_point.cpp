@@ -114,6 +114,7 @@ void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_po
       break;  // the progress thread sleeps for this one too: it hears the network
     }
     const auto now = Clock::now();
+    group_->cpu_spread().look(now);
     if (now >= until) {
       break;
     }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <thread>
 
+#include "backend/transport/affinity.h"
 #include "backend/transport/cgroup.h"
 
 namespace zeropg {
@@ -17,16 +18,8 @@ namespace {
 std::atomic<int32_t> cpus_of_this_process{0};
 
 int32_t affinity_cpus() {
-  // The static set holds 1024 CPUs; larger machines need a larger mask (EINVAL otherwise).
-  for (int capacity = CPU_SETSIZE; capacity <= (1 << 18); capacity *= 4) {
-    cpu_set_t* set = CPU_ALLOC(capacity);
-    const size_t bytes = CPU_ALLOC_SIZE(capacity);
-    CPU_ZERO_S(bytes, set);
-    const int count = sched_getaffinity(0, bytes, set) == 0 ? CPU_COUNT_S(bytes, set) : 0;
-    CPU_FREE(set);
-    if (count > 0) return count;
-  }
-  return static_cast<int32_t>(std::max(1U, std::thread::hardware_concurrency()));
+  const size_t allowed = allowed_cpus().size();
+  return static_cast<int32_t>(allowed > 0 ? allowed : std::max(1U, std::thread::hardware_concurrency()));
 }
 
 inline void cpu_pause() {
