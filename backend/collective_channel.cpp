@@ -146,6 +146,7 @@ void CollectiveChannel::help(const ZeroWork& work, Clock::time_point until) {
       waiter.reset();
     } else if (!waiter.should_sleep()) {
       waiter.pause();
+      group_->cpu_spread().look(Clock::now());
     } else if (group_->is_one_node() && turn.try_hold()) {
       group_->arena().doze(std::min(until, next_check),
                            [&] { return advance_held(&work) != Activity::kBlocked || work.is_complete(); });
@@ -154,7 +155,6 @@ void CollectiveChannel::help(const ZeroWork& work, Clock::time_point until) {
       return;  // the progress thread sleeps for this one too: it hears the network, and others who hold the queue
     }
     const auto now = Clock::now();
-    group_->cpu_spread().look(now);
     if (now >= until) {
       return;
     }

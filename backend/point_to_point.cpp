@@ -106,6 +106,7 @@ void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_po
       waiter.reset();
     } else if (!waiter.should_sleep()) {
       waiter.pause();
+      group_->cpu_spread().look(Clock::now());
     } else if (group_->is_one_node()) {
       group_->arena().doze(std::min(until, next_check),
                            [&] { return advance(&work) == Activity::kMoved || work.is_complete(); });
@@ -114,7 +115,6 @@ void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_po
       break;  // the progress thread sleeps for this one too: it hears the network
     }
     const auto now = Clock::now();
-    group_->cpu_spread().look(now);
     if (now >= until) {
       break;
     }

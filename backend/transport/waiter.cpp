@@ -9,6 +9,7 @@
 
 #include "backend/transport/affinity.h"
 #include "backend/transport/cgroup.h"
+#include "backend/transport/time_slice.h"
 
 namespace zeropg {
 namespace {
@@ -72,7 +73,7 @@ void Waiter::pause() {
     contention_->note_yield(last_yield_, now);
   }
   is_out_of_patience_ = now - first_yield_ >= patience_ || contention_->is_seen(now);
-  if (is_out_of_patience_) return;
+  if (is_out_of_patience_) return shorten_slice();
   last_yield_ = now;
   sched_yield();
 }

@@ -120,8 +120,8 @@ class _Bench:
         self.peers = peers
         # Whose barrier starts every iteration, for all peers alike. The backend's own: the dispatcher takes three times
         # as long over one (it looks for devices), and on shared CPUs that would count as the others' waiting time.
-        group = next((peer.group for name, peer in peers.items() if BACKENDS[name]), dist.group.WORLD)
-        self.meeting = group._get_backend(torch.device("cpu"))
+        group: Group = next((peer.group for name, peer in peers.items() if BACKENDS[name]), dist.group.WORLD)
+        self.meeting: Group = group._get_backend(torch.device("cpu"))
         self.together = dist.BarrierOptions()
         self.together.asyncOp = False
         self.results: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
