@@ -37,11 +37,11 @@ void CpuSpread::look_now(TimePoint now) {
     if (!cpu) return;  // it does not wait just now: who knows where it will be
     cpus.push_back(*cpu);
   }
-  if (std::count(cpus.begin(), cpus.end(), own) < 2) return crowded_looks_.store(0, std::memory_order_relaxed);
-  const int32_t cpu = emptier_cpu(arena_.rank(), cpus, allowed_cpus());
-  if (cpu < 0) return crowded_looks_.store(0, std::memory_order_relaxed);
-  if (crowded_looks_.fetch_add(1, std::memory_order_relaxed) + 1 < kLooks) return;
-  crowded_looks_.store(0, std::memory_order_relaxed);
+  const bool is_shared = std::count(cpus.begin(), cpus.end(), own) > 1;  // only then is a system call due
+  const int32_t cpu = is_shared ? emptier_cpu(arena_.rank(), cpus, allowed_cpus()) : -1;
+  const int32_t looks = cpu < 0 ? 0 : crowded_looks_.load(std::memory_order_relaxed) + 1;
+  crowded_looks_.store(looks % kLooks, std::memory_order_relaxed);
+  if (looks < kLooks) return;
   next_look_.store((now + kAfterMove).time_since_epoch().count(), std::memory_order_relaxed);
   if (move_to_cpu(cpu)) arena_.note_cpu(cpu);
 }

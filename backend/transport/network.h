@@ -87,7 +87,8 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   void note_wait(Lane lane, const std::vector<int32_t>& awaited, const std::optional<WaitingCall>& call = {});
   // Whom `peer` waits for; empty: nobody, as far as is known.
   std::vector<int32_t> waits_of(int32_t peer, Lane lane) const;
-  // In which call `peer` waits in the lane of collectives, as far as is known. Whatever bytes it sent.
+  // In which call `peer` waits in the lane of collectives, as far as is known, or waited: what it called does not
+  // change. Whatever bytes it sent.
   std::optional<WaitingCall> waiting_call_of(int32_t peer) const;
 
   // Says goodbye: gives the last bytes up to `patience` to arrive. Nothing can be sent or received after.
