@@ -32,9 +32,11 @@ inline __m512i rounded_bits(Lanes values) {
   return _mm512_dpwssd_epi32(bits, addends, _mm512_set1_epi32(0x10001));
 }
 inline Words narrow_pairs(Lanes low, Lanes high) {
-  constexpr __mmask32 kUpperWords = 0xaaaaaaaa;
+  // The upper word of each 32-bit lane of `low` goes below that of `high`.
+  const __m512i upper_words = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+  constexpr __mmask64 kLowerWords = 0x3333333333333333;
   return __builtin_bit_cast(
-      Words, _mm512_mask_blend_epi16(kUpperWords, _mm512_srli_epi32(rounded_bits(low), 16), rounded_bits(high)));
+      Words, _mm512_mask_shuffle_epi8(rounded_bits(high), kLowerWords, rounded_bits(low), upper_words));
 }
 
 }  // namespace
