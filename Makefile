@@ -54,7 +54,7 @@ bench: $(BUILD)/installed.stamp
 	$(call measure,collectives,collectives_2_ranks) -n 2 --op all $(SIZES) $(PEERS)
 	$(call measure,collectives,collectives_4_ranks) -n 4 --op $(MOVED) $(SIZES) $(PEERS)
 	$(call measure,collectives,collectives_8_ranks) -n 8 $(SIZES) $(PEERS)
-	$(call measure,collectives,dtypes_2_ranks) -n 2 -d bfloat16,float $(SIZES) --peers zeropg,zeropg_arena,gloo
+	$(call measure,collectives,dtypes_2_ranks) -n 2 -d bfloat16,float $(SIZES) --rounds 5 --peers zeropg,zeropg_arena,gloo
 	$(BENCH) collectives $(ARGS) -n 1 --op dist_all_reduce $(TINY) --output $(RESULTS)/latency_1_rank.json
 	$(BENCH) collectives $(ARGS) -n 2 --op dist_all_reduce,all_reduce,send_receive $(TINY) --output $(RESULTS)/latency_2_ranks.json
 	$(BENCH) collectives $(ARGS) -n 4 --beside 2 --op all_reduce,all_to_all $(CROWDED) --output $(RESULTS)/busy_4_ranks.json

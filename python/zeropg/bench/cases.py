@@ -97,6 +97,10 @@ class Case:
     rooted: bool = False
     in_place: Sequence[bool] = (True,)
 
+    def bytes_of(self, shape: Shape) -> int:
+        """The size column."""
+        return shape.count * shape.dtype.itemsize * (shape.world_size if self.blocks else 1)
+
 
 def pattern(shape: Shape, rank: int, start: int, count: int) -> Tensor:
     """`count` elements from index `start` of what `rank` contributes."""

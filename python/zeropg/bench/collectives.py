@@ -193,7 +193,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     what.add_argument(
         "--op", type=harness.choice(tuple(CASES)), default=["all_reduce"], help=f"comma list or all: {', '.join(CASES)}"
     )
-    what.add_argument("-d", "--datatype", type=harness.choice(tuple(DTYPES)), default=["float"], help=", ".join(DTYPES))
+    what.add_argument(
+        "-d",
+        "--datatype",
+        type=harness.choice(tuple(DTYPES)),
+        default=["float"],
+        help=f"in turn, as peers are: {', '.join(DTYPES)}",
+    )
     what.add_argument(
         "-o", "--redop", type=harness.choice(tuple(REDUCTIONS)), default=["sum"], help=", ".join(REDUCTIONS)
     )

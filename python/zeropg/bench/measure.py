@@ -51,8 +51,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     bench = _Bench(options, peers)
     load, own = _machine.OthersLoad(), time.process_time()
     with _busy_processes(options.beside if dist.get_rank() == 0 else 0) as busy:
-        for shape, case in _points(options):
-            bench.run(case, shape)
+        for case, shapes in _points(options):
+            bench.run(case, shapes)
     bench.print_footer()
     spent = torch.tensor([time.process_time() - own + busy.seconds], dtype=torch.float64)
     dist.all_reduce(spent)
@@ -92,24 +92,37 @@ def _busy_processes(count: int) -> Iterator[_Busy]:
         busy.seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def _points(options: argparse.Namespace) -> Iterator[tuple[Shape, Case]]:
-    """Every row of every table, in order."""
+@dataclass(frozen=True)
+class _Contender:
+    """Who takes turns with whom: a peer, with elements of one dtype."""
+
+    peer: str
+    shape: Shape
+
+
+def _points(options: argparse.Namespace) -> Iterator[tuple[Case, list[Shape]]]:
+    """What is measured together, in order: an operation on as many bytes of every dtype."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    dtypes = [DTYPES[name] for name in options.datatype]
     for name in options.op:
         case = CASES[name]
         if name == "barrier":
-            yield Shape(0, torch.float32, "none", rank, world_size), case
+            yield case, [Shape(0, torch.float32, "none", rank, world_size)]
             continue
-        for dtype in (DTYPES[name] for name in options.datatype):
-            for redop in options.redop if case.reduces else ["none"]:
-                seen = set()
-                size = options.b
-                while size <= options.e:
-                    count = max(1, size // dtype.itemsize // (world_size if case.blocks else 1))
-                    if count not in seen:  # small sizes may hold the same whole number of elements
-                        seen.add(count)
-                        yield Shape(count, dtype, redop, rank, world_size), case
-                    size *= options.f
+        for redop in options.redop if case.reduces else ["none"]:
+            seen: set[Shape] = set()  # small sizes may hold the same whole number of elements
+            size = options.b
+            while size <= options.e:
+                blocks = world_size if case.blocks else 1
+                counts = [(dtype, max(1, size // dtype.itemsize // blocks)) for dtype in dtypes]
+                shapes = [Shape(count, dtype, redop, rank, world_size) for dtype, count in counts]
+                by_bytes: dict[int, list[Shape]] = {}
+                for shape in shapes:
+                    if shape not in seen:
+                        by_bytes.setdefault(case.bytes_of(shape), []).append(shape)
+                seen.update(shapes)
+                yield from ((case, together) for together in by_bytes.values())
+                size *= options.f
 
 
 class _Bench:
@@ -128,30 +141,33 @@ class _Bench:
         self._is_leader = dist.get_rank() == 0
         self._table = ""
 
-    def run(self, case: Case, shape: Shape) -> None:
-        """Measures one point with every peer, in and out of place."""
-        size = shape.count * shape.dtype.itemsize * (shape.world_size if case.blocks else 1)
-        rows: dict[str, dict[str, Any]] = {name: self._row(case, shape, size) for name in self.peers}
+    def run(self, case: Case, shapes: list[Shape]) -> None:
+        """Measures every peer with every shape, in and out of place; the shapes are of one size in bytes."""
+        contenders = [_Contender(name, shape) for shape in shapes for name in self.peers]
+        size = case.bytes_of(shapes[0])
+        rows: dict[_Contender, dict[str, Any]] = {each: self._row(case, each.shape, size) for each in contenders}
         for in_place in case.in_place:
             place = "in_place" if in_place else "out_of_place"
-            shared: dict[Empty, Buffers] = {}  # peers whose tensors are of one kind take turns on the same ones
-            for peer in self.peers.values():
-                if peer.empty not in shared:
-                    shared[peer.empty] = case.make(shape, in_place, peer.empty)
-            buffers = {name: shared[peer.empty] for name, peer in self.peers.items()}
-            wrong = {name: self._check(self.peers[name].group, buffers[name]) for name in buffers}
-            able = {name: buffers[name] for name, count in wrong.items() if count == 0}
+            shared: dict[tuple[Shape, Empty], Buffers] = {}  # peers whose tensors are of one kind use the same ones
+            buffers: dict[_Contender, Buffers] = {}
+            for each in contenders:
+                empty = self.peers[each.peer].empty
+                if (each.shape, empty) not in shared:
+                    shared[each.shape, empty] = case.make(each.shape, in_place, empty)
+                buffers[each] = shared[each.shape, empty]
+            wrong = {each: self._check(self.peers[each.peer].group, buffers[each]) for each in contenders}
+            able = {each: buffers[each] for each, count in wrong.items() if count == 0}
             bounds, times = self._time(able, size)
-            for name, count in wrong.items():
-                row = rows[name]
-                if name in times:
-                    row[place], row[f"{place}_per_iter"] = self._figures(case, size, times[name], bounds, in_place)
+            for each, count in wrong.items():
+                row = rows[each]
+                if each in times:
+                    row[place], row[f"{place}_per_iter"] = self._figures(case, size, times[each], bounds, in_place)
                 elif count is not None:  # wrong: nothing to time
                     row[place] = {"time": 0.0, "alg_bw": 0.0, "bus_bw": 0.0, "nwrong": count}
-        for name, row in rows.items():
+        for each, row in rows.items():
             if row["in_place"] or row["out_of_place"]:
-                self.results[name].append(row)
-            self._print(name, case, row)
+                self.results[each.peer].append(row)
+            self._print(each.peer, case, row)
 
     def _row(self, case: Case, shape: Shape, size: int) -> dict[str, Any]:
         dtype = next(name for name, dtype in DTYPES.items() if dtype == shape.dtype)
@@ -183,38 +199,38 @@ class _Bench:
             raise RuntimeError(f"only {int(answer[0])} of {dist.get_world_size()} ranks refused the operation")
         return None if answer[0] else int(answer[1])
 
-    def _time(self, able: dict[str, Buffers], size: int) -> tuple[_Bounds, dict[str, Tensor]]:
-        """What the memory can do with `size` bytes, and per peer [rounds, iterations] in us."""
+    def _time(self, able: dict[_Contender, Buffers], size: int) -> tuple[_Bounds, dict[_Contender, Tensor]]:
+        """What the memory can do with `size` bytes, and per contender [rounds, iterations] in us."""
         words = max(2, size // 4)
         half = words // 2
         source = torch.zeros(words, dtype=torch.int32)
         copy = torch.empty_like(source)
         first, second = copy[:half], copy[half : 2 * half]
         is_streaming = size * dist.get_world_size() >= _STREAMING_BYTES
-        calls: dict[str, Callable[[], Any]] = {
+        calls: dict[str | _Contender, Callable[[], Any]] = {
             _COPY: lambda: _C.copy_bytes(copy, source, is_streaming),
             _UPDATE: lambda: copy.add_(1),
             _MOVE: lambda: _C.copy_bytes(second, first, is_streaming),
         }
-        calls |= {name: functools.partial(buffers.call, self.peers[name].group) for name, buffers in able.items()}
-        iterations = {name: self._iterations(call) for name, call in calls.items()}
-        turns: dict[str, list[Tensor]] = {name: [] for name in calls}
+        calls |= {each: functools.partial(buffers.call, self.peers[each.peer].group) for each, buffers in able.items()}
+        iterations = {each: self._iterations(call) for each, call in calls.items()}
+        turns: dict[str | _Contender, list[Tensor]] = {each: [] for each in calls}
         for turn in range(self.options.rounds):
             order = list(calls) if turn % 2 == 0 else list(calls)[::-1]
-            for name in order:
-                if name in able:
-                    able[name].fill()
-                for _ in range(min(self.options.w, iterations[name])):
-                    calls[name]()
-                turns[name].append(self._turn(calls[name], iterations[name]))
-        times = {name: torch.stack(turns[name]) for name in calls}
+            for each in order:
+                if isinstance(each, _Contender):
+                    able[each].fill()
+                for _ in range(min(self.options.w, iterations[each])):
+                    calls[each]()
+                turns[each].append(self._turn(calls[each], iterations[each]))
+        times = {each: torch.stack(turns[each]) for each in calls}
         for mine in times.values():
             dist.all_reduce(mine, op=dist.ReduceOp.MAX)  # an operation takes as long as its slowest rank
-        copies, updates, moves = (times.pop(name).median(dim=1).values for name in (_COPY, _UPDATE, _MOVE))
+        copies, updates, moves = (times[loop].median(dim=1).values for loop in (_COPY, _UPDATE, _MOVE))
         # A copy and an update pass over `size` bytes twice, a copy inside the buffer once: where caches are large, what
         # touches less memory is faster per byte too.
         pass_us = min(copies.min().item() / 2, updates.min().item() / 2, moves.min().item())
-        return _Bounds(copies.median().item(), pass_us), times
+        return _Bounds(copies.median().item(), pass_us), {each: times[each] for each in able}
 
     def _turn(self, call: Callable[[], Any], iterations: int) -> Tensor:
         times = torch.empty(iterations, dtype=torch.float64)

@@ -92,12 +92,17 @@ def _dtypes(documents: dict[str, Any]) -> Iterator[str]:
     """The rate of bfloat16 beside that of float, in bytes."""
     for document in _named(documents, "dtypes_"):
         for peer, tensors in _TENSORS.items():
-            rates: dict[str, dict[int, float]] = {"float": {}, "bfloat16": {}}
+            rounds: dict[str, dict[int, list[float]]] = {"float": {}, "bfloat16": {}}
             for row in _rows(document, peer, "all_reduce"):
                 details = _details(row)
-                if details and row["type"] in rates:
-                    rates[row["type"]][row["size"]] = row["size"] / details["p50_us"]
-            shares = [rate / rates["float"][size] for size, rate in rates["bfloat16"].items() if size in rates["float"]]
+                if details and row["type"] in rounds:
+                    rounds[row["type"]][row["size"]] = details["round_medians_us"]
+            floats = rounds["float"]
+            shares = [
+                harness.ratios(floats[size], medians).median
+                for size, medians in rounds["bfloat16"].items()
+                if size in floats
+            ]
             if shares:
                 yield ""
                 yield (
