@@ -35,8 +35,8 @@ inline Words narrow_pairs(Lanes low, Lanes high) {
   // The upper word of each 32-bit lane of `low` goes below that of `high`.
   const __m512i upper_words = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
   constexpr __mmask64 kLowerWords = 0x3333333333333333;
-  return __builtin_bit_cast(
-      Words, _mm512_mask_shuffle_epi8(rounded_bits(high), kLowerWords, rounded_bits(low), upper_words));
+  return __builtin_bit_cast(Words,
+                            _mm512_mask_shuffle_epi8(rounded_bits(high), kLowerWords, rounded_bits(low), upper_words));
 }
 
 }  // namespace
