@@ -164,8 +164,8 @@ void bind_options(py::module_& m) {
 timeout: timedelta, deadline of every operation; init_process_group's own `timeout` wins.
 algorithms: dict, operation -> algorithm, e.g. {"all_reduce": "all_reduce_staged"}; others are planned.
 bank_bytes: int, staging memory per rank and bank, a multiple of 4096; default 1 MiB.
-mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; default 256 KiB. Where cores get what another
-  one wrote slowly (AMD EPYC), 1 MiB makes messages of many MiB a quarter faster; elsewhere those of 4 KiB get slower.
+mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; default 256 KiB. 1 MiB makes messages
+  of many MiB a quarter faster on an AMD EPYC, and those of 4 KiB slower on an Intel Xeon.
 pool_bytes: int, most shared memory for tensors per rank (zeropg.empty); default -1: this rank's share of all; 0: none.
 window_bytes: int, what a rank may send to a rank on another node before that one takes any; default 4 MiB.
 cma: bool, whether ranks may read large messages, and blocks of an all-to-all, in each other's memory
