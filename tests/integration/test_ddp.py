@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests.integration.gpt_losses import check_losses_are_gloos
 from tests.spawn import RankPool
 
 
@@ -94,30 +95,9 @@ def test_ddp_has_gloos_losses(run: Callable[..., Any], hook: str, dtype: torch.d
     run(check_losses, hook, dtype, tolerance)
 
 
-def gpt_losses(backend: str) -> list[float]:
-    from zeropg.train.gpt import GPT, GPTConfig
-
-    group = dist.new_group(backend=backend)
-    torch.manual_seed(0)
-    model = DDP(GPT(GPTConfig(layers=2, width=32, heads=2, context=32)), process_group=group)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(dist.get_rank()))
-    result = []
-    for _ in range(10):
-        logits = model(tokens[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        result.append(loss.item())
-    return result
-
-
-def check_gpt() -> None:
-    ours, gloos = gpt_losses("zeropg"), gpt_losses("gloo")
-    assert ours == pytest.approx(gloos, rel=1e-5), (ours, gloos)
-    assert ours[-1] < 0.9 * ours[0], ours
+def with_ddp(model: nn.Module, backend: str) -> nn.Module:
+    return DDP(model, process_group=dist.new_group(backend=backend))
 
 
 def test_ddp_trains_the_gpt_with_gloos_losses(run: Callable[..., Any]) -> None:
-    run(check_gpt)
+    run(check_losses_are_gloos, with_ddp)
