@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.backend.reference import assert_same, folded
 from tests.spawn import THIS_MACHINE, RankPool, SeparateDomains, SeparateHosts
 
 import zeropg
@@ -24,7 +25,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 CALLS = 60  # of a program
 MOST_IN_FLIGHT = 6
 LARGEST_BLOCK_BITS = 20  # a rank's block has up to so many elements, small ones as often as large ones
-Finish = Callable[[], None]
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Call:
     dtype: torch.dtype
     shared: random.Random
     own: random.Random
-    finishes: list[Finish] = field(default_factory=list)
+    checks: list[Callable[[], None]] = field(default_factory=list)  # of what the call has written
 
     @property
     def place(self) -> int:
@@ -66,39 +66,30 @@ class Call:
         return self.empty(sum(part.numel() for part in parts)).copy_(torch.cat(parts))
 
     def expect(self, tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        expected = torch.cat(parts)
+        expected, what = torch.cat(parts), f"call {self.number} on ranks {self.ranks}"
+        self.checks.append(lambda: assert_same(tensor, expected, what))
 
-        def check() -> None:
-            if not torch.equal(tensor, expected):
-                wrong = (tensor != expected).nonzero().flatten()
-                first = wrong[0].item()
-                raise AssertionError(
-                    f"call {self.number} on ranks {self.ranks}: {len(wrong)} of {len(expected)} elements of"
-                    f" {self.dtype} are wrong, the first at {first}: {tensor[first]} for {expected[first]}"
-                )
-
-        self.finishes.append(check)
+    def check(self) -> None:
+        for check in self.checks:
+            check()
 
 
 def all_reduce(call: Call, is_async: bool) -> Any:
     op = call.shared.choice((dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN))
     tensor = call.filled([call.input(call.place, 0, call.count)])
-    call.expect(tensor, [folded(call, op, 0)])
+    call.expect(tensor, [reduced(call, op, 0)])
     return dist.all_reduce(tensor, op, group=call.group, async_op=is_async)
 
 
-def folded(call: Call, op: Any, block: int) -> torch.Tensor:
-    inputs = torch.stack([call.input(place, block, call.count) for place in range(call.size)])
-    if op == dist.ReduceOp.SUM:
-        return inputs.sum(0).to(call.dtype)
-    return inputs.amax(0) if op == dist.ReduceOp.MAX else inputs.amin(0)
+def reduced(call: Call, op: Any, block: int) -> torch.Tensor:
+    return folded([call.input(place, block, call.count) for place in range(call.size)], op)
 
 
 def reduce(call: Call, is_async: bool) -> Any:
     root = call.shared.choice(call.ranks)
     tensor = call.filled([call.input(call.place, 0, call.count)])
     if dist.get_rank() == root:
-        call.expect(tensor, [folded(call, dist.ReduceOp.SUM, 0)])
+        call.expect(tensor, [reduced(call, dist.ReduceOp.SUM, 0)])
     return dist.reduce(tensor, root, group=call.group, async_op=is_async)
 
 
@@ -126,7 +117,7 @@ def all_gather_list(call: Call, is_async: bool) -> Any:
 def reduce_scatter(call: Call, is_async: bool) -> Any:
     tensor = call.filled([call.input(call.place, block, call.count) for block in range(call.size)])
     result = call.empty(call.count)
-    call.expect(result, [folded(call, dist.ReduceOp.SUM, call.place)])
+    call.expect(result, [reduced(call, dist.ReduceOp.SUM, call.place)])
     return dist.reduce_scatter_tensor(result, tensor, group=call.group, async_op=is_async)
 
 
@@ -172,9 +163,9 @@ class All:
 
 def shift(call: Call, is_async: bool) -> Any:
     """Everybody sends to its right neighbour, under a tag, before or after it posts its receive."""
-    left, right = call.ranks[call.place - 1], call.ranks[(call.place + 1) % call.size]
     if call.size == 1:
         return None
+    left, right = call.ranks[call.place - 1], call.ranks[(call.place + 1) % call.size]
     tensor, result = call.filled([call.input(call.place, 0, call.count)]), call.empty(call.count)
     call.expect(result, [call.input((call.place - 1) % call.size, 0, call.count)])
     halves = [(dist.irecv, result, left), (dist.isend, tensor, right)]
@@ -214,7 +205,7 @@ def run_program(seed: int) -> None:
     for _ in range(2):
         ranks = sorted(shared.sample(range(world_size), shared.randint(1, world_size)))
         groups.append((dist.new_group(ranks), ranks))
-    in_flight: list[tuple[Any, list[Finish]]] = []
+    in_flight: list[tuple[Any, Call]] = []
     for number in range(CALLS):
         group, ranks = shared.choice(groups)
         operation = shared.choice(OPERATIONS)
@@ -224,28 +215,26 @@ def run_program(seed: int) -> None:
         if rank not in ranks:
             continue
         call = Call(number, group, ranks, count, dtype, random.Random(call_seed), own)
-        work = operation(call, is_async := own.random() < 0.5)
-        if is_async and work is not None:
-            in_flight.append((work, call.finishes))
+        work = operation(call, own.random() < 0.5)
+        if work is not None:
+            in_flight.append((work, call))
         else:
-            for finish in call.finishes:
-                finish()
+            call.check()
         if own.random() < 0.1:
             time.sleep(own.random() * 2e-3)
         while len(in_flight) > own.randint(0, MOST_IN_FLIGHT):
-            finish_one(in_flight, own)
+            check_one(in_flight, own)
     while in_flight:
-        finish_one(in_flight, own)
+        check_one(in_flight, own)
     for group, ranks in groups[1:]:
         if rank in ranks:
             dist.destroy_process_group(group)
 
 
-def finish_one(in_flight: list[tuple[Any, list[Finish]]], own: random.Random) -> None:
-    work, finishes = in_flight.pop(own.randrange(len(in_flight)))
+def check_one(in_flight: list[tuple[Any, Call]], own: random.Random) -> None:
+    work, call = in_flight.pop(own.randrange(len(in_flight)))
     work.wait()
-    for finish in finishes:
-        finish()
+    call.check()
 
 
 PLACES = {

@@ -42,6 +42,8 @@ def test_collectives_check_time_and_file_every_operation(tmp_path):
     assert document["out_of_bounds"] == {"count": 0, "okay": "true"}
     assert {row["experiment_name"] for row in document["results"]} == set(CASES)
     assert {row["experiment_name"] for row in document["peers"]["gloo"]["results"]} == set(CASES)
+    together = [(row["size"], row["type"]) for row in document["results"] if row["experiment_name"] == "all_reduce"]
+    assert together == [(8, "float"), (8, "bfloat16"), (4096, "float"), (4096, "bfloat16")]  # dtypes take turns
     for row in document["results"]:
         timing = row["in_place"] or row["out_of_place"]
         details = row.get("in_place_per_iter") or row["out_of_place_per_iter"]

@@ -24,7 +24,7 @@ import zeropg  # noqa: F401  (registers the backend where the package is not ins
 from zeropg import _machine
 from zeropg._native import _C
 from zeropg.backend import leave_groups
-from zeropg.bench.cases import CASES, DTYPES, Buffers, Case, Empty, Group, Shape
+from zeropg.bench.cases import CASES, DTYPES, Buffers, Case, Group, Shape
 from zeropg.bench.harness import Spread
 from zeropg.bench.peers import BACKENDS, Peer, open_peers
 
@@ -109,20 +109,19 @@ def _points(options: argparse.Namespace) -> Iterator[tuple[Case, list[Shape]]]:
         if name == "barrier":
             yield case, [Shape(0, torch.float32, "none", rank, world_size)]
             continue
+        blocks = world_size if case.blocks else 1
         for redop in options.redop if case.reduces else ["none"]:
-            seen: set[Shape] = set()  # small sizes may hold the same whole number of elements
+            # Sizes are rounded down to whole elements, so small ones may be the same and those of dtypes differ.
+            by_bytes: dict[int, list[Shape]] = {}
             size = options.b
             while size <= options.e:
-                blocks = world_size if case.blocks else 1
-                counts = [(dtype, max(1, size // dtype.itemsize // blocks)) for dtype in dtypes]
-                shapes = [Shape(count, dtype, redop, rank, world_size) for dtype, count in counts]
-                by_bytes: dict[int, list[Shape]] = {}
-                for shape in shapes:
-                    if shape not in seen:
-                        by_bytes.setdefault(case.bytes_of(shape), []).append(shape)
-                seen.update(shapes)
-                yield from ((case, together) for together in by_bytes.values())
+                for dtype in dtypes:
+                    shape = Shape(max(1, size // dtype.itemsize // blocks), dtype, redop, rank, world_size)
+                    together = by_bytes.setdefault(case.bytes_of(shape), [])
+                    if shape not in together:
+                        together.append(shape)
                 size *= options.f
+            yield from ((case, together) for _, together in sorted(by_bytes.items()))
 
 
 class _Bench:
@@ -148,13 +147,9 @@ class _Bench:
         rows: dict[_Contender, dict[str, Any]] = {each: self._row(case, each.shape, size) for each in contenders}
         for in_place in case.in_place:
             place = "in_place" if in_place else "out_of_place"
-            shared: dict[tuple[Shape, Empty], Buffers] = {}  # peers whose tensors are of one kind use the same ones
-            buffers: dict[_Contender, Buffers] = {}
-            for each in contenders:
-                empty = self.peers[each.peer].empty
-                if (each.shape, empty) not in shared:
-                    shared[each.shape, empty] = case.make(each.shape, in_place, empty)
-                buffers[each] = shared[each.shape, empty]
+            # Peers whose tensors are of one kind take turns on the same ones.
+            make = functools.cache(lambda shape, empty, in_place=in_place: case.make(shape, in_place, empty))
+            buffers = {each: make(each.shape, self.peers[each.peer].empty) for each in contenders}
             wrong = {each: self._check(self.peers[each.peer].group, buffers[each]) for each in contenders}
             able = {each: buffers[each] for each, count in wrong.items() if count == 0}
             bounds, times = self._time(able, size)
