@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -165,13 +166,16 @@ def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
         "from tests.spawn import run_ranks; from tests.test_spawn import _pid_then_sleep\n"
         f"if __name__ == '__main__': run_ranks(2, _pid_then_sleep, {str(tmp_path)!r}, backend=None)"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parent.parent)
-    limit = time.monotonic() + 150
-    while len(list(tmp_path.glob("[01]"))) < 2 and time.monotonic() < limit:
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    pids = [int(path.read_text()) for path in tmp_path.glob("[01]")]
-    while any(map(_is_alive, pids)) and time.monotonic() < limit:
-        time.sleep(0.05)
+    # A killed program cleans up nothing; its sockets' paths must be short.
+    with tempfile.TemporaryDirectory(prefix="zeropg-killed-", ignore_cleanup_errors=True) as folder:
+        environment = os.environ | {"TMPDIR": folder}
+        process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parent.parent, env=environment)
+        limit = time.monotonic() + 150
+        while len(list(tmp_path.glob("[01]"))) < 2 and time.monotonic() < limit:
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+        pids = [int(path.read_text()) for path in tmp_path.glob("[01]")]
+        while any(map(_is_alive, pids)) and time.monotonic() < limit:
+            time.sleep(0.05)
     assert len(pids) == 2 and not any(map(_is_alive, pids))

@@ -16,7 +16,8 @@ os.environ.setdefault("WORLD_SIZE", "2")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # with fewer GPUs than ranks the suite skips everything
 if "TEMP_DIR" not in os.environ:
-    os.environ["TEMP_DIR"] = tempfile.mkdtemp(prefix="zeropg-torch-suite-")
+    _folder = tempfile.TemporaryDirectory(prefix="zeropg-torch-suite-")  # until this process ends
+    os.environ["TEMP_DIR"] = _folder.name
 
 import torch.distributed as dist
 import torch.multiprocessing
