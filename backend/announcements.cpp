@@ -27,10 +27,6 @@ static_assert(sizeof(AnnouncedBlocks) == Announcement::kInlineBytes);
 
 }  // namespace
 
-bool announces_blocks(const CollectiveSpec& spec) {
-  return spec.op == OpKind::kAllToAll && spec.world_size <= kMostComparedBlocks;
-}
-
 AnnouncedBlocks announced_blocks(const Announcement& said) {
   AnnouncedBlocks blocks;
   std::memcpy(&blocks, said.payload, sizeof(blocks));

@@ -15,11 +15,10 @@ namespace zeropg {
 
 // Of an all-to-all: how many bytes a rank sends to each rank and receives from each.
 struct AnnouncedBlocks {
-  int64_t sent[kMostComparedBlocks] = {};
-  int64_t received[kMostComparedBlocks] = {};
+  int64_t sent[kMostAnnouncedBlocks] = {};
+  int64_t received[kMostAnnouncedBlocks] = {};
 };
-bool announces_blocks(const CollectiveSpec& spec);
-AnnouncedBlocks announced_blocks(const Announcement& said);  // where ranks announce them
+AnnouncedBlocks announced_blocks(const Announcement& said);  // where announces_blocks
 
 class Announcements {
  public:

@@ -26,7 +26,7 @@ uint64_t hash_of(const std::string& text);
 // "all_reduce(Float, sum, 40 bytes)", or "garbage" where the numbers mean nothing.
 std::string describe_call(const CallDescription& call);
 
-// To a rank of another node: Note [Call headers] in call_header.h.
+// To one other rank: Note [Call headers] in call_header.h.
 struct CallHeader {
   static constexpr uint64_t kMagic = 0x31'6c'6c'61'63'67'70'7a;  // "zpgcall1": catches a stream that got out of step
   uint64_t magic = 0;

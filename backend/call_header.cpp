@@ -7,10 +7,17 @@
 namespace zeropg {
 
 CallHeaders::CallHeaders(Group& group, const Collective& collective, uint64_t sequence)
-    : group_(group), collective_(collective), sequence_(sequence) {
-  if (!group.is_one_node()) {
+    : group_(group),
+      collective_(collective),
+      sequence_(sequence),
+      is_near_needed_(collective.spec.op == OpKind::kAllToAll && !announces_blocks(collective.spec)) {
+  if (is_near_needed_ || !group.is_one_node()) {
     pairs_.resize(static_cast<size_t>(group.world_size()));
   }
+}
+
+bool CallHeaders::is_needed(int32_t peer) const {
+  return !pairs_.empty() && (is_near_needed_ || !group_.is_on_this_node(peer));
 }
 
 CallHeader CallHeaders::header() const {
@@ -49,7 +56,7 @@ void CallHeaders::compare_with_waiting() const {
 }
 
 bool CallHeaders::send_to(int32_t peer) {
-  if (pairs_.empty() || group_.is_on_this_node(peer)) {
+  if (!is_needed(peer)) {
     return true;
   }
   Pair& pair = pairs_[static_cast<size_t>(peer)];
@@ -62,7 +69,7 @@ bool CallHeaders::send_to(int32_t peer) {
 }
 
 bool CallHeaders::receive_from(int32_t peer) {
-  if (pairs_.empty() || group_.is_on_this_node(peer)) {
+  if (!is_needed(peer)) {
     return true;
   }
   Pair& pair = pairs_[static_cast<size_t>(peer)];

@@ -1,9 +1,10 @@
-// What a rank says of a collective to ranks of other nodes. Inside a node the announcement serves the same purpose
-// (Note [Announcements] in announcements.h).
+// What a rank says of a collective to one other rank. Inside a node the announcement serves the same purpose
+// (Note [Announcements] in announcements.h), but for an all-to-all's counts where these do not fit into it.
 //
 // Note [Call headers]
-// Before its first bytes of a collective to a peer on another node, a rank sends a CallHeader in the same stream, and
-// the receiver compares it with its own call before it takes any byte. So different calls are an error on every rank:
+// Before its first bytes of a collective to a peer on another node, and of an all-to-all whose counts are not announced
+// to any peer, a rank sends a CallHeader in the same stream, and the receiver compares it with its own call before it
+// takes any byte. So different calls are an error on every rank:
 // on those that compare at once, on the others when they hear of that failure or, where a rank expected nothing, when
 // it next receives from that peer. Where all would receive and none sends, their signs of life carry the headers (Note
 // [Waits] in network.h).
@@ -25,7 +26,7 @@ class CallHeaders {
   // Both must outlive it.
   CallHeaders(Group& group, const Collective& collective, uint64_t sequence);
 
-  // False: try again later. What has been done is remembered; peers of this node need none.
+  // False: try again later. What has been done is remembered; true where the peer needs none.
   bool send_to(int32_t peer);
   // As send_to; throws DistBackendError when the peer called something else.
   bool receive_from(int32_t peer);
@@ -40,13 +41,15 @@ class CallHeaders {
     size_t received = 0;
     CallHeader theirs;
   };
+  bool is_needed(int32_t peer) const;
   CallHeader header() const;  // but for pair_bytes
   CallHeader header_for(int32_t peer) const;
 
   Group& group_;
   const Collective& collective_;
   const uint64_t sequence_;
-  std::vector<Pair> pairs_;  // by rank; empty where there is one node
+  const bool is_near_needed_;  // also to ranks of this node
+  std::vector<Pair> pairs_;    // by rank; empty where nobody needs any
 };
 
 }  // namespace zeropg

@@ -19,11 +19,11 @@ namespace zeropg {
 
 namespace {
 
-// Of the block for each other rank of the node; 0 where a bank is too small to be cut, or counts may differ unnoticed:
-// mailboxes then run empty, or full, until the deadline.
+// Of the block for each other rank of the node; 0 where a bank is too small to be cut, or counts are compared in front
+// of bytes only: then all of them go that way.
 int64_t staged_bytes_per_block(const CollectiveSpec& spec, const Placement& placement) {
   const auto peers = static_cast<int32_t>(placement.local_ranks().size()) - 1;
-  const bool can_stage = peers > 0 && spec.world_size <= kMostComparedBlocks && can_cut_chunk(spec, peers);
+  const bool can_stage = peers > 0 && announces_blocks(spec) && can_cut_chunk(spec, peers);
   return can_stage ? cut_chunk(spec, peers).bytes : 0;
 }
 
@@ -63,12 +63,14 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
   const auto piece_bytes = [&](int32_t peer) {
     return std::max<int64_t>(1, (is_near(peer) ? spec.mailbox_bytes : spec.window_bytes) / 2);
   };
-  // Calls and counts are compared by the announcement inside a node, between nodes by the header of the first bytes. It
-  // goes to everybody before anybody is waited for: a rank that made another call, and sends nothing, would not hear
-  // from one that waits for it. And it goes, and is waited for, also where there are no bytes.
+  // Calls and counts are compared by the announcement inside a node, where that holds the counts; otherwise by the
+  // header of the first bytes. It goes to everybody before anybody is waited for: a rank that made another call, and
+  // sends nothing, would not hear from one that waits for it. And it goes, and is waited for, also where there are no
+  // bytes.
+  const auto needs_header = [&](int32_t peer) { return !is_near(peer) || !announces_blocks(spec); };
   for (int32_t distance = 1; distance < spec.world_size; ++distance) {
     const int32_t to = (spec.rank + distance) % spec.world_size;
-    if (!is_near(to)) schedule.steps.push_back({.kind = StepKind::kSend, .peer = to, .source = sources[to]});
+    if (needs_header(to)) schedule.steps.push_back({.kind = StepKind::kSend, .peer = to, .source = sources[to]});
   }
   for (int32_t distance = 1; distance < spec.world_size; ++distance) {
     const int32_t to = (spec.rank + distance) % spec.world_size;
@@ -84,7 +86,7 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
       add_receive(schedule, from, advance(destinations[from], to_receive.offset_bytes + received.offset_bytes),
                   received.bytes);
     }
-    if (spec.receive_bytes[from] == 0 && !is_near(from)) {
+    if (spec.receive_bytes[from] == 0 && needs_header(from)) {
       schedule.steps.push_back({.kind = StepKind::kReceive, .peer = from, .destination = destinations[from]});
     }
   }

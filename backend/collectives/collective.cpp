@@ -30,4 +30,8 @@ bool is_reducing(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
 }
 
+bool announces_blocks(const CollectiveSpec& spec) {
+  return spec.op == OpKind::kAllToAll && spec.world_size <= kMostAnnouncedBlocks;
+}
+
 }  // namespace zeropg

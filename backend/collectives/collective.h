@@ -38,8 +38,7 @@ bool is_reducing(OpKind kind);
 //   barrier         nothing
 // A list tensor is addressed by Region::index = peer, offset 0; a packed one by index 0, offset = sum of earlier
 // blocks.
-// All-to-all: in a larger world the counts of sender and receiver are not compared before the bytes come.
-inline constexpr int32_t kMostComparedBlocks = 24;
+inline constexpr int32_t kMostAnnouncedBlocks = 24;
 
 struct CollectiveSpec {
   OpKind op = OpKind::kBarrier;
@@ -64,5 +63,9 @@ struct CollectiveSpec {
   const Compressor* codec = nullptr;  // of the hops between nodes (of all hops on one node); outlives the schedule
   bool has_residuals = false;         // Space::kResidual exists
 };
+
+// Of an all-to-all: whether ranks tell the whole node all their counts at the first barrier. In a larger world, where
+// those do not fit, each pair compares its count in front of the bytes, as pairs of different nodes do in any.
+bool announces_blocks(const CollectiveSpec& spec);
 
 }  // namespace zeropg

@@ -115,6 +115,50 @@ def test_different_calls_are_one_error_on_every_rank() -> None:
     assert words in answers[1]["messages"][0], answers[1]["messages"]
 
 
+MANY = 25  # whose counts do not fit into an announcement
+
+
+def exchange_among_many(counts: Callable[[int, int], int], wrong: tuple[int, int, int] | None = None) -> torch.Tensor:
+    """counts(source, target) elements each, all of the source's rank; `wrong`: what a source really sends a target."""
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    sent = [wrong[2] if wrong and wrong[:2] == (rank, peer) else counts(rank, peer) for peer in ranks]
+    received = [counts(peer, rank) for peer in ranks]
+    output = torch.empty(sum(received))
+    dist.all_to_all_single(output, torch.full((sum(sent),), float(rank)), received, sent)
+    return output
+
+
+def check_split_mismatch_among_many(wrong: tuple[int, int, int]) -> tuple[str, str]:
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+
+    def uneven(source: int, target: int) -> int:
+        return (source + 2 * target) % 3
+
+    expected = torch.cat([torch.full((uneven(peer, rank),), float(peer)) for peer in ranks])
+    assert torch.equal(exchange_among_many(uneven), expected)
+    group_errors = []
+    for call in (lambda: exchange_among_many(uneven, wrong), lambda: exchange_among_many(lambda *_: 10)):
+        try:
+            output = call()
+            assert len(group_errors) == 0 or torch.equal(output, torch.arange(len(ranks)).repeat_interleave(10).float())
+            group_errors.append("no error")
+        except dist.DistBackendError as error:
+            group_errors.append(str(error))
+    return group_errors[0], group_errors[1]
+
+
+@pytest.mark.parametrize("hosts", [(0,) * MANY, (0,) * (MANY - 3) + (1,) * 3], ids=["one node", "two nodes"])
+@pytest.mark.parametrize("sent", [0, 900], ids=["too little", "too much"])
+def test_a_split_mismatch_among_many_ranks_does_not_reach_the_next_call(sent: int, hosts: tuple[int, ...]) -> None:
+    answers = run_ranks(
+        MANY, check_split_mismatch_among_many, (3, 5, sent), timeout=100, place=SeparateHosts(hosts=hosts)
+    )
+    words = f"rank 3 sends {4 * sent} bytes to this rank, which expects 4; make the splits of both ranks match"
+    assert words in answers[5][0], answers[5]
+    for rank, (_, second) in enumerate(answers):
+        assert "rank 5" in second and words in second, (rank, second)
+
+
 def stop_or_kill(sign: int, victim: int, call: str) -> tuple[str, float, str, float]:
     """`victim` ends in the middle of `call`; the others say what they saw and after how long."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -343,6 +343,25 @@ TEST(AllToAllTest, SendsNothingThatASlotCanTake) {
   EXPECT_EQ(count(StepKind::kSend), 1);
 }
 
+TEST(AllToAllTest, HearsFromEverybodyWhoseCountsAreNotAnnounced) {
+  CollectiveSpec spec{.op = OpKind::kAllToAll, .bank_bytes = 4096, .mailbox_bytes = 4096};
+  for (const int32_t world_size : {kMostAnnouncedBlocks, kMostAnnouncedBlocks + 1}) {
+    spec.world_size = world_size;
+    spec.send_bytes.assign(world_size, 0);
+    spec.receive_bytes.assign(world_size, 0);
+    std::vector<int32_t> sent(world_size);
+    std::vector<int32_t> received(world_size);
+    for (const Step& step : plan_all_to_all_pairwise(spec).steps) {
+      if (step.kind == StepKind::kSend) ++sent[step.peer];
+      if (step.kind == StepKind::kReceive) ++received[step.peer];
+    }
+    std::vector<int32_t> expected(world_size, announces_blocks(spec) ? 0 : 1);
+    expected[spec.rank] = 0;
+    EXPECT_EQ(sent, expected);
+    EXPECT_EQ(received, expected);
+  }
+}
+
 TEST(AllToAllTest, RefusesCountsThatDoNotFitTheWorld) {
   CollectiveSpec spec{
       .op = OpKind::kAllToAll, .world_size = 2, .mailbox_bytes = 64, .send_bytes = {1}, .receive_bytes = {1, 2}};
