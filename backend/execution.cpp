@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "backend/collectives/ieee_arithmetic.h"
 #include "backend/collectives/staging_stores.h"
 #include "backend/transport/copy.h"
 
@@ -175,6 +176,7 @@ void Execution::reduce_step(const Step& step) {
 }
 
 void Execution::encode(const Step& step) {
+  const IeeeArithmetic rules;
   const Compressor& codec = *collective_.spec.codec;
   const int64_t count = step.bytes / static_cast<int64_t>(sizeof(float));
   const std::span values(reinterpret_cast<const float*>(address(step.source)), static_cast<size_t>(count));
@@ -188,6 +190,7 @@ void Execution::encode(const Step& step) {
 }
 
 void Execution::decode(const Step& step) {
+  const IeeeArithmetic rules;
   const Compressor& codec = *collective_.spec.codec;
   const int64_t count = step.bytes / static_cast<int64_t>(sizeof(float));
   const std::span<const std::byte> encoded(address(step.source), static_cast<size_t>(codec.encoded_bytes(count)));

@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include "backend/collectives/ieee_arithmetic.h"
 #include "backend/process_group.h"
 
 namespace zeropg {
@@ -29,7 +30,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::allreduce_sparse(std::vector<at
                   "sparse tensors can be summed and averaged only; use a dense tensor.");
   call.reduction(opts.reduceOp, tensor.scalar_type());
 
-  const at::Tensor own = tensor.coalesce();
+  const at::Tensor own = [&] {
+    const IeeeArithmetic rules;
+    return tensor.coalesce();
+  }();
   const auto gather = [&](const at::Tensor& input) {
     std::vector<at::Tensor> inputs{input};
     std::vector<std::vector<at::Tensor>> outputs(1);
@@ -79,6 +83,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::allreduce_sparse(std::vector<at
   at::Tensor sum =
       at::_sparse_coo_tensor_unsafe(at::cat(all_indices, 1), at::cat(all_values, 0), own.sizes(), own.options())
           .coalesce();
+  const IeeeArithmetic rules;
   if (is_average) {
     sum._values().div_(size_);
   }

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "backend/collectives/ieee_arithmetic.h"
 #include "backend/collectives/reduce_kernels.h"
 
 namespace zeropg {
@@ -63,6 +64,7 @@ void reduce(void* destination, const void* const* sources, int32_t source_count,
     if (destination != sources[0]) std::memcpy(destination, sources[0], numel * element_bytes(dtype));
     return;
   }
+  const IeeeArithmetic rules;
   kernel({.destination = destination,
           .sources = sources,
           .source_count = source_count,

@@ -2,7 +2,8 @@
 //
 // Sources are taken in the order given and each element is reduced independently, so the result does not depend on how
 // a tensor is cut. 16-bit floats are accumulated in fp32 and rounded once, to nearest even; everything else in its own
-// type (integers wrap around). Each instruction set gives the same bits: no fused multiply-add anywhere.
+// type (integers wrap around). Each instruction set gives the same bits: no fused multiply-add anywhere, and whatever
+// the calling thread does with subnormal numbers and rounding.
 #pragma once
 
 #include <complex>

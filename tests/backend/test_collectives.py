@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -72,6 +74,36 @@ def check_all_reduce() -> None:
 
 def test_all_reduce_gives_the_same_bits_as_a_sum_in_rank_order(run: Callable[..., Any]) -> None:
     run(check_all_reduce)
+
+
+FE_TONEAREST, FE_UPWARD = 0, 0x800  # of <fenv.h> on x86-64
+
+
+def check_rules_of_threads() -> None:
+    rank, size = world()
+    libm = ctypes.CDLL("libm.so.6")
+    for dtype, least in ((torch.float32, 1e-40), (torch.float64, 1e-310), (torch.bfloat16, 1e-39)):
+        for op in (Op.SUM, Op.AVG, Op.MAX):
+            for value in (least, 1.1):
+                inputs = [torch.full((1003,), value * (peer + 1), dtype=dtype) for peer in range(size)]
+                expected = reduced(inputs, op)
+                for is_async in (False, True):
+                    tensor = inputs[rank].clone()
+                    if rank % 2 == 0:
+                        assert torch.set_flush_denormal(True)
+                        assert libm.fesetround(FE_UPWARD) == 0
+                    try:
+                        complete(dist.all_reduce(tensor, op=op, async_op=is_async), is_async)
+                        assert rank % 2 == 1 or libm.fegetround() == FE_UPWARD, "the thread's rules are its own again"
+                    finally:
+                        torch.set_flush_denormal(False)
+                        libm.fesetround(FE_TONEAREST)
+                    assert_same(tensor, expected, (dtype, op, value, is_async))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of <fenv.h>")
+def test_results_do_not_depend_on_what_a_thread_does_with_subnormal_numbers(run: Callable[..., Any]) -> None:
+    run(check_rules_of_threads)
 
 
 def check_forced_algorithms() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from typing import Any
 
 import pytest
@@ -47,6 +49,24 @@ def test_all_reduce_gives_the_reference_on_every_rank(codec: BlockQuant, numel: 
         mine = inputs[dist.get_rank()].clone()
         all_reduce(mine, codec, residuals)
         assert torch.equal(mine, reference.all_reduce(inputs, codec.block)), step
+
+
+FE_TONEAREST, FE_UPWARD = 0, 0x800  # of <fenv.h> on x86-64
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of <fenv.h>")
+@on_ranks(3)
+def test_results_do_not_depend_on_how_a_thread_rounds() -> None:
+    libm = ctypes.CDLL("libm.so.6")
+    inputs = inputs_of_all(1000, 0)
+    results = []
+    for rounding in (FE_TONEAREST, FE_TONEAREST if dist.get_rank() == 1 else FE_UPWARD):
+        mine = inputs[dist.get_rank()].clone()
+        libm.fesetround(rounding)
+        all_reduce(mine, CODECS[0], CODECS[0].make_residuals())
+        libm.fesetround(FE_TONEAREST)
+        results.append(mine)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("block_numel", [1, 32, 5000, 300_000])

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cfenv>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -494,6 +495,44 @@ TEST(ReduceTest, AverageDividesOnlyWhereTheResultIsFinal) {
   EXPECT_EQ(result, std::vector<float>(100, 3));
   reduce(result.data(), sources, 2, 100, DType::kFloat32, ReduceOp::kAverage, 3, true);
   EXPECT_EQ(result, std::vector<float>(100, 1));
+}
+
+void set_flushing(bool is_on) {
+#if defined(__x86_64__)
+  constexpr uint32_t kFlush = 0x8040;
+  __builtin_ia32_ldmxcsr(is_on ? __builtin_ia32_stmxcsr() | kFlush : __builtin_ia32_stmxcsr() & ~kFlush);
+#elif defined(__aarch64__)
+  constexpr uint64_t kFlush = 1 << 24;
+  uint64_t control = 0;
+  asm volatile("mrs %0, fpcr" : "=r"(control));
+  asm volatile("msr fpcr, %0" ::"r"(is_on ? control | kFlush : control & ~kFlush));
+#endif
+}
+
+TEST(ReduceTest, DoesNotDependOnTheRulesOfTheThread) {
+  constexpr size_t kCount = 101;
+  const std::vector<float> inexact(kCount, 1.1F);
+  const std::vector<float> subnormal(kCount, 1e-40F);
+  for (const auto* input : {&inexact, &subnormal}) {
+    const void* sources[] = {input->data(), input->data(), input->data()};
+    const auto sum = [&] {
+      std::vector<float> result(kCount);
+      reduce(result.data(), sources, 3, kCount, DType::kFloat32, ReduceOp::kSum, 1, true);
+      return std::bit_cast<uint32_t>(result.back());
+    };
+    const uint32_t expected = sum();
+    set_flushing(true);
+    std::fesetround(FE_UPWARD);
+    const uint32_t under_other_rules = sum();
+    volatile float least = 1e-40F;
+    const bool flushes_still = least * 2 == 0;
+    const int rounding = std::fegetround();
+    std::fesetround(FE_TONEAREST);
+    set_flushing(false);
+    EXPECT_EQ(under_other_rules, expected);
+    EXPECT_TRUE(flushes_still);
+    EXPECT_EQ(rounding, FE_UPWARD);
+  }
 }
 
 TEST(ReduceTest, SupportsWhatAnOperationMeans) {
