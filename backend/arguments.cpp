@@ -169,7 +169,8 @@ std::vector<at::Tensor> Call::outputs(const std::vector<at::Tensor>& tensors) {
 }
 
 void Call::add(Request request) {
-  label_.bytes += request.bytes;
+  separate(request);
+  label_.bytes += counted_bytes(request);
   requests_.push_back(std::move(request));
 }
 

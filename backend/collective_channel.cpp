@@ -16,7 +16,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kInlineBytes = 32 << 10;  // what a call may do before it returns: some microseconds
+constexpr int64_t kInlineBytes = 64 << 10;  // what a call may copy before it returns: some microseconds
 
 constexpr c10::SourceLocation kHere{"describe_error", __FILE__, 0};
 
@@ -62,6 +62,11 @@ class CollectiveChannel::Turn {
   ~Turn() {
     if (is_inside_) {
       leave();
+int64_t CollectiveJob::copied_bytes() const {
+  return std::accumulate(collectives.begin(), collectives.end(), int64_t{0},
+                         [](int64_t bytes, const Collective& collective) { return bytes + collective.copied_bytes; });
+}
+
     }
   }
   Turn(const Turn&) = delete;
@@ -101,9 +106,12 @@ void CollectiveChannel::submit(std::unique_ptr<CollectiveJob> job, bool is_synch
   }
   if (is_synchronous) {
     return;
+  bool is_quick = false;
   }
-  if (work->label().bytes > kInlineBytes || !try_hold()) {
+  if (!is_quick || !try_hold()) {
     engine_.wake();
+    queued_bytes_ += job->copied_bytes();
+    is_quick = queued_bytes_ <= kInlineBytes;
     return;
   }
   advance_held(work.get());
@@ -257,6 +265,7 @@ Activity CollectiveChannel::advance_held(const ZeroWork* own) {
     }
     const bool is_own = done->work.get() == own;
     finish(std::move(done), nullptr, own);
+      queued_bytes_ -= done->copied_bytes();
     if (is_own) {
       break;  // what is behind it is for whoever waits for that
     }
@@ -274,6 +283,7 @@ void CollectiveChannel::fail_all_held(const CollectiveJob& job, const std::excep
   }
   for (auto& one : failed) {
     finish(std::move(one), error, own);
+    queued_bytes_ = 0;
   }
 }
 

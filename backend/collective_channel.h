@@ -25,6 +25,7 @@ inline constexpr const char* kMonitoredBarrierTitle = "zeropg:monitored_barrier"
 struct CollectiveJob {
   c10::intrusive_ptr<ZeroWork> work;
   std::vector<Collective> collectives;
+  int64_t copied_bytes() const;  // at most, by this rank
 
   // Of the thread that runs the job:
   size_t current = 0;
@@ -42,8 +43,9 @@ class CollectiveChannel final : public Channel {
  public:
   CollectiveChannel(std::shared_ptr<Group> group, Engine& engine);
 
-  // Queues the job. Whoever submits a synchronous one waits for its work next, and thereby runs it. Small ones begin in
-  // the calling thread; all else is the progress thread's until somebody waits. Does not wait for the job.
+  // Queues the job. Whoever submits a synchronous one waits for its work next, and thereby runs it. What is small,
+  // together with what is queued before it, begins in the calling thread; all else is the progress thread's until
+  // somebody waits. Does not wait for the job.
   void submit(std::unique_ptr<CollectiveJob> job, bool is_synchronous);
 
   // See OperationHost::help. Only in the process that made the group.
@@ -81,6 +83,7 @@ class CollectiveChannel final : public Channel {
   std::mutex mutex_;
   std::condition_variable idle_;
   std::deque<std::unique_ptr<CollectiveJob>> queue_;  // guarded by mutex_; only the holder takes from it
+  int64_t queued_bytes_ = 0;                          // guarded by mutex_; that the jobs in it copy
   bool is_held_ = false;                              // guarded by mutex_
 };
 

@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 
@@ -85,6 +86,15 @@ void check_forced(const std::string& op, const std::string& name) {
                     ".");
 }
 
+// A source of a reduction counts as a copy, as does each place that the result goes to as well.
+int64_t copied_bytes(const Schedule& schedule) {
+  int64_t bytes = 0;
+  for (const Step& step : schedule.steps) {
+    bytes += step.bytes * (step.kind == StepKind::kReduce ? step.source_count + step.echo_count : 1);
+  }
+  return bytes;
+}
+
 }  // namespace
 
 bool is_reducible(at::ScalarType dtype, ReduceOp op) {
@@ -131,6 +141,7 @@ Collective Planner::plan(const Request& request) {
   Plan plan = plan_for(collective.spec);
   collective.schedule = std::move(plan.schedule);
   collective.direct = std::move(plan.direct);
+  collective.copied_bytes = plan.copied_bytes;
   collective.inputs = input_addresses(request.inputs);
   collective.outputs = output_addresses(request.outputs);
   collective.compression = request.compression;
@@ -196,6 +207,7 @@ Planner::Plan Planner::make_plan(const CollectiveSpec& spec) const {
     if (const Algorithm* direct = can_reach ? select_direct_algorithm(spec, forced) : nullptr) {
       plan.direct = std::make_shared<const Schedule>(direct->plan(spec));
     }
+    plan.copied_bytes = std::max(copied_bytes(*plan.schedule), plan.direct ? copied_bytes(*plan.direct) : 0);
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, "[zeropg rank ", spec.rank, "/", spec.world_size, "] ", op_name(spec.op), ": ",
                       error.what());

@@ -23,6 +23,7 @@ struct Collective {
   std::shared_ptr<const Schedule> schedule;  // life shared with the planner's cache
   // What runs instead if the tensors of all ranks that it reaches lie in the group's pool; null: nothing does.
   std::shared_ptr<const Schedule> direct;
+  int64_t copied_bytes = 0;     // at most, by this rank, in either
   bool offers_direct = false;   // those of this rank do
   bool may_read = false;        // whether this rank reads the memory of others, and lets them read its own
   bool offers_reading = false;  // its input is for that
@@ -66,6 +67,7 @@ class Planner {
   struct Plan {
     std::shared_ptr<const Schedule> schedule;
     std::shared_ptr<const Schedule> direct;
+    int64_t copied_bytes = 0;
   };
   Plan plan_for(const CollectiveSpec& spec);
   Plan make_plan(const CollectiveSpec& spec) const;

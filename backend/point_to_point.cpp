@@ -14,10 +14,20 @@ namespace zeropg {
 
 namespace {
 
+constexpr int64_t kInlineBytes = 256 << 10;  // what a call may take of messages before it returns
+
 // Of a message that has moved: also of one from anybody.
 int32_t peer_of(const PostedMessage& posted) {
   const Message& message = posted.message;
   return message.peer == Message::kAnySource ? message.work->sourceRank() : message.peer;
+}
+
+// Of those from `first` on.
+void end_waits(FinishedMessages& finished, size_t first, std::vector<Standstill>& standstills) {
+  for (size_t i = first; i < finished.size(); ++i) {
+    PostedMessage& posted = finished[i].first;
+    posted.waiting_seconds = standstills[static_cast<size_t>(peer_of(posted))].take(posted.start);
+  }
 }
 
 }  // namespace
@@ -55,7 +65,11 @@ void PointToPoint::start(Message message, bool is_send) {
     }
     try {
       group_->throw_if_peer_failed(label);
-      advance_locked(finished);
+      if (wanted_bytes() <= kInlineBytes) {
+        advance_locked(finished);
+      } else if (is_send) {
+        advance_sends_locked(peer, finished);
+      }
     } catch (...) {
       fail_locked(std::current_exception(), finished);
     }
@@ -148,30 +162,42 @@ void PointToPoint::leave() {
 
 Activity PointToPoint::advance_locked(FinishedMessages& finished) {
   const auto serve = [&](const PostedMessage& posted) { return serve_from_set_aside(posted); };
-  const auto end_waits = [&](size_t first, std::vector<Standstill>& standstills) {
-    for (size_t i = first; i < finished.size(); ++i) {
-      PostedMessage& posted = finished[i].first;
-      posted.waiting_seconds = standstills[static_cast<size_t>(peer_of(posted))].take(posted.start);
-    }
-  };
   size_t first = finished.size();
   bool has_moved = posted_.take_if(serve, finished);
-  end_waits(first, receives_);
+  end_waits(finished, first, receives_);
   for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
     if (peer == group_->rank()) {
       continue;
     }
-    first = finished.size();
-    const bool has_sent = outboxes_[peer].advance(finished);
-    end_waits(first, sends_);
-    sends_[peer].look(!outboxes_[peer].queue().empty(), has_sent);
+    const bool has_sent = advance_sends_locked(peer, finished);
     first = finished.size();
     const bool has_received = inboxes_[peer].advance(posted_, finished, order_);
-    end_waits(first, receives_);
+    end_waits(finished, first, receives_);
     receives_[peer].look(inboxes_[peer].target().has_value() || posted_.wants_from(peer), has_received);
     has_moved |= has_sent || has_received;
   }
   return has_moved ? Activity::kMoved : has_pending() ? Activity::kBlocked : Activity::kIdle;
+}
+
+// Never more than a ring, or a window between nodes, takes.
+bool PointToPoint::advance_sends_locked(int32_t peer, FinishedMessages& finished) {
+  const size_t first = finished.size();
+  const bool has_sent = outboxes_[peer].advance(finished);
+  end_waits(finished, first, sends_);
+  sends_[peer].look(!outboxes_[peer].queue().empty(), has_sent);
+  return has_sent;
+}
+
+// Of the receives that have been posted and have not ended.
+int64_t PointToPoint::wanted_bytes() const {
+  int64_t bytes = 0;
+  for (const PostedMessage& posted : posted_.queue()) {
+    bytes += posted.message.bytes;
+  }
+  for (const MessageInbox& inbox : inboxes_) {
+    bytes += inbox.target() ? inbox.target()->message.bytes : 0;
+  }
+  return bytes;
 }
 
 // Serves a receive from the messages that were set aside, if the earliest one with its tag is there in full.

@@ -32,7 +32,8 @@ class PointToPoint final : public Channel {
   // `may_use_cma`: large messages are read from the sender's memory where that works (Note [Offers]).
   PointToPoint(std::shared_ptr<Group> group, Engine& engine, bool may_use_cma);
 
-  // What can be moved at once is moved in the calling thread; the rest by a thread that waits, or the progress thread.
+  // What can be moved at once, and is little, is moved in the calling thread; the rest by a thread that waits, or the
+  // progress thread.
   void send(Message message);
   void receive(Message message);  // peer may be kAnySource
 
@@ -50,6 +51,8 @@ class PointToPoint final : public Channel {
   void start(Message message, bool is_send);
   Activity advance(const ZeroWork* own);
   Activity advance_locked(FinishedMessages& finished);
+  bool advance_sends_locked(int32_t peer, FinishedMessages& finished);
+  int64_t wanted_bytes() const;
   bool serve_from_set_aside(const PostedMessage& posted);
   bool has_pending() const;
   void check(const ZeroWork* own);

@@ -3,8 +3,13 @@
 #include <c10/util/StringUtil.h>
 
 #include <cstring>
+#include <numeric>
 
 namespace zeropg {
+
+int64_t counted_bytes(const Request& request) {
+  return std::accumulate(request.send_bytes.begin(), request.send_bytes.end(), request.bytes);
+}
 
 const char* OperationLabel::name() const { return std::strchr(title, ':') + 1; }
 

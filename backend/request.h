@@ -50,6 +50,9 @@ struct Request {
   Compression compression;             // codec is null: bytes travel as they are
 };
 
+// What the operation is counted with: a block, or all that this rank sends in an all-to-all.
+int64_t counted_bytes(const Request& request);
+
 // Whom a message goes to or comes from.
 struct MessageRoute {
   bool is_send = false;

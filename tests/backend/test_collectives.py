@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -333,6 +334,40 @@ def check_coalesced() -> None:
 
 def test_coalesced_calls(run: Callable[..., Any]) -> None:
     run(check_coalesced)
+
+
+def check_calls_that_return_at_once() -> None:
+    import zeropg
+
+    _, size = world()
+    numel = 16 << 20
+    sent, received, whole = torch.ones(numel * size), torch.empty(numel * size), torch.ones(numel)
+    small = torch.ones(3)
+    calls: dict[str, Callable[[], list[Any]]] = {
+        "exchanged": lambda: [dist.all_to_all_single(received, sent, async_op=True)],
+        "gathered": lambda: [dist.all_gather_into_tensor(received, whole, async_op=True)],
+        "behind a large one": lambda: [
+            dist.all_reduce(whole, op=Op.MAX, async_op=True),
+            dist.all_reduce(small, op=Op.MAX, async_op=True),
+        ],
+    }
+    before = zeropg.stats()["all_to_all_single"]["bytes"] if "all_to_all_single" in zeropg.stats() else 0
+    for name, call in calls.items():
+        shares = []
+        for _ in range(7):
+            dist.barrier()
+            start = time.monotonic()
+            works = call()
+            calling = time.monotonic() - start
+            for work in works:
+                work.wait()
+            shares.append(calling / (time.monotonic() - start))
+        assert statistics.median(shares) < 0.5, f"{name}: these shares of the time were spent in the call: {shares}"
+    assert zeropg.stats()["all_to_all_single"]["bytes"] - before == 7 * sent.nbytes
+
+
+def test_asynchronous_calls_leave_what_is_large_to_the_progress_thread(rank_pool: Callable[..., RankPool]) -> None:
+    rank_pool(2).run(check_calls_that_return_at_once)
 
 
 def check_futures() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,6 +46,30 @@ def run(request: pytest.FixtureRequest, rank_pool: Callable[..., RankPool]) -> I
 def ring() -> tuple[int, int, int]:
     rank, size = dist.get_rank(), dist.get_world_size()
     return rank, (rank + 1) % size, (rank - 1) % size
+
+
+def receive_what_was_set_aside() -> list[float]:
+    large, small = torch.ones(16 << 20), torch.ones(1)
+    shares = []
+    for _ in range(7):
+        if dist.get_rank() == 0:
+            works = [dist.isend(large, 1, tag=1), dist.isend(small, 1, tag=2)]
+        else:
+            dist.recv(small, 0, tag=2)  # the large one, which came before it, is set aside
+            start = time.monotonic()
+            works = [dist.irecv(large, 0, tag=1)]
+            calling = time.monotonic() - start
+        for work in works:
+            assert work is not None
+            work.wait()
+        if dist.get_rank() == 1:
+            shares.append(calling / (time.monotonic() - start))
+    return shares
+
+
+def test_posting_a_large_receive_does_not_wait_for_its_bytes(rank_pool: Callable[..., RankPool]) -> None:
+    shares = rank_pool(2).run(receive_what_was_set_aside)[1]
+    assert statistics.median(shares) < 0.5, f"these shares of the time were spent in the call: {shares}"
 
 
 def check_dtypes() -> None:
