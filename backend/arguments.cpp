@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "backend/planner.h"
@@ -175,3 +176,51 @@ void Call::add(Request request) {
 }
 
 }  // namespace zeropg
+// Note [Overlaps].
+void Call::separate(Request& request) {
+  const bool is_one_tensor =
+      (request.op == OpKind::kAllReduce || request.op == OpKind::kReduce || request.op == OpKind::kBroadcast) &&
+      request.inputs[0].is_same(request.outputs[0]);
+  if (is_one_tensor && requests_.empty()) {
+    return;
+  }
+  if (!requests_.empty()) {
+    std::ranges::for_each(requests_.back().outputs, [&](const at::Tensor& output) { written_.add(output); });
+  }
+  MemoryRanges outputs;
+  std::ranges::for_each(request.outputs, [&](const at::Tensor& output) { outputs.add(output); });
+  for (size_t i = 0; i < request.inputs.size(); ++i) {
+    at::Tensor& input = request.inputs[i];
+    if (!written_.overlaps(input) && (!outputs.overlaps(input) || is_in_place(request, i))) {
+      continue;
+    }
+    input = input.clone();
+    tensors_.held.push_back(input);
+    if (is_one_tensor) {
+      tensors_.copies_back.emplace_back(request.outputs[0], input);
+      request.outputs[0] = input;
+    }
+  }
+}
+
+bool Call::is_in_place(const Request& request, size_t input) const {
+  const auto own = static_cast<size_t>(label_.rank);
+  const auto address = [](const at::Tensor& tensor) { return static_cast<const std::byte*>(tensor.const_data_ptr()); };
+  const auto block = [&](const std::vector<at::Tensor>& tensors, bool is_list) {
+    return is_list ? address(tensors[own]) : address(tensors[0]) + label_.rank * request.bytes;
+  };
+  switch (request.op) {
+    case OpKind::kReduceScatter:
+    case OpKind::kScatter:
+      return (!request.input_is_list || input == own) &&
+             block(request.inputs, request.input_is_list) == address(request.outputs[0]);
+    case OpKind::kAllGather:
+    case OpKind::kGather:
+      return address(request.inputs[0]) == block(request.outputs, request.output_is_list);
+    case OpKind::kAllToAll:
+      return request.input_is_list && input == own && address(request.inputs[own]) == address(request.outputs[own]);
+    default:
+      return address(request.inputs[0]) == address(request.outputs[0]);
+  }
+}
+

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/memory_ranges.h"
 #include "backend/request.h"
 #include "backend/work.h"
 
@@ -23,6 +24,13 @@ struct Reduction {
 
 // One call on its way to the engine: its requests, and the tensors that live as long as it runs. A tensor that is not
 // contiguous is replaced by a contiguous copy, which goes back into it at the end where it is an output.
+//
+// Note [Overlaps]
+// What a rank gives is what its tensors hold when it calls. An input that lies where the call itself writes, before or
+// while peers read the input, is therefore replaced by a copy: one that an earlier request of a coalesced call writes
+// (a tensor that is listed twice), or that overlaps an output of its own request. Algorithms are made for the usual
+// ways to work in place: the output is the input, or this rank's block of the input, or the input is its block of the
+// output. Nothing is copied then.
 class Call {
  public:
   explicit Call(OperationLabel label) : label_(label) {}
@@ -71,8 +79,11 @@ class Call {
   void check_tensor(const at::Tensor& tensor) const;
 
   OperationLabel label_;
+  void separate(Request& request);
+  bool is_in_place(const Request& request, size_t input) const;
   std::vector<Request> requests_;
   ZeroWork::Tensors tensors_;
 };
+  MemoryRanges written_;  // by all requests but the last
 
 }  // namespace zeropg

@@ -336,6 +336,66 @@ def test_coalesced_calls(run: Callable[..., Any]) -> None:
     run(check_coalesced)
 
 
+def check_overlaps_in_coalesced_calls() -> None:
+    rank, size = world()
+    group = dist.group.WORLD
+    for numel in (3, 1003, LARGE):
+        alone, shared = values(rank, numel, torch.float32), values(rank, 2 * numel, torch.float32, 1)
+        sum_alone = reduced([values(peer, numel, torch.float32) for peer in range(size)], Op.SUM)
+        sum_shared = reduced([values(peer, 2 * numel, torch.float32, 1) for peer in range(size)], Op.SUM)
+        dist.all_reduce_coalesced([alone, alone])
+        assert_same(alone, sum_alone, "listed twice")
+        dist.all_reduce_coalesced([shared[:numel], alone, shared[numel // 2 :], shared.view(2, -1).t()])
+        assert_same(shared, sum_shared, "overlapping parts")
+        # What is listed twice on one rank only: as when nothing were, and the last one stays.
+        first, second = values(rank, numel, torch.float32), values(rank, numel, torch.float32, 2)
+        dist.all_reduce_coalesced([first, first if rank == 0 else second])
+        of_second = [values(peer, numel, torch.float32, 2 if peer else 0) for peer in range(size)]
+        assert_same(first if rank == 0 else second, reduced(of_second, Op.SUM), "listed twice on one rank")
+        output, input = torch.zeros(numel * size), torch.full((numel,), 1.0 + rank)
+        chained = [torch.zeros(numel * size * size), output]
+        group.allgather_into_tensor_coalesced([output, chained[0]], [input, output]).wait()
+        assert_same(output, torch.arange(1.0, size + 1).repeat_interleave(numel), "gathered")
+        assert_same(chained[0], torch.zeros(numel * size * size), "what an output held at the call")
+
+
+def test_coalesced_calls_take_what_tensors_hold_at_the_call(run: Callable[..., Any]) -> None:
+    run(check_overlaps_in_coalesced_calls)
+
+
+def check_overlaps_of_inputs_and_outputs() -> None:
+    rank, size = world()
+    for numel in (1, 1003, LARGE // 4):
+        blocks = [values(peer, size * numel, torch.float32).view(size, numel) for peer in range(size)]
+        gathered = torch.cat([block[peer] for peer, block in enumerate(blocks)])
+        exchanged = torch.cat([block[rank] for block in blocks])
+        summed = reduced([block[rank] for block in blocks], Op.SUM)
+        tensor = blocks[rank].flatten().clone()
+        dist.all_to_all_single(tensor, tensor)
+        assert_same(tensor, exchanged, "exchanged in place")
+        tensor = blocks[rank].clone()
+        dist.all_to_all(list(tensor), list(tensor))
+        assert_same(tensor.flatten(), exchanged, "lists exchanged in place")
+        for place in (rank, 0, size - 1):
+            tensor = blocks[rank].clone()
+            dist.reduce_scatter_tensor(tensor[place], tensor.flatten())
+            assert_same(tensor[place], summed, "scattered into a block")
+            tensor = blocks[rank].clone()
+            dist.reduce_scatter(tensor[place], list(tensor))
+            assert_same(tensor[place], summed, "scattered into a tensor of the list")
+            tensor = torch.empty(size, numel)
+            tensor[place] = blocks[rank][rank]
+            dist.all_gather_into_tensor(tensor, tensor[place])
+            assert_same(tensor.flatten(), gathered, "gathered from a block")
+            tensor[place] = blocks[rank][rank]
+            dist.all_gather(list(tensor), tensor[place])
+            assert_same(tensor.flatten(), gathered, "gathered from a tensor of the list")
+
+
+def test_inputs_and_outputs_may_overlap(run: Callable[..., Any]) -> None:
+    run(check_overlaps_of_inputs_and_outputs)
+
+
 def check_calls_that_return_at_once() -> None:
     import zeropg
 
