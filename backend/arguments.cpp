@@ -105,6 +105,13 @@ void Call::check_numel(const at::Tensor& tensor, int64_t numel, const char* what
               "; match the sizes.");
 }
 
+void Call::check_blocks(const at::Tensor& tensor, const at::Tensor& block, const char* what) const {
+  int64_t numel = 0;
+  check_value(!__builtin_mul_overflow(block.numel(), label_.world_size, &numel), "the ", what, " tensor would need ",
+              label_.world_size, " times ", block.numel(), " elements, more than a tensor can have.");
+  check_numel(tensor, numel, what);
+}
+
 std::vector<int64_t> Call::split_bytes(const at::Tensor& tensor, const std::vector<int64_t>& sizes,
                                        const char* what) const {
   const auto world_size = static_cast<size_t>(label_.world_size);
@@ -121,6 +128,7 @@ std::vector<int64_t> Call::split_bytes(const at::Tensor& tensor, const std::vect
   int64_t sum = 0;
   for (int64_t size : sizes) {
     check_value(size >= 0, "an ", what, " split size is ", size, ", expected 0 or more.");
+    check_value(size <= rows - sum, "the ", what, " split sizes add up to more than dimension 0: ", rows, ".");
     sum += size;
     bytes.push_back(size * row_bytes);
   }
@@ -169,13 +177,6 @@ std::vector<at::Tensor> Call::outputs(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
-void Call::add(Request request) {
-  separate(request);
-  label_.bytes += counted_bytes(request);
-  requests_.push_back(std::move(request));
-}
-
-}  // namespace zeropg
 // Note [Overlaps].
 void Call::separate(Request& request) {
   const bool is_one_tensor =
@@ -224,3 +225,10 @@ bool Call::is_in_place(const Request& request, size_t input) const {
   }
 }
 
+void Call::add(Request request) {
+  separate(request);
+  label_.bytes += counted_bytes(request);
+  requests_.push_back(std::move(request));
+}
+
+}  // namespace zeropg

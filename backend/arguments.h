@@ -61,6 +61,8 @@ class Call {
   void check_list(const std::vector<at::Tensor>& tensors, const at::Tensor& pattern, const char* what) const;
   void check_same_dtype(const at::Tensor& one, const at::Tensor& other) const;
   void check_numel(const at::Tensor& tensor, int64_t numel, const char* what) const;
+  // world_size times as many elements as `block`.
+  void check_blocks(const at::Tensor& tensor, const at::Tensor& block, const char* what) const;
   // Bytes per rank of a tensor that is split along dimension 0; equal parts where `sizes` is empty.
   std::vector<int64_t> split_bytes(const at::Tensor& tensor, const std::vector<int64_t>& sizes, const char* what) const;
 
@@ -77,13 +79,13 @@ class Call {
 
  private:
   void check_tensor(const at::Tensor& tensor) const;
-
-  OperationLabel label_;
   void separate(Request& request);
   bool is_in_place(const Request& request, size_t input) const;
+
+  OperationLabel label_;
   std::vector<Request> requests_;
+  MemoryRanges written_;  // by all requests but the last
   ZeroWork::Tensors tensors_;
 };
-  MemoryRanges written_;  // by all requests but the last
 
 }  // namespace zeropg

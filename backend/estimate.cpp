@@ -11,6 +11,7 @@ namespace zeropg {
 
 namespace {
 
+constexpr int64_t kMostBytes = int64_t{1} << 60;
 constexpr int64_t kMostSteps = 4'000'000;  // about 1 GB of them
 
 CollectiveSpec spec_of(const EstimateRequest& request) {
@@ -41,6 +42,10 @@ void check(const EstimateRequest& request, const CollectiveSpec& spec) {
   if (request.element_bytes < 1 || request.bytes < 0 || request.bytes % request.element_bytes != 0) {
     refuse(std::to_string(request.bytes) + " bytes are not a whole number of elements of " +
            std::to_string(request.element_bytes) + " bytes");
+  }
+  if (request.bytes > kMostBytes / spec.world_size) {
+    refuse(std::to_string(request.bytes) + " bytes for each of " + std::to_string(spec.world_size) +
+           " ranks are more than a machine can address");
   }
   if (request.root < 0 || request.root >= spec.world_size) {
     refuse("root " + std::to_string(request.root) + " is not one of " + std::to_string(spec.world_size) + " ranks");

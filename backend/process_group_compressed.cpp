@@ -1,4 +1,6 @@
 // Reductions whose bytes travel encoded: what c10d has no call for.
+#include <limits>
+
 #include "backend/process_group.h"
 #include "compression/error_feedback.h"
 
@@ -15,10 +17,14 @@ Request compressed_request(const Call& call, OpKind op, const at::Tensor& input,
                    reduce_op_name(reduction.op), ", expected sum or avg: other operations do not survive rounding.");
   call.check_value(compression.codec != nullptr, "got no codec; use the uncompressed operation.");
   if (compression.residuals != nullptr) {
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
     int64_t numel = 0;
     for (const ResidualRange& range : compression.ranges) {
       call.check_value(range.numel >= 0 && range.start >= 0, "a range of residuals has start ", range.start, " and ",
                        range.numel, " elements, expected neither below 0.");
+      call.check_value(range.numel <= input.numel() - numel && range.start <= kMost - range.numel,
+                       "a range of residuals has start ", range.start, " and ", range.numel,
+                       " elements, expected all ranges to have those of the input: ", input.numel(), ".");
       numel += range.numel;
     }
     call.check_value(numel == input.numel(), "the ranges of residuals have ", numel,
@@ -55,7 +61,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_reduce_scatter(const
   Call call = make_call("zeropg:compressed_reduce_scatter");
   call.only({input}, "input");
   call.check_same_dtype(input, output);
-  call.check_numel(input, output.numel() * size_, "input");
+  call.check_blocks(input, output, "input");
   call.add(compressed_request(call, OpKind::kReduceScatter, call.input(input), call.output(output), op,
                               std::move(compression)));
   return submit(std::move(call), c10d::OpType::_REDUCE_SCATTER_BASE, c10d::kUnsetTimeout, is_asynchronous);

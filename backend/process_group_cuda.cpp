@@ -95,9 +95,11 @@ at::Tensor ProcessGroupZero::allocateTensor(long numel, at::TensorOptions option
     return cuda_backend_for("zeropg:allocate_tensor").allocateTensor(numel, options);
   }
   const Call call = make_call("zeropg:allocate_tensor");
-  call.check_value(numel >= 0, "cannot allocate ", numel, " elements.");
+  const auto item = static_cast<int64_t>(options.dtype().itemsize());
+  int64_t bytes = 0;
+  call.check_value(numel >= 0 && !__builtin_mul_overflow(numel, item, &bytes), "cannot allocate ", numel,
+                   " elements of ", item, " bytes.");
   group().throw_if_failed();  // a rank that does not know it yet may still write to what was freed since
-  const int64_t bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
   const Group::Use use(group());
   const std::shared_ptr<TensorPool> pool = group().shared_pool();
   std::byte* data = nullptr;

@@ -64,7 +64,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::_allgather_base(at::Tensor& output, a
   Call call = make_call("zeropg:all_gather_into_tensor");
   call.only({input}, "input");
   call.check_same_dtype(input, output);
-  call.check_numel(output, input.numel() * size_, "output");
+  call.check_blocks(output, input, "output");
   call.add(move_request(OpKind::kAllGather, {call.input(input)}, {call.output(output)}, input));
   return submit(std::move(call), OpType::_ALLGATHER_BASE, opts.timeout, opts.asyncOp);
 }
@@ -107,7 +107,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::allgather_into_tensor_coalesced(std::
   for (size_t i = 0; i < inputs.size(); ++i) {
     call.only({inputs[i]}, "input");
     call.check_same_dtype(inputs[i], outputs[i]);
-    call.check_numel(outputs[i], inputs[i].numel() * size_, "output");
+    call.check_blocks(outputs[i], inputs[i], "output");
     call.add(move_request(OpKind::kAllGather, {call.input(inputs[i])}, {call.output(outputs[i])}, inputs[i]));
   }
   return submit(std::move(call), kGatherCoalesced, opts.timeout, opts.asyncOp);
@@ -147,7 +147,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::gather_into_tensor(at::Tensor& output
   std::vector<at::Tensor> outputs;
   if (rank_ == root) {
     call.check_same_dtype(input, output);
-    call.check_numel(output, input.numel() * size_, "output");
+    call.check_blocks(output, input, "output");
     outputs = {call.output(output)};
   }
   Request request = move_request(OpKind::kGather, {call.input(input)}, std::move(outputs), input);

@@ -100,7 +100,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::_reduce_scatter_base(at::Tensor& outp
   Call call = make_call("zeropg:reduce_scatter_tensor");
   call.only({input}, "input");
   call.check_same_dtype(input, output);
-  call.check_numel(input, output.numel() * size_, "input");
+  call.check_blocks(input, output, "input");
   const Reduction reduction = call.reduction(opts.reduceOp, input.scalar_type());
   call.add(reduce_request(OpKind::kReduceScatter, call.input(input), call.output(output), reduction, output.numel()));
   return submit(std::move(call), OpType::_REDUCE_SCATTER_BASE, opts.timeout, opts.asyncOp);
@@ -118,7 +118,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::reduce_scatter_tensor_coalesced(std::
   for (size_t i = 0; i < inputs.size(); ++i) {
     call.only({inputs[i]}, "input");
     call.check_same_dtype(inputs[i], outputs[i]);
-    call.check_numel(inputs[i], outputs[i].numel() * size_, "input");
+    call.check_blocks(inputs[i], outputs[i], "input");
     const Reduction reduction = call.reduction(opts.reduceOp, inputs[i].scalar_type());
     call.add(reduce_request(OpKind::kReduceScatter, call.input(inputs[i]), call.output(outputs[i]), reduction,
                             outputs[i].numel()));

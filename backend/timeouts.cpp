@@ -11,7 +11,7 @@ void Timeouts::extend(std::chrono::milliseconds extra) {
 }
 
 OperationTimeout Timeouts::next(std::chrono::milliseconds asked) {
-  OperationTimeout granted{asked.count() > 0 ? asked : get()};
+  OperationTimeout granted{asked.count() > 0 ? bounded(asked) : get()};
   if (!has_extensions_.load()) {
     return granted;
   }
@@ -20,7 +20,7 @@ OperationTimeout Timeouts::next(std::chrono::milliseconds asked) {
   has_extensions_ = !extensions_.empty();
   granted.extensions = extensions_;
   for (const auto& extension : extensions_) {
-    granted.timeout += extension->extra;
+    granted.timeout = bounded(granted.timeout + bounded(extension->extra));
   }
   return granted;
 }

@@ -29,12 +29,18 @@ struct OperationTimeout {
   }
 };
 
+// The longest timeout: more milliseconds, counted in nanoseconds from now, would wrap around.
+inline constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365 * 100);
+constexpr std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
+  return timeout < kLongestTimeout ? timeout : kLongestTimeout;
+}
+
 // Any thread.
 class Timeouts {
  public:
-  explicit Timeouts(std::chrono::milliseconds timeout) : timeout_ms_(timeout.count()) {}
+  explicit Timeouts(std::chrono::milliseconds timeout) : timeout_ms_(bounded(timeout).count()) {}
 
-  void set(std::chrono::milliseconds timeout) { timeout_ms_ = timeout.count(); }
+  void set(std::chrono::milliseconds timeout) { timeout_ms_ = bounded(timeout).count(); }
   std::chrono::milliseconds get() const { return std::chrono::milliseconds(timeout_ms_.load()); }
   void extend(std::chrono::milliseconds extra);
   // `asked` of an operation's own options; 0 or less is the group's.

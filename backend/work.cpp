@@ -108,7 +108,7 @@ ZeroWork::ZeroWork(OperationLabel label, c10d::OpType type, Tensors tensors, Ope
 bool ZeroWork::wait(std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
   const bool is_limited = timeout != kNoTimeout && timeout.count() >= 0;
-  const Clock::time_point until = is_limited ? Clock::now() + timeout : Clock::time_point::max();
+  const Clock::time_point until = is_limited ? Clock::now() + bounded(timeout) : Clock::time_point::max();
   const WaitingThread thread;
   if (!is_complete()) {
     host_->help(*this, until);

@@ -42,9 +42,10 @@ int64_t TensorPool::share_of_memory(int32_t world_size) {
 }
 
 int TensorPool::create(int32_t world_size, int64_t bytes_per_rank) {
+  TORCH_CHECK_VALUE(bytes_per_rank >= 0 && bytes_per_rank <= kMaxPoolBytes / world_size,
+                    "tensor pool: ", bytes_per_rank, " bytes for each of ", world_size, " ranks, expected 0 to ",
+                    kMaxPoolBytes / world_size);
   const int64_t part = round_up(bytes_per_rank, kSmallPageBytes);
-  TORCH_CHECK_VALUE(bytes_per_rank >= 0 && part <= kMaxPoolBytes / world_size, "tensor pool: ", bytes_per_rank,
-                    " bytes for each of ", world_size, " ranks, expected 0 to ", kMaxPoolBytes / world_size);
   return create_sealed_memory("zeropg-tensors", std::max(kNothing, part * world_size));
 }
 

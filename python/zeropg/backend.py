@@ -6,6 +6,7 @@ import atexit
 import gc
 import inspect
 import logging
+import math
 import os
 import sys
 import time
@@ -125,13 +126,16 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: P
     size: as for torch.empty. dtype: default torch's default.
     No communication. The memory lives as long as the tensor, also when the group is gone; freed memory is kept for the
     next tensors of the group.
-    Raises DistBackendError when there is no room (`BackendOptions(pool_bytes=...)`), TypeError when the group's CPU
-    backend is not zeropg.
+    Raises ValueError for a size that no tensor can have, DistBackendError when there is no room
+    (`BackendOptions(pool_bytes=...)`), TypeError when the group's CPU backend is not zeropg.
     """
     shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
     dtype = torch.get_default_dtype() if dtype is None else dtype
     backend = _backend_of(group)
-    return cast("Tensor", backend.allocate_tensor(shape.numel(), dtype=dtype, device=torch.device("cpu"))).view(shape)
+    numel = math.prod(shape)  # Size.numel() wraps around
+    if numel > torch.iinfo(torch.int64).max:
+        raise ValueError(f"[zeropg] empty: {tuple(shape)} has {numel} elements, more than a tensor can have.")
+    return cast("Tensor", backend.allocate_tensor(numel, dtype=dtype, device=torch.device("cpu"))).view(shape)
 
 
 def topology(group: ProcessGroup | None = None) -> Any:

@@ -134,6 +134,24 @@ def test_options_of_another_backend_are_refused() -> None:
         )
 
 
+def check_splits_that_wrap_around() -> None:
+    most = 2**63 - 1
+    splits = [most, most, 6]  # together 2**64 + 4
+    for received, sent in (([2, 1, 1], splits), (splits, [2, 1, 1])):
+        with pytest.raises(ValueError, match="split sizes add up to more than dimension 0: 4"):
+            dist.all_to_all_single(torch.ones(4), torch.ones(4), received, sent)
+    for call in (
+        lambda: dist.all_gather_into_tensor(torch.ones(2**62 % 3), torch.ones(1).expand(2**62)),
+        lambda: dist.reduce_scatter_tensor(torch.ones(1).expand(2**62), torch.ones(1)),
+    ):
+        with pytest.raises(ValueError, match=r"would need 3 times 4611686018427387904 elements"):
+            call()
+
+
+def test_split_sizes_that_wrap_around_are_refused(rank_pool: Callable[..., RankPool]) -> None:
+    rank_pool(3).run(check_splits_that_wrap_around)
+
+
 def check_options() -> None:
     import copy
     from datetime import timedelta

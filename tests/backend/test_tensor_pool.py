@@ -282,6 +282,9 @@ def check_limits() -> None:
     for numel in (200_000, 300_000):
         with pytest.raises(dist.DistBackendError, match=r"\[zeropg rank \d/\d\] allocate_tensor: .*pool_bytes"):
             zeropg.empty(numel, group=group)
+    for shape in ((2**62,), (2**61, 1), (2**32, 2**32), (2**40, 2**40), (-1,)):
+        with pytest.raises(ValueError, match=r"cannot allocate -?\d+ elements of 4 bytes|more than a tensor can have"):
+            zeropg.empty(shape, dtype=torch.float32, group=group)
     dist.all_reduce(kept.fill_(1), group=group)
     assert (kept == size).all()
     dist.destroy_process_group(group)

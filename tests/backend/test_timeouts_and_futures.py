@@ -132,6 +132,23 @@ def test_futures_chain_and_may_communicate(run: Callable[..., Any]) -> None:
     run(check_then)
 
 
+def wait_with_all_the_time_there_is() -> None:
+    long = timedelta(days=200_000)  # more nanoseconds than 64 bits hold
+    group = dist.new_group(timeout=long)
+    dist.barrier(group)
+    if dist.get_rank() == 0:
+        time.sleep(3)  # the others look at their deadlines meanwhile
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None and work.wait(long)
+    assert tensor.tolist() == [dist.get_world_size()] * 3
+    dist.destroy_process_group(group)
+
+
+def test_a_timeout_of_centuries_does_not_pass_at_once(rank_pool: Callable[..., RankPool]) -> None:
+    rank_pool(2).run(wait_with_all_the_time_there_is)
+
+
 def sparse(rank: int, dense_size: int = 0, size: int = 6) -> torch.Tensor:
     values = torch.arange(1.0, 3.0) + rank
     values = values if dense_size == 0 else values[:, None].expand(2, dense_size)

@@ -130,6 +130,7 @@ TEST(TensorPoolTest, APoolWithoutMemoryRefusesEverything) {
 TEST(TensorPoolTest, RefusesImpossibleSizesAndForeignDescriptors) {
   EXPECT_THROW(TensorPool::create(2, -1), c10::ValueError);
   EXPECT_THROW(TensorPool::create(2, INT64_MAX / 2), c10::ValueError);
+  EXPECT_THROW(TensorPool::create(2, INT64_MAX), c10::ValueError) << "a page more wraps around";
   const Descriptor unsealed(::open("/dev/null", O_RDWR));
   EXPECT_THROW(TensorPool(unsealed.get(), 0, 1), c10::DistBackendError);
 }
