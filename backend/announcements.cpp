@@ -1,7 +1,5 @@
 #include "backend/announcements.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "backend/call_description.h"
+#include "backend/failure.h"
 #include "backend/transport/rank_names.h"
 
 namespace zeropg {
@@ -82,10 +81,11 @@ void Announcements::compare_calls() const {
     if (announces_blocks(spec)) {
       compare_blocks();
     }
-    TORCH_CHECK_WITH(DistBackendError, planned_otherwise.empty(), label_.prefix(), ": this rank runs ",
-                     collective_.schedule->algorithm, ", ", format_ranks(planned_otherwise),
+    if (!planned_otherwise.empty()) {
+      fail_operation(label_, "this rank runs ", collective_.schedule->algorithm, ", ", format_ranks(planned_otherwise),
                      " another algorithm; give BackendOptions(algorithms=...) and the version of zeropg the same value "
                      "on every rank.");
+    }
     return;
   }
   for (const int32_t peer : group_.node()) {
@@ -95,8 +95,8 @@ void Announcements::compare_calls() const {
   for (const auto& [call, ranks] : calls) {
     text += (text.empty() ? "" : "; ") + format_ranks(ranks) + ": " + call;
   }
-  C10_THROW_ERROR(DistBackendError, c10::str(label_.prefix(), ": the ranks made different calls: ", text,
-                                             "; make the same call with the same sizes on every rank."));
+  fail_operation(label_, "the ranks made different calls: ", text,
+                 "; make the same call with the same sizes on every rank.");
 }
 
 // Of all pairs of the node, so that no rank ends an operation that fails on others.
@@ -113,9 +113,10 @@ void Announcements::compare_blocks() const {
     for (size_t to = 0; to < ranks.size(); ++to) {
       const int64_t sent = blocks[from].sent[ranks[to]];
       const int64_t expected = blocks[to].received[ranks[from]];
-      TORCH_CHECK_WITH(DistBackendError, sent == expected, label_.prefix(), ": ", name(ranks[from]), " sends ", sent,
-                       " bytes to ", name(ranks[to]), ", which expects ", expected,
-                       "; make the splits of both ranks match.");
+      if (sent != expected) {
+        fail_operation(label_, name(ranks[from]), " sends ", sent, " bytes to ", name(ranks[to]), ", which expects ",
+                       expected, "; make the splits of both ranks match.");
+      }
     }
   }
 }

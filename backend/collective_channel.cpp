@@ -18,7 +18,10 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kInlineBytes = 64 << 10;  // what a call may copy before it returns: some microseconds
 
-constexpr c10::SourceLocation kHere{"describe_error", __FILE__, 0};
+std::exception_ptr error_of(const OperationLabel& label, const char* text) {
+  return std::make_exception_ptr(
+      OperationError({__func__, __FILE__, __LINE__}, {.text = c10::str(label.prefix(), ": ", text)}));
+}
 
 // What people and tools look for in the error of a monitored barrier, in gloo's words.
 std::string describe_monitored(const OperationLabel& label, const ZeroWork& work,
@@ -45,14 +48,26 @@ std::exception_ptr describe_error(Group& group, const OperationLabel& label, con
       throw_if_lost(label, group.peer_states(), everybody);
       throw;
     }
-  } catch (const c10::Error& known) {
-    const std::string text = known.what_without_backtrace();
-    return text.starts_with("[zeropg rank")
-               ? std::current_exception()
-               : std::make_exception_ptr(c10::DistBackendError(kHere, c10::str(label.prefix(), ": ", text)));
+  } catch (const OperationError&) {
+    return std::current_exception();
+  } catch (const c10::Error& other) {
+    return error_of(label, other.what_without_backtrace());
   } catch (const std::exception& other) {
-    return std::make_exception_ptr(c10::DistBackendError(kHere, c10::str(label.prefix(), ": ", other.what())));
+    return error_of(label, other.what());
   }
+}
+
+Failure failure_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const OperationError& known) {
+    return known.failure();
+  }
+}
+
+int64_t CollectiveJob::copied_bytes() const {
+  return std::accumulate(collectives.begin(), collectives.end(), int64_t{0},
+                         [](int64_t bytes, const Collective& collective) { return bytes + collective.copied_bytes; });
 }
 
 // A thread's stay in help(): what it holds, it lets go of, and what it leaves undone is the progress thread's.
@@ -62,11 +77,6 @@ class CollectiveChannel::Turn {
   ~Turn() {
     if (is_inside_) {
       leave();
-int64_t CollectiveJob::copied_bytes() const {
-  return std::accumulate(collectives.begin(), collectives.end(), int64_t{0},
-                         [](int64_t bytes, const Collective& collective) { return bytes + collective.copied_bytes; });
-}
-
     }
   }
   Turn(const Turn&) = delete;
@@ -99,19 +109,19 @@ void CollectiveChannel::submit(std::unique_ptr<CollectiveJob> job, bool is_synch
   group_->release_retired();
   const Group::Use use(*group_);
   const c10::intrusive_ptr<ZeroWork> work = job->work;
+  bool is_quick = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     group_->throw_if_failed();
+    queued_bytes_ += job->copied_bytes();
+    is_quick = queued_bytes_ <= kInlineBytes;
     queue_.push_back(std::move(job));
   }
   if (is_synchronous) {
     return;
-  bool is_quick = false;
   }
   if (!is_quick || !try_hold()) {
     engine_.wake();
-    queued_bytes_ += job->copied_bytes();
-    is_quick = queued_bytes_ <= kInlineBytes;
     return;
   }
   advance_held(work.get());
@@ -209,11 +219,7 @@ void CollectiveChannel::finish(std::unique_ptr<CollectiveJob> job, const std::ex
                                const ZeroWork* own) {
   c10::intrusive_ptr<ZeroWork> work = std::move(job->work);
   if (error) {
-    try {
-      std::rethrow_exception(error);
-    } catch (const c10::Error& known) {
-      group_->fail(known.what_without_backtrace());
-    }
+    group_->fail(failure_of(error));
   } else {
     const auto now = Clock::now();
     group_->count(work->label(), job->start ? std::chrono::duration<double>(now - *job->start).count() : 0.0,
@@ -262,10 +268,10 @@ Activity CollectiveChannel::advance_held(const ZeroWork* own) {
       std::lock_guard<std::mutex> lock(mutex_);
       done = std::move(queue_.front());
       queue_.pop_front();
+      queued_bytes_ -= done->copied_bytes();
     }
     const bool is_own = done->work.get() == own;
     finish(std::move(done), nullptr, own);
-      queued_bytes_ -= done->copied_bytes();
     if (is_own) {
       break;  // what is behind it is for whoever waits for that
     }
@@ -280,10 +286,10 @@ void CollectiveChannel::fail_all_held(const CollectiveJob& job, const std::excep
   {
     std::lock_guard<std::mutex> lock(mutex_);
     failed.swap(queue_);
+    queued_bytes_ = 0;
   }
   for (auto& one : failed) {
     finish(std::move(one), error, own);
-    queued_bytes_ = 0;
   }
 }
 
@@ -326,12 +332,14 @@ void CollectiveChannel::check(CollectiveJob& job) {
     return;
   }
   const HeldUp held_up = group_->held_up(Lane::kCollective, awaited);
-  C10_THROW_ERROR(
-      DistBackendError,
-      c10::str(label.prefix(), ": ", describe_monitored(label, *job.work, held_up.culprits), "timed out after ",
-               job.work->timeout().count(), " ms ", job.execution->describe_wait(), ", waiting for ",
-               format_ranks(awaited), held_up.chain, group_->silence(), "; ", advise_to_look_at(held_up.culprits),
-               " (a stopped process, another collective, a slow step) or raise the timeout of the group."));
+  throw OperationError(
+      {__func__, __FILE__, __LINE__},
+      {.kind = FailureKind::kTimeout,
+       .text =
+           c10::str(label.prefix(), ": ", describe_monitored(label, *job.work, held_up.culprits), "timed out after ",
+                    job.work->timeout().count(), " ms ", job.execution->describe_wait(), ", waiting for ",
+                    format_ranks(awaited), held_up.chain, group_->silence(), "; ", advise_to_look_at(held_up.culprits),
+                    " (a stopped process, another collective, a slow step) or raise the timeout of the group.")});
 }
 
 bool CollectiveChannel::wait_until_idle(std::chrono::milliseconds limit) {

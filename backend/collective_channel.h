@@ -87,9 +87,10 @@ class CollectiveChannel final : public Channel {
   bool is_held_ = false;                              // guarded by mutex_
 };
 
-// Turns what stopped an operation into the error that its callers see: it names the operation, and the peer that
-// failed, left or died where that is the cause.
+// Turns what stopped an operation into the OperationError that its callers see: it names the operation, and the peer
+// that failed, left or died where that is the cause.
 std::exception_ptr describe_error(Group& group, const OperationLabel& label, const std::exception_ptr& error,
                                   const std::vector<int32_t>& awaited = {});
+Failure failure_of(const std::exception_ptr& error);  // which describe_error made
 
 }  // namespace zeropg

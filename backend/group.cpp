@@ -18,12 +18,6 @@ namespace zeropg {
 
 namespace {
 
-// A failure travels from rank to rank and each puts its own operation in front; only the innermost one is news.
-std::string first_cause(const std::string& failure) {
-  const size_t start = failure.rfind("[zeropg rank ");
-  return start == std::string::npos ? failure : failure.substr(start);
-}
-
 std::vector<int32_t> common_ranks(const std::vector<int32_t>& one, const std::vector<int32_t>& other) {
   std::vector<int32_t> common;
   std::copy_if(one.begin(), one.end(), std::back_inserter(common),
@@ -46,7 +40,7 @@ Group::~Group() = default;
 
 Group::Use::Use(Group& group, bool must_succeed) : group_(group) {
   if (!enter() && must_succeed) {
-    C10_THROW_ERROR(DistBackendError, group_.failure());
+    throw OperationError({__func__, __FILE__, __LINE__}, group_.failure());
   }
 }
 
@@ -87,30 +81,30 @@ void Group::free_if_unused() {
 
 bool Group::is_own_process() const { return owner_ == ::getpid(); }
 
-void Group::fail(const std::string& message) {
+void Group::fail(const Failure& failure) {
   const Use use(*this, /*must_succeed=*/false);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (has_failed_.load(std::memory_order_relaxed)) {
       return;
     }
-    failure_ = message;
+    failure_ = failure;
     has_failed_.store(true, std::memory_order_release);
-    tell_state(RankState::kFailed, message);
+    tell_state(RankState::kFailed, failure.news());
   }
   if (hooks_->has_abort() && background_) {
     background_([hooks = hooks_, run = std::make_shared<RunsBeforeTheEnd>()] { hooks->run_abort(); });
   }
 }
 
-std::string Group::failure() const {
+Failure Group::failure() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return failure_;
 }
 
 void Group::throw_if_failed() const {
   if (has_failed()) {
-    C10_THROW_ERROR(DistBackendError, failure());
+    throw OperationError({__func__, __FILE__, __LINE__}, failure());
   }
 }
 
@@ -129,7 +123,7 @@ PeerStates Group::peer_states() {
   const auto add = [&](int32_t peer, RankState state, const auto& failure) {
     if (state == RankState::kFailed && states.failed < 0) {
       states.failed = peer;
-      states.failure = first_cause(failure());
+      states.failure = failure();
     } else if (state == RankState::kDeparted) {
       states.departed.push_back(peer);
     }
@@ -180,19 +174,28 @@ std::vector<int32_t> Group::dead_neighbours() {
 }
 
 void throw_if_lost(const OperationLabel& label, const PeerStates& peers, const std::vector<int32_t>& awaited) {
-  TORCH_CHECK_WITH(DistBackendError, peers.failed < 0, label.prefix(), ": rank ", peers.failed,
-                   " failed: ", peers.failure);
+  if (peers.failed >= 0) {
+    throw OperationError({__func__, __FILE__, __LINE__},
+                         {.kind = FailureKind::kPeer,
+                          .text = c10::str(label.prefix(), ": rank ", peers.failed, " failed: ", peers.failure),
+                          .cause = peers.failure});
+  }
   const std::vector<int32_t> dead = common_ranks(peers.dead, awaited);
-  TORCH_CHECK_WITH(DistBackendError, dead.empty() || peers.loss.empty(), label.prefix(), ": the connection to ",
-                   format_ranks(dead), " broke (", peers.loss,
-                   "): the process died, or its machine or the network in"
-                   " between is gone; look there for an error, then restart from a checkpoint.");
-  TORCH_CHECK_WITH(DistBackendError, dead.empty(), label.prefix(), ": the process of ", format_ranks(dead),
+  if (!dead.empty() && !peers.loss.empty()) {
+    fail_operation(label, "the connection to ", format_ranks(dead), " broke (", peers.loss,
+                   "): the process died, or its machine or the network in between is gone; look there for an error,"
+                   " then restart from a checkpoint.");
+  }
+  if (!dead.empty()) {
+    fail_operation(label, "the process of ", format_ranks(dead),
                    " died; look for its error or a kill (out of memory?), then restart from a checkpoint.");
+  }
   const std::vector<int32_t> departed = common_ranks(peers.departed, awaited);
-  TORCH_CHECK_WITH(DistBackendError, departed.empty(), label.prefix(), ": ", format_ranks(departed),
-                   " left the group (destroyed it or exited) while this rank waits for it; make the same calls on"
-                   " every rank.");
+  if (!departed.empty()) {
+    fail_operation(label, format_ranks(departed),
+                   " left the group (destroyed it or exited) while this rank waits for it; make the same calls on every"
+                   " rank.");
+  }
 }
 
 void Group::depart() {
@@ -201,8 +204,8 @@ void Group::depart() {
   if (has_failed_.load(std::memory_order_relaxed)) {
     return;
   }
-  failure_ = c10::str("[zeropg rank ", rank(), "/", world_size(),
-                      "] the process group was shut down; make a new one to communicate again.");
+  failure_ = {.text = c10::str("[zeropg rank ", rank(), "/", world_size(),
+                               "] the process group was shut down; make a new one to communicate again.")};
   has_failed_.store(true, std::memory_order_release);
   tell_state(RankState::kDeparted);
 }

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "backend/bootstrap.h"
+#include "backend/failure.h"
 #include "backend/held_up.h"
 #include "backend/hooks.h"
 #include "backend/peer_memory.h"
@@ -44,13 +45,13 @@ struct OperationStatistics {
 };
 
 struct PeerStates {
-  std::string failure;  // what the first failed peer says; "" when none has failed
-  int32_t failed = -1;
+  int32_t failed = -1;  // the first peer that has; -1: none
+  std::string failure;  // what it says
   std::vector<int32_t> departed;
   std::vector<int32_t> dead;  // their processes are gone, or the way to them
   std::string loss;           // what happened to the connection to the first one of `dead`, if that is all we know
 };
-// Throws DistBackendError when a peer has failed, or when one of `awaited` has left or died.
+// Throws OperationError when a peer has failed, or when one of `awaited` has left or died.
 void throw_if_lost(const OperationLabel& label, const PeerStates& peers, const std::vector<int32_t>& awaited);
 
 class Group : public std::enable_shared_from_this<Group> {
@@ -104,10 +105,10 @@ class Group : public std::enable_shared_from_this<Group> {
   // Note [Failure]
   // The first failure of a group is its last state: operations that run fail with it, later ones raise it at the call,
   // and the peers hear of it, through the arena or the network. A new group must be made.
-  void fail(const std::string& message);  // any thread; the first message wins; wakes the peers
+  void fail(const Failure& failure);  // any thread; the first one wins; wakes the peers
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
-  std::string failure() const;
-  void throw_if_failed() const;                            // DistBackendError
+  Failure failure() const;
+  void throw_if_failed() const;                            // OperationError
   void throw_if_peer_failed(const OperationLabel& label);  // cheap: before an operation begins
   PeerStates peer_states();                                // system calls
   void depart();  // tells the peers that this rank left on purpose, unless it failed; later calls raise
@@ -160,7 +161,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<bool> has_let_go_{false};
   std::atomic<bool> has_failed_{false};
   mutable std::mutex mutex_;
-  std::string failure_;                                    // guarded by mutex_
+  Failure failure_;                                        // guarded by mutex_
   std::vector<c10::intrusive_ptr<c10d::Work>> retired_;    // guarded by mutex_
   std::map<std::string, OperationStatistics> statistics_;  // guarded by mutex_
   const std::shared_ptr<const Hooks> hooks_;               // life shared with the process group

@@ -58,7 +58,7 @@ std::shared_ptr<GroupChannels> GroupChannels::open(std::shared_ptr<Group> group,
         error.what(), "): its user may have ", own,
         " of processes and threads (ulimit -u), its container as many as pids.max in its control group says, and one of"
         " the two is used up; raise that limit, or end what takes so many, and make the group again.");
-    group->fail(text);  // the others have the group and would wait for this rank
+    group->fail({.text = text});  // the others have the group and would wait for this rank
     if (group->network() != nullptr) {
       group->network()->close(kGoodbyePatience);
     }

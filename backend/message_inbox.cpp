@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "backend/failure.h"
 #include "backend/peer_memory.h"
 #include "backend/transport/copy.h"
 
@@ -101,9 +102,10 @@ void MessageInbox::begin(PostedReceives& posted, uint64_t& order) {
   target_ = posted.take(peer_, header.tag);
   if (target_) {
     const Message& message = target_->message;
-    TORCH_CHECK_WITH(DistBackendError, static_cast<uint64_t>(message.bytes) == header.bytes,
-                     message.work->label().prefix(), ": rank ", peer_, " sent ", header.bytes,
-                     " bytes, this rank receives ", message.bytes, "; make both tensors the same size.");
+    if (static_cast<uint64_t>(message.bytes) != header.bytes) {
+      fail_operation(message.work->label(), "rank ", peer_, " sent ", header.bytes, " bytes, this rank receives ",
+                     message.bytes, "; make both tensors the same size.");
+    }
   } else {
     is_setting_aside_ = true;
     set_aside_.push_back(SetAside{header.tag, header.bytes, ++order, {}});

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "backend/collectives/direct.h"
+#include "backend/failure.h"
 #include "backend/transport/rank_state.h"
 
 namespace zeropg {
@@ -108,9 +109,11 @@ void PeerTensors::locate_input(int32_t peer, const Announcement& said) {
 
 std::byte* PeerTensors::in_pool_of(int32_t rank, int64_t offset, int64_t bytes) const {
   std::byte* data = group_.pool().at(group_.local_rank(rank), offset, bytes);
-  TORCH_CHECK_WITH(DistBackendError, data != nullptr, label_.prefix(), ": rank ", rank, " says that ", bytes,
-                   " bytes of its tensor begin at ", offset, " of its part of the tensor pool, which has ",
-                   group_.pool().bytes_per_rank(), "; its memory is damaged: restart from a checkpoint.");
+  if (data == nullptr) {
+    fail_operation(label_, "rank ", rank, " says that ", bytes, " bytes of its tensor begin at ", offset,
+                   " of its part of the tensor pool, which has ", group_.pool().bytes_per_rank(),
+                   "; its memory is damaged: restart from a checkpoint.");
+  }
   return data;
 }
 
@@ -132,10 +135,8 @@ void PeerTensors::read(int32_t peer, int64_t offset, std::span<std::byte> into) 
       gone.dead = {peer};
       throw_if_lost(label_, gone, {peer});
     }
-    C10_THROW_ERROR(
-        DistBackendError,
-        c10::str(label_.prefix(), ": this rank could read the memory of rank ", peer, " and now cannot any more (",
-                 refusal, "); BackendOptions(cma=False) on every rank copies through shared memory instead."));
+    fail_operation(label_, "this rank could read the memory of rank ", peer, " and now cannot any more (", refusal,
+                   "); BackendOptions(cma=False) on every rank copies through shared memory instead.");
   }
 }
 

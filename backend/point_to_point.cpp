@@ -222,9 +222,10 @@ bool PointToPoint::serve_from_set_aside(const PostedMessage& posted) {
   if (messages == nullptr || !found->is_whole()) {
     return false;
   }
-  TORCH_CHECK_WITH(DistBackendError, found->bytes == static_cast<uint64_t>(message.bytes),
-                   message.work->label().prefix(), ": rank ", source, " sent ", found->bytes,
-                   " bytes, this rank receives ", message.bytes, "; make both tensors the same size.");
+  if (found->bytes != static_cast<uint64_t>(message.bytes)) {
+    fail_operation(message.work->label(), "rank ", source, " sent ", found->bytes, " bytes, this rank receives ",
+                   message.bytes, "; make both tensors the same size.");
+  }
   if (message.bytes > 0) {
     std::memcpy(message.data, found->data.data(), found->data.size());
   }
@@ -338,11 +339,12 @@ void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& p
     std::erase(awaited, peer);
   }
   const HeldUp held_up = group_->held_up(Lane::kPointToPoint, awaited);
-  C10_THROW_ERROR(
-      DistBackendError,
-      c10::str(label.prefix(), ": timed out after ", posted.message.work->timeout().count(), " ms waiting for ",
-               awaited.size() > 1 ? "any of " : "", format_ranks(awaited), held_up.chain, group_->silence(), "; ",
-               advise_to_look_at(held_up.culprits), ", or raise the timeout of the group."));
+  throw OperationError({__func__, __FILE__, __LINE__},
+                       {.kind = FailureKind::kTimeout,
+                        .text = c10::str(label.prefix(), ": timed out after ", posted.message.work->timeout().count(),
+                                         " ms waiting for ", awaited.size() > 1 ? "any of " : "", format_ranks(awaited),
+                                         held_up.chain, group_->silence(), "; ", advise_to_look_at(held_up.culprits),
+                                         ", or raise the timeout of the group.")});
 }
 
 void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {
@@ -355,11 +357,7 @@ void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {
     std::exception_ptr described;
     if (error) {
       described = describe_error(*group_, work->label(), error);
-      try {
-        std::rethrow_exception(described);
-      } catch (const c10::Error& known) {
-        group_->fail(known.what_without_backtrace());
-      }
+      group_->fail(failure_of(described));
     } else {
       const auto duration = std::chrono::steady_clock::now() - posted.start;
       group_->count(work->label(), std::chrono::duration<double>(duration).count(), {});

@@ -137,7 +137,7 @@ void ProcessGroupZero::abort() {
     return;
   }
   channels->group().fail(
-      c10::str("[zeropg rank ", rank_, "/", size_, "] the process group was aborted; make a new one."));
+      {.text = c10::str("[zeropg rank ", rank_, "/", size_, "] the process group was aborted; make a new one.")});
   channels->abort();
   std::lock_guard<std::mutex> lock(inner_mutex_);
   if (cuda_backend_) {
@@ -183,11 +183,15 @@ c10d::ErrorType ProcessGroupZero::getError() {
   if (channels == nullptr || !channels->group().has_failed() || channels->was_shut_down()) {
     return c10d::ErrorType::SUCCESS;
   }
-  const std::string failure = channels->group().failure();
-  if (failure.find("timed out") != std::string::npos) {
-    return c10d::ErrorType::TIMEOUT;
+  switch (channels->group().failure().kind) {
+    case FailureKind::kTimeout:
+      return c10d::ErrorType::TIMEOUT;
+    case FailureKind::kPeer:
+      return c10d::ErrorType::REMOTE_ERROR;
+    case FailureKind::kHere:
+      break;
   }
-  return failure.find(" failed: ") != std::string::npos ? c10d::ErrorType::REMOTE_ERROR : c10d::ErrorType::COMM_ERROR;
+  return c10d::ErrorType::COMM_ERROR;
 }
 
 #ifdef C10D_BACKEND_HAS_HOOKS

@@ -54,7 +54,7 @@ c10::intrusive_ptr<Backend> ProcessGroupZero::shrink(const std::vector<int64_t>&
   const std::string end =
       c10::str(prefix("zeropg:shrink"), ": the group was shrunk by ", names, "; use the group that shrink returned.");
   if ((flags & kShrinkAbort) != 0) {
-    group().fail(end);
+    group().fail({.text = end});
     channels_->engine().wake();
   } else {
     waitForPendingWorks();
@@ -63,7 +63,7 @@ c10::intrusive_ptr<Backend> ProcessGroupZero::shrink(const std::vector<int64_t>&
   auto store = c10::make_intrusive<c10d::PrefixStore>(
       c10::str("zeropg-shrink/", names, "/", shrink_count_.fetch_add(1)), store_);
   auto child = make_child(store, own, static_cast<int>(options->global_ranks_in_group.size()), options);
-  group().fail(end);  // all have come, so nobody needs the old group for an operation any more
+  group().fail({.text = end});  // all have come, so nobody needs the old group for an operation any more
   channels_->engine().wake();
   return child;
 }

@@ -56,7 +56,7 @@ TEST(GroupUse, KeepsWhatTheGroupLetsGoOfUntilTheLastOneLeaves) {
       });
     }
     while (inside < 3) std::this_thread::yield();
-    group->fail("the end");
+    group->fail({.text = "the end"});
     auto stays = std::make_unique<Group::Use>(*group);
     group->let_go();
     for (std::thread& user : users) user.join();

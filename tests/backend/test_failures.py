@@ -276,6 +276,25 @@ def test_a_rank_that_does_not_come_is_named_on_every_rank() -> None:
     assert "[zeropg rank 0/2] all_reduce #1" in other, other
 
 
+def check_kinds_of_failures() -> tuple[str, str]:
+    def kind_after(group: Any, tensor: torch.Tensor) -> str:
+        error_of(lambda: dist.all_reduce(tensor, group=group))
+        return str(group._get_backend(torch.device("cpu")).get_error().name)
+
+    rank = dist.get_rank()
+    group = new_group_with(1)
+    if rank == 1:
+        dist.barrier()  # which rank 0 calls when its time is up
+    late = kind_after(group, torch.ones(3))
+    if rank == 0:
+        dist.barrier()
+    return late, kind_after(dist.new_group(), torch.ones(3 + rank))
+
+
+def test_a_failure_has_a_kind() -> None:
+    assert run_ranks(2, check_kinds_of_failures) == [("TIMEOUT", "COMM_ERROR"), ("REMOTE_ERROR", "COMM_ERROR")]
+
+
 def check_departed() -> str:
     group = dist.new_group()
     if dist.get_rank() == 1:
