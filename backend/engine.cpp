@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "backend/transport/doorbell.h"
+#include "backend/transport/time_slice.h"
 #include "backend/transport/waiter.h"
 
 namespace zeropg {
@@ -76,6 +77,7 @@ void Engine::remove(Channel* channel, bool waits_for_callbacks) {
     is_last = channels_.empty();
     channel->set_sleeping(false);
   }
+  restore_slices();  // of whoever waited; who still does has a short one again when it sleeps
   if (!is_last) {
     return;
   }
@@ -138,6 +140,7 @@ Activity Engine::advance_all() {
 void Engine::run() {
   pthread_setname_np(pthread_self(), "zeropg-engine");
   block_signals();
+  shorten_slice_for_good();
   int32_t ranks = ranks_on_node();
   Waiter waiter(ranks, kProgressPatience);
   auto last_check = std::chrono::steady_clock::now();

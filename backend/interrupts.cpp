@@ -2,6 +2,8 @@
 
 #include <atomic>
 
+#include "backend/transport/time_slice.h"
+
 namespace zeropg {
 
 namespace {
@@ -14,6 +16,7 @@ void set_interrupt_check(InterruptCheck check) { installed = check; }
 
 void check_interrupts() {
   if (const InterruptCheck check = installed.load(std::memory_order_acquire)) {
+    restore_slice();  // a handler may start processes
     check();
   }
 }

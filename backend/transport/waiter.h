@@ -31,7 +31,7 @@ int32_t usable_cpus(int32_t affinity_cpus, double cpu_limit);
 //   }
 //
 // It should sleep at once where yielding does not pay: Note [Contended CPUs]. Whoever sleeps has short slices from then
-// on: Note [Short slices] in time_slice.h.
+// on, until a group ends: Note [Short slices] in time_slice.h.
 // A rank spins only when every rank of the node can have a CPU of its own, otherwise the spinner takes the CPU from
 // the very rank that it waits for. `local_world_size` is therefore the number of ranks on the node, not in the group.
 class Waiter {
