@@ -18,7 +18,6 @@ c10::intrusive_ptr<ZeroWork> ProcessGroupZero::make_work(Call& call, OpType type
 
 c10::intrusive_ptr<Work> ProcessGroupZero::submit(Call call, OpType type, std::chrono::milliseconds timeout,
                                                   bool is_asynchronous) {
-  call.set_sequence(sequence_.fetch_add(1) + 1);  // not before: a call whose arguments are refused must not count
   auto job = std::make_unique<CollectiveJob>();
   {
     const Group::Use use(group());
@@ -26,6 +25,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::submit(Call call, OpType type, std::c
       job->collectives.push_back(planner_->plan(request));
     }
   }
+  call.set_sequence(sequence_.fetch_add(1) + 1);  // not before: a call whose arguments are refused must not count
   auto work = make_work(call, type, timeout);
   job->work = work;
   record_collective(call.requests(), *work);

@@ -54,17 +54,20 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::allreduce_sparse(std::vector<at
     return result;
   };
 
-  // Shapes first: a rank with another one must fail on every rank, before anything of that shape is gathered.
-  std::vector<int64_t> shape{own._nnz(), own.sparse_dim(), own.dense_dim()};
+  // Shapes first, and what is made of them: a rank with another one must fail on every rank, before anything of that
+  // shape is gathered.
+  std::vector<int64_t> shape{own._nnz(), own.sparse_dim(), own.dense_dim(), is_average ? 1 : 0};
   constexpr size_t kMostDimensions = 64;
   call.check_value(own.sizes().size() <= kMostDimensions, "the tensor has more than ", kMostDimensions, " dimensions.");
   shape.insert(shape.end(), own.sizes().begin(), own.sizes().end());
-  shape.resize(3 + kMostDimensions, -1);
+  shape.resize(4 + kMostDimensions, -1);
   const std::vector<at::Tensor> shapes = gather(at::tensor(shape, at::kLong));
   int64_t longest = 0;
   for (int peer = 0; peer < size_; ++peer) {
     const at::Tensor& other = shapes[static_cast<size_t>(peer)];
     const auto* values = other.const_data_ptr<int64_t>();
+    call.check_value(shape[3] == values[3], "rank ", peer, values[3] == 1 ? " averages" : " sums", " and this rank",
+                     is_average ? " averages" : " sums", "; make the same call on every rank.");
     call.check_value(std::equal(shape.begin() + 1, shape.end(), values + 1), "the tensor of rank ", peer,
                      " has other dimensions than this rank's ", own.sizes(), " (", own.sparse_dim(),
                      " of them sparse); use the same shape on every rank.");
@@ -80,10 +83,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::allreduce_sparse(std::vector<at
     all_indices.push_back(indices[peer].narrow(1, 0, count));
     all_values.push_back(values[peer].narrow(0, 0, count));
   }
+  const IeeeArithmetic rules;
   at::Tensor sum =
       at::_sparse_coo_tensor_unsafe(at::cat(all_indices, 1), at::cat(all_values, 0), own.sizes(), own.options())
           .coalesce();
-  const IeeeArithmetic rules;
   if (is_average) {
     sum._values().div_(size_);
   }

@@ -154,7 +154,7 @@ c10::intrusive_ptr<c10d::Work> SharedWindow::put(const at::Tensor& tensor, int64
   check(offset >= 0 && offset <= bytes_ / item && tensor.numel() <= bytes_ / item - offset, prefix, tensor.numel(),
         " elements at ", offset, " do not fit into a window of ", bytes_ / item, ".");
   group_->check_peer("zeropg:put", peer);
-  const at::Tensor source = tensor.contiguous();
+  const at::Tensor source = tensor.resolve_conj().resolve_neg().contiguous();
   std::memcpy(part_of(peer) + offset * item, source.const_data_ptr(), source.nbytes());
   return c10::make_intrusive<CompletedWork>(group_->getRank());
 }

@@ -174,6 +174,8 @@ def check_sparse() -> None:
         dist.all_reduce(sparse(rank), op=dist.ReduceOp.MAX)
     with pytest.raises(ValueError, match=r"the tensor of rank \d has other dimensions"):
         dist.all_reduce(sparse(rank, size=6 + rank))
+    with pytest.raises(ValueError, match=r"rank \d (averages|sums) and this rank (sums|averages)"):
+        dist.all_reduce(sparse(rank), op=dist.ReduceOp.AVG if rank == 1 else dist.ReduceOp.SUM)
     dist.barrier()
 
 

@@ -57,6 +57,19 @@ def test_puts_arrive_before_their_signals(run: Callable[..., Any]) -> None:
     run(put_around)
 
 
+def put_conjugates() -> None:
+    tensor = torch.zeros(3, dtype=torch.complex64)
+    window = make_window(tensor)
+    window.put(torch.full((3,), 1 + 2j).conj(), (dist.get_rank() + 1) % dist.get_world_size(), 0, False)
+    dist.barrier()
+    assert tensor.tolist() == [1 - 2j] * 3
+    window.tensor_deregister()
+
+
+def test_what_is_put_is_what_the_tensor_shows(run: Callable[..., Any]) -> None:
+    run(put_conjugates)
+
+
 def outlive() -> None:
     group = dist.new_group()
     tensor = torch.arange(4)
