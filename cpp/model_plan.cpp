@@ -1,6 +1,6 @@
 #include "cpp/model_plan.h"
 
-#include <torch/nn/modules/rnn.h>
+#include <torch/nn/modules/embedding.h>
 
 #include <algorithm>
 #include <map>
@@ -21,16 +21,15 @@ size_t home_of(const std::string& name, const std::map<std::string, size_t>& uni
   return root;
 }
 
-// Some CPU kernels ask for a writable pointer to weights, which memory shared with other ranks refuses.
-bool wants_writable_weights(const torch::nn::Module& module) {
-  return dynamic_cast<const torch::nn::RNNImpl*>(&module) != nullptr ||
-         dynamic_cast<const torch::nn::LSTMImpl*>(&module) != nullptr ||
-         dynamic_cast<const torch::nn::GRUImpl*>(&module) != nullptr;
-}
-
-bool contains_rnn(torch::nn::Module& module) {
-  const auto modules = module.modules();
-  return std::any_of(modules.begin(), modules.end(), [](const auto& child) { return wants_writable_weights(*child); });
+// Whether forwards of some embedding write the rows that they look up.
+bool is_renormalized(const at::Tensor& parameter, const torch::nn::Module& root) {
+  const auto modules = root.modules();
+  return std::any_of(modules.begin(), modules.end(), [&](const auto& child) {
+    const auto* embedding = dynamic_cast<const torch::nn::EmbeddingImpl*>(child.get());
+    const auto* bag = dynamic_cast<const torch::nn::EmbeddingBagImpl*>(child.get());
+    return (embedding != nullptr && embedding->options.max_norm() && embedding->weight.is_same(parameter)) ||
+           (bag != nullptr && bag->options.max_norm() && bag->weight.is_same(parameter));
+  });
 }
 
 struct Occurrence {
@@ -66,12 +65,12 @@ ModelPlan plan_model(const std::shared_ptr<torch::nn::Module>& root) {
       }
       unit_of_prefix[entry.key()] = plan.sources.size();
       plan.unit_of.emplace_back(unit, static_cast<int64_t>(plan.sources.size()));
-      plan.sources.push_back({entry.key(), {}, contains_rnn(*entry.value())});
+      plan.sources.push_back({entry.key(), {}});
     }
   }
   const size_t root_index = plan.sources.size();
   plan.unit_of.emplace_back(root_unit, static_cast<int64_t>(root_index));
-  plan.sources.push_back({"", {}, contains_rnn(*root)});
+  plan.sources.push_back({"", {}});
 
   std::vector<Occurrence> parameters;
   for (const auto& entry : root->named_parameters()) {
@@ -79,7 +78,7 @@ ModelPlan plan_model(const std::shared_ptr<torch::nn::Module>& root) {
     auto known = std::find_if(parameters.begin(), parameters.end(),
                               [&](const Occurrence& other) { return other.source.parameter.is_same(entry.value()); });
     if (known == parameters.end()) {
-      parameters.push_back({{{entry.key()}, entry.value()}, {home}});
+      parameters.push_back({{{entry.key()}, entry.value(), is_renormalized(entry.value(), *root)}, {home}});
       continue;
     }
     known->source.names.push_back(entry.key());

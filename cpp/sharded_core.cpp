@@ -210,6 +210,7 @@ StateDict ShardedCore::full_state_dict(std::optional<c10::ScalarType> dtype) {
                     /*non_blocking=*/false, /*copy=*/true);
   };
   const auto root = state_->live_root("full_state_dict");
+  state_->module->settle_writes("full_state_dict");
   std::map<std::string, at::Tensor> values;
   for (size_t index = 0; index < state_->module->flats().size(); ++index) {
     const at::Tensor whole = state_->module->gather_master(static_cast<int64_t>(index));

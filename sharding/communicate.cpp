@@ -9,11 +9,19 @@
 #include "backend/transport/notices.h"
 
 namespace zeropg {
+namespace {
+
+// What is only moved travels as bytes: not every backend knows every dtype.
+at::Tensor bytes_of(const at::Tensor& tensor) { return tensor.view(at::kByte); }
+
+}  // namespace
 
 Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
     : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()) {}
 
 c10::intrusive_ptr<c10d::Work> Communicator::all_gather(at::Tensor whole, at::Tensor part) {
+  whole = bytes_of(whole);
+  part = bytes_of(part);
 #if TORCH_VERSION_MINOR >= 15
   return group_->all_gather_single(whole, part);
 #else
@@ -53,11 +61,21 @@ c10::intrusive_ptr<c10d::Work> Communicator::all_reduce_max(at::Tensor whole) {
   return group_->allreduce(tensors, options);
 }
 
-c10::intrusive_ptr<c10d::Work> Communicator::broadcast(at::Tensor whole, int64_t root) {
+c10::intrusive_ptr<c10d::Work> Communicator::broadcast(const at::Tensor& whole, int64_t root) {
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  std::vector<at::Tensor> tensors{std::move(whole)};
+  std::vector<at::Tensor> tensors{bytes_of(whole)};
   return group_->broadcast(tensors, options);
+}
+
+bool Communicator::is_same_everywhere(int64_t value, c10::Device device) {
+  if (world_size_ == 1) {
+    return true;
+  }
+  const at::Tensor mine = at::empty({1}, at::kLong).fill_(value).to(device);
+  const at::Tensor all = at::empty({world_size_}, mine.options());
+  wait(all_gather(all, mine));
+  return all.eq(value).all().item<bool>();
 }
 
 at::Tensor Communicator::allocate(int64_t bytes, c10::Device device) {

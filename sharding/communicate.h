@@ -21,7 +21,8 @@ class Communicator {
   int64_t world_size() const { return world_size_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
-  // `whole` [world_size * n] <- everybody's `part` [n]; `part` may be this rank's slice of `whole`.
+  // `whole` [world_size * n] <- everybody's `part` [n]; `part` may be this rank's slice of `whole`. Of any dtype, as
+  // broadcast.
   c10::intrusive_ptr<c10d::Work> all_gather(at::Tensor whole, at::Tensor part);
   // `part` [n] <- this rank's slice of the average of everybody's `whole` [world_size * n]. With a codec the bytes
   // travel encoded: fp32 on a zeropg group only.
@@ -29,7 +30,9 @@ class Communicator {
                                                         const Compression& compression);
   c10::intrusive_ptr<c10d::Work> all_reduce_average(at::Tensor whole, const Compression& compression);
   c10::intrusive_ptr<c10d::Work> all_reduce_max(at::Tensor whole);
-  c10::intrusive_ptr<c10d::Work> broadcast(at::Tensor whole, int64_t root);
+  c10::intrusive_ptr<c10d::Work> broadcast(const at::Tensor& whole, int64_t root);
+  // Whether every rank passes the same value. Waits for all of them.
+  bool is_same_everywhere(int64_t value, c10::Device device);
   // Not collective: a buffer of bytes, [bytes], where this group's collectives are fastest: on a zeropg group and the
   // CPU in shared memory, as long as there is room for it there.
   at::Tensor allocate(int64_t bytes, c10::Device device);

@@ -28,15 +28,14 @@ class Fetch {
   virtual bool is_collective() const = 0;
 
   // Bracket every change of masters (optimizer step, loading). Collective. begin_update returns when no rank reads the
-  // old values any more; end_update makes the new ones visible to the next unshard on every rank. A begin_update that
-  // throws has ended the update too.
-  virtual void begin_update() = 0;
+  // old values any more, and whether all ranks passed the same `news`; end_update makes the new values visible to the
+  // next unshard on every rank. A begin_update that throws has ended the update too.
+  virtual bool begin_update(int64_t news) = 0;
   virtual void end_update(const std::vector<FlatParameter*>& flats) = 0;
 
   // Bytes that this rank holds, its part of shared memory included.
   struct Memory {
     int64_t parameters = 0;  // in the dtype of computation
-    int64_t masters = 0;     // beside them; 0 where the parameter is its own master
     int64_t gathered = 0;    // buffers for units that are whole
   };
   virtual Memory memory() const = 0;

@@ -51,8 +51,9 @@ FlatParameter::FlatParameter(std::string unit_name, const std::vector<Source>& s
   for (size_t i = 0; i < sources.size(); ++i) {
     const at::Tensor& parameter = sources[i].parameter;
     initial_values_.narrow(0, layout_.offsets[i], numels[i]).copy_(parameter.detach().reshape({-1}));
-    slots_.push_back({sources[i].names, parameter, layout_.offsets[i], numels[i],
-                      ParameterStorage(parameter, dtype_, sharded_message(sources[i].names.front()))});
+    slots_.push_back({sources[i].names, parameter, parameter.sizes().vec(), layout_.offsets[i], numels[i],
+                      ParameterStorage(parameter, dtype_, sharded_message(sources[i].names.front())),
+                      sources[i].is_renormalized});
   }
 }
 
@@ -80,6 +81,34 @@ void FlatParameter::reserve_master(const ShardingOptions& options) {
       std::make_shared<TieredVector>(options.optimizer_offload, "masters of " + describe(), numel, master_dtype_);
 }
 
+void FlatParameter::make_trainable(const ShardingOptions& options) {
+  at::NoGradGuard no_grad;
+  const int64_t start = options.stage.shards_optimizer ? shard_start() : 0;
+  const int64_t numel = options.stage.shards_optimizer ? layout_.shard_numel : layout_.total_numel;
+  const c10::ScalarType dtype = master_dtype_of(original_dtype_);
+  const int64_t first = start - master_start;
+  const at::Tensor home = (is_own_master() ? master : parameter_out).narrow(0, first, numel);
+  const at::Tensor values = read_master(first, first + numel).to(dtype, /*non_blocking=*/false, /*copy=*/true);
+  is_trainable_ = true;
+  master_dtype_ = dtype;
+  master_start = start;
+  master_numel = numel;
+  tiered_master.reset();
+  if (is_own_master()) {
+    master = home;
+    parameter_out = at::Tensor();
+    return;
+  }
+  parameter_out = home;
+  reserve_master(options);
+  if (tiered_master != nullptr) {
+    tiered_master->write(0, values);
+    master = tiered_master->in_place();
+  } else {
+    master = values;
+  }
+}
+
 void FlatParameter::read_master(int64_t start, int64_t stop,
                                 const std::function<void(int64_t, const at::Tensor&)>& take) const {
   if (!master.defined()) {
@@ -105,10 +134,10 @@ int64_t FlatParameter::resident_master_bytes() const {
   return is_own_master() || tiered_master != nullptr ? 0 : static_cast<int64_t>(master.nbytes());
 }
 
-void FlatParameter::attach(const at::Tensor& whole, bool guarded) {
+void FlatParameter::attach(const at::Tensor& whole) {
   TORCH_INTERNAL_ASSERT(whole.numel() == layout_.total_numel && whole.scalar_type() == dtype_);
   for (ParameterSlot& slot : slots_) {
-    slot.storage.attach(whole, slot.offset, guarded);
+    slot.storage.attach(whole, slot.offset, /*is_watched=*/true);
   }
   whole_ = whole;
 }

@@ -20,9 +20,11 @@ namespace zeropg {
 struct ParameterSlot {
   std::vector<std::string> names;  // as in named_parameters(); the first is the name that is saved
   at::Tensor parameter;            // the user's own tensor
-  int64_t offset = 0;              // elements, in the flat buffer
+  std::vector<int64_t> sizes;
+  int64_t offset = 0;  // elements, in the flat buffer
   int64_t numel = 0;
   ParameterStorage storage;
+  bool is_renormalized = false;  // forwards of different ranks write different elements: Embedding(max_norm=)
 };
 
 // What a slot's overlap with a range of the flat buffer is.
@@ -39,6 +41,7 @@ class FlatParameter {
   struct Source {
     std::vector<std::string> names;
     at::Tensor parameter;
+    bool is_renormalized = false;  // as in ParameterSlot
   };
 
   // Takes the parameters over: their data moves to `initial_values()`, they are left sharded (unreadable).
@@ -50,6 +53,7 @@ class FlatParameter {
   c10::ScalarType master_dtype() const { return master_dtype_; }
   c10::ScalarType original_dtype() const { return original_dtype_; }
   c10::Device device() const { return device_; }
+  // Whether some parameter has been trainable; flags that are flipped later may make it so (make_trainable).
   bool is_trainable() const { return is_trainable_; }
   // Whether the parameter itself is the master (no separate copy of higher precision).
   bool is_own_master() const { return dtype_ == master_dtype_; }
@@ -66,7 +70,7 @@ class FlatParameter {
   // The overlaps of the slots with flat range [start, stop), in order.
   std::vector<SlotRange> slots_in(int64_t start, int64_t stop) const;
 
-  void attach(const at::Tensor& whole, bool guarded);
+  void attach(const at::Tensor& whole);
   void detach();
   bool is_attached() const { return whole_.defined(); }
   const at::Tensor& whole() const { return whole_; }
@@ -85,6 +89,8 @@ class FlatParameter {
   void read_master(int64_t start, int64_t stop, const std::function<void(int64_t, const at::Tensor&)>& take) const;
   at::Tensor read_master(int64_t start, int64_t stop) const;  // a live view, or a copy on the CPU
   void write_master(int64_t start, const at::Tensor& values);
+  // Gives frozen parameters masters that can be updated, of their values. Not collective. TierError.
+  void make_trainable(const ShardingOptions& options);
   int64_t resident_master_bytes() const;  // beside the parameters
   // The same range in the parameters' dtype: what an update must also write. Undefined where it is the master itself.
   at::Tensor parameter_out;

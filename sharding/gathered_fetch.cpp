@@ -20,11 +20,11 @@ class GatheredFetch final : public Fetch {
 
   void adopt(const std::vector<FlatParameter*>& flats) override {
     for (FlatParameter* flat : flats) {
+      device_ = flat->device();
       const at::Tensor values = flat->take_initial_values();
       at::Tensor shard = at::empty({flat->layout().shard_numel}, values.options().dtype(flat->dtype()));
       make_master(*flat, shard, values, flat->shard_start());
       memory_.parameters += static_cast<int64_t>(shard.nbytes());
-      memory_.masters += flat->resident_master_bytes();
       shards_[flat] = shard;
     }
   }
@@ -41,7 +41,7 @@ class GatheredFetch final : public Fetch {
         throw;
       }
     }
-    flat.attach(whole, /*guarded=*/false);
+    flat.attach(whole);
   }
 
   void reshard(FlatParameter& flat) override {
@@ -50,9 +50,9 @@ class GatheredFetch final : public Fetch {
     pool_.release(std::move(whole));
   }
 
-  void begin_update() override {}
+  bool begin_update(int64_t news) override { return communicator_.is_same_everywhere(news, device_); }
   void end_update(const std::vector<FlatParameter*>&) override {}
-  Memory memory() const override { return {memory_.parameters, memory_.masters, pool_.allocated_bytes()}; }
+  Memory memory() const override { return {memory_.parameters, pool_.allocated_bytes()}; }
 
  private:
   void gather(const FlatParameter& flat, const at::Tensor& whole) {
@@ -70,6 +70,7 @@ class GatheredFetch final : public Fetch {
   Communicator& communicator_;
   BufferPool pool_;
   std::unordered_map<const FlatParameter*, at::Tensor> shards_;
+  c10::Device device_ = c10::kCPU;
   Memory memory_;
 };
 

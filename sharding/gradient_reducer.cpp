@@ -9,6 +9,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
+
+#include "sharding/grad_view.h"
 
 namespace zeropg {
 namespace {
@@ -30,14 +33,16 @@ class LambdaPreHook final : public torch::autograd::FunctionPreHook {
   std::function<void()> function_;
 };
 
-bool is_same_tensor(const at::Tensor& a, const at::Tensor& b) {
-  return a.defined() && b.defined() && a.unsafeGetTensorImpl() == b.unsafeGetTensorImpl();
-}
-
 std::string unreadable_message(const std::string& name) {
   return "[zeropg] the gradient of '" + name +
          "' is sharded: each rank holds a part of it. Clip with zeropg.clip_grad_norm_(model, max_norm); read it whole "
          "inside `with zeropg.full_gradients(model):`.";
+}
+
+std::string unreduced_message(const std::string& name) {
+  return "[zeropg] the gradient of '" + name +
+         "' is not reduced yet: zeropg.no_sync(model) has added to an earlier one. Read it after a backward outside of "
+         "no_sync.";
 }
 
 // Residuals have the names of parameters: buckets depend on units, stage and world.
@@ -61,23 +66,32 @@ Compression compression_of(const FlatParameter& flat, const ShardingOptions& opt
 struct GradientReducer::Slot {
   int64_t index = 0;
   GradientAccumulator accumulator;  // the parameter holds it weakly, the hooks live on it
-  at::Tensor shown;                 // what `.grad` is after a backward; see Note [What .grad is]
-  bool arrived = false;             // in this backward
-  bool is_filled = false;           // the open bucket holds a gradient of this slot
-  bool has_gradient = false;        // some rank contributed since the gradient was last dropped
+  GradView view;                    // what `.grad` is after a backward
+  bool is_full = false;             // `.grad` is what show_full has put there, or the user after it
+  std::unique_ptr<torch::autograd::PostAccumulateGradHook> users_hook;  // taken away until backward has ended
+  at::Tensor taken_away;           // what `.grad` showed, while autograd puts another there
+  bool had_gradient = false;       // when this backward began
+  bool arrived = false;            // in this backward
+  bool arrived_somewhere = false;  // on some rank, in this backward
+  bool is_filled = false;          // the open bucket holds a gradient of this slot
+  bool has_gradient = false;       // some rank contributed since the gradient was last dropped
 };
 
 struct GradientReducer::Bucket {
   FlatParameter* flat = nullptr;
   Compression compression;
   std::vector<Slot> slots;
+  bool is_active = false;  // the flat is trainable
+  int64_t expected = 0;    // slots that may get a gradient in this backward
   int64_t arrived = 0;
+  bool is_held = false;  // until the end of this backward
   bool is_launched = false;
   bool is_finished = false;
   at::Tensor buffer;   // [total_numel]: local gradients; stays open over backwards inside no_sync
   at::Tensor reduced;  // what the running work writes: a slice, or the buffer itself
   c10::intrusive_ptr<c10d::Work> work;
-  at::Tensor kept;  // averaged gradient, master dtype: a slice, or whole where gradients are replicated
+  at::Tensor kept;       // averaged gradient, master dtype: a slice, or whole where gradients are replicated
+  size_t kept_uses = 0;  // of its storage by us alone
   bool is_kept_valid = false;
 };
 
@@ -90,7 +104,6 @@ GradientReducer::GradientReducer(Communicator& communicator, const ShardingOptio
   for (FlatParameter* flat : flats) {
     Bucket bucket;
     bucket.flat = flat;
-    bucket.compression = compression_of(*flat, options);
     bucket.slots.resize(flat->slots().size());
     for (size_t i = 0; i < bucket.slots.size(); ++i) {
       bucket.slots[i].index = static_cast<int64_t>(i);
@@ -101,34 +114,66 @@ GradientReducer::GradientReducer(Communicator& communicator, const ShardingOptio
 
 GradientReducer::~GradientReducer() = default;
 
-void GradientReducer::install(const std::weak_ptr<void>& alive, std::function<void()> on_backward,
+void GradientReducer::install(const std::weak_ptr<void>& alive, std::function<void(FlatParameter&)> on_backward,
                               std::function<void(FlatParameter&)> on_gradient) {
+  alive_ = alive;
   on_backward_ = std::move(on_backward);
+  on_gradient_ = std::move(on_gradient);
   for (Bucket& bucket : buckets_) {
-    for (Slot& slot : bucket.slots) {
-      const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
-      slot.accumulator = torch::autograd::impl::grad_accumulator(parameter_slot.parameter);
-      slot.accumulator->add_pre_hook(std::make_unique<LambdaPreHook>([this, alive, &bucket, &slot] {
-        if (const auto locked = alive.lock()) {
-          on_backward_();
-          at::Tensor& gradient = bucket.flat->slots()[slot.index].parameter.mutable_grad();
-          if (is_same_tensor(gradient, slot.shown)) {
-            gradient.reset();
-          }
-        }
-      }));
-      slot.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-          [this, alive, on_gradient, &bucket, &slot](const torch::autograd::variable_list& outputs,
-                                                     const torch::autograd::variable_list&) {
-            if (const auto locked = alive.lock()) {
-              take_gradient(bucket, slot);
-              on_gradient(*bucket.flat);
-            }
-            return outputs;
-          }));
+    if (bucket.flat->is_trainable()) {
+      install(bucket);
     }
   }
 }
+
+void GradientReducer::notice_unfrozen() {
+  for (Bucket& bucket : buckets_) {
+    if (bucket.flat->is_trainable()) {
+      install(bucket);
+    }
+  }
+}
+
+void GradientReducer::install(Bucket& bucket) {
+  if (!bucket.is_active) {
+    bucket.is_active = true;
+    bucket.compression = compression_of(*bucket.flat, options_);
+  }
+  for (Slot& slot : bucket.slots) {
+    const at::Tensor& parameter = bucket.flat->slots()[slot.index].parameter;
+    if (slot.accumulator != nullptr || !parameter.requires_grad()) {
+      continue;
+    }
+    if (!bucket.flat->is_own_master()) {
+      parameter.set_grad_dtype(std::nullopt);  // `.grad` has the masters' dtype, and users may assign either
+    }
+    slot.accumulator = torch::autograd::impl::grad_accumulator(parameter);
+    slot.accumulator->add_pre_hook(std::make_unique<LambdaPreHook>([this, alive = alive_, &bucket, &slot] {
+      if (const auto locked = alive.lock()) {
+        on_backward_(*bucket.flat);
+        const at::Tensor& mine = bucket.flat->slots()[slot.index].parameter;
+        if (slot.view.is_shown(mine)) {
+          slot.taken_away = std::exchange(mine.mutable_grad(), at::Tensor());
+        }
+        auto& hook = torch::autograd::impl::post_acc_grad_hooks(mine);
+        if (hook != nullptr) {
+          slot.users_hook = std::move(hook);
+        }
+      }
+    }));
+    slot.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [this, alive = alive_, &bucket, &slot](const torch::autograd::variable_list& outputs,
+                                               const torch::autograd::variable_list&) {
+          if (const auto locked = alive.lock()) {
+            take_gradient(bucket, slot);
+            on_gradient_(*bucket.flat);
+          }
+          return outputs;
+        }));
+  }
+}
+
+void GradientReducer::hold_until_end(const FlatParameter& flat) { bucket_of(flat).is_held = true; }
 
 int64_t GradientReducer::kept_start(const Bucket& bucket) const {
   return options_.stage.shards_gradients ? bucket.flat->shard_start() : 0;
@@ -157,41 +202,108 @@ void GradientReducer::begin_backward(bool synchronize) {
   next_to_launch_ = 0;
   for (Bucket& bucket : buckets_) {
     bucket.arrived = 0;
+    bucket.expected = 0;
+    bucket.is_held = false;
     bucket.is_launched = false;
     bucket.is_finished = false;
     for (Slot& slot : bucket.slots) {
       slot.arrived = false;
+      slot.arrived_somewhere = false;
+      bucket.expected += bucket.flat->slots()[slot.index].parameter.requires_grad() ? 1 : 0;
     }
   }
   for (Bucket& bucket : buckets_) {
     absorb(bucket);
+    for (Slot& slot : bucket.slots) {
+      slot.had_gradient = slot.has_gradient || slot.is_filled;
+    }
   }
 }
 
 // Takes over what the user did to `.grad` since the last backward.
 void GradientReducer::absorb(Bucket& bucket) {
-  if (is_showing_full_) {
+  if (is_showing_full_ || !bucket.is_active) {
     return;
   }
   at::NoGradGuard no_grad;
-  bool has_any = false;
-  for (Slot& slot : bucket.slots) {
-    const at::Tensor theirs = bucket.flat->slots()[slot.index].parameter.grad();
-    has_any |= theirs.defined();
-    if (!theirs.defined()) {
-      drop(bucket, slot);
-    } else if (!is_same_tensor(theirs, slot.shown)) {
-      replace(bucket, slot, theirs);
+  const auto& places = bucket.flat->slots();
+  if (std::none_of(places.begin(), places.end(),
+                   [](const ParameterSlot& place) { return place.parameter.grad().defined(); })) {
+    for (Slot& slot : bucket.slots) {
+      slot.has_gradient = false;
+      slot.is_filled = false;
     }
-  }
-  if (!has_any) {
     bucket.is_kept_valid = false;
     release_buffer(bucket);
+    return;
+  }
+  for (Slot& slot : bucket.slots) {
+    const at::Tensor& parameter = places[slot.index].parameter;
+    if (!parameter.grad().defined() || slot.view.is_lost(parameter)) {
+      drop(bucket, slot);
+    } else if (!slot.view.is_shown(parameter)) {
+      replace(bucket, slot, parameter.grad());
+    }
+  }
+}
+
+at::Tensor GradientReducer::make_kept(const Bucket& bucket) {
+  const auto options = at::TensorOptions().dtype(bucket.flat->master_dtype()).device(bucket.flat->device());
+  if (options_.stage.shards_gradients) {
+    return at::zeros({kept_numel(bucket)}, options);
+  }
+  // Reduced where it is.
+  const int64_t bytes = kept_numel(bucket) * static_cast<int64_t>(options.dtype().itemsize());
+  return communicator_.allocate(bytes, bucket.flat->device()).view(bucket.flat->master_dtype()).zero_();
+}
+
+// Whether somebody else has a tensor in the kept gradient's memory that `.grad` does not show any more.
+bool GradientReducer::has_users(const Bucket& bucket) {
+  if (options_.stage.shards_gradients || !bucket.kept.defined()) {
+    return false;
+  }
+  size_t ours = bucket.kept_uses;
+  for (const Slot& slot : bucket.slots) {
+    const at::Tensor& parameter = bucket.flat->slots()[slot.index].parameter;
+    if (slot.view.is_shown(parameter)) {
+      ++ours;
+    }
+  }
+  return bucket.kept.storage().use_count() > ours;
+}
+
+// Makes room for a gradient where none is kept.
+void GradientReducer::renew_kept(Bucket& bucket) {
+  if (!bucket.kept.defined()) {
+    bucket.kept = make_kept(bucket);
+    bucket.kept_uses = bucket.kept.storage().use_count();
+  }
+  leave_kept_to_users(bucket, /*keeps_values=*/false);
+}
+
+// Before the kept gradient gets other values: what users have of the old ones stays as it is.
+void GradientReducer::leave_kept_to_users(Bucket& bucket, bool keeps_values) {
+  if (!has_users(bucket)) {
+    return;
+  }
+  const at::Tensor before = bucket.kept;
+  bucket.kept = make_kept(bucket);
+  bucket.kept_uses = bucket.kept.storage().use_count();
+  if (!keeps_values) {
+    return;
+  }
+  bucket.kept.copy_(before);
+  for (Slot& slot : bucket.slots) {
+    const ParameterSlot& place = bucket.flat->slots()[slot.index];
+    if (slot.view.is_shown(place.parameter)) {
+      slot.view.move_to(bucket.kept.narrow(0, place.offset, place.numel));
+    }
   }
 }
 
 void GradientReducer::drop(Bucket& bucket, Slot& slot) {
   if (slot.has_gradient && bucket.is_kept_valid) {
+    leave_kept_to_users(bucket, /*keeps_values=*/true);
     kept_part(bucket, slot, nullptr).zero_();
   }
   slot.has_gradient = false;
@@ -206,12 +318,11 @@ void GradientReducer::replace(Bucket& bucket, Slot& slot, const at::Tensor& thei
     bucket.buffer.narrow(0, parameter_slot.offset, parameter_slot.numel).copy_(values);
     slot.is_filled = true;
   } else {
-    if (!bucket.kept.defined()) {
-      bucket.kept =
-          at::zeros({kept_numel(bucket)}, at::dtype(bucket.flat->master_dtype()).device(bucket.flat->device()));
-    } else if (!bucket.is_kept_valid) {
+    if (!bucket.is_kept_valid) {
+      renew_kept(bucket);
       bucket.kept.zero_();
     }
+    leave_kept_to_users(bucket, /*keeps_values=*/true);
     bucket.is_kept_valid = true;
     int64_t start = 0;
     const at::Tensor part = kept_part(bucket, slot, &start);
@@ -224,14 +335,8 @@ void GradientReducer::replace(Bucket& bucket, Slot& slot, const at::Tensor& thei
 void GradientReducer::open(Bucket& bucket) {
   FlatParameter& flat = *bucket.flat;
   const FlatLayout& layout = flat.layout();
-  const auto options = at::TensorOptions().dtype(flat.master_dtype()).device(flat.device());
-  if (!bucket.kept.defined()) {
-    if (options_.stage.shards_gradients) {
-      bucket.kept = at::zeros({kept_numel(bucket)}, options);
-    } else {  // reduced where it is
-      const int64_t bytes = kept_numel(bucket) * static_cast<int64_t>(options.dtype().itemsize());
-      bucket.kept = communicator_.allocate(bytes, flat.device()).view(flat.master_dtype()).zero_();
-    }
+  if (!bucket.is_kept_valid) {
+    renew_kept(bucket);
   }
   // Inside no_sync gradients of several backwards are summed here, so they get the master's precision.
   const auto dtype = synchronize_ ? options_.reduce_dtype.value_or(flat.master_dtype()) : flat.master_dtype();
@@ -259,9 +364,15 @@ void GradientReducer::take_gradient(Bucket& bucket, Slot& slot) {
   at::NoGradGuard no_grad;
   const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
   at::Tensor gradient = parameter_slot.parameter.grad();
-  if (!gradient.defined() || is_same_tensor(gradient, slot.shown)) {
+  if (!gradient.defined() || slot.view.is_shown(parameter_slot.parameter)) {
     return;
   }
+  TORCH_CHECK(
+      !gradient.requires_grad(), "[zeropg rank ", communicator_.rank(), "/", communicator_.world_size(),
+      "] backward(create_graph=True): the gradient of '", parameter_slot.names.front(),
+      "' has a graph, which its average over the ranks cannot have, so a penalty on `.grad` would be lost. Take "
+      "it from torch.autograd.grad(loss, inputs, create_graph=True), which does not communicate, add the penalty "
+      "to the loss, and call backward() on the sum.");
   TORCH_CHECK(!bucket.is_launched, "[zeropg rank ", communicator_.rank(), "/", communicator_.world_size(),
               "] parameter '", parameter_slot.names.front(),
               "' got a second gradient after its bucket was sent in the same backward; expected one accumulation per "
@@ -282,20 +393,26 @@ void GradientReducer::take_gradient(Bucket& bucket, Slot& slot) {
     slot.arrived = true;
     ++bucket.arrived;
   }
-  parameter_slot.parameter.mutable_grad().reset();
+  parameter_slot.parameter.mutable_grad() = std::exchange(slot.taken_away, at::Tensor());
   if (synchronize_ && during_backward_ != DuringBackward::kCollect) {
     launch_ready();
   }
 }
 
 void GradientReducer::launch_ready() {
-  while (next_to_launch_ < buckets_.size() &&
-         buckets_[next_to_launch_].arrived == static_cast<int64_t>(buckets_[next_to_launch_].slots.size())) {
-    launch(buckets_[next_to_launch_++]);
+  for (; next_to_launch_ < buckets_.size(); ++next_to_launch_) {
+    Bucket& bucket = buckets_[next_to_launch_];
+    if (bucket.is_active && (bucket.is_held || bucket.arrived < bucket.expected)) {
+      return;
+    }
+    launch(bucket);
   }
 }
 
 void GradientReducer::launch(Bucket& bucket) {
+  if (!bucket.is_active) {
+    return;
+  }
   FlatParameter& flat = *bucket.flat;
   if (!bucket.buffer.defined()) {
     open(bucket);
@@ -346,6 +463,9 @@ void GradientReducer::finish_some() {
 }
 
 void GradientReducer::finish(Bucket& bucket) {
+  if (!bucket.is_active) {
+    return;
+  }
   if (bucket.work) {
     communicator_.wait(bucket.work);
     bucket.work.reset();
@@ -383,6 +503,7 @@ bool GradientReducer::finish_backward(uint64_t fingerprint) {
   if (!is_showing_full_) {
     show_gradients();
   }
+  give_hooks_back();
   return is_same;
 }
 
@@ -412,7 +533,8 @@ bool GradientReducer::share_which_slots_have_gradients(uint64_t fingerprint) {
   size_t next = 0;
   for (Bucket& bucket : buckets_) {
     for (Slot& slot : bucket.slots) {
-      slot.has_gradient |= filled[next++] != 0;
+      slot.arrived_somewhere = filled[next++] != 0;
+      slot.has_gradient |= slot.arrived_somewhere;
     }
   }
   return std::equal(filled.begin() + static_cast<int64_t>(slot_count), filled.end(),
@@ -431,16 +553,71 @@ void GradientReducer::show_gradients() {
 }
 
 void GradientReducer::show(Bucket& bucket, Slot& slot) {
-  const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
-  const at::Tensor& parameter = parameter_slot.parameter;
-  if (!slot.shown.defined()) {
-    slot.shown =
-        options_.stage.shards_gradients
-            ? make_unreadable(parameter.sizes(), parameter.options(), unreadable_message(parameter_slot.names.front()))
-            : bucket.kept.narrow(0, parameter_slot.offset, parameter_slot.numel).view(parameter.sizes());
+  const ParameterSlot& place = bucket.flat->slots()[slot.index];
+  if (options_.stage.shards_gradients) {
+    slot.view.show_unreadable(place.parameter, unreadable_message(place.names.front()));
+  } else if (bucket.buffer.defined() && !bucket.buffer.is_alias_of(bucket.kept)) {
+    slot.view.show_unreadable(place.parameter, unreduced_message(place.names.front()));
+  } else {
+    slot.view.show(place.parameter, bucket.kept.narrow(0, place.offset, place.numel));
   }
-  // Python's setter would refuse it: where masters are fp32 so is the gradient of a 16-bit parameter.
-  parameter.mutable_grad() = slot.shown;
+}
+
+void GradientReducer::give_hooks_back() {
+  for (Bucket& bucket : buckets_) {
+    for (Slot& slot : bucket.slots) {
+      if (slot.users_hook != nullptr) {
+        auto& hook = torch::autograd::impl::post_acc_grad_hooks(bucket.flat->slots()[slot.index].parameter);
+        if (hook == nullptr) {
+          hook = std::move(slot.users_hook);
+        }
+        slot.users_hook.reset();
+      }
+    }
+  }
+}
+
+void GradientReducer::run_hooks() {
+  at::NoGradGuard no_grad;
+  for (Bucket& bucket : buckets_) {
+    for (const Slot& slot : bucket.slots) {
+      if (!slot.arrived_somewhere) {
+        continue;
+      }
+      const at::Tensor& parameter = bucket.flat->slots()[slot.index].parameter;
+      const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
+      if (hook != nullptr) {
+        (*hook)(parameter);
+      }
+    }
+  }
+}
+
+bool GradientReducer::will_accumulate() const {
+  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
+  if (executed == nullptr || executed->empty()) {
+    return true;  // backward() runs all that it reaches; grad(), and backward(inputs=...), what they name
+  }
+  const auto accumulates = [&](const Slot& slot) {
+    const auto found = executed->find(slot.accumulator.get());
+    return found != executed->end() && found->second.needed_;
+  };
+  return std::any_of(buckets_.begin(), buckets_.end(), [&](const Bucket& bucket) {
+    return std::any_of(bucket.slots.begin(), bucket.slots.end(), accumulates);
+  });
+}
+
+void GradientReducer::check_not_lost(const std::string& context) {
+  for (const Bucket& bucket : buckets_) {
+    for (const Slot& slot : bucket.slots) {
+      const ParameterSlot& place = bucket.flat->slots()[slot.index];
+      TORCH_CHECK(!slot.view.is_lost(place.parameter), context,
+                  "an earlier backward raised an error, and what backwards before it had accumulated of '",
+                  place.names.front(),
+                  "' went with it; expected zero_grad() after the error. Call it and repeat the accumulation from its "
+                  "first backward.");
+    }
+  }
 }
 
 void GradientReducer::abandon_backward() {
@@ -470,12 +647,21 @@ void GradientReducer::abandon_backward() {
     for (Slot& slot : bucket.slots) {
       slot.is_filled = false;
       slot.has_gradient = false;
-      at::Tensor& gradient = bucket.flat->slots()[slot.index].parameter.mutable_grad();
-      if (is_showing_full_ || is_same_tensor(gradient, slot.shown)) {
-        gradient.reset();
+      const ParameterSlot& place = bucket.flat->slots()[slot.index];
+      at::Tensor& gradient = place.parameter.mutable_grad();
+      if (slot.taken_away.defined()) {
+        gradient = std::exchange(slot.taken_away, at::Tensor());
       }
+      if (slot.is_full || slot.view.is_shown(place.parameter)) {
+        gradient.reset();
+        if (slot.had_gradient) {
+          slot.view.show_lost(place.parameter, place.names.front());
+        }
+      }
+      slot.is_full = false;
     }
   }
+  give_hooks_back();
   is_showing_full_ = false;
   next_to_launch_ = 0;
 }
@@ -495,7 +681,7 @@ const GradientReducer::Bucket& GradientReducer::bucket_of(const FlatParameter& f
 
 bool GradientReducer::is_complete(const FlatParameter& flat) const {
   const Bucket& bucket = bucket_of(flat);
-  return bucket.arrived == static_cast<int64_t>(bucket.slots.size());
+  return bucket.arrived >= bucket.expected;
 }
 
 at::Tensor GradientReducer::gradient(FlatParameter& flat) {
@@ -515,6 +701,12 @@ void GradientReducer::zero() {
   at::NoGradGuard no_grad;
   for (Bucket& bucket : buckets_) {
     absorb(bucket);
+    for (const Slot& slot : bucket.slots) {
+      const at::Tensor& parameter = bucket.flat->slots()[slot.index].parameter;
+      if (slot.view.is_lost(parameter)) {
+        parameter.mutable_grad().reset();
+      }
+    }
     if (bucket.is_kept_valid) {
       bucket.kept.zero_();
     }
@@ -567,7 +759,8 @@ void GradientReducer::show_full(Bucket& bucket) {
   const at::Tensor whole = gather(bucket);
   for (Slot& slot : bucket.slots) {
     const ParameterSlot& parameter_slot = bucket.flat->slots()[slot.index];
-    if (is_same_tensor(parameter_slot.parameter.grad(), slot.shown)) {
+    if (slot.view.is_shown(parameter_slot.parameter)) {
+      slot.is_full = true;
       parameter_slot.parameter.mutable_grad() =
           whole.narrow(0, parameter_slot.offset, parameter_slot.numel).view(parameter_slot.parameter.sizes());
     }
@@ -578,31 +771,17 @@ void GradientReducer::hide_full() {
   if (!is_showing_full_) {
     return;
   }
+  at::NoGradGuard no_grad;
   is_showing_full_ = false;
   for (Bucket& bucket : buckets_) {
     for (Slot& slot : bucket.slots) {
-      if (slot.has_gradient && bucket.flat->slots()[slot.index].parameter.grad().defined()) {
-        show(bucket, slot);
+      const at::Tensor theirs = bucket.flat->slots()[slot.index].parameter.grad();
+      if (slot.is_full && theirs.defined()) {
+        replace(bucket, slot, theirs);
       }
+      slot.is_full = false;
     }
   }
-}
-
-bool GradientReducer::would_add_to_shown() const {
-  if (!is_showing_full_) {
-    return false;
-  }
-  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
-  if (executed == nullptr || executed->empty()) {
-    return true;  // backward() runs all that it reaches; grad(), and backward(inputs=...), what they name
-  }
-  const auto accumulates = [&](const Slot& slot) {
-    const auto found = executed->find(slot.accumulator.get());
-    return found != executed->end() && found->second.needed_;
-  };
-  return std::any_of(buckets_.begin(), buckets_.end(), [&](const Bucket& bucket) {
-    return std::any_of(bucket.slots.begin(), bucket.slots.end(), accumulates);
-  });
 }
 
 bool GradientReducer::has_unreduced_gradients() {

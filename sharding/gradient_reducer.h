@@ -4,12 +4,8 @@
 // One bucket per trainable flat parameter. Buckets are sent in one fixed order whatever order autograd finishes in, so
 // ranks always agree; a rank on which a parameter got no gradient contributes zeros. Gradients are averaged.
 //
-// Note [What .grad is]
-// autograd accumulates into a fresh tensor (ours is taken away before, so user hooks see the local gradient), which is
-// added to the bucket. Afterwards `.grad` is a stand-in: where gradients are replicated, a view of the averaged
-// gradient; where they are sharded, a tensor of the full shape whose data raises. It is never None after a backward
-// that produced a gradient on any rank; setting it to None drops what has been accumulated, and a tensor that the user
-// puts there takes its place. Both are noticed when the gradient is next needed (absorb).
+// Post-accumulate-grad hooks of users (an optimizer inside backward) run when backward has ended, so that they see the
+// reduced gradient; hooks on the tensor itself see the local one.
 #pragma once
 
 #include <torch/csrc/autograd/variable.h>
@@ -31,16 +27,23 @@ class GradientReducer {
   // would mix with it differently on each rank.
   enum class DuringBackward { kSendAndWait, kSend, kCollect };
 
-  // `flats`: the trainable ones, in the order in which their buckets are sent: as backward finishes them, so that one
-  // can travel while the next is filled.
+  // `flats`: all that can be trained, in the order in which their buckets are sent: as backward finishes them, so that
+  // one can travel while the next is filled.
   GradientReducer(Communicator& communicator, const ShardingOptions& options, const std::vector<FlatParameter*>& flats,
                   DuringBackward during_backward);
   ~GradientReducer();
 
-  // Puts hooks on the gradient accumulators. `on_backward` is called before the first gradient of a backward is taken,
-  // `on_gradient(flat)` after each gradient. `alive` guards against hooks that outlive the model.
-  void install(const std::weak_ptr<void>& alive, std::function<void()> on_backward,
+  // Puts hooks on the gradient accumulators of what is trainable now.
+  // `on_backward(flat)` is called before each gradient is taken, `on_gradient(flat)` after it. `alive` guards against
+  // hooks that outlive the model.
+  void install(const std::weak_ptr<void>& alive, std::function<void(FlatParameter&)> on_backward,
                std::function<void(FlatParameter&)> on_gradient);
+  // Parameters that have been unfrozen take part in backwards from now on, those of trainable flats.
+  void notice_unfrozen();
+  // Whether the autograd task that runs puts gradients into `.grad` of parameters: backward() does, grad() does not.
+  bool will_accumulate() const;
+  // In this backward the bucket of `flat` is sent at the end: it may get more than one gradient.
+  void hold_until_end(const FlatParameter& flat);
 
   // Called once at the start of every backward; `synchronize`: reduce at its end (false inside no_sync).
   void begin_backward(bool synchronize);
@@ -49,7 +52,10 @@ class GradientReducer {
   bool finish_backward(uint64_t fingerprint);
   // Whether the backward that runs does that.
   bool synchronizes() const { return synchronize_; }
-  // Forgets a backward that raised, and with it all gradients: some are complete and some are not.
+  // Runs the hooks of users that wait for reduced gradients, after finish_backward; what they raise comes out.
+  void run_hooks();
+  // Forgets a backward that raised, and with it all gradients: some are complete and some are not. Where there were
+  // some before it, `.grad` says so, and check_not_lost raises until the user has dropped them.
   // Waits for what is on the wire; where a signal handler ends that, throws what it raised, to be called again.
   void abandon_backward();
 
@@ -63,11 +69,14 @@ class GradientReducer {
   // Sets accumulated gradients to zero and keeps them present (zero_grad(set_to_none=False)).
   void zero();
   void scale(double factor);
-  // Makes every `.grad` whole, in the master dtype, until hide_full(). Collective. Hidden again where it throws.
+  // RuntimeError beginning with `context` where a backward that raised has taken earlier gradients with it.
+  void check_not_lost(const std::string& context);
+  // Makes every `.grad` whole, in the master dtype, until hide_full(), which takes this rank's slice of what is there
+  // then. Collective. Hidden again where it throws.
   void show_full();
   void hide_full();
   // Whether the backward that runs would add to what show_full() shows, instead of to what it stands for.
-  bool would_add_to_shown() const;
+  bool would_add_to_shown() const { return is_showing_full_ && will_accumulate(); }
 
   // Whether gradients wait for a backward outside of no_sync.
   bool has_unreduced_gradients();
@@ -82,6 +91,7 @@ class GradientReducer {
   struct Slot;
   struct Bucket;
 
+  void install(Bucket& bucket);
   void take_gradient(Bucket& bucket, Slot& slot);
   void open(Bucket& bucket);
   void release_buffer(Bucket& bucket);
@@ -90,6 +100,11 @@ class GradientReducer {
   void finish_some();
   void finish(Bucket& bucket);
   void absorb(Bucket& bucket);
+  void renew_kept(Bucket& bucket);
+  void give_hooks_back();
+  at::Tensor make_kept(const Bucket& bucket);
+  bool has_users(const Bucket& bucket);
+  void leave_kept_to_users(Bucket& bucket, bool keeps_values);
   void drop(Bucket& bucket, Slot& slot);
   void replace(Bucket& bucket, Slot& slot, const at::Tensor& theirs);
   bool share_which_slots_have_gradients(uint64_t fingerprint);
@@ -107,7 +122,9 @@ class GradientReducer {
   ShardingOptions options_;
   std::vector<Bucket> buckets_;  // in the order in which they are sent
   BufferPool pool_;
-  std::function<void()> on_backward_;
+  std::weak_ptr<void> alive_;
+  std::function<void(FlatParameter&)> on_backward_;
+  std::function<void(FlatParameter&)> on_gradient_;
   size_t next_to_launch_ = 0;
   bool synchronize_ = true;
   DuringBackward during_backward_;

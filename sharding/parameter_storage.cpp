@@ -2,100 +2,91 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/StorageImpl.h>
 
-#include <memory>
+#include <utility>
 
 namespace zeropg {
 namespace {
 
-// Note [Storage guards]
-// c10::StorageImpl can be told to throw on access, but only torch 2.15 can take back one of the two flags, and none
-// takes back the other. An explicit instantiation may name private members (C++20, [temp.spec.general]/6), so the flags
-// are reached without relying on the layout of the class.
-template <typename Tag, typename Tag::type Member>
-struct Expose {
-  friend constexpr typename Tag::type member_of(Tag) { return Member; }
-};
-struct ThrowOnRead {
-  using type = bool c10::StorageImpl::*;
-  friend constexpr type member_of(ThrowOnRead);
-};
-struct ThrowOnWrite {
-  using type = bool c10::StorageImpl::*;
-  friend constexpr type member_of(ThrowOnWrite);
-};
-template struct Expose<ThrowOnRead, &c10::StorageImpl::throw_on_immutable_data_ptr_>;
-template struct Expose<ThrowOnWrite, &c10::StorageImpl::throw_on_mutable_data_ptr_>;
-
-void clear_guards(c10::StorageImpl& storage) {
-  storage.*member_of(ThrowOnRead{}) = false;
-  storage.*member_of(ThrowOnWrite{}) = false;
+int64_t bytes_of(at::IntArrayRef sizes, c10::ScalarType dtype) {
+  return c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
 }
 
-c10::intrusive_ptr<c10::StorageImpl> make_empty_storage(int64_t bytes, c10::Device device) {
-  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
-                                               c10::DataPtr(nullptr, device), /*allocator=*/nullptr,
-                                               /*resizable=*/false);
+// A contiguous tensor over the whole of `storage`.
+at::Tensor tensor_over(const c10::intrusive_ptr<WatchedStorage>& storage, at::IntArrayRef sizes,
+                       const at::TensorOptions& options) {
+  at::Tensor tensor = at::empty({0}, options.requires_grad(false));
+  tensor.set_(c10::Storage(storage), 0, sizes);
+  return tensor;
 }
-
-void delete_owner(void* owner) { delete static_cast<c10::Storage*>(owner); }
 
 }  // namespace
 
+WatchedStorage::Target target_in(const at::Tensor& tensor, int64_t offset_numel) {
+  const c10::Storage& storage = tensor.storage();
+  char* base = static_cast<char*>(storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
+  return {storage, base + (tensor.storage_offset() + offset_numel) * static_cast<int64_t>(tensor.element_size())};
+}
+
 ParameterStorage::ParameterStorage(const at::Tensor& parameter, c10::ScalarType dtype, std::string sharded_message)
-    : sharded_message_(std::move(sharded_message)) {
-  at::NoGradGuard no_grad;
-  const int64_t bytes = parameter.numel() * static_cast<int64_t>(c10::elementSize(dtype));
-  storage_ = make_empty_storage(bytes, parameter.device());
-  at::Tensor replacement = at::empty({0}, parameter.options().dtype(dtype).requires_grad(false));
-  replacement.set_(c10::Storage(storage_), 0, parameter.sizes());
-  parameter.set_data(replacement);
+    : storage_(c10::make_intrusive<WatchedStorage>(bytes_of(parameter.sizes(), dtype), parameter.device())),
+      dtype_(dtype),
+      sharded_message_(std::move(sharded_message)),
+      before_write_(std::make_unique<WatchedStorage::BeforeWrite>()) {
+  take_back(parameter);
   detach();
 }
 
-void ParameterStorage::attach(const at::Tensor& flat, int64_t offset_numel, bool guarded) {
-  auto* owner = new c10::Storage(flat.storage());
-  char* base = static_cast<char*>(owner->unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
-  char* address = base + (flat.storage_offset() + offset_numel) * static_cast<int64_t>(flat.element_size());
-  clear_guards(*storage_);
-  storage_->set_data_ptr_noswap(c10::DataPtr(address, owner, &delete_owner, flat.device()));
-  if (guarded) {
-    storage_->set_throw_on_mutable_data_ptr();
+ParameterStorage::~ParameterStorage() {
+  if (storage_) {
+    storage_->stop_watching();
   }
+}
+
+void ParameterStorage::set_before_write(WatchedStorage::BeforeWrite before_write) {
+  *before_write_ = std::move(before_write);
+}
+
+void ParameterStorage::attach(const at::Tensor& flat, int64_t offset_numel, bool is_watched) {
+  storage_->point_at(target_in(flat, offset_numel), is_watched && *before_write_ ? before_write_.get() : nullptr);
   is_attached_ = true;
 }
 
 void ParameterStorage::detach() {
-  clear_guards(*storage_);
-  storage_->set_data_ptr_noswap(c10::DataPtr(nullptr, storage_->device()));
-  storage_->release_data_and_set_meta_custom_data_ptr_error_msg_(sharded_message_);
+  storage_->point_at_nothing(sharded_message_);
   is_attached_ = false;
 }
 
 bool ParameterStorage::is_used_by(const at::Tensor& parameter) const {
-  return parameter.has_storage() && parameter.storage().unsafeGetStorageImpl() == storage_.get();
+  return parameter.has_storage() && parameter.storage().unsafeGetStorageImpl() == storage_.get() &&
+         storage_->is_in_place();
+}
+
+void ParameterStorage::take_back(const at::Tensor& parameter) const {
+  at::NoGradGuard no_grad;
+  parameter.set_data(tensor_over(storage_, parameter.sizes(), parameter.options().dtype(dtype_)));
 }
 
 bool is_sharded(const at::Tensor& tensor) {
-  if (!tensor.has_storage()) {
-    return false;
-  }
-  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
-  return storage.*member_of(ThrowOnRead{}) || storage._mutable_data_ptr_no_checks().get_deleter() == &delete_owner;
+  return tensor.has_storage() && dynamic_cast<WatchedStorage*>(tensor.storage().unsafeGetStorageImpl()) != nullptr;
 }
 
 at::Tensor make_unreadable(at::IntArrayRef sizes, const at::TensorOptions& options, const std::string& message) {
   at::NoGradGuard no_grad;
-  at::Tensor tensor = at::empty({0}, options.requires_grad(false));
-  int64_t numel = 1;
-  for (int64_t size : sizes) {
-    numel *= size;
-  }
-  auto storage = make_empty_storage(numel * static_cast<int64_t>(tensor.element_size()), tensor.device());
-  tensor.set_(c10::Storage(storage), 0, sizes);
-  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  const auto storage = c10::make_intrusive<WatchedStorage>(bytes_of(sizes, c10::typeMetaToScalarType(options.dtype())),
+                                                           options.device());
+  at::Tensor tensor = tensor_over(storage, sizes, options);
+  storage->point_at_nothing(message);
   return tensor;
+}
+
+at::Tensor make_read_only(const at::Tensor& tensor, const std::string& message) {
+  at::NoGradGuard no_grad;
+  const auto storage =
+      c10::make_intrusive<WatchedStorage>(bytes_of(tensor.sizes(), tensor.scalar_type()), tensor.device());
+  at::Tensor view = tensor_over(storage, tensor.sizes(), tensor.options());
+  storage->refuse_writes(target_in(tensor, 0), message);
+  return view;
 }
 
 }  // namespace zeropg

@@ -17,6 +17,7 @@ class ReplicatedFetch final : public Fetch {
 
   void adopt(const std::vector<FlatParameter*>& flats) override {
     for (FlatParameter* flat : flats) {
+      device_ = flat->device();
       const at::Tensor values = flat->take_initial_values();
       const int64_t total = flat->layout().total_numel;
       at::Tensor whole = at::empty({total}, values.options().dtype(flat->dtype()));
@@ -25,15 +26,14 @@ class ReplicatedFetch final : public Fetch {
       const bool slice = updates_slices_ && (flat->is_trainable() || !flat->is_own_master());
       const int64_t start = slice ? flat->shard_start() : 0;
       make_master(*flat, whole.narrow(0, start, slice ? flat->layout().shard_numel : total), values, start);
-      flat->attach(whole, /*guarded=*/false);
+      flat->attach(whole);
       memory_.parameters += static_cast<int64_t>(whole.nbytes());
-      memory_.masters += flat->resident_master_bytes();
     }
   }
 
   void unshard(FlatParameter&, bool) override {}
   void reshard(FlatParameter&) override {}
-  void begin_update() override {}
+  bool begin_update(int64_t news) override { return communicator_.is_same_everywhere(news, device_); }
 
   void end_update(const std::vector<FlatParameter*>& flats) override {
     if (!updates_slices_ || communicator_.world_size() == 1) {
@@ -57,6 +57,7 @@ class ReplicatedFetch final : public Fetch {
  private:
   Communicator& communicator_;
   bool updates_slices_;
+  c10::Device device_ = c10::kCPU;
   Memory memory_;
 };
 

@@ -84,7 +84,6 @@ void ShardedModule::build(const std::vector<UnitSource>& sources) {
     Unit unit;
     unit.name = source.name;
     unit.is_root = &source == &sources.back();
-    unit.needs_private_copy = source.needs_private_copy;
     for (const auto& group : group_sources(source.parameters)) {
       flats_.push_back(std::make_unique<FlatParameter>(source.name, group, options_, rank(), world_size()));
       FlatParameter* flat = flats_.back().get();
@@ -108,6 +107,7 @@ void ShardedModule::build(const std::vector<UnitSource>& sources) {
       fetch_ = make_gathered_fetch(communicator_);
     }
   }
+  ledger_ = std::make_unique<WriteLedger>(communicator_, all, [this] { return answer_to_write(); });
   fetch_->adopt(all);
   using DuringBackward = GradientReducer::DuringBackward;
   const DuringBackward during_backward = !fetch_->is_collective()                       ? DuringBackward::kSendAndWait
@@ -146,7 +146,7 @@ std::vector<FlatParameter*> ShardedModule::backward_order() const {
   std::vector<FlatParameter*> order;
   const auto append = [&](const Unit& unit) {
     std::copy_if(unit.flats.begin(), unit.flats.end(), std::back_inserter(order),
-                 [](const FlatParameter* flat) { return flat->is_trainable(); });
+                 [](const FlatParameter* flat) { return c10::isFloatingType(flat->dtype()); });
   };
   std::for_each(units_.rbegin() + 1, units_.rend(), append);
   append(units_.back());
@@ -155,7 +155,8 @@ std::vector<FlatParameter*> ShardedModule::backward_order() const {
 
 void ShardedModule::install_hooks() {
   reducer_->install(
-      weak_from_this(), [this] { begin_backward(); }, [this](FlatParameter& flat) { after_gradient(flat); });
+      weak_from_this(), [this](FlatParameter& flat) { before_gradient(flat); },
+      [this](FlatParameter& flat) { after_gradient(flat); });
 }
 
 // --- forward and backward ---
@@ -164,13 +165,16 @@ void ShardedModule::unshard(Unit& unit, bool writable) {
   if (unit.is_whole) {
     return;
   }
+  TORCH_CHECK(!is_updating_, context("forward"),
+              "called while masters are written (zeropg.writable_shards); call it after the `with`.");
   at::NoGradGuard no_grad;
   if (fetch_->is_collective() && full_depth_ == 0) {
     unshard_order_.add(&unit - units_.data());
   }
   try {
     for (FlatParameter* flat : unit.flats) {
-      fetch_->unshard(*flat, writable || unit.needs_private_copy);
+      fetch_->unshard(*flat, writable);
+      ledger_->show_own_writes(*flat);
     }
   } catch (...) {
     reshard(unit);
@@ -186,6 +190,7 @@ void ShardedModule::reshard(Unit& unit) {
   at::NoGradGuard no_grad;
   for (FlatParameter* flat : unit.flats) {
     if (flat->is_attached()) {
+      ledger_->keep_own_writes(*flat);
       fetch_->reshard(*flat);
     }
   }
@@ -193,6 +198,7 @@ void ShardedModule::reshard(Unit& unit) {
 }
 
 void ShardedModule::reshard_units() {
+  keeps_whole_ = false;
   for (Unit& unit : units_) {
     reshard(unit);
   }
@@ -205,12 +211,18 @@ void ShardedModule::recover_from_broken_backward() {
   if (!is_in_backward_ || still_runs) {
     return;
   }
-  reducer_->abandon_backward();
+  if (accumulates_) {
+    reducer_->abandon_backward();
+  }
+  accumulates_ = false;
+  keeps_whole_ = false;
   is_in_backward_ = false;  // not before: where a signal handler ends the waiting, the next call does this again
   unshard_order_ = UnitOrder();
   for (Unit& unit : units_) {
     unit.is_in_backward = false;
     unit.waits_for_inputs = false;
+    unit.stays_whole = false;
+    unit.forwards = 0;
     reshard(unit);
   }
 }
@@ -218,14 +230,22 @@ void ShardedModule::recover_from_broken_backward() {
 std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vector<at::Tensor>& inputs) {
   Unit& unit = units_[index];
   recover_from_broken_backward();
+  if (unit.is_root) {
+    notice_unfrozen();
+  }
   unshard(unit);
+  forward_depth_ = unit.is_root ? 1 : forward_depth_ + 1;
+  unit.forwards += is_in_backward_ ? 0 : 1;
   unit.has_hooked_inputs = false;
+  unit.has_other_inputs = false;
   std::vector<at::Tensor> aliases = inputs;
   if (!options_.stage.shards_parameters || !at::GradMode::is_enabled()) {
     return aliases;
   }
   for (at::Tensor& input : aliases) {
-    if (input.requires_grad()) {
+    if (input.requires_grad() && input.layout() != at::kStrided) {
+      unit.has_other_inputs = true;
+    } else if (input.requires_grad()) {
       input = input.view_as(input);
       unit.has_hooked_inputs = true;
       input.register_hook([weak = weak_from_this(), index](const at::Tensor& gradient) {
@@ -243,41 +263,62 @@ std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vec
 
 void ShardedModule::post_forward(int64_t index, const std::vector<at::Tensor>& outputs) {
   Unit& unit = units_[index];
+  forward_depth_ = std::max<int64_t>(forward_depth_ - 1, 0);
   bool needs_backward = false;
   for (const at::Tensor& output : outputs) {
     if (output.requires_grad() && at::GradMode::is_enabled()) {
       needs_backward = true;
       if (unit.is_root || options_.stage.shards_parameters) {
-        output.register_hook(
-            [weak = weak_from_this(), index, waits = unit.has_hooked_inputs](const at::Tensor& gradient) {
-              if (const auto self = weak.lock()) {
-                self->begin_backward();
-                self->units_[index].waits_for_inputs = waits;
-                self->before_unit_backward(self->units_[index]);
-              }
-              return gradient;
-            });
+        output.register_hook([weak = weak_from_this(), index, waits = unit.has_hooked_inputs,
+                              stays = unit.has_other_inputs](const at::Tensor& gradient) {
+          if (const auto self = weak.lock()) {
+            self->begin_backward();
+            self->units_[index].waits_for_inputs = waits;
+            self->units_[index].stays_whole |= stays;
+            self->before_unit_backward(self->units_[index]);
+          }
+          return gradient;
+        });
       }
     }
   }
   // The root's backward follows its forward at once; inside a backward (activation checkpointing) the unit is about to
   // be used.
   const bool keep = needs_backward && (unit.is_root || !options_.reshard_after_forward);
-  if (!keep && !is_in_backward_) {
+  if (!keep && !is_in_backward_ && !keeps_whole_) {
     reshard(unit);
   }
 }
 
+void ShardedModule::abandon_forward(int64_t index) {
+  forward_depth_ = std::max<int64_t>(forward_depth_ - 1, 0);
+  if (!is_in_backward_ && !keeps_whole_) {
+    reshard(units_[index]);
+  }
+}
+
 void ShardedModule::begin_backward() {
-  recover_from_broken_backward();  // no forward need lie between that one and this
-  if (is_in_backward_) {
+  recover_from_broken_backward();                         // no forward need lie between that one and this
+  const bool creates_graph = at::GradMode::is_enabled();  // autograd sets it so in what it calls
+  keeps_whole_ |= creates_graph;
+  if (is_in_backward_ && (accumulates_ || !reducer_->will_accumulate())) {
     return;
   }
   TORCH_CHECK(!reducer_->would_add_to_shown(), context("backward"),
               "called inside full_gradients, where this rank's gradient would be added to the average that `.grad` "
               "shows; expected it before or after the `with`. Leave that first, and clone what is still needed of it.");
+  notice_unfrozen();  // parameters may be used without a forward of the root
+  if (reducer_->will_accumulate()) {
+    reducer_->check_not_lost(context("backward"));
+    reducer_->begin_backward(synchronize_);
+    accumulates_ = true;
+  }
+  if (is_in_backward_) {
+    return;  // a backward() inside a grad(), which ends both
+  }
   is_in_backward_ = true;
-  reducer_->begin_backward(synchronize_);
+  creates_graph_ = creates_graph;
+  backward_task_ = torch::autograd::get_current_graph_task_id();
   const auto token = std::make_shared<int>();
   backward_token_ = token;
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), token] {
@@ -285,6 +326,15 @@ void ShardedModule::begin_backward() {
       self->finish_backward();
     }
   });
+}
+
+void ShardedModule::before_gradient(FlatParameter& flat) {
+  begin_backward();
+  // Where checkpoints run backwards inside this one, a parameter that was used twice gets a gradient from each.
+  const Unit& unit = units_[unit_of_.at(&flat)];
+  if (torch::autograd::get_current_graph_task_id() != backward_task_ && (unit.is_root || unit.forwards > 1)) {
+    reducer_->hold_until_end(flat);
+  }
 }
 
 void ShardedModule::before_unit_backward(Unit& unit) {
@@ -295,7 +345,8 @@ void ShardedModule::before_unit_backward(Unit& unit) {
 void ShardedModule::after_gradient(FlatParameter& flat) { maybe_reshard_in_backward(units_[unit_of_.at(&flat)]); }
 
 void ShardedModule::maybe_reshard_in_backward(Unit& unit) {
-  if (unit.is_root || !unit.is_in_backward || unit.waits_for_inputs) {
+  if (unit.is_root || !unit.is_in_backward || unit.waits_for_inputs || unit.stays_whole || keeps_whole_ ||
+      !accumulates_) {
     return;
   }
   for (const FlatParameter* flat : unit.flats) {
@@ -308,14 +359,24 @@ void ShardedModule::maybe_reshard_in_backward(Unit& unit) {
 }
 
 void ShardedModule::finish_backward() {
+  keeps_whole_ = creates_graph_;
   for (Unit& unit : units_) {
     unit.is_in_backward = false;
     unit.waits_for_inputs = false;
-    reshard(unit);
+    unit.stays_whole = false;
+    unit.forwards = 0;
+    if (!keeps_whole_) {
+      reshard(unit);
+    }
+  }
+  if (!accumulates_) {
+    is_in_backward_ = false;
+    return;  // no rank waits for this one
   }
   const bool is_compared = reducer_->synchronizes();
   const bool is_same_order = reducer_->finish_backward(unshard_order_.fingerprint());
   is_in_backward_ = false;
+  accumulates_ = false;
   if (!is_compared) {
     return;  // inside no_sync: the order is kept until ranks next meet
   }
@@ -333,16 +394,113 @@ void ShardedModule::finish_backward() {
                  "share a node on zeropg may paths differ). This rank: ",
                  names));
   }
+  reducer_->run_hooks();
 }
 
 // --- access between steps ---
 
+WriteLedger::Answer ShardedModule::answer_to_write() const {
+  using Answer = WriteLedger::Answer;
+  if (!options_.stage.shards_parameters || (full_depth_ > 0 && is_full_writable_)) {
+    return Answer::kInPlace;
+  }
+  const bool only_reads = full_depth_ > 0 && forward_depth_ == 0 && !is_in_backward_;
+  return only_reads ? Answer::kRefused : Answer::kInCopy;
+}
+
+void ShardedModule::settle_writes(const char* operation) {
+  if (full_depth_ > 0 && !is_full_writable_) {
+    return;  // nothing could be written, and what a forward inside wrote is settled after it
+  }
+  recover_from_broken_backward();
+  if (full_depth_ == 0) {
+    reshard_units();
+  }
+  begin_update(operation);
+  if (options_.stage.shards_parameters) {  // where they are replicated, all ranks have the new values by now
+    fetch_->end_update(all_flats());
+  }
+}
+
+// Begins a change of masters with what the program has written. Where it throws, the change has ended.
+void ShardedModule::begin_update(const char* operation) {
+  const bool is_same = fetch_->begin_update(ledger_->digest());
+  const std::exception_ptr failure = failure_of([&] {
+    const WriteLedger::Settlement settlement = ledger_->settle(is_same, operation);
+    if (!settlement.changes.empty()) {
+      fail_together(failure_of([&] { apply(settlement.changes); }), operation, "read and write", EIO);
+    }
+    TORCH_CHECK(settlement.conflict.empty(), context(operation), settlement.conflict);
+  });
+  if (failure != nullptr) {
+    if (options_.stage.shards_parameters) {
+      fetch_->end_update(all_flats());  // the other ranks are waiting in theirs
+    }
+    std::rethrow_exception(failure);
+  }
+}
+
+void ShardedModule::refresh_own_masters() {
+  if (!options_.stage.shards_parameters) {  // where other ranks read what this one would write, ranks must meet first
+    apply(ledger_->own_writes());
+  }
+}
+
+void ShardedModule::publish_shards() {
+  at::NoGradGuard no_grad;
+  for (const auto& flat : flats_) {
+    const at::Tensor own = flat->read_master(flat->shard_start() - flat->master_start,
+                                             flat->shard_start() - flat->master_start + flat->layout().shard_numel);
+    if (flat->parameter_out.defined()) {
+      flat->parameter_out.narrow(0, flat->shard_start() - flat->master_start, own.numel()).copy_(own);
+    }
+    if (options_.stage.shards_parameters || world_size() == 1) {
+      continue;
+    }
+    const at::Tensor part = flat->whole().narrow(0, flat->shard_start(), flat->layout().shard_numel);
+    communicator_.wait(communicator_.all_gather(flat->whole(), part));
+    if (!flat->is_own_master() && flat->master_numel == flat->layout().total_numel) {
+      const at::Tensor whole = gather_slices(own.to(flat->device()));
+      flat->write_master(0, whole);
+    }
+  }
+}
+
+// Between begin_update and end_update.
+void ShardedModule::apply(const std::vector<WriteLedger::Change>& changes) {
+  at::NoGradGuard no_grad;
+  for (const WriteLedger::Change& change : changes) {
+    FlatParameter& flat = *change.flat;
+    const ParameterSlot& slot = flat.slots()[change.slot];
+    // This rank's part of the parameter: elements [start, stop) of the masters.
+    const int64_t start = std::clamp<int64_t>(slot.offset - flat.master_start, 0, flat.master_numel);
+    const int64_t stop = std::clamp<int64_t>(slot.offset + slot.numel - flat.master_start, 0, flat.master_numel);
+    if (start == stop) {
+      continue;
+    }
+    if (flat.is_attached()) {
+      write_back(flat, start, flat.whole().narrow(0, flat.master_start + start, stop - start));
+      continue;
+    }
+    const at::Tensor places = change.positions + (slot.offset - flat.master_start);
+    const at::Tensor is_mine = places.ge(start).logical_and(places.lt(stop));
+    const at::Tensor& home = flat.is_own_master() ? flat.master : flat.parameter_out;
+    const at::Tensor written = home.narrow(0, start, stop - start).clone();
+    written.index_copy_(0, places.masked_select(is_mine) - start, change.values.masked_select(is_mine));
+    write_back(flat, start, written);
+  }
+}
+
 void ShardedModule::unshard_all(bool writable) {
   TORCH_CHECK(full_depth_ == 0 || is_full_writable_ || !writable, context("full_parameters"),
               "writable=True inside a full_parameters that is not; make the outer one writable.");
-  recover_from_broken_backward();
   if (full_depth_ == 0) {
-    reshard_units();  // one that a forward left whole may be guarded
+    forward_depth_ = 0;
+    if (ledger_->may_differ(options_.stage.shards_parameters)) {
+      settle_writes("full_parameters");
+    }
+    recover_from_broken_backward();
+    reshard_units();
     try {
       for (Unit& unit : units_) {
         unshard(unit, writable);
@@ -357,47 +515,36 @@ void ShardedModule::unshard_all(bool writable) {
 }
 
 void ShardedModule::reshard_all() {
-  if (--full_depth_ > 0) {
-    return;
-  }
-  if (!is_full_writable_) {
-    reshard_units();
-    return;
-  }
-  try {
-    fetch_->begin_update();
-  } catch (...) {
-    reshard_units();
-    throw;
-  }
+  const bool is_last = full_depth_ == 1;
   const std::exception_ptr failure = failure_of([&] {
-    for (const auto& flat : flats_) {
-      write_back(*flat);
+    if (is_last && is_full_writable_) {
+      settle_writes("full_parameters");
     }
   });
-  reshard_units();
-  end_step();  // also after an error: the other ranks are waiting in theirs
-  fail_together(failure, "full_parameters", "read and write", EIO);
+  --full_depth_;
+  if (is_last) {
+    reshard_units();
+  }
+  if (failure != nullptr) std::rethrow_exception(failure);
 }
 
-void ShardedModule::write_back(FlatParameter& flat) {
-  at::NoGradGuard no_grad;
-  const at::Tensor written = flat.whole().narrow(0, flat.master_start, flat.master_numel);
+// Sets this rank's masters from element `start` on to what the parameter has there.
+void ShardedModule::write_back(FlatParameter& flat, int64_t start, const at::Tensor& written) {
   if (flat.is_own_master()) {
     if (!written.is_alias_of(flat.master)) {
-      flat.master.copy_(written);
+      flat.master.narrow(0, start, written.numel()).copy_(written);
     }
     return;
   }
   // A master is more precise than what the user saw, so it changes only where the user changed something.
-  flat.read_master(0, flat.master_numel, [&](int64_t start, const at::Tensor& piece) {
-    const at::Tensor after = written.narrow(0, start, piece.numel()).to(piece.device());
+  flat.read_master(start, start + written.numel(), [&](int64_t first, const at::Tensor& piece) {
+    const at::Tensor after = written.narrow(0, first - start, piece.numel()).to(piece.device());
     const at::Tensor before = piece.to(flat.dtype());
     const at::Tensor is_changed = before.ne(after).logical_and(before.eq(before).logical_or(after.eq(after)));
-    flat.write_master(start, at::where(is_changed, after.to(flat.master_dtype()), piece));
+    flat.write_master(first, at::where(is_changed, after.to(flat.master_dtype()), piece));
   });
   if (!written.is_alias_of(flat.parameter_out)) {
-    flat.parameter_out.copy_(written);
+    flat.parameter_out.narrow(0, start, written.numel()).copy_(written);
   }
 }
 
@@ -407,11 +554,13 @@ at::Tensor ShardedModule::gather_master(int64_t index) {
   at::Tensor mine;
   const std::exception_ptr failure = failure_of([&] { mine = flat.read_master(0, flat.master_numel); });
   fail_together(failure, "full_state_dict", "read", EIO);
-  if (flat.master_numel == flat.layout().total_numel) {
-    return mine;
-  }
-  at::Tensor whole = at::empty({flat.layout().total_numel}, mine.options().device(flat.device()));
-  communicator_.wait(communicator_.all_gather(whole, mine.to(flat.device())));
+  return flat.master_numel == flat.layout().total_numel ? mine : gather_slices(mine.to(flat.device()));
+}
+
+// [world_size * n] of everybody's [n].
+at::Tensor ShardedModule::gather_slices(const at::Tensor& mine) {
+  at::Tensor whole = at::empty({world_size() * mine.numel()}, mine.options());
+  communicator_.wait(communicator_.all_gather(whole, mine));
   return whole;
 }
 
@@ -438,6 +587,7 @@ void ShardedModule::load_parameter(int64_t index, int64_t slot_index, const at::
 
 void ShardedModule::dissolve() {
   at::NoGradGuard no_grad;
+  settle_writes("fully_shard");
   for (size_t i = 0; i < flats_.size(); ++i) {
     const at::Tensor values = gather_master(static_cast<int64_t>(i));
     for (ParameterSlot& slot : flats_[i]->slots()) {
@@ -454,14 +604,22 @@ void ShardedModule::begin_step() {
   TORCH_CHECK(!is_in_backward_ || !is_autograd_running(), context("step"), "called inside a backward; call it after.");
   TORCH_CHECK(full_depth_ == 0, context("step"), "called inside full_parameters; call it after.");
   recover_from_broken_backward();
+  forward_depth_ = 0;
   reshard_units();  // a forward without backward leaves units whole, with the values of before the step
-  fetch_->begin_update();
+  begin_update("step");
+  is_updating_ = true;
 }
 
-void ShardedModule::end_step() {
+std::vector<FlatParameter*> ShardedModule::all_flats() const {
   std::vector<FlatParameter*> all;
   for (const auto& flat : flats_) {
     all.push_back(flat.get());
+  }
+  return all;
+}
+
+void ShardedModule::end_step() {
+  for (const auto& flat : flats_) {
     for (const ParameterSlot& slot : flat->slots()) {
       if (slot.parameter.grad().defined()) {
         slot.parameter.unsafeGetTensorImpl()->bump_version();  // autograd refuses graphs of before the step
@@ -469,12 +627,14 @@ void ShardedModule::end_step() {
     }
   }
   at::NoGradGuard no_grad;
-  fetch_->end_update(all);
+  is_updating_ = false;
+  fetch_->end_update(all_flats());
 }
 
 at::Tensor ShardedModule::gradient(int64_t index) {
-  TORCH_CHECK(!is_autograd_running(), context("step"), "called inside a backward; call it after.");
   recover_from_broken_backward();
+  TORCH_CHECK(!is_in_backward_, context("step"), "called inside a backward; call it after.");
+  reducer_->check_not_lost(context("step"));
   TORCH_CHECK(
       !reducer_->has_unreduced_gradients(), context("step"),
       "gradients were accumulated inside no_sync and have not been reduced; expected the last backward before a "
@@ -500,6 +660,7 @@ void ShardedModule::scale_gradients(double factor) {
 void ShardedModule::show_full_gradients() {
   recover_from_broken_backward();
   TORCH_CHECK(!is_in_backward_, context("full_gradients"), "called inside a backward; call it after.");
+  reducer_->check_not_lost(context("full_gradients"));
   reducer_->show_full();
 }
 
@@ -547,8 +708,12 @@ double ShardedModule::clip_grad_norm(double max_norm, double norm_type, bool err
 
 std::map<std::string, int64_t> ShardedModule::memory_report() const {
   const Fetch::Memory memory = fetch_->memory();
+  int64_t masters = 0;
+  for (const auto& flat : flats_) {
+    masters += flat->resident_master_bytes();
+  }
   std::map<std::string, int64_t> report = {
-      {"parameters", memory.parameters},     {"masters", memory.masters},
+      {"parameters", memory.parameters},     {"masters", masters},
       {"gathered", memory.gathered},         {"gradients", reducer_->gradient_bytes()},
       {"buckets", reducer_->bucket_bytes()}, {"residuals", reducer_->residual_bytes()}};
   if (options_.optimizer_offload != nullptr) {
@@ -558,16 +723,18 @@ std::map<std::string, int64_t> ShardedModule::memory_report() const {
   return report;
 }
 
-std::vector<std::string> ShardedModule::changed_parameters() const {
-  std::vector<std::string> names;
+std::vector<std::string> ShardedModule::changed_parameters() { return ledger_->take_over_replaced(); }
+
+void ShardedModule::notice_unfrozen() {
   for (const auto& flat : flats_) {
-    for (const ParameterSlot& slot : flat->slots()) {
-      if (!slot.storage.is_used_by(slot.parameter) || slot.parameter.requires_grad() != flat->is_trainable()) {
-        names.push_back(slot.names.front());
-      }
+    const auto& slots = flat->slots();
+    if (!flat->is_trainable() && std::any_of(slots.begin(), slots.end(), [](const ParameterSlot& slot) {
+          return slot.parameter.requires_grad();
+        })) {
+      flat->make_trainable(options_);
     }
   }
-  return names;
+  reducer_->notice_unfrozen();
 }
 
 }  // namespace zeropg

@@ -16,6 +16,7 @@
 #include "sharding/options.h"
 #include "sharding/unit.h"
 #include "sharding/unit_order.h"
+#include "sharding/write_ledger.h"
 
 namespace zeropg {
 
@@ -25,7 +26,6 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   struct UnitSource {
     std::string name;
     std::vector<FlatParameter::Source> parameters;
-    bool needs_private_copy = false;
   };
 
   // Takes over all parameters. The last unit is the root. Rank 0's values win. Collective.
@@ -42,10 +42,20 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   // says that the unit has finished its backward.
   std::vector<at::Tensor> pre_forward(int64_t unit, const std::vector<at::Tensor>& inputs);
   void post_forward(int64_t unit, const std::vector<at::Tensor>& outputs);
+  void abandon_forward(int64_t unit);  // instead of post_forward where it raised
   void set_synchronize(bool synchronize) { synchronize_ = synchronize; }
   bool synchronizes() const { return synchronize_; }
 
   // --- access between steps ---
+  // Gives the masters what the program has written to parameters since the last call that did; every step, load and
+  // unshard_all does. Collective. Throws, on every rank, where ranks wrote different values; `operation` begins the
+  // text.
+  void settle_writes(const char* operation);
+  // Gives this rank's masters what it has written to parameters that are whole; it is settled later. Not collective.
+  void refresh_own_masters();
+  // Makes what every rank has written to the masters of its own slice known to all. Inside begin_step/end_step.
+  // Collective.
+  void publish_shards();
   void unshard_all(bool writable);  // collective; nests; all is as before where it throws
   // Collective; if writable, what was written becomes the parameters' value. All units are sharded again, and no rank
   // waits for this one, also where it throws: TierError, on every rank, for masters that a tier does not take.
@@ -82,8 +92,8 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   // Bytes of this rank by class: parameters, masters, gathered units, gradients, buckets of the reducer, residuals of
   // compression; with offload also what is in the tier, and the staging buffers.
   std::map<std::string, int64_t> memory_report() const;
-  // Names of parameters that no longer use the storage that sharding gave them, or whose requires_grad was flipped.
-  std::vector<std::string> changed_parameters() const;
+  // Names of parameters whose data was replaced by what cannot be taken over.
+  std::vector<std::string> changed_parameters();
 
  private:
   ShardedModule(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::ProcessGroup> reduction_group,
@@ -99,12 +109,19 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   void unshard(Unit& unit, bool writable = false);
   void reshard(Unit& unit);
   void reshard_units();
+  void notice_unfrozen();
   void begin_backward();
+  void before_gradient(FlatParameter& flat);
   void finish_backward();
   void before_unit_backward(Unit& unit);
   void after_gradient(FlatParameter& flat);
   void maybe_reshard_in_backward(Unit& unit);
-  void write_back(FlatParameter& flat);
+  std::vector<FlatParameter*> all_flats() const;
+  WriteLedger::Answer answer_to_write() const;
+  void begin_update(const char* operation);
+  at::Tensor gather_slices(const at::Tensor& mine);
+  void apply(const std::vector<WriteLedger::Change>& changes);
+  void write_back(FlatParameter& flat, int64_t start, const at::Tensor& written);
   void recover_from_broken_backward();
   std::string context(const char* operation) const;  // "[zeropg rank 1/4] clip_grad_norm_: "
 
@@ -116,8 +133,17 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   std::map<const FlatParameter*, int64_t> unit_of_;
   std::unique_ptr<Fetch> fetch_;
   std::unique_ptr<GradientReducer> reducer_;
+  std::unique_ptr<WriteLedger> ledger_;
   bool synchronize_ = true;
+  bool is_updating_ = false;   // between begin_step and end_step
+  int64_t forward_depth_ = 0;  // units whose forward runs; too many after one that raised, until the root's next
   bool is_in_backward_ = false;
+  bool accumulates_ = false;  // the backward that runs puts gradients into `.grad`: not autograd.grad()
+  int backward_task_ = -1;    // autograd's number of it
+  bool creates_graph_ = false;
+  // A backward with create_graph has run: what it made reads parameters again, so units stay whole until the backward
+  // through that.
+  bool keeps_whole_ = false;
   std::weak_ptr<void> backward_token_;  // lives as long as autograd means to call finish_backward
   UnitOrder unshard_order_;             // since ranks last compared it; kept where unsharding is collective
   int full_depth_ = 0;

@@ -19,9 +19,11 @@ constexpr int64_t kFlatAlignmentBytes = 4096;
 // Counter protocol (both monotonic, one per rank): kDoneReading = number of updates before which this rank has stopped
 // reading; kPublished = number of updates that this rank has finished. An owner writes its slice only when everybody is
 // done reading; a reader takes a unit only when every owner has published as many updates as the reader has begun.
+// What a rank has to say about an update (`news`) it publishes before it is done reading. Two counters take turns:
+// before a rank comes to the next but one update, everybody has begun the next and so has read this one's.
 class SharedFetch final : public Fetch {
  public:
-  enum Counter { kDoneReading = 0, kPublished = 1 };
+  enum Counter { kDoneReading = 0, kPublished = 1, kNews = 2 };  // and kNews + 1
 
   SharedFetch(Communicator& communicator, std::shared_ptr<SharedSegment> segment,
               c10::intrusive_ptr<ProcessGroupZero> group)
@@ -42,7 +44,6 @@ class SharedFetch final : public Fetch {
       wholes_[flat] = whole;
       make_master(*flat, whole.narrow(0, flat->shard_start(), flat->layout().shard_numel), values, flat->shard_start());
       memory_.parameters += flat->layout().shard_numel * static_cast<int64_t>(whole.element_size());
-      memory_.masters += flat->resident_master_bytes();
     }
     end_update(flats);
   }
@@ -56,12 +57,12 @@ class SharedFetch final : public Fetch {
     }
     const at::Tensor& whole = wholes_.at(&flat);
     if (!writable) {
-      flat.attach(whole, /*guarded=*/true);
+      flat.attach(whole);
       return;
     }
     at::Tensor copy = pool_.acquire(whole.numel(), flat.dtype(), flat.device());
     copy.copy_(whole);
-    flat.attach(copy, /*guarded=*/false);
+    flat.attach(copy);
   }
 
   void reshard(FlatParameter& flat) override {
@@ -72,8 +73,10 @@ class SharedFetch final : public Fetch {
     }
   }
 
-  void begin_update() override {
+  bool begin_update(int64_t news) override {
     const uint64_t update = ++updates_;
+    const int news_counter = kNews + static_cast<int>(update % 2);
+    segment_->note(news_counter, static_cast<uint64_t>(news));
     segment_->publish(kDoneReading, update);
     try {
       communicator_.timed([&] {
@@ -83,11 +86,16 @@ class SharedFetch final : public Fetch {
       segment_->publish(kPublished, update);
       throw;
     }
+    bool is_same = true;
+    for (int32_t rank = 0; rank < segment_->world_size(); ++rank) {
+      is_same &= segment_->read(rank, news_counter) == static_cast<uint64_t>(news);
+    }
+    return is_same;
   }
 
   void end_update(const std::vector<FlatParameter*>&) override { segment_->publish(kPublished, updates_); }
 
-  Memory memory() const override { return {memory_.parameters, memory_.masters, pool_.allocated_bytes()}; }
+  Memory memory() const override { return {memory_.parameters, pool_.allocated_bytes()}; }
 
   static int64_t flat_bytes(const FlatParameter& flat) {
     return round_up(flat.layout().total_numel * static_cast<int64_t>(c10::elementSize(flat.dtype())),

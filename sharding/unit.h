@@ -16,13 +16,14 @@ struct Unit {
   std::string name;
   std::vector<FlatParameter*> flats;
   bool is_root = false;
-  // Kernels that take a writable pointer to weights they only read (RNNs on CPU) cannot run on guarded memory.
-  bool needs_private_copy = false;
-
   bool is_whole = false;
+  int64_t forwards = 0;            // since the last backward ended
   bool is_in_backward = false;     // between the hook on its outputs and its last gradient
   bool has_hooked_inputs = false;  // in the forward that runs: some input needs a gradient
-  bool waits_for_inputs = false;   // in backward: until those gradients are there, parameters may still be read
+  // In the forward that runs: some input needs a gradient and takes no hook (it is sparse).
+  bool has_other_inputs = false;
+  bool stays_whole = false;       // until the end of the backward
+  bool waits_for_inputs = false;  // in backward: until those gradients are there, parameters may still be read
 };
 
 }  // namespace zeropg

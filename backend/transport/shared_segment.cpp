@@ -83,6 +83,10 @@ void SharedSegment::publish(int index, uint64_t value) {
   }
 }
 
+void SharedSegment::note(int index, uint64_t value) {
+  counter(rank_, index).value.store(value, std::memory_order_relaxed);
+}
+
 uint64_t SharedSegment::read(int32_t rank, int index) const {
   return counter(rank, index).value.load(std::memory_order_acquire);
 }

@@ -36,6 +36,8 @@ class SharedSegment {
 
   // Monotonic counters, one writer each (the rank itself). publish: release order, wakes waiters. read: acquire order.
   void publish(int counter, uint64_t value);
+  // Any value, in a counter that nobody waits for: those who have seen a later `publish` of this rank read it.
+  void note(int counter, uint64_t value);
   uint64_t read(int32_t rank, int counter) const;
   // Blocks until read(rank, counter) >= value for that rank / for every rank. Spins only when ranks <= usable CPUs,
   // then yields, then sleeps on a futex. Throws DistBackendError naming `what` and the late ranks after `timeout`. The

@@ -69,7 +69,9 @@ std::optional<at::Tensor> defined_or_none(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
-using PySource = std::tuple<std::string, std::vector<std::pair<std::vector<std::string>, at::Tensor>>, bool>;
+// Names, parameter, whether forwards renormalize it.
+using PyParameter = std::tuple<std::vector<std::string>, at::Tensor, bool>;
+using PySource = std::pair<std::string, std::vector<PyParameter>>;
 
 std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
                                       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -79,10 +81,10 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
                                       const std::optional<BoundCodec>& codec, std::shared_ptr<ResidualStore> residuals,
                                       bool reshard_after_forward, const std::shared_ptr<Offload>& optimizer_offload) {
   std::vector<ShardedModule::UnitSource> sources;
-  for (const auto& [name, parameters, needs_private_copy] : units) {
-    ShardedModule::UnitSource source{name, {}, needs_private_copy};
-    for (const auto& [names, parameter] : parameters) {
-      source.parameters.push_back({names, parameter});
+  for (const auto& [name, parameters] : units) {
+    ShardedModule::UnitSource source{name, {}};
+    for (const auto& [names, parameter, is_renormalized] : parameters) {
+      source.parameters.push_back({names, parameter, is_renormalized});
     }
     sources.push_back(std::move(source));
   }
@@ -112,6 +114,12 @@ void bind_sharding(py::module_& m) {
           [](const FlatGroup& self, int64_t start, int64_t stop) { return self.flat().read_master(start, stop); },
           py::arg("start"), py::arg("stop"), ReleaseGil(),
           "Elements [start, stop) of the masters: a live view, or a copy on the CPU where they are in a tier.")
+      .def(
+          "write_master",
+          [](const FlatGroup& self, int64_t start, const at::Tensor& values) {
+            self.flat().write_master(start, values);
+          },
+          py::arg("start"), py::arg("values"), ReleaseGil())
       .def_property_readonly("parameter_out",
                              [](const FlatGroup& self) { return defined_or_none(self.flat().parameter_out); })
       .def_property_readonly("is_trainable", [](const FlatGroup& self) { return self.flat().is_trainable(); })
@@ -147,6 +155,8 @@ void bind_sharding(py::module_& m) {
           "Sets the masters that this rank updates of elements [start, start + value.numel()) of the flattened "
           "parameter; between begin_step and end_step of the core.");
 
+  m.def("read_only", &make_read_only, py::arg("tensor"), py::arg("message"),
+        "The same memory, contiguous; a write raises the message.");
   m.def("is_sharded", &is_sharded, py::arg("tensor"), "Whether the tensor is a parameter of a sharded model.");
 
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
@@ -155,8 +165,15 @@ void bind_sharding(py::module_& m) {
            py::arg("reshard_after_forward"), py::arg("optimizer_offload") = py::none(), ReleaseGil())
       .def("pre_forward", &ShardedModule::pre_forward, ReleaseGil())
       .def("post_forward", &ShardedModule::post_forward, ReleaseGil())
+      .def("abandon_forward", &ShardedModule::abandon_forward, ReleaseGil())
       .def("set_synchronize", &ShardedModule::set_synchronize)
       .def_property_readonly("synchronizes", &ShardedModule::synchronizes)
+      .def(
+          "settle_writes",
+          [](ShardedModule& self, const std::string& operation) { self.settle_writes(operation.c_str()); },
+          py::arg("operation"), ReleaseGil())
+      .def("refresh_own_masters", &ShardedModule::refresh_own_masters, ReleaseGil())
+      .def("publish_shards", &ShardedModule::publish_shards, ReleaseGil())
       .def("unshard_all", &ShardedModule::unshard_all, ReleaseGil())
       .def("reshard_all", &ShardedModule::reshard_all, ReleaseGil())
       .def_property_readonly("full_depth", &ShardedModule::full_depth)

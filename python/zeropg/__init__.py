@@ -11,7 +11,14 @@ import _zeropg_register
 from zeropg import _native as _native  # checks versions before anything loads the core
 from zeropg import _notices as _notices
 from zeropg import compression as compression
-from zeropg.access import clip_grad_norm_, full_gradients, full_parameters, local_shards, no_sync
+from zeropg.access import (
+    clip_grad_norm_,
+    full_gradients,
+    full_parameters,
+    local_shards,
+    no_sync,
+    writable_shards,
+)
 from zeropg.backend import BackendOptions, Topology, empty, shrink_group, stats, topology
 from zeropg.checkpoint import load_checkpoint, save_checkpoint
 from zeropg.export import save_16bit_weights
@@ -48,4 +55,5 @@ __all__ = [
     "shrink_group",
     "stats",
     "topology",
+    "writable_shards",
 ]

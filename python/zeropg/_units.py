@@ -9,12 +9,9 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import _WeightNorm
 
 # What a caller may give as a unit: a submodule, its name, or a class all of whose instances are meant.
 UnitChoice = nn.Module | str | type[nn.Module]
-
-_WANT_WRITABLE_WEIGHTS = (nn.RNNBase, _WeightNorm)  # the latter on torch 2.11
 
 
 @dataclass
@@ -24,11 +21,6 @@ class UnitPlan:
     name: str  # of the module, as in named_modules(); "" is the root
     module: nn.Module
     parameters: list[tuple[list[str], nn.Parameter]] = field(default_factory=list)  # all names of each, first is saved
-
-    @property
-    def needs_private_copy(self) -> bool:
-        """Some CPU kernels ask for a writable pointer to weights, which memory shared with other ranks refuses."""
-        return any(isinstance(module, _WANT_WRITABLE_WEIGHTS) for module in self.module.modules())
 
 
 def choose_units(model: nn.Module, units: Iterable[UnitChoice] | None) -> list[tuple[str, nn.Module]]:
@@ -100,6 +92,15 @@ def _innermost(parameter_name: str, plan_of_prefix: dict[str, UnitPlan]) -> Unit
         if plan is not None:
             return plan
     return None
+
+
+def renormalized_parameters(model: nn.Module) -> set[int]:
+    """Ids of parameters whose forwards write the rows that a rank looks up, and no others: Embedding(max_norm=)."""
+    return {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    }
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -10,16 +10,21 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from zeropg._native import _C
 from zeropg._state import state_of
+
+# Name, tensor, and which elements of the flattened parameter it holds: [start, stop).
+Shard = tuple[str, torch.Tensor, int, int]
 
 
 @contextlib.contextmanager
 def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[None]:
     """Makes every parameter whole on every rank inside the `with`. All ranks must enter and leave.
 
-    writable: what is written inside becomes the parameters' value. Every rank must write the same: each keeps its
-      own slice, also after an exception. Elements that are not changed keep their masters' full precision. Without it,
-      writing raises where the memory is shared between ranks, and is undefined elsewhere.
+    writable: what is written inside becomes the parameters' value, also after an exception. Every rank must write the
+      same: RuntimeError on all of them otherwise. Elements that are not changed keep their masters' full precision.
+      Without it, write access raises RuntimeError in stage 3; in stages 0 to 2, where parameters are always whole, it
+      is a write like any other.
 
     Needs memory for the whole model where parameters are not shared inside the node. Raises OSError on every rank where
     one of them cannot write its masters to their file (offload_optimizer): make the model anew, from a checkpoint.
@@ -50,16 +55,53 @@ def full_gradients(model: nn.Module) -> Iterator[None]:
         core.hide_full_gradients()
 
 
-def local_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
-    """Yields (name, tensor, start, stop) for the part of each parameter that this rank owns.
+def local_shards(model: nn.Module) -> Iterator[Shard]:
+    """Yields (name, tensor, start, stop) for the part of each parameter that this rank owns. Does not communicate.
 
-    tensor: 1-D, the master's elements [start, stop) of the flattened parameter; a live view, so writing changes the
-      master (a 16-bit parameter follows at the next step). With masters in a file (offload_optimizer) a copy on the
-      CPU instead, read when it is asked for. Over all ranks every parameter is covered exactly once, in every stage.
+    tensor: 1-D, the master's elements [start, stop) of the flattened parameter; a live view, which raises RuntimeError
+      when it is written: `writable_shards` is for that. With masters in a file (offload_optimizer) a copy on the CPU
+      instead, read when it is asked for. Over all ranks every parameter is covered exactly once, in every stage.
     """
-    for group in state_of(model, "local_shards").core.flat_groups:
+    core = state_of(model, "local_shards").core
+    core.refresh_own_masters()
+    for _, name, _, tensor, start, stop in _own_masters(core):
+        message = (
+            f"[zeropg] local_shards: the shard of '{name}' can only be read, since other ranks would not see what is "
+            "written; write it inside `with zeropg.writable_shards(model) as shards:`, which publishes it."
+        )
+        yield name, _C.read_only(tensor, message), start, stop
+
+
+@contextlib.contextmanager
+def writable_shards(model: nn.Module) -> Iterator[list[Shard]]:
+    """Gives what `local_shards` yields as a list of tensors to write to. All ranks must enter and leave.
+
+    What is written is published to all ranks when the `with` ends, also after an exception: masters, and in each
+    parameter's own dtype what forwards read. Each rank writes its own part, so ranks need not write alike. Forward,
+    full_parameters and steps raise RuntimeError inside.
+
+    With masters in a file (offload_optimizer) the list holds copies of all of this rank's masters in memory.
+    """
+    core = state_of(model, "writable_shards").core
+    core.begin_step()
+    shards = list(_own_masters(core))
+    try:
+        yield [(name, tensor, start, stop) for _, name, _, tensor, start, stop in shards]
+    finally:
+        try:
+            for group, _, first, tensor, _, _ in shards:
+                if group.tiered_master is not None:
+                    group.write_master(first, tensor)
+            core.publish_shards()
+        finally:
+            core.end_step()
+
+
+def _own_masters(core: _C.ShardedModule) -> Iterator[tuple[_C.FlatGroup, str, int, torch.Tensor, int, int]]:
+    """Yields (group, name, first, tensor, start, stop): the tensor is elements [first, ...) of the group's masters."""
+    for group in core.flat_groups:
         for name, first, start, stop in group.local_shards:
-            yield name, group.read_master(first, first + stop - start), start, stop
+            yield group, name, first, group.read_master(first, first + stop - start), start, stop
 
 
 @contextlib.contextmanager

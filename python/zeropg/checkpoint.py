@@ -94,6 +94,7 @@ def save_checkpoint(
     save.announce(directory, extra, rank_extra, async_save)
     is_running = False
     try:
+        state.core.settle_writes("save_checkpoint")
         save.create()
         if async_save:
             state.pending_save = PendingCheckpoint(save)

@@ -70,6 +70,7 @@ def save_16bit_weights(
     announced: list[dict[str, Any]] = together(group, _OPERATION, announce)
     assert plan is not None  # otherwise the line above has raised
     check_same(group, _OPERATION, [entry["arguments"] for entry in announced])
+    core.settle_writes("save_16bit_weights")
     files = StagedFiles(plan.directory, plan.layout, announced[0]["token"])
     export = _Export(model, group, plan, files)
     try:

@@ -30,6 +30,7 @@ def full_state_dict(
     rank0_only: the other ranks of the group return {}.
     """
     state = state_of(model, "full_state_dict")
+    state.core.settle_writes("full_state_dict")
     keeps = state.core.rank == 0 or not rank0_only
     values: dict[str, torch.Tensor] = {}
     for group in state.core.flat_groups:
@@ -143,7 +144,7 @@ def _broadcast(state_dict: dict[str, torch.Tensor], state: ShardedState) -> dict
             else torch.empty(shape, dtype=dtype_of(dtype), device=device)
         )
         with peers_needed(group, operation):
-            dist.broadcast(value, group_src=0, group=group)
+            dist.broadcast(value.view(-1).view(torch.uint8), group_src=0, group=group)
         received[key] = value
     return received
 

@@ -26,7 +26,7 @@ TEST(ParameterStorage, ReadsWhatItIsAttachedTo) {
   at::Tensor view = parameter.t();
   ParameterStorage storage(parameter, at::kFloat, "gone");
   const at::Tensor flat = at::arange(10, at::kFloat);
-  storage.attach(flat, 4, /*guarded=*/false);
+  storage.attach(flat, 4, /*is_watched=*/false);
   EXPECT_TRUE(storage.is_attached());
   EXPECT_TRUE(at::equal(parameter, flat.narrow(0, 4, 6).view({2, 3})));
   parameter.fill_(-1);
@@ -50,30 +50,82 @@ TEST(ParameterStorage, ThrowsWhileDetachedAlsoThroughViews) {
     }
     EXPECT_EQ(parameter.sizes(), at::IntArrayRef({2, 3}));
     EXPECT_EQ(parameter.nbytes(), 24);
-    storage.attach(at::zeros({6}), 0, /*guarded=*/round == 0);
+    storage.attach(at::zeros({6}), 0, /*is_watched=*/round == 0);
     EXPECT_EQ(view.sum().item<float>(), 0);
     storage.detach();
   }
 }
 
-TEST(ParameterStorage, GuardedMemoryCanBeReadButNotWritten) {
+TEST(ParameterStorage, AsksBeforeTheFirstWriteToWatchedMemory) {
   at::Tensor parameter = at::ones({4});
   ParameterStorage storage(parameter, at::kFloat, "gone");
   const at::Tensor flat = at::arange(4, at::kFloat);
-  storage.attach(flat, 0, /*guarded=*/true);
+  int asked = 0;
+  bool refuses = true;
+  storage.set_before_write([&] {
+    ++asked;
+    TORCH_CHECK(!refuses, "read only, please");
+    return target_in(flat, 0);
+  });
+  storage.attach(flat, 0, /*is_watched=*/true);
   EXPECT_EQ(parameter.sum().item<float>(), 6);
-  EXPECT_THROW(parameter.zero_(), c10::Error);
-  EXPECT_THROW(parameter.mutable_data_ptr<float>(), c10::Error);
+  EXPECT_EQ(asked, 0) << "reading is free";
+  for (int round = 1; round <= 3; ++round) {
+    EXPECT_NE(message_of([&] { parameter.zero_(); }).find("read only, please"), std::string::npos);
+    EXPECT_EQ(asked, round) << "a refused write is asked for again";
+  }
   EXPECT_EQ(flat.sum().item<float>(), 6);
-  storage.attach(flat, 0, /*guarded=*/false);  // the guard goes with the memory
+  refuses = false;
+  parameter.fill_(2);
+  parameter.fill_(3);
+  EXPECT_EQ(asked, 4) << "one that is allowed is not";
+  EXPECT_EQ(flat.sum().item<float>(), 12);
+  storage.attach(flat, 0, /*is_watched=*/true);
+  parameter.detach().view({2, 2}).zero_();
+  EXPECT_EQ(asked, 5) << "views are the same storage";
+  storage.attach(flat, 0, /*is_watched=*/false);
+  parameter.zero_();
+  EXPECT_EQ(asked, 5);
+}
+
+TEST(ParameterStorage, MayWriteElsewhere) {
+  at::Tensor parameter = at::ones({4});
+  ParameterStorage storage(parameter, at::kFloat, "gone");
+  const at::Tensor flat = at::arange(4, at::kFloat);
+  const at::Tensor copy = flat.clone();
+  storage.set_before_write([&] { return target_in(copy, 0); });
+  storage.attach(flat, 0, /*is_watched=*/true);
+  parameter.add_(1);
+  EXPECT_EQ(parameter.sum().item<float>(), 10) << "whoever wrote reads what it wrote";
+  EXPECT_EQ(flat.sum().item<float>(), 6);
+  EXPECT_TRUE(storage.is_used_by(parameter));
+}
+
+TEST(ParameterStorage, IsLeftAloneByWritesAfterItsEnd) {
+  at::Tensor parameter = at::ones({4});
+  const at::Tensor flat = at::arange(4, at::kFloat);
+  {
+    ParameterStorage storage(parameter, at::kFloat, "gone");
+    storage.set_before_write([]() -> WatchedStorage::Target { TORCH_CHECK(false, "must not be asked"); });
+    storage.attach(flat, 0, /*is_watched=*/true);
+  }
   parameter.zero_();
   EXPECT_EQ(flat.sum().item<float>(), 0);
+}
+
+TEST(MakeReadOnly, CanBeReadAndNotWritten) {
+  at::Tensor values = at::arange(4, at::kFloat);
+  const at::Tensor view = make_read_only(values, "write elsewhere");
+  EXPECT_EQ(view.sum().item<float>(), 6);
+  EXPECT_NE(message_of([&] { view.zero_(); }).find("write elsewhere"), std::string::npos);
+  values.fill_(2);
+  EXPECT_EQ(view.sum().item<float>(), 8) << "it is live";
 }
 
 TEST(ParameterStorage, KeepsTheFlatBufferAlive) {
   at::Tensor parameter = at::ones({4});
   ParameterStorage storage(parameter, at::kFloat, "gone");
-  storage.attach(at::full({8}, 5.0), 2, /*guarded=*/false);
+  storage.attach(at::full({8}, 5.0), 2, /*is_watched=*/false);
   EXPECT_EQ(parameter.sum().item<float>(), 20);
 }
 
@@ -81,9 +133,12 @@ TEST(ParameterStorage, ChangesTheDtypeAndNoticesReplacedData) {
   at::Tensor parameter = at::ones({4});
   ParameterStorage storage(parameter, at::kBFloat16, "gone");
   EXPECT_EQ(parameter.scalar_type(), at::kBFloat16);
+  storage.attach(at::zeros({4}, at::kBFloat16), 0, /*is_watched=*/false);
   EXPECT_TRUE(storage.is_used_by(parameter));
   parameter.set_data(at::zeros({4}));
   EXPECT_FALSE(storage.is_used_by(parameter));
+  storage.take_back(parameter);
+  EXPECT_TRUE(storage.is_used_by(parameter));
 }
 
 TEST(ParameterStorage, IsRecognisedOnOtherTensors) {
@@ -91,7 +146,7 @@ TEST(ParameterStorage, IsRecognisedOnOtherTensors) {
   EXPECT_FALSE(is_sharded(parameter));
   ParameterStorage storage(parameter, at::kFloat, "gone");
   EXPECT_TRUE(is_sharded(parameter));
-  storage.attach(at::zeros({4}), 0, /*guarded=*/false);
+  storage.attach(at::zeros({4}), 0, /*is_watched=*/false);
   EXPECT_TRUE(is_sharded(parameter));
   EXPECT_FALSE(is_sharded(parameter.clone()));
 }

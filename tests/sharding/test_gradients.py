@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -132,12 +133,59 @@ def test_user_hooks_see_the_local_gradient(stage: int) -> None:
     for name, parameter in model.named_parameters():
         seen[name] = []
         parameter.register_hook(lambda gradient, name=name: seen[name].append(gradient.clone()))
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen[name].append(p.grad.clone()))
     for times in (1, 2):  # a second backward shows its own gradient, not the sum with the average before
         loss_of(model, my_part(batch)).backward()
         for name, gradients in seen.items():
-            assert len(gradients) == 2 * times
+            assert len(gradients) == times
             assert all(close(gradient, local[name]) for gradient in gradients), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_hooks_after_accumulation_see_the_reduced_gradient(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    wanted = plain_gradients(batch)
+    seen: dict[str, int] = {}
+
+    def look(name: str, parameter: torch.Tensor) -> None:
+        seen[name] = seen.get(name, 0) + 1
+        if stage < 2:
+            assert close(parameter.grad, seen[name] * wanted[name]), name
+        else:
+            with raises(RuntimeError, "is sharded"):
+                parameter.grad.clone()
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(functools.partial(look, name))
+    for times in (1, 2):
+        with zeropg.no_sync(model):
+            loss_of(model, my_part(batch) * 0).backward()
+        model.zero_grad()
+        for _ in range(times - 1):
+            loss_of(model, my_part(batch)).backward()
+            seen = {}
+            model.zero_grad()
+        loss_of(model, my_part(batch)).backward()
+        assert seen == dict.fromkeys(wanted, 1), "once per backward that reduces"
+        seen = {}
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_what_a_hook_after_accumulation_raises_comes_out_of_backward(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    handle = model.norm.weight.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+    for _ in range(2):
+        with raises(ZeroDivisionError):
+            loss_of(model, my_part(batch)).backward()
+        assert_gradients(model, plain_gradients(batch))
+        model.zero_grad()
+    handle.remove()
+    loss_of(model, my_part(batch)).backward()
+    assert_gradients(model, plain_gradients(batch))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -355,6 +403,11 @@ def test_a_backward_that_raised_leaves_no_trace(stage: int) -> None:
         with raises(ArithmeticError, "fuse"):
             loss_of(model, my_part(batch)).backward()
         Fuse.blown = False
+        if accumulated:
+            for refused in (optimizer.step, lambda: zeropg.clip_grad_norm_(model, 1.0), lambda: whole_gradients(model)):
+                with raises(RuntimeError, "an earlier backward raised", "zero_grad()"):
+                    refused()
+            optimizer.zero_grad()
         optimizer.step()  # nothing to do: the gradients are incomplete
         assert zeropg.clip_grad_norm_(model, 1.0) == 0
         with zeropg.full_parameters(model):
@@ -373,11 +426,14 @@ def check_the_backward_after_one_that_raised(stage: int) -> None:
     model.__class__ = Fused
     zeropg.fully_shard(model, stage=stage)
     loss_of(model, first).backward()
-    losses = [loss_of(model, part) for part in (first, second, third)]
+    refused, *losses = [loss_of(model, part) for part in (first, first, second, third)]
     Fuse.blown = True
     with raises(ArithmeticError, "fuse"):
         losses[0].backward()
     Fuse.blown = False
+    with raises(RuntimeError, "backward", "an earlier backward raised", "zero_grad()"):
+        refused.backward()
+    model.zero_grad()
     losses[1].backward()
     assert_gradients(model, wanted[1])
     losses[2].backward()
@@ -471,7 +527,7 @@ def test_full_gradients_inside_a_backward_are_refused_and_harmless(stage: int) -
         with raises(RuntimeError, "full_gradients", "inside a backward"), zeropg.full_gradients(model):
             raise AssertionError("not reached")
 
-    model.blocks[1].up.weight.register_post_accumulate_grad_hook(show)
+    model.blocks[1].up.weight.register_hook(show)
     for times in (1, 2):
         loss_of(model, my_part(batch)).backward()
         assert_gradients(model, {name: times * gradient for name, gradient in plain_gradients(batch).items()})
