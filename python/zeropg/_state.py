@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch.nn.utils import stateless
 
 from zeropg._native import _C
 from zeropg._units import UnitPlan
@@ -27,56 +28,72 @@ class ShardedState:
     core: _C.ShardedModule
     plans: list[UnitPlan]
     param_dtype: torch.dtype | None
-    handles: list[RemovableHandle] = field(default_factory=list)
     # Every module as it was: its dictionaries, which users write to, and copies of them.
     contents: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     has_said_full_gradients: bool = False
     pending_save: PendingCheckpoint | None = None  # the last save_checkpoint(async_save=True)
+    _is_functional: bool = False
 
     def __post_init__(self) -> None:
         for name, module in self.model.named_modules():
             self.contents.append((name, module, dict(module._parameters), dict(module._modules)))
         for index, plan in enumerate(self.plans):
-            self._install(index, plan.module, is_root=plan is self.plans[-1])
+            vars(plan.module)["_zeropg_unit"] = (self, index)
 
-    def _install(self, index: int, module: nn.Module, *, is_root: bool) -> None:
-        core = self.core
-        shards_parameters = core.stage == 3
+    def run(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a unit with its parameters whole: around its hooks, and around what torch.compile made of it."""
+        is_root = index == len(self.plans) - 1
+        if self._is_functional or (is_root and self._replaces_everything()):
+            return self._run_functional(call, args, kwargs)
+        if is_root and self.param_dtype is not None:
+            args, kwargs = _map_tensors((args, kwargs), self._to_param_dtype)
+        args, kwargs = self._before(index, args, kwargs)
+        try:
+            output = call(*args, **kwargs)
+        except BaseException:
+            self.core.abandon_forward(index)
+            raise
+        self.core.post_forward(index, _tensors_in(output) if torch.is_grad_enabled() else [])
+        return output
 
-        def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if is_root:
-                self.check_unchanged()
-                if self.param_dtype is not None:
-                    args, kwargs = _map_tensors((args, kwargs), self._to_param_dtype)
-            if not shards_parameters or not torch.is_grad_enabled():
-                core.pre_forward(index, [])
-                return args, kwargs
-            tensors = _tensors_in((args, kwargs))
-            if not any(tensor.requires_grad for tensor in tensors):
-                core.pre_forward(index, [])
-                return args, kwargs
-            aliases = iter(core.pre_forward(index, tensors))
-            return _map_tensors((args, kwargs), lambda tensor: next(aliases))
+    def _before(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.core.stage < 3 or not torch.is_grad_enabled():
+            self.core.pre_forward(index, [])
+            return args, kwargs
+        tensors = _tensors_in((args, kwargs))
+        if not any(tensor.requires_grad for tensor in tensors):
+            self.core.pre_forward(index, [])
+            return args, kwargs
+        aliases = iter(self.core.pre_forward(index, tensors))
+        return _map_tensors((args, kwargs), lambda tensor: next(aliases))
 
-        def post_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            core.post_forward(index, _tensors_in(output) if torch.is_grad_enabled() else [])
+    def _run_functional(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Inside torch.func.functional_call with tensors for all parameters: ours are not used."""
+        before, self._is_functional = self._is_functional, True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._is_functional = before
 
-        self.handles.append(module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(post_forward, with_kwargs=True))
+    def _replaces_everything(self) -> bool:
+        """Whether functional_call has put other tensors in place of all parameters; for some, those are used.
+
+        Raises RuntimeError where parameters were changed by anything else.
+        """
+        replaced = self._replaced()
+        if replaced and _is_in_functional_call():
+            return {name for name, _ in self.model.named_parameters()} <= set(replaced)
+        if changed := replaced or self.core.changed_parameters():
+            raise RuntimeError(
+                f"[zeropg rank {self.core.rank}/{self.core.world_size}] forward: {', '.join(map(repr, changed))} "
+                "changed after fully_shard (replaced, added, moved, cast or resized); expected the parameters that "
+                "were sharded. Make such changes before fully_shard; to set values use "
+                "`with zeropg.full_parameters(model, writable=True):` or zeropg.load_full_state_dict."
+            )
+        return False
 
     def _to_param_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.param_dtype) if tensor.is_floating_point() else tensor
-
-    def check_unchanged(self) -> None:
-        """Raises RuntimeError naming parameters that were replaced, added, moved or (un)frozen since fully_shard."""
-        changed = self._replaced() or self.core.changed_parameters()
-        if changed:
-            raise RuntimeError(
-                f"[zeropg rank {self.core.rank}/{self.core.world_size}] forward: {', '.join(map(repr, changed))} "
-                "changed after fully_shard (replaced, added, moved, cast, resized, or requires_grad flipped); expected "
-                "the parameters that were sharded. Make such changes before fully_shard; to set values use "
-                "`with zeropg.full_parameters(model, writable=True):` or zeropg.load_full_state_dict."
-            )
 
     def _replaced(self) -> list[str]:
         names: list[str] = []
@@ -94,10 +111,12 @@ class ShardedState:
         known = {id(parameter) for plan in self.plans for _, parameter in plan.parameters}
         return (parameter for parameter in self.model.parameters() if id(parameter) not in known)
 
-    def remove(self) -> None:
-        """Takes the hooks off; the core is given up by whoever calls."""
-        for handle in self.handles:
-            handle.remove()
+
+def _is_in_functional_call() -> bool:
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _parameter_names(name: str, value: nn.Module | torch.Tensor | None) -> list[str]:

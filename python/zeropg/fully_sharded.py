@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeropg._native import _C
 from zeropg._state import ShardedState
-from zeropg._units import UnitChoice, UnitPlan, materialize, plan_units
+from zeropg._units import UnitChoice, UnitPlan, materialize, plan_units, renormalized_parameters
 from zeropg.backend import group_like, unwrapped_backend
 from zeropg.compression import Codec, backend_of, check_codec
 from zeropg.offload import check_offload_params, human_bytes, offload_of, open_offload
@@ -29,6 +29,14 @@ class FullyShardedModule(nn.Module):
 
     _zeropg_state: ShardedState
     _zeropg: _C.ShardedModule
+    _zeropg_unit: tuple[ShardedState, int]  # and its number among the units
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = vars(self).get("_zeropg_unit")
+        if unit is None:
+            return super().__call__(*args, **kwargs)
+        state, index = unit
+        return state.run(index, super().__call__, args, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As nn.Module's; `set_to_none=False` zeroes the accumulated gradients, sharded or not."""
@@ -147,8 +155,9 @@ def fully_shard(
     tier = open_offload(offload, device, group)
     if tier is not None and group.rank() == 0:
         print(_offload_plan(tier, plans, stage, param_dtype, group.size()), file=sys.stderr)
+    renormalized = renormalized_parameters(module)
     core = _C.ShardedModule(
-        [(plan.name, plan.parameters, plan.needs_private_copy) for plan in plans],
+        [(plan.name, [(names, p, id(p) in renormalized) for names, p in plan.parameters]) for plan in plans],
         group,
         _reduction_group(group, stage, device),
         stage=stage,
@@ -237,9 +246,10 @@ def _absorb_inner_calls(module: nn.Module) -> None:
     for child in module.modules():
         state = getattr(child, "_zeropg_state", None)
         if state is not None:
-            state.remove()
             state.core.dissolve()
             del vars(child)["_zeropg_state"], vars(child)["_zeropg"]
+            for plan in state.plans:
+                del vars(plan.module)["_zeropg_unit"]
 
 
 def _check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
@@ -248,8 +258,16 @@ def _check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
             f"[zeropg] fully_shard: the {type(module).__name__} has no parameters to shard; expected at least one "
             "(ignored_params do not count)."
         )
+    devices: dict[torch.device, str] = {}
     for plan in plans:
         for names, parameter in plan.parameters:
+            devices.setdefault(parameter.device, names[0])
+            if len(devices) > 1:
+                raise ValueError(
+                    "[zeropg] fully_shard: parameters are on several devices: "
+                    f"{', '.join(f'{name!r} on {device}' for device, name in devices.items())}; expected one device "
+                    "per rank. Move the model there first (model.to(device)), or name the others in ignored_params."
+                )
             if _C.is_sharded(parameter):
                 raise ValueError(
                     f"[zeropg] fully_shard: parameter {names[0]!r} belongs to a sharded model already; shard a "
@@ -348,7 +366,8 @@ def _prepare_buffers(module: nn.Module, buffer_dtype: torch.dtype | None, group:
                 prepared = buffer.to(dtype)
                 if group.size() > 1:
                     prepared = prepared.contiguous()  # itself, but for a transposed or expanded one
-                    dist.broadcast(prepared, group_src=0, group=group)
+                    # As bytes: not every backend knows every dtype.
+                    dist.broadcast(prepared.view(-1).view(torch.uint8), group_src=0, group=group)
                 done[id(buffer)] = (buffer, prepared)
             child._buffers[key] = done[id(buffer)][1]
 

@@ -104,6 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.gradient_factor = 1.0
         self._core = _core_of(model)
         kernel = _check_optimizer(optimizer)
+        self._kernel = kernel
         self._wrapped = optimizer
         self._model = model
         offload = self._core.optimizer_offload
@@ -114,23 +115,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._offloaded = None if offload is None else OffloadedStep(offload)
         self._failure = ""  # of a step that stopped half-way
+        self._updaters_of_flats: dict[int, Updater] = {}  # by the number of the flat group
         self._updaters: list[Updater] = []
         for group in optimizer.param_groups:
             self._check_group(group)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         whole_state = dict(optimizer.state)
         self._share_with(optimizer)
-        sharded: set[int] = set()
-        for flat in self._core.flat_groups:
-            sharded.update(id(parameter) for _, parameter, _, _ in flat.slots)
-            if not flat.is_trainable:
-                continue
-            if self._offloaded is not None and kernel is not None:
-                self._updaters.append(OffloadedUpdater(flat, self.state, kernel, self._offloaded))
-            elif kernel is not None and flat.master.is_cpu and flat.master_dtype in (torch.float32, torch.float64):
-                self._updaters.append(FusedUpdater(flat, self.state, kernel))
-            else:
-                self._updaters.append(TorchUpdater(flat, self.state, optimizer))
+        sharded = {id(parameter) for flat in self._core.flat_groups for _, parameter, _, _ in flat.slots}
+        self._update_what_is_trainable()
         ignored = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
         if ignored:
             self._updaters.append(WholeUpdater(ignored, self.state, optimizer, owns=self._core.rank == 0))
@@ -153,6 +146,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in self.param_groups
         ]
+        if self._update_what_is_trainable():
+            self._reserve()
         if self._failure:
             raise RuntimeError(
                 f"[zeropg] step: an earlier step stopped half-way, so masters and state do not fit each other "
@@ -315,6 +310,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             updater.step(owners, groups, self.gradient_factor)
         if self._offloaded is not None:
             self._offloaded.run()
+
+    def _update_what_is_trainable(self) -> bool:
+        """Makes an updater for each flat group that has become trainable; returns whether there were any."""
+        before = len(self._updaters_of_flats)
+        for number, flat in enumerate(self._core.flat_groups):
+            if flat.is_trainable and number not in self._updaters_of_flats:
+                self._updaters_of_flats[number] = self._make_updater(flat)
+                self._updaters.append(self._updaters_of_flats[number])
+        return len(self._updaters_of_flats) > before
+
+    def _make_updater(self, flat: Any) -> Updater:
+        if self._offloaded is not None and self._kernel is not None:
+            return OffloadedUpdater(flat, self.state, self._kernel, self._offloaded)
+        if self._kernel is not None and flat.master.is_cpu and flat.master_dtype in (torch.float32, torch.float64):
+            return FusedUpdater(flat, self.state, self._kernel)
+        return TorchUpdater(flat, self.state, self._wrapped)
 
     def _reserve(self) -> None:
         """Makes room in the tier, so that a full disk shows before the first step. Collective with offload."""

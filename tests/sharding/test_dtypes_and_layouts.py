@@ -1,0 +1,133 @@
+"""Parameters of unusual dtypes, sparse inputs, several devices: moved as they are, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zeropg
+from tests.sharding.ranks import STAGES, close, on_ranks, raises
+from zeropg._units import UnitPlan
+from zeropg.fully_sharded import _check_parameters
+
+FROZEN = [
+    torch.complex64,
+    torch.complex128,
+    torch.int16,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def values(dtype: torch.dtype) -> torch.Tensor:
+    """[7] of all kinds of bytes that the dtype has."""
+    codes = torch.arange(7 * dtype.itemsize, dtype=torch.uint8)
+    return codes.bool()[:7] if dtype == torch.bool else codes.view(dtype)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        for index, dtype in enumerate(FROZEN):
+            parameter = nn.Parameter(values(dtype).clone(), requires_grad=False)
+            self.layers[index % 2].register_parameter(str(dtype).removeprefix("torch."), parameter)
+        self.register_buffer("codes", values(torch.uint16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def check_frozen_dtypes() -> None:
+    for stage in STAGES:
+        model = zeropg.fully_shard(Mixed(), stage=stage)
+        optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        with zeropg.full_parameters(model):
+            found = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+        saved = zeropg.full_state_dict(model, rank0_only=False)
+        assert len(found) == len(FROZEN)
+        for name, value in found.items():
+            for one in (value, saved[name]):
+                assert torch.equal(one.view(torch.uint8), values(value.dtype).view(torch.uint8)), (stage, name)
+        assert torch.equal(saved["codes"].view(torch.uint8), values(torch.uint16).view(torch.uint8))
+        zeropg.load_full_state_dict(model, saved, broadcast_from_rank0=True)
+
+
+@on_ranks(2)
+def test_frozen_parameters_of_every_dtype() -> None:
+    check_frozen_dtypes()
+
+
+@on_ranks(3, backend="gloo")
+def test_frozen_parameters_of_every_dtype_over_gloo() -> None:
+    check_frozen_dtypes()
+
+
+class SparseBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0, dtype=torch.float64).view(4, 3) / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(x, self.weight)
+
+
+class SparseNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SparseBlock()])
+        self.head = nn.Linear(3, 2, dtype=torch.float64)
+        nn.init.constant_(self.head.weight, 0.3)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[0](x))
+
+
+def sparse_input() -> torch.Tensor:
+    dense = torch.tensor([[0, 1.5, 0, 2], [3, 0, 0, 0]], dtype=torch.float64)
+    return dense.to_sparse().requires_grad_()
+
+
+def check_sparse_input(stage: int) -> None:
+    plain, model = SparseNet(), zeropg.fully_shard(SparseNet(), stage=stage)
+    gradients = []
+    for one in (plain, model):
+        x = sparse_input()
+        one(x).square().sum().backward()
+        gradients.append(x.grad.to_dense())
+    assert close(*gradients)
+    with zeropg.full_gradients(model):
+        for name, parameter in plain.named_parameters():
+            assert close(model.get_parameter(name).grad, parameter.grad), name
+    if stage == 3:
+        with raises(RuntimeError, "is sharded"):
+            model.blocks[0].weight.clone()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_sparse_input_that_needs_a_gradient(stage: int) -> None:
+    check_sparse_input(stage)
+
+
+@on_ranks(2, backend="gloo")
+def test_a_sparse_input_where_units_are_gathered() -> None:
+    check_sparse_input(3)
+
+
+def test_parameters_on_several_devices_are_refused_by_name() -> None:
+    plan = UnitPlan("", nn.Linear(2, 2))
+    plan.parameters = [(["here"], nn.Parameter(torch.ones(2))), (["there"], nn.Parameter(torch.ones(2, device="meta")))]
+    with raises(ValueError, "'here' on cpu", "'there' on meta", "one device"):
+        _check_parameters(plan.module, [plan])

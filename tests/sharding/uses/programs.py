@@ -1,0 +1,840 @@
+"""Small programs that read and write parameters, gradients and optimizer state in the ways that users do.
+
+Each runs twice with the same code: in a plain process on whole batches, and sharded on each rank's part of them. What
+is not the same for both goes through `Run`, which is either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeropg
+
+RATE = 0.1
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.scale + x
+
+
+class Net(nn.Module):
+    """A table, blocks that are units, a head; `width` is such that slices cut through parameters."""
+
+    def __init__(self, *, max_norm: float | None = None, width: int = 6) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, width, max_norm=max_norm)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 3)
+        self.wrap: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda block, x: block(x)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens).mean(1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) if not tokens.is_floating_point() else tokens
+        for block in self.blocks:
+            x = self.wrap(block, x)
+        return self.head(x)
+
+
+class Run:
+    """One execution of a program: plain (`stage` None) or sharded."""
+
+    def __init__(self, stage: int | None, dtype: torch.dtype, param_dtype: torch.dtype | None = None) -> None:
+        self.stage = stage
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.models: dict[str, nn.Module] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        return self.stage is None
+
+    def model(self, name: str = "model", *, seed: int = 1, shape: type[nn.Module] = Net, **options: Any) -> Any:
+        """The model whose values are compared at the end; `options` go to the class."""
+        torch.manual_seed(seed)
+        model = shape(**options).to(self.dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.8)
+        self.models[name] = self.shard(model)
+        return self.models[name]
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        if self.is_plain:
+            return model
+        return zeropg.fully_shard(model, stage=self.stage, param_dtype=self.param_dtype)
+
+    def optimizer(self, model: nn.Module, parameters: Any = None, rate: float = RATE) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters() if parameters is None else parameters, lr=rate, momentum=0.5)
+        return optimizer if self.is_plain else zeropg.shard_optimizer(optimizer, model)
+
+    def batches(self, steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tokens [n, 4] and targets [n, 3]: 12 rows, or this rank's part of them."""
+        generator = torch.Generator().manual_seed(7)
+        result = []
+        for _ in range(steps):
+            tokens = torch.randint(0, 11, (12, 4), generator=generator)
+            targets = torch.randn(12, 3, generator=generator, dtype=torch.float64).to(self.dtype)
+            result.append((self.mine(tokens), self.mine(targets)))
+        return result
+
+    def mine(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.is_plain else tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+    def whole(self, model: nn.Module, *, writable: bool = False) -> Any:
+        return contextlib.nullcontext() if self.is_plain else zeropg.full_parameters(model, writable=writable)
+
+    def whole_gradients(self, model: nn.Module) -> Any:
+        return contextlib.nullcontext() if self.is_plain else zeropg.full_gradients(model)
+
+    def average(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the plain process has as the mean over its batch."""
+        if not self.is_plain:
+            tensor = tensor.detach().clone()
+            dist.all_reduce(tensor)
+            tensor /= dist.get_world_size()
+        return tensor
+
+    def values(self) -> dict[str, torch.Tensor]:
+        result = {}
+        for name, model in self.models.items():
+            state = model.state_dict() if self.is_plain else zeropg.full_state_dict(model, rank0_only=False)
+            result.update({f"{name}.{key}": value.detach().clone() for key, value in state.items()})
+        return result
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (model(tokens).to(targets.dtype) - targets).square().mean()
+
+
+def train(run: Run, model: nn.Module, after_step: Callable[[], None] = lambda: None) -> None:
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+
+
+# --- parameters ---
+
+
+def plain_training(run: Run) -> None:
+    train(run, run.model())
+
+
+def clamp_after_each_step(run: Run) -> None:
+    model = run.model()
+
+    @torch.no_grad()
+    def clamp() -> None:
+        for parameter in model.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+    train(run, model, clamp)
+
+
+def clamp_data_before_each_step(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clamp_with_foreach(run: Run) -> None:
+    model = run.model()
+    train(run, model, lambda: torch._foreach_clamp_max_([p.detach() for p in model.parameters()], 0.1))
+
+
+def clamp_inside_writable_full_parameters(run: Run) -> None:
+    model = run.model()
+
+    def clamp() -> None:
+        with torch.no_grad(), run.whole(model, writable=True):
+            for parameter in model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+    train(run, model, clamp)
+
+
+def clamp_inside_full_parameters(run: Run) -> None:
+    model = run.model()
+
+    def clamp() -> None:
+        with torch.no_grad(), run.whole(model):
+            for parameter in model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+    train(run, model, clamp)
+
+
+def assign_data(run: Run) -> None:
+    model = run.model()
+
+    def decay() -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5
+
+    train(run, model, decay)
+
+
+def assign_data_of_another_dtype(run: Run) -> None:
+    model = run.model()
+
+    def decay() -> None:
+        if run.is_plain:
+            model.head.bias.data.zero_()
+        else:
+            model.head.bias.data = torch.zeros(3, dtype=torch.float16)
+
+    train(run, model, decay)
+
+
+def initialize_after_sharding(run: Run) -> None:
+    model = run.model()
+    nn.init.constant_(model.head.weight, 0.25)
+    train(run, model)
+
+
+def load_state_dict_of_a_submodule(run: Run) -> None:
+    model = run.model()
+    values = {"weight": torch.full((3, 6), 0.3, dtype=run.dtype), "bias": torch.ones(3, dtype=run.dtype)}
+    train(run, model, lambda: model.head.load_state_dict(values))
+
+
+def load_state_dict_of_a_unit(run: Run) -> None:
+    model = run.model()
+    values = {name: torch.full(p.shape, 0.3, dtype=run.dtype) for name, p in model.blocks[1].named_parameters()}
+    train(run, model, lambda: model.blocks[1].load_state_dict(values))
+
+
+def merge_into_a_frozen_weight(run: Run) -> None:
+    """As PEFT's merge_adapter does."""
+    model = run.model(shape=Adapted)
+    train(run, model)
+    with torch.no_grad():
+        model.base.weight.data += model.b.weight.data @ model.a.weight.data
+    train(run, model)
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.base = nn.Linear(6, 6)
+        self.base.requires_grad_(False)
+        self.a = nn.Linear(6, 2, bias=False)
+        self.b = nn.Linear(2, 6, bias=False)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens).mean(1)
+        return self.head(torch.tanh(self.base(x) + self.b(self.a(x))))
+
+
+def renormalized_table(run: Run) -> None:
+    train(run, run.model(max_norm=0.7))
+
+
+def renormalized_table_in_evaluation(run: Run) -> None:
+    """The rows that ranks look up differ, and no backward follows."""
+    model = run.model(max_norm=0.7)
+    with torch.no_grad():
+        for tokens, _ in run.batches(1):
+            model(tokens)
+
+
+def momentum_teacher(run: Run) -> None:
+    student, teacher = run.model("student"), run.model("teacher", seed=2)
+
+    @torch.no_grad()
+    def follow() -> None:
+        for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
+            old.data.mul_(0.5).add_(new.data, alpha=0.5)
+
+    train(run, student, follow)
+
+
+def momentum_teacher_by_assignment(run: Run) -> None:
+    student, teacher = run.model("student"), run.model("teacher", seed=2)
+
+    def follow() -> None:
+        for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
+            old.data = old.data * 0.5 + new.data * 0.5
+
+    train(run, student, follow)
+
+
+def momentum_teacher_inside_full_parameters(run: Run) -> None:
+    student, teacher = run.model("student"), run.model("teacher", seed=2)
+
+    def follow() -> None:
+        with torch.no_grad(), run.whole(student), run.whole(teacher, writable=True):
+            for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
+                old.lerp_(new, 0.5)
+
+    train(run, student, follow)
+
+
+def momentum_teacher_on_shards(run: Run) -> None:
+    student, teacher = run.model("student"), run.model("teacher", seed=2)
+
+    @torch.no_grad()
+    def follow() -> None:
+        if run.is_plain:
+            for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
+                old.lerp_(new, 0.5)
+            return
+        with zeropg.writable_shards(teacher) as shards:
+            for (_, old, *_), (_, new, *_) in zip(shards, zeropg.local_shards(student), strict=True):
+                old.lerp_(new, 0.5)
+
+    train(run, student, follow)
+    for tokens, _ in run.batches(1):
+        teacher(tokens)
+
+
+def write_through_local_shards(run: Run) -> None:
+    model = run.model()
+
+    @torch.no_grad()
+    def decay() -> None:
+        if run.is_plain:
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+            return
+        for _, tensor, _, _ in zeropg.local_shards(model):
+            tensor.mul_(0.5)
+
+    train(run, model, decay)
+
+
+def read_on_one_rank(run: Run) -> None:
+    """What asks for a writable pointer and only reads, on rank 0 alone."""
+    model = run.model()
+
+    def read() -> None:
+        if run.is_plain or dist.get_rank() == 0:
+            for parameter in model.parameters():
+                with contextlib.suppress(RuntimeError):  # stage 3 refuses it
+                    parameter.detach().float().numpy().sum() if run.param_dtype else parameter.data_ptr()
+
+    train(run, model, read)
+
+
+def write_on_one_rank(run: Run) -> None:
+    model = run.model()
+
+    def write() -> None:
+        if run.is_plain or run.stage == 3 or dist.get_rank() == 1:  # stage 3 refuses it, here on every rank
+            model.head.bias.data.fill_(1)
+
+    train(run, model, write)
+
+
+def write_differently_inside_full_parameters(run: Run) -> None:
+    model = run.model()
+    with torch.no_grad(), run.whole(model, writable=True):
+        model.head.bias.fill_(0.0 if run.is_plain else float(dist.get_rank()))
+    train(run, model)
+
+
+def write_in_forward(run: Run) -> None:
+    model = run.model()
+
+    def clamp(module: Any, _: Any) -> None:
+        module.scale.data.clamp_(-0.5, 0.5)
+
+    model.blocks[1].register_forward_pre_hook(clamp)
+    train(run, model)
+
+
+def step_without_shard_optimizer(run: Run) -> None:
+    model = run.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharpness_aware_steps(run: Run) -> None:
+    """SAM: climb, a second forward and backward there, back, step."""
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        with torch.no_grad(), run.whole(model, writable=True), run.whole_gradients(model):
+            before = [p.detach().clone() for p in model.parameters()]
+            for parameter in model.parameters():
+                parameter.add_(parameter.grad.to(parameter.dtype), alpha=0.2)
+        model.zero_grad()
+        loss_of(model, *batch).backward()
+        with torch.no_grad(), run.whole(model, writable=True):
+            for parameter, old in zip(model.parameters(), before, strict=True):
+                parameter.copy_(old)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- gradients ---
+
+
+def two_losses_by_hand(run: Run) -> None:
+    """Gradient surgery: the gradients of two losses are kept and combined."""
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for tokens, targets in run.batches():
+        parts = []
+        for target in (targets, -targets * 0.5):
+            with run.whole_gradients(model):
+                optimizer.zero_grad()
+            loss_of(model, tokens, target).backward()
+            with run.whole_gradients(model):
+                parts.append([p.grad for p in model.parameters()])
+        for parameter, first, second in zip(model.parameters(), *parts, strict=True):
+            parameter.grad = first + 0.5 * second
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def keep_grad_over_zero_grad(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    kept: list[torch.Tensor] | None = None
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        grads = [p.grad for p in model.parameters()]
+        if kept is not None:
+            for parameter, old in zip(model.parameters(), kept, strict=True):
+                parameter.grad = parameter.grad + old
+        kept = grads
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def keep_a_view_of_grad(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    kept = None
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        row = model.head.weight.grad[1]
+        if kept is not None:
+            model.head.weight.grad[1] += kept
+        kept = row
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def drop_one_and_keep_it(run: Run) -> None:
+    model = run.model()
+    first, second = run.batches(2)
+    loss_of(model, *first).backward()
+    kept = model.head.weight.grad
+    model.head.weight.grad = None
+    loss_of(model, *second).backward()
+    model.head.weight.grad = model.head.weight.grad + 2 * kept
+    optimizer = run.optimizer(model)
+    optimizer.step()
+
+
+def add_to_grad(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad + torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assign_grad_of_the_parameters_dtype(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for _ in run.batches():
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assign_data_of_grad(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        for parameter in model.parameters():
+            parameter.grad.data = torch.ones_like(parameter.grad.data)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assign_data_of_grad_and_go_on(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        for _ in range(2):
+            loss_of(model, *batch).backward()
+            model.head.bias.grad.data = torch.full((3,), 0.1, dtype=model.head.bias.grad.dtype)
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def scale_grad_in_place(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        for parameter in model.parameters():
+            parameter.grad.mul_(3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def write_inside_full_gradients(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        with run.whole_gradients(model):
+            for index, parameter in enumerate(model.parameters()):
+                if index % 3 == 0:
+                    parameter.grad.mul_(3)
+                elif index % 3 == 1:
+                    parameter.grad = parameter.grad + 0.3
+            model.head.bias.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def penalty_on_grad(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward(create_graph=True)
+        sum(p.grad.square().sum() for p in model.parameters()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def penalty_on_input_gradient(run: Run) -> None:
+    """As in WGAN-GP: autograd.grad with create_graph, then backward through it."""
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for tokens, _ in run.batches():
+        x = torch.linspace(-1, 1, 72, dtype=run.dtype).view(12, 6)
+        x = run.mine(x + tokens.new_zeros(()).to(run.dtype)).requires_grad_()
+        out = model(x).to(run.dtype).tanh().sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        (slope.norm(dim=1) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def grad_of_parameters_by_autograd_grad(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(loss_of(model, *batch), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = run.average(gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def autograd_grad_on_one_rank(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        # Where units are gathered, forward and backward communicate.
+        if run.is_plain or dist.get_rank() == 0 or model._zeropg.fetch_name == "gathered":
+            torch.autograd.grad(loss_of(model, *batch), model.head.bias)
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_backwards_through_one_graph(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss = loss_of(model, *batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def optimizer_inside_backward(run: Run) -> None:
+    model = run.model()
+    optimizers = {p: torch.optim.SGD([p], lr=RATE) for p in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+
+
+def sharded_optimizer_inside_backward(run: Run) -> None:
+    model = run.model()
+    optimizers = {p: run.optimizer(model, [p]) for p in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+
+
+class Broken(Exception):
+    """What a hook of `error_in_the_second_backward` raises."""
+
+
+def error_in_the_second_backward(run: Run) -> None:
+    """Accumulation over three backwards, of which the second raises and is skipped."""
+    model = run.model()
+    optimizer = run.optimizer(model)
+    batches = run.batches(3)
+    for index, batch in enumerate(batches):
+        loss = loss_of(model, *batch)
+        if index != 1:
+            loss.backward()
+            continue
+        if run.is_plain:
+            continue
+
+        def fail(gradient: torch.Tensor) -> torch.Tensor:
+            raise Broken
+
+        handle = model.blocks[1].scale.register_hook(fail)
+        with contextlib.suppress(Broken):
+            loss.backward()
+        handle.remove()
+    optimizer.step()
+
+
+def error_then_zero_grad(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    first, second, third = run.batches(3)
+    loss_of(model, *first).backward()
+
+    def fail(gradient: torch.Tensor) -> torch.Tensor:
+        raise Broken
+
+    handle = model.blocks[1].scale.register_hook(fail)
+    with contextlib.suppress(Broken):
+        loss_of(model, *second).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    loss_of(model, *third).backward()
+    optimizer.step()
+
+
+# --- models that change ---
+
+
+def freeze_and_unfreeze(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for index, batch in enumerate(run.batches(4)):
+        model.blocks[1].requires_grad_(index % 2 == 0)
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def unfreeze_what_was_frozen(run: Run) -> None:
+    """Gradual unfreezing, with an optimizer that has had all parameters from the start."""
+    model = run.model(shape=HalfFrozen)
+    optimizer = run.optimizer(model, list(model.parameters()), rate=1.0)
+    for index, batch in enumerate(run.batches(4)):
+        if index == 2:
+            model.net.blocks.requires_grad_(True)
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class HalfFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.net.blocks.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.net(tokens)
+
+
+def unfreeze_with_a_new_param_group(run: Run) -> None:
+    model = run.model(shape=HalfFrozen)
+    optimizer = run.optimizer(model, [p for p in model.parameters() if p.requires_grad], rate=1.0)
+    for index, batch in enumerate(run.batches(4)):
+        if index == 2:
+            model.net.blocks[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.net.blocks[0].parameters())})
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def disable_an_adapter_without_gradients(run: Run) -> None:
+    """As PEFT's disable_adapter around the reference forward of DPO: flags flip under no_grad and flip back."""
+    model = run.model(shape=Adapted)
+    optimizer = run.optimizer(model)
+    for tokens, targets in run.batches():
+        with torch.no_grad():
+            model.a.requires_grad_(False)
+            model.b.requires_grad_(False)
+            reference = model(tokens).to(run.dtype)
+            model.a.requires_grad_(True)
+            model.b.requires_grad_(True)
+        (model(tokens).to(run.dtype) - targets - 0.1 * reference).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def read_the_weight_in_a_forward_hook(run: Run) -> None:
+    model = run.model()
+    model.blocks[1].register_forward_hook(lambda module, _, out: out * module.linear.weight.sum())
+    train(run, model)
+
+
+def functional_call(run: Run) -> None:
+    model = run.model()
+    train(run, model)
+    parameters = {
+        name: torch.full(p.shape, 0.1, dtype=p.dtype, requires_grad=True) for name, p in model.named_parameters()
+    }
+    tokens, targets = run.batches(1)[0]
+    out = torch.func.functional_call(model, parameters, (tokens,)).to(run.dtype)
+    (out - targets).square().mean().backward()
+    gradients = [run.average(value.grad) for value in parameters.values()]
+    with torch.no_grad(), run.whole(model, writable=True):
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.sub_(gradient)
+
+
+def func_grad(run: Run) -> None:
+    model = run.model()
+    tokens, targets = run.batches(1)[0]
+    parameters = {name: torch.full(p.shape, 0.1, dtype=p.dtype) for name, p in model.named_parameters()}
+
+    def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (torch.func.functional_call(model, values, (tokens,)).to(run.dtype) - targets).square().mean()
+
+    gradients = torch.func.grad(loss)(parameters)
+    with torch.no_grad(), run.whole(model, writable=True):
+        for name, parameter in model.named_parameters():
+            parameter.sub_(run.average(gradients[name]))
+
+
+def a_block_twice_under_reentrant_checkpointing(run: Run) -> None:
+    model = run.model()
+
+    def wrap(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, checkpoint(block, x, use_reentrant=True), use_reentrant=True)
+
+    model.wrap = wrap
+    train(run, model)
+
+
+def a_block_twice(run: Run) -> None:
+    model = run.model()
+    model.wrap = lambda block, x: block(block(x))
+    train(run, model)
+
+
+class InPlace(nn.Module):
+    """A block that changes its input and whose output is changed."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.add_(0.5)
+        return self.linear(torch.relu_(x))
+
+
+class InPlaceNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(InPlace(6) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens).mean(1) * 1.0
+        for block in self.blocks:
+            x = block(x)
+            x.mul_(2)
+        return self.head(x)
+
+
+def operations_in_place_around_units(run: Run) -> None:
+    train(run, run.model(shape=InPlaceNet))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList([nn.LSTM(6, 6, batch_first=True)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, _ = self.layers[0](self.table(tokens))
+        return self.head(x[:, -1])
+
+
+def recurrent_layers(run: Run) -> None:
+    train(run, run.model(shape=Recurrent))
+
+
+def two_optimizers(run: Run) -> None:
+    """As in a GAN with one model, steps alternate."""
+    model = run.model()
+    first = run.optimizer(model, list(model.blocks.parameters()))
+    second = run.optimizer(model, [*model.table.parameters(), *model.head.parameters()], rate=0.05)
+    for index, batch in enumerate(run.batches(4)):
+        loss_of(model, *batch).backward()
+        (first if index % 2 else second).step()
+        model.zero_grad()
+
+
+def replaced_parameter(run: Run) -> None:
+    model = run.model()
+    if not run.is_plain:
+        model.head.bias = nn.Parameter(torch.zeros(3, dtype=run.dtype))
+    train(run, model)
