@@ -51,6 +51,11 @@ void GradView::show_lost(const at::Tensor& parameter, const std::string& name) {
   put(parameter, handle_);
 }
 
+void GradView::forget() {
+  shown_.reset();
+  is_lost_ = false;
+}
+
 bool GradView::is_shown(const at::Tensor& parameter) const {
   const at::Tensor& gradient = parameter.grad();
   return gradient.defined() && !shown_.expired() && gradient.unsafeGetTensorImpl() == shown_._unsafe_get_target() &&

@@ -25,6 +25,9 @@ class GradView {
   void show_lost(const at::Tensor& parameter, const std::string& name);
   bool is_lost(const at::Tensor& parameter) const { return is_lost_ && is_shown(parameter); }
 
+  // What was shown counts as any other tensor of the user's from now on.
+  void forget();
+
   // Whether `.grad` is what was shown, with the data that it had.
   bool is_shown(const at::Tensor& parameter) const;
   // Whether the tensor that was shown is alive, in `.grad` or with the user.

@@ -232,6 +232,7 @@ void GradientReducer::absorb(Bucket& bucket) {
     for (Slot& slot : bucket.slots) {
       slot.has_gradient = false;
       slot.is_filled = false;
+      slot.view.forget();
     }
     bucket.is_kept_valid = false;
     release_buffer(bucket);
@@ -239,7 +240,10 @@ void GradientReducer::absorb(Bucket& bucket) {
   }
   for (Slot& slot : bucket.slots) {
     const at::Tensor& parameter = places[slot.index].parameter;
-    if (!parameter.grad().defined() || slot.view.is_lost(parameter)) {
+    if (!parameter.grad().defined()) {
+      drop(bucket, slot);
+      slot.view.forget();
+    } else if (slot.view.is_lost(parameter)) {
       drop(bucket, slot);
     } else if (!slot.view.is_shown(parameter)) {
       replace(bucket, slot, parameter.grad());

@@ -394,6 +394,9 @@ void ShardedModule::finish_backward() {
                  "share a node on zeropg may paths differ). This rank: ",
                  names));
   }
+  if (ledger_->is_any_renormalized()) {  // before anything else is written to those parameters
+    settle_writes("backward");
+  }
   reducer_->run_hooks();
 }
 

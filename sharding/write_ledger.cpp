@@ -175,10 +175,13 @@ std::vector<std::string> WriteLedger::take_over_replaced() {
 
 // --- settling ---
 
+bool WriteLedger::is_any_renormalized() const {
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [](const Entry& entry) { return entry.flat->slots()[entry.slot].is_renormalized; });
+}
+
 bool WriteLedger::may_differ(bool in_copies) const {
-  return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
-    return entry.flat->slots()[entry.slot].is_renormalized || (in_copies && has_news(entry));
-  });
+  return is_any_renormalized() || (in_copies && !own_news().empty());
 }
 
 int64_t WriteLedger::digest() {

@@ -54,6 +54,7 @@ class WriteLedger {
     std::vector<Change> changes;  // the same parameters on every rank
     std::string conflict;  // not empty, on every rank, where ranks wrote different values: an error after the changes
   };
+  bool is_any_renormalized() const;
   // Whether ranks may see different values, in forwards before this: the same on every rank of one program.
   // `in_copies`: writes went to copies, of which other ranks know nothing; otherwise only what ranks write alone
   // counts.
