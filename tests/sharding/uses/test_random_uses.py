@@ -1,8 +1,8 @@
 """Random sequences of what programs do to a model, its gradients and its optimizer, sharded beside a plain process.
 
 Each seed is one program: what it does and in which stage is drawn from it. After every action that can see values they
-must be those of the plain process. ZEROPG_PROGRAM_SECONDS says how long each test draws programs (default: a few),
-ZEROPG_PROGRAM_SEED where it begins; a failure names its seed and the actions so far.
+must be those of the plain process. ZEROPG_PROGRAM_SEED=N runs program N alone, as a failure's message says;
+ZEROPG_PROGRAM_SECONDS=N goes on for so long with programs that nobody has run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import zeropg
 from tests.sharding.uses.programs import Broken, Run, loss_of
 from tests.spawn import THIS_MACHINE, Place, SeparateHosts
 
-SECONDS = float(os.environ.get("ZEROPG_PROGRAM_SECONDS", "4"))
-SEED = int(os.environ.get("ZEROPG_PROGRAM_SEED", "0"))
+PROGRAMS = 40
 LENGTH = 25  # actions in a program
 ROWS = 12
 TOLERANCE = 1e-9
@@ -367,27 +366,30 @@ def run_program(seed: int, folder: str) -> None:
         look_at_gradients(pair)
         look_at_the_state_dict(pair)
     except Exception as error:
-        raise AssertionError(f"seed {seed}: {done}: {error}") from error
+        raise AssertionError(f"program {seed} (ZEROPG_PROGRAM_SEED={seed}): {done}: {error}") from error
 
 
-def run_programs(seed: int, seconds: float, folder: str) -> int:
+def run_programs(seeds: list[int], seconds: float, folder: str) -> None:
     torch.set_num_threads(1)
-    start, count = time.monotonic(), 0
+    start = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        while True:
-            run_program(seed + count, folder)
-            count += 1
-            is_over = torch.tensor([int(time.monotonic() - start > seconds)])
-            dist.broadcast(is_over, src=0)
-            if is_over.item():
-                return count
+        for seed in seeds:
+            run_program(seed, folder)
+        drawn = torch.zeros(1, dtype=torch.int64)
+        while True:  # rank 0 says with which seed, and whether, programs go on
+            drawn[0] = random.SystemRandom().randrange(10**9) if time.monotonic() - start < seconds else -1
+            dist.broadcast(drawn, src=0)
+            if drawn.item() < 0:
+                return
+            run_program(int(drawn.item()), folder)
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_random_programs_equal_the_plain_process(rank_pool: Any, group: str) -> None:
     world_size, backend, place = GROUPS[group]
+    seconds = float(os.environ.get("ZEROPG_PROGRAM_SECONDS", 0))
+    seeds = [int(os.environ["ZEROPG_PROGRAM_SEED"])] if "ZEROPG_PROGRAM_SEED" in os.environ else list(range(PROGRAMS))
     with tempfile.TemporaryDirectory() as folder:
         pool = rank_pool(world_size, backend, place)
-        seed = SEED + 10**6 * list(GROUPS).index(group)
-        pool.run(run_programs, seed, SECONDS, folder, timeout=SECONDS + 120)
+        pool.run(run_programs, seeds, seconds, folder, timeout=seconds + 240)
