@@ -83,6 +83,23 @@ def segments_of(flat: FlatGroup) -> list[Segment]:
     ]
 
 
+def held_segments(flat: FlatGroup, held: Set[int]) -> tuple[list[Segment], list[int]]:
+    """Returns the segments of the parameters whose ids are in `held`, and the number of the stretch that each is in.
+
+    A stretch is held from its first to its last segment, with the padding between them.
+    """
+    segments: list[Segment] = []
+    stretches: list[int] = []
+    is_inside, count = False, 0
+    for segment in segments_of(flat):
+        was_inside, is_inside = is_inside, id(segment.parameter) in held
+        if is_inside:
+            count += not was_inside
+            segments.append(segment)
+            stretches.append(count - 1)
+    return segments, stretches
+
+
 def in_memory(flat: FlatGroup) -> torch.Tensor:
     """Returns the masters of a flat group that has them in memory."""
     master = flat.master
@@ -90,8 +107,9 @@ def in_memory(flat: FlatGroup) -> torch.Tensor:
     return master.detach()
 
 
-def owned_by(flat: FlatGroup) -> dict[str, tuple[int, int]]:
-    return {name: (start, stop) for name, _, start, stop in flat.local_shards}
+def owned_by(flat: FlatGroup, segments: Sequence[Segment]) -> dict[str, tuple[int, int]]:
+    names = {segment.name for segment in segments}
+    return {name: (start, stop) for name, _, start, stop in flat.local_shards if name in names}
 
 
 class Updater(Protocol):
@@ -148,16 +166,18 @@ class FusedUpdater:
     """Runs a C++ kernel once per run: neighbours of the same param group and step count, padding included.
 
     Padding has zero gradients and zero state, so it stays zero (with eps=0 it becomes NaN, which nobody reads).
+    A slot has one tensor per stretch of held segments, so what other optimizers hold takes no memory here.
     """
 
-    def __init__(self, flat: FlatGroup, state: State, kernel: str):
-        self.segments = segments_of(flat)
-        self.owned = owned_by(flat)
+    def __init__(self, flat: FlatGroup, state: State, kernel: str, held: Set[int]):
+        self.segments, self._stretch_of = held_segments(flat, held)
+        self.owned = owned_by(flat, self.segments)
         self._flat = flat
         self._state = state
         self._kernel_name = kernel
         self._kernels: dict[str, _C.Optimizer] = {}
-        self._slots: dict[str, torch.Tensor] = {}
+        self._slots: dict[tuple[str, int], torch.Tensor] = {}  # by name and stretch
+        self._bounds = self._bounds_of_stretches()
         # One number per segment; `state[p]["step"]` of torch's layout is a view of it.
         is_double = torch.get_default_dtype() == torch.float64
         self._steps = torch.zeros(len(self.segments), dtype=torch.float64 if is_double else torch.float32)
@@ -167,13 +187,16 @@ class FusedUpdater:
         if gradient is None:
             return
         plan = list(self._plan(owners, groups))
+        master, parameter_out = in_memory(self._flat), self._flat.parameter_out
         for run in plan:
+            stretch = self._stretch_of[run.first]
+            begin = self._bounds[stretch][0]
             run.kernel.step(
-                self._master,
-                gradient,
-                [self._slot(slot) for slot in run.slots],
-                self._flat.parameter_out,
-                range=(self.segments[run.first].start, self.segments[run.last].stop),
+                self._cut(master, stretch),
+                self._cut(gradient, stretch),
+                [self._slot(slot, stretch) for slot in run.slots],
+                None if parameter_out is None else self._cut(parameter_out, stretch),
+                range=(self.segments[run.first].start - begin, self.segments[run.last].stop - begin),
                 hyperparameters=run.hyperparameters,
                 step=run.step,
                 gradient_factor=gradient_factor,
@@ -190,8 +213,7 @@ class FusedUpdater:
 
     def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:
         slots = self._slots_for(index, group, {key})
-        first = self.segments[index].start + start
-        self._set(key, first, values)
+        self._set(key, index, start, values)
         if self._steps[index] == 0:  # SGD keeps none: its state says that the first step is over
             self._steps[index] = 1
         self._show(index, slots)
@@ -205,7 +227,7 @@ class FusedUpdater:
         stepping = _stepping(self.segments, self._flat, owners)
         counts = [int(count) for count in self._steps.tolist()]
         settings = {owner: self._settings(groups[owner]) for owner in set(stepping) if owner >= 0}
-        for first, last in _runs(list(zip(stepping, counts, strict=True))):
+        for first, last in _runs(list(zip(stepping, self._stretch_of, counts, strict=True))):
             yield Run(first, last, *settings[stepping[first]], counts[first] + 1)
 
     def _note_steps(self, plan: Sequence[Run]) -> None:
@@ -214,10 +236,6 @@ class FusedUpdater:
                 self._steps[run.first : run.last + 1] += 1
                 for index in range(run.first, run.last + 1):
                     self._show(index, run.slots)
-
-    @property
-    def _master(self) -> torch.Tensor:
-        return in_memory(self._flat)
 
     def _settings(self, group: Group) -> tuple[_C.Optimizer, dict[str, float], list[str]]:
         name = self._kernel_name
@@ -239,13 +257,31 @@ class FusedUpdater:
             )
         return slots
 
-    def _slot(self, name: str) -> torch.Tensor:
-        if name not in self._slots:
-            self._slots[name] = torch.zeros_like(self._master)
-        return self._slots[name]
+    def _bounds_of_stretches(self) -> list[tuple[int, int]]:
+        """Where each stretch begins and ends in the master."""
+        if len(self.segments) == len(self._flat.segments):
+            return [(0, self._flat.master_numel)]
+        return [
+            (self.segments[first].start, self.segments[last].stop)
+            for first, last in _runs(self._stretch_of, skipped=-1)
+        ]
 
-    def _set(self, slot: str, start: int, values: torch.Tensor) -> None:
-        self._slot(slot)[start : start + values.numel()].copy_(values)
+    def _cut(self, flat: torch.Tensor, stretch: int) -> torch.Tensor:
+        start, stop = self._bounds[stretch]
+        return flat if stop - start == flat.numel() else flat[start:stop]
+
+    def _slot(self, name: str, stretch: int) -> torch.Tensor:
+        if (name, stretch) not in self._slots:
+            self._slots[name, stretch] = torch.zeros_like(self._cut(in_memory(self._flat), stretch))
+        return self._slots[name, stretch]
+
+    def _of_segment(self, slot: str, index: int) -> torch.Tensor:
+        segment, stretch = self.segments[index], self._stretch_of[index]
+        begin = self._bounds[stretch][0]
+        return self._slot(slot, stretch)[segment.start - begin : segment.stop - begin]
+
+    def _set(self, slot: str, index: int, start: int, values: torch.Tensor) -> None:
+        self._of_segment(slot, index)[start : start + values.numel()].copy_(values)
 
     def _numbers(self, index: int) -> dict[str, Any]:
         return {} if self._kernel_name == "sgd" else {"step": self._steps[index]}
@@ -253,7 +289,7 @@ class FusedUpdater:
     def _show(self, index: int, slots: Sequence[str]) -> None:
         segment = self.segments[index]
         if slots[-1] not in self._state.get(segment.parameter, ()):
-            views = {slot: self._slot(slot)[segment.start : segment.stop] for slot in slots}
+            views = {slot: self._of_segment(slot, index) for slot in slots}
             self._state[segment.parameter] = self._numbers(index) | views
 
 
@@ -264,9 +300,9 @@ class TorchUpdater:
     ATen's vector loops round tails differently from bodies by up to 1 ulp, so stages agree to that, not bit for bit.
     """
 
-    def __init__(self, flat: FlatGroup, state: State, optimizer: torch.optim.Optimizer):
-        self.segments = segments_of(flat)
-        self.owned = owned_by(flat)
+    def __init__(self, flat: FlatGroup, state: State, optimizer: torch.optim.Optimizer, held: Set[int]):
+        self.segments, self._stretch_of = held_segments(flat, held)
+        self.owned = owned_by(flat, self.segments)
         self._flat = flat
         self._state = state
         self._optimizer = detached_copy(optimizer)
@@ -319,13 +355,13 @@ class TorchUpdater:
         out, master = self._flat.parameter_out, in_memory(self._flat)
         if out is None:
             return
-        for first, last in _runs([owner >= 0 for owner in stepping], skipped=False):
+        for first, last in _runs(list(zip((min(o, 0) for o in stepping), self._stretch_of, strict=True))):
             start, stop = self.segments[first].start, self.segments[last].stop
             out[start:stop].copy_(master[start:stop])
 
 
 class WholeUpdater:
-    """Runs the user's own optimizer class over the parameters that `fully_shard(ignored_params=...)` left whole."""
+    """Runs the user's own optimizer class over parameters that `fully_shard(ignored_params=...)` left whole."""
 
     def __init__(
         self, parameters: Mapping[str, torch.Tensor], state: State, optimizer: torch.optim.Optimizer, *, owns: bool

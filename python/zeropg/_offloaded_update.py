@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ class OffloadedUpdater(FusedUpdater):
     `state[parameter]` shows the numbers (`step`) alone; tensors are read piece by piece (`read`).
     """
 
-    def __init__(self, flat: FlatGroup, state: State, kernel: str, queue: OffloadedStep):
-        super().__init__(flat, state, kernel)
+    def __init__(self, flat: FlatGroup, state: State, kernel: str, held: Set[int], queue: OffloadedStep):
+        super().__init__(flat, state, kernel, held)
         self._queue = queue
         self._vectors: dict[str, _C.TieredVector] = {}
         self._kept: list[list[str]] = [[] for _ in self.segments]  # names of each segment's slots that hold something
@@ -88,8 +88,8 @@ class OffloadedUpdater(FusedUpdater):
             )
         return self._vectors[slot]
 
-    def _set(self, slot: str, start: int, values: torch.Tensor) -> None:
-        self._vector(slot).write(start, values)
+    def _set(self, slot: str, index: int, start: int, values: torch.Tensor) -> None:
+        self._vector(slot).write(self.segments[index].start + start, values)
 
     def _show(self, index: int, slots: Sequence[str]) -> None:
         self._kept[index] = list(slots)

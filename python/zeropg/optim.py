@@ -99,34 +99,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
     in a file it holds the numbers only; `state_dict` and `local_state` read the tensors.
     """
 
+    _is_made = False
+
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module):
         # What the next step multiplies the gradients by, once: zeropg.GradScaler sets it.
         self.gradient_factor = 1.0
         self._core = _core_of(model)
-        kernel = _check_optimizer(optimizer)
-        self._kernel = kernel
+        self._kernel = _check_optimizer(optimizer)
         self._wrapped = optimizer
         self._model = model
         offload = self._core.optimizer_offload
-        if offload is not None and kernel is None:
+        if offload is not None and self._kernel is None:
             raise NotImplementedError(
                 f"[zeropg] shard_optimizer: {type(optimizer).__name__} keeps its state in memory, and the model has "
                 f"offload_optimizer; use {', '.join(kind.__name__ for kind in _FUSED)}, or fully_shard without it"
             )
         self._offloaded = None if offload is None else OffloadedStep(offload)
         self._failure = ""  # of a step that stopped half-way
-        self._updaters_of_flats: dict[int, Updater] = {}  # by the number of the flat group
         self._updaters: list[Updater] = []
+        self._taken: set[int] = set()  # ids of the parameters that the updaters are for
         for group in optimizer.param_groups:
             self._check_group(group)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         whole_state = dict(optimizer.state)
         self._share_with(optimizer)
-        sharded = {id(parameter) for flat in self._core.flat_groups for _, parameter, _, _ in flat.slots}
-        self._update_what_is_trainable()
-        ignored = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
-        if ignored:
-            self._updaters.append(WholeUpdater(ignored, self.state, optimizer, owns=self._core.rank == 0))
+        self._make_updaters()
+        self._is_made = True
         self._reserve()
         self._put({p: dict(state) for p, state in whole_state.items() if state}, is_local=False)
         self._warn_of_parameters_without_group()
@@ -146,7 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in self.param_groups
         ]
-        if self._update_what_is_trainable():
+        if self._make_updaters():  # for what was frozen when the last one was made
             self._reserve()
         if self._failure:
             raise RuntimeError(
@@ -186,6 +184,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
             self._check_group(param_group)
         super().add_param_group(param_group)
+        if self._is_made:
+            self._make_updaters()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's layout with this rank's shards; only the same rank of the same world size can load it.
@@ -302,6 +302,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
 
+    def _make_updaters(self) -> bool:
+        """For the parameters that a param group holds and that no updater is for; what others hold takes no state.
+
+        Returns whether there were any. Frozen parameters get theirs when they have been unfrozen.
+        """
+        count = len(self._updaters)
+        held = self._owners().keys() - self._taken
+        sharded: set[int] = set()
+        for flat in self._core.flat_groups:
+            slots = {id(parameter) for _, parameter, _, _ in flat.slots}
+            sharded |= slots
+            if flat.is_trainable and (own := slots & held):
+                self._updaters.append(self._make_updater(flat, own))
+                self._taken |= own
+        ignored = {name: p for name, p in self._model.named_parameters() if id(p) in held - sharded}
+        if ignored:
+            is_first = self._core.rank == 0
+            self._updaters.append(WholeUpdater(ignored, self.state, self._wrapped, owns=is_first))
+            self._taken.update(map(id, ignored.values()))
+        return len(self._updaters) > count
+
+    def _make_updater(self, flat: Any, held: set[int]) -> Updater:
+        if self._kernel is None:
+            return TorchUpdater(flat, self.state, self._wrapped, held)
+        if self._offloaded is not None:
+            return OffloadedUpdater(flat, self.state, self._kernel, held, self._offloaded)
+        if flat.master.is_cpu and flat.master_dtype in (torch.float32, torch.float64):
+            return FusedUpdater(flat, self.state, self._kernel, held)
+        return TorchUpdater(flat, self.state, self._wrapped, held)
+
     def _update(self, groups: Sequence[Group]) -> None:
         owners = self._owners()
         if self._offloaded is not None:
@@ -310,22 +340,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             updater.step(owners, groups, self.gradient_factor)
         if self._offloaded is not None:
             self._offloaded.run()
-
-    def _update_what_is_trainable(self) -> bool:
-        """Makes an updater for each flat group that has become trainable; returns whether there were any."""
-        before = len(self._updaters_of_flats)
-        for number, flat in enumerate(self._core.flat_groups):
-            if flat.is_trainable and number not in self._updaters_of_flats:
-                self._updaters_of_flats[number] = self._make_updater(flat)
-                self._updaters.append(self._updaters_of_flats[number])
-        return len(self._updaters_of_flats) > before
-
-    def _make_updater(self, flat: Any) -> Updater:
-        if self._offloaded is not None and self._kernel is not None:
-            return OffloadedUpdater(flat, self.state, self._kernel, self._offloaded)
-        if self._kernel is not None and flat.master.is_cpu and flat.master_dtype in (torch.float32, torch.float64):
-            return FusedUpdater(flat, self.state, self._kernel)
-        return TorchUpdater(flat, self.state, self._wrapped)
 
     def _reserve(self) -> None:
         """Makes room in the tier, so that a full disk shows before the first step. Collective with offload."""
@@ -467,7 +481,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         here = (self._core.rank, self._core.world_size)
         there = (origin["rank"], origin["world_size"])
         ranges = {name: tuple(kept) for name, kept in origin["ranges"].items()}
-        if there != here or ranges != self.local_ranges():
+        if there != here or any(ranges.get(name) != kept for name, kept in self.local_ranges().items()):
             raise ValueError(
                 f"[zeropg rank {here[0]}/{here[1]}] load_state_dict: this optimizer state holds the shards of rank "
                 f"{there[0]}/{there[1]}{' of another sharding' if there == here else ''}; use zeropg.load_checkpoint, "
