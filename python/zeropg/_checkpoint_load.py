@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zeropg._checkpoint_folder import reading
+from zeropg._checkpoint_optimizers import check_same_names, own_words
 from zeropg._checkpoint_plan import ModelPlan, group_names, optimizer_kind, plan_model
 from zeropg._checkpoint_residuals import is_residual_file, load_residuals, residual_file
 from zeropg._flat_update import segments_of
@@ -34,10 +35,10 @@ class Loading:
     Raises FileNotFoundError, ValueError or OSError as `load_checkpoint` says, before anything is changed.
     """
 
-    def __init__(self, directory: Path, state: ShardedState, optimizer: ShardedOptimizer | None) -> None:
+    def __init__(self, directory: Path, state: ShardedState, optimizers: Mapping[str, ShardedOptimizer]) -> None:
         self._directory = directory
         self._state = state
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._plan = plan_model(state)
         self._readers: dict[str, _C.FileReader] = {}
         self._modules: dict[str, Any] = {}
@@ -46,8 +47,10 @@ class Loading:
         while True:
             self._manifest = _read_manifest(directory)
             self._saved_names = _match(self._manifest, self._plan)  # by index of the plan's tensors
-            if optimizer is not None and self._manifest.optimizer is not None:
-                _match_optimizer(self._manifest.optimizer, optimizer, self._plan, self._saved_names)
+            if optimizers and self._manifest.optimizers:
+                check_same_names(self._manifest.optimizers, optimizers)
+                for name, saved in self._manifest.optimizers.items():
+                    _match_optimizer(name, saved, optimizers[name], self._plan, self._saved_names)
             try:
                 self._open()
                 return
@@ -110,25 +113,26 @@ class Loading:
             if name in modules:
                 modules[name].set_extra_state(extra_state)
 
-    def read_optimizer(self, advance: Advance, failure: Exception | None) -> None:
-        """Sets the optimizer's state and param groups. Raises `failure`, of read_model, if there is one."""
+    def read_optimizers(self, advance: Advance, failure: Exception | None) -> None:
+        """Sets the optimizers' state and param groups. Raises `failure`, of read_model, if there is one."""
         try:
             if failure is not None:
                 raise failure
-            saved, optimizer = self._manifest.optimizer, self._optimizer
-            if optimizer is None or saved is None:
-                return
-            # First what decides which state there is, such as amsgrad and momentum.
-            for entry, group in zip(saved.groups, optimizer.param_groups, strict=True):
-                group.update({key: decode(value, fetch_scalar) for key, value in entry.items() if key != "params"})
-            optimizer.load_local_state(self._state_shards(saved, optimizer, advance), self._numbers(saved, optimizer))
+            for name, saved in self._manifest.optimizers.items() if self._optimizers else ():
+                self._read_optimizer(saved, self._optimizers[name], advance)
         except (ValueError, OSError) as error:
             text = f"{error}; the model holds old and new values now: load a checkpoint before you use it"
             raise (ValueError if isinstance(error, ValueError) else OSError)(text) from error
 
+    def _read_optimizer(self, saved: SavedOptimizer, optimizer: ShardedOptimizer, advance: Advance) -> None:
+        # First what decides which state there is, such as amsgrad and momentum.
+        for entry, group in zip(saved.groups, optimizer.param_groups, strict=True):
+            group.update({key: decode(value, fetch_scalar) for key, value in entry.items() if key != "params"})
+        optimizer.load_local_state(self._state_shards(saved, optimizer, advance), self._numbers(saved, optimizer))
+
     def warn(self) -> None:
         """Says what the user may not expect; once, on rank 0."""
-        if self._optimizer is not None and self._manifest.optimizer is None:
+        if self._optimizers and not self._manifest.optimizers:
             warnings.warn(
                 f"[zeropg] load_checkpoint: '{self._directory}' was saved without an optimizer; yours stays as it is",
                 stacklevel=3,
@@ -164,7 +168,7 @@ class Loading:
             # Others would be of another rank's part of the gradients.
             is_same_world = self._manifest.world_size == self._state.core.world_size
             return is_same_world and name == residual_file(self._state.core.rank)
-        return self._optimizer is not None or not name.startswith("optimizer")
+        return bool(self._optimizers) or not name.startswith("optimizer")
 
     def _saved_tensor(self, index: int) -> SavedTensor:
         return self._manifest.tensors[self._saved_names[index]]
@@ -255,24 +259,25 @@ def _match(manifest: Manifest, plan: ModelPlan) -> list[str]:
 
 
 def _match_optimizer(
-    saved: SavedOptimizer, optimizer: ShardedOptimizer, plan: ModelPlan, saved_names: list[str]
+    name: str, saved: SavedOptimizer, optimizer: ShardedOptimizer, plan: ModelPlan, saved_names: list[str]
 ) -> None:
-    """Raises ValueError where the optimizer is another than the saved one."""
+    """Raises ValueError where the optimizer is another than the saved one of that name."""
+    which = f"the checkpoint's optimizer{own_words(name)}"
     kind = optimizer_kind(optimizer)
     if saved.kind != kind:
         raise ValueError(
-            f"the checkpoint's optimizer is a {saved.kind}, yours a {kind}; make one of that class, or pass "
-            "optimizer=None to load the model alone"
+            f"{which} is a {saved.kind}, yours a {kind}; make one of that class, or pass optimizer=None to load the "
+            "model alone"
         )
-    here = [[saved_names[plan.index_of[name]] for name in names] for names in group_names(optimizer, plan)]
+    here = [[saved_names[plan.index_of[own]] for own in names] for names in group_names(optimizer, plan)]
     if len(here) != len(saved.groups):
-        raise ValueError(f"the checkpoint's optimizer has {len(saved.groups)} param groups, yours {len(here)}")
+        raise ValueError(f"{which} has {len(saved.groups)} param groups, yours {len(here)}")
     for index, (names, entry) in enumerate(zip(here, saved.groups, strict=True)):
         theirs = set(entry["params"])
         only_here, only_there = [n for n in names if n not in theirs], sorted(theirs - set(names))
         if only_here or only_there:
             raise ValueError(
-                f"param group {index} holds other parameters than the checkpoint's; only here: {_listed(only_here)}; "
+                f"param group {index} holds other parameters than that of {which}; only here: {_listed(only_here)}; "
                 f"only there: {_listed(only_there)}"
             )
 

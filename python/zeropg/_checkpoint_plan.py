@@ -165,9 +165,17 @@ def local_signatures(optimizer: ShardedOptimizer, model: ModelPlan) -> dict[str,
 
 
 def plan_optimizer(
-    kind: str, groups: list[dict[str, Any]], model: ModelPlan, announced: list[dict[str, str]]
+    kind: str,
+    groups: list[dict[str, Any]],
+    model: ModelPlan,
+    announced: list[dict[str, str]],
+    *,
+    stem: str = "optimizer",
+    prefix: str = "",
 ) -> OptimizerPlan:
     """Lays the state out that the ranks announced together by `local_signatures`.
+
+    stem: of the files' names. prefix: of the tensors' names in them.
 
     Raises RuntimeError where two ranks have different state of one parameter.
     """
@@ -193,8 +201,8 @@ def plan_optimizer(
             else:
                 numbers.setdefault(name, {})[key] = value["number"]
     layout = _plan_layout(
-        "optimizer",
-        [f"{name}/{key}" for name, key in entries],
+        stem,
+        [f"{prefix}{name}/{key}" for name, key in entries],
         [model.tensors[model.index_of[name]].value for name, _ in entries],
         dtypes,
         {},

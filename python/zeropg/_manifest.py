@@ -22,7 +22,9 @@ from zeropg._native import _C
 from zeropg._structure import dtype_name, dtype_of
 
 MANIFEST_NAME = "zeropg_checkpoint.json"
-VERSION = 1
+# Format 2 is what holds named optimizers; with one optimizer or none the manifest is that of format 1.
+_ALONE_VERSION, _NAMED_VERSION = 1, 2
+ALONE = ""  # the name of an optimizer that is the only one and was given none
 _HEAD = re.compile(rb'\{"zeropg_checkpoint": (\d{1,9}), "crc32c": "([0-9a-f]{8})", "manifest":\n')
 _TAIL = b"}\n"
 _MAX_BYTES = 1 << 30
@@ -77,6 +79,7 @@ class Manifest:
         world_size: of the job that saved; one `rank_extra` file per rank at most.
         tensors: parameters (masters) and buffers by the name they are saved under.
         aliases: other names of tied tensors.
+        optimizers: by name; one that is alone and was given no name has the empty one.
     """
 
     folder: str
@@ -86,9 +89,11 @@ class Manifest:
     files: dict[str, SavedFile]
     tensors: dict[str, SavedTensor]
     aliases: dict[str, str]
-    optimizer: SavedOptimizer | None
+    optimizers: dict[str, SavedOptimizer]
 
     def to_bytes(self) -> bytes:
+        is_alone = self.optimizers.keys() <= {ALONE}
+        optimizers = {name: _optimizer_to_json(optimizer) for name, optimizer in self.optimizers.items()}
         body = {
             "folder": self.folder,
             "origin": self.origin,
@@ -100,17 +105,11 @@ class Manifest:
             },
             "tensors": _tensors_to_json(self.tensors),
             "aliases": self.aliases,
-            "optimizer": None
-            if self.optimizer is None
-            else {
-                "class": self.optimizer.kind,
-                "groups": self.optimizer.groups,
-                "tensors": {name: _tensors_to_json(state) for name, state in self.optimizer.tensors.items()},
-                "numbers": self.optimizer.numbers,
-            },
+            **({"optimizer": optimizers.get(ALONE)} if is_alone else {"optimizers": optimizers}),
         }
+        version = _ALONE_VERSION if is_alone else _NAMED_VERSION
         text = json.dumps(body, allow_nan=False).encode()
-        head = f'{{"zeropg_checkpoint": {VERSION}, "crc32c": "{_C.crc32c(text):08x}", "manifest":\n'
+        head = f'{{"zeropg_checkpoint": {version}, "crc32c": "{_C.crc32c(text):08x}", "manifest":\n'
         return head.encode() + text + _TAIL
 
 
@@ -127,10 +126,10 @@ def read_manifest(directory: Path) -> Manifest:
     head = _HEAD.match(data)
     if head is None or not data.endswith(_TAIL) or len(data) > _MAX_BYTES:
         raise ValueError(f"'{path}' is damaged, cut off, or no manifest of a zeropg checkpoint")
-    if int(head[1]) != VERSION:
+    if int(head[1]) not in (_ALONE_VERSION, _NAMED_VERSION):
         raise ValueError(
-            f"'{path}' is a checkpoint of format {int(head[1])}, expected {VERSION}; load it with the version of "
-            "zeropg that wrote it"
+            f"'{path}' is a checkpoint of format {int(head[1])}, expected {_ALONE_VERSION} or {_NAMED_VERSION}; load "
+            "it with the version of zeropg that wrote it"
         )
     text = data[head.end() : -len(_TAIL)]
     found, expected = f"{_C.crc32c(text):08x}", head[2].decode()
@@ -140,6 +139,15 @@ def read_manifest(directory: Path) -> Manifest:
         return _parse(json.loads(text))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"'{path}' is no manifest that this version of zeropg writes: {error}") from error
+
+
+def _optimizer_to_json(optimizer: SavedOptimizer) -> dict[str, Any]:
+    return {
+        "class": optimizer.kind,
+        "groups": optimizer.groups,
+        "tensors": {name: _tensors_to_json(state) for name, state in optimizer.tensors.items()},
+        "numbers": optimizer.numbers,
+    }
 
 
 def _tensors_to_json(tensors: Mapping[str, SavedTensor]) -> dict[str, Any]:
@@ -162,9 +170,13 @@ def _parse(body: Any) -> Manifest:
     aliases = _mapping(body["aliases"], lambda name: _typed(name, str))
     if not set(aliases.values()) <= tensors.keys():
         raise ValueError("an alias names no tensor")
-    optimizer = None if body["optimizer"] is None else _parse_optimizer(body["optimizer"], files)
+    saved = body["optimizers"] if "optimizers" in body else {ALONE: body["optimizer"]}
+    optimizers = _mapping(
+        {name: entry for name, entry in _typed(saved, dict).items() if entry is not None},
+        lambda entry: _parse_optimizer(entry, files),
+    )
     origin = _mapping(body["origin"], lambda value: value)
-    return Manifest(folder, origin, _size(body["world_size"]), chunk_bytes, files, tensors, aliases, optimizer)
+    return Manifest(folder, origin, _size(body["world_size"]), chunk_bytes, files, tensors, aliases, optimizers)
 
 
 def _parse_optimizer(entry: Any, files: Mapping[str, SavedFile]) -> SavedOptimizer:

@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from zeropg._agreement import check_same, together
 from zeropg._checkpoint_folder import CheckpointFolder
 from zeropg._checkpoint_load import Loading
+from zeropg._checkpoint_optimizers import Optimizers, named_optimizers, own_words
 from zeropg._checkpoint_plan import (
     ModelPlan,
     OptimizerPlan,
@@ -30,7 +31,7 @@ from zeropg._checkpoint_plan import (
 )
 from zeropg._checkpoint_residuals import residual_file, saved_residuals
 from zeropg._export_plan import has_extra_state
-from zeropg._manifest import Manifest, SavedFile
+from zeropg._manifest import ALONE, Manifest, SavedFile
 from zeropg._native import _C
 from zeropg._parallel_files import ByteRange, FileSpec, ParallelFiles
 from zeropg._progress import progress
@@ -50,7 +51,7 @@ Agree = Callable[[Callable[[], Any]], list[Any]]
 def save_checkpoint(
     directory: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     extra: Any = None,
     rank_extra: Any = None,
@@ -70,7 +71,9 @@ def save_checkpoint(
     Args:
         directory: the same on every rank; made if it does not exist.
         model: a module that `fully_shard` has sharded, in any stage.
-        optimizer: what `shard_optimizer` returned for it.
+        optimizer: what `shard_optimizer` returned for it; or a sequence or a dict by name of several, of the same or
+            of different classes, whose state then stands under "optimizer's name/name/key". Those of a sequence are
+            called "0", "1", ...; a sequence of one is as the one itself.
         extra: scheduler, scaler, counters ...: nested dicts, lists and tuples of None, bool, int, float, str, tensors
             and numpy arrays. Rank 0's is saved.
         rank_extra: the same kind of value, one per rank: random states, the sampler's position.
@@ -108,7 +111,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None
 ) -> tuple[Any, Any]:
     """Sets model and optimizer from what `save_checkpoint` wrote, at whatever world size and stage. Collective.
 
@@ -119,8 +122,9 @@ def load_checkpoint(
     Args:
         directory: seen by every rank, with the same content.
         model: sharded, of the same architecture: the same names and shapes. Other floating dtypes are cast.
-        optimizer: of the same class, with the same parameters in each param group. None leaves the saved state alone;
-            given where none was saved, it stays as it is, with a warning.
+        optimizer: of the same class, with the same parameters in each param group; of several, each under the name that
+            it was saved by. None leaves the saved state alone; given where none was saved, it stays as it is, with a
+            warning.
 
     Returns:
         (extra, rank_extra) as they were passed to `save_checkpoint`, tensors on the CPU. rank_extra is what the rank of
@@ -134,13 +138,13 @@ def load_checkpoint(
     """
     state = state_of(model, "load_checkpoint")
     group = state.core.process_group
-    sharded = _sharded(optimizer, model, "load_checkpoint")
+    named = named_optimizers(optimizer, model, "load_checkpoint")
     loading: Loading | None = None
 
     def open_checkpoint() -> dict[str, str]:
         nonlocal loading
         _join(state)
-        loading = Loading(_path(directory), state, sharded)
+        loading = Loading(_path(directory), state, named)
         return loading.announcement()
 
     announced = together(group, "load_checkpoint", open_checkpoint)
@@ -158,7 +162,7 @@ def load_checkpoint(
                 failure = error
             finally:
                 state.core.end_step()  # also after an error: the other ranks are waiting in theirs
-            together(group, "load_checkpoint", lambda: opened.read_optimizer(advance, failure))
+            together(group, "load_checkpoint", lambda: opened.read_optimizers(advance, failure))
     finally:
         opened.close()
     if group.rank() == 0:
@@ -221,14 +225,14 @@ class PendingCheckpoint:
 class _Save:
     """One rank's part in one save. Every step ends when all ranks have told how it went."""
 
-    def __init__(self, state: ShardedState, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, state: ShardedState, optimizer: Optimizers | None) -> None:
         self.rank = state.core.rank
         self.directory = Path()
         self._state = state
-        self._optimizer = _sharded(optimizer, state.model, _OPERATION)
+        self._optimizers = named_optimizers(optimizer, state.model, _OPERATION)
         self._group: dist.ProcessGroup = state.core.process_group
         self._model_plan: ModelPlan | None = None
-        self._optimizer_plan: OptimizerPlan | None = None
+        self._optimizer_plans: dict[str, OptimizerPlan] = {}
         self._own_files: dict[str, StructureFile] = {}  # those that this rank writes alone
         self._names: list[str] = []
         self._sees_files: list[bool] = []
@@ -245,11 +249,17 @@ class _Save:
         check_same(self._group, _OPERATION, [entry["arguments"] for entry in announced])
         assert self._model_plan is not None  # otherwise the lines above have raised
         layouts = [self._model_plan.layout]
-        if self._optimizer is not None:
-            states = [entry["state"] for entry in announced]
-            kind = optimizer_kind(self._optimizer)
-            self._optimizer_plan = plan_optimizer(kind, self._groups, self._model_plan, states)
-            layouts.append(self._optimizer_plan.layout)
+        for index, (name, optimizer) in enumerate(self._optimizers.items()):
+            plan = plan_optimizer(
+                optimizer_kind(optimizer),
+                self._groups[name],
+                self._model_plan,
+                [entry["states"][name] for entry in announced],
+                stem="optimizer" if name == ALONE else f"optimizer-{index}",
+                prefix="" if name == ALONE else f"{name}/",
+            )
+            self._optimizer_plans[name] = plan
+            layouts.append(plan.layout)
         shared = [(file.name, file.bytes, file.header) for layout in layouts for file in layout.files]
         own = [(name, size, b"") for entry in announced for name, size in entry["own_files"].items()]
         self._names = [name for name, _, _ in shared + own]
@@ -284,15 +294,15 @@ class _Save:
             "directory": str(self.directory),
             "async_save": str(async_save),
             "the model's tensors (digest)": digest(self._model_plan.described()),
-            "optimizer": "None" if self._optimizer is None else optimizer_kind(self._optimizer),
+            "optimizer": _kinds(self._optimizers),
         }
-        if self._optimizer is not None:
-            self._groups = encode_groups(self._optimizer, self._model_plan)
-            arguments["the optimizer's param_groups (digest)"] = digest(self._groups)
+        self._groups = {name: encode_groups(one, self._model_plan) for name, one in self._optimizers.items()}
+        for name, groups in self._groups.items():
+            arguments[f"the optimizer{own_words(name)}'s param_groups (digest)"] = digest(groups)
         _join(self._state)  # after the checks: its errors are of the save before
         return {
             "arguments": arguments,
-            "state": {} if self._optimizer is None else local_signatures(self._optimizer, self._model_plan),
+            "states": {name: local_signatures(one, self._model_plan) for name, one in self._optimizers.items()},
             "own_files": {name: file.size_bytes for name, file in self._own_files.items()},
             "token": secrets.token_hex(8),
         }
@@ -413,7 +423,7 @@ class _Save:
             files=files,
             tensors=plan.saved(),
             aliases=plan.aliases,
-            optimizer=None if self._optimizer_plan is None else self._optimizer_plan.saved(),
+            optimizers={name: optimizer_plan.saved() for name, optimizer_plan in self._optimizer_plans.items()},
         )
 
     def _own_ranges(self) -> Iterator[ByteRange]:
@@ -421,11 +431,13 @@ class _Save:
         yield from self._own_file_ranges()
 
     def _live_ranges(self) -> Iterator[ByteRange]:
-        """Of the model's and the optimizer's own tensors, which go on changing."""
+        """Of the model's and the optimizers' own tensors, which go on changing."""
         assert self._model_plan is not None
         yield from self._model_plan.ranges(self._state.model, is_first=self.rank == 0)
-        if self._optimizer is not None and self._optimizer_plan is not None:
-            yield from self._optimizer_plan.ranges(self._optimizer, len(self._model_plan.layout.files))
+        first_file = len(self._model_plan.layout.files)
+        for name, plan in self._optimizer_plans.items():
+            yield from plan.ranges(self._optimizers[name], first_file)
+            first_file += len(plan.layout.files)
 
     def _own_file_ranges(self) -> Iterator[ByteRange]:
         for name, file in self._own_files.items():
@@ -460,16 +472,9 @@ def _path(directory: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(os.fsdecode(directory)))
 
 
-def _sharded(optimizer: torch.optim.Optimizer | None, model: nn.Module, operation: str) -> ShardedOptimizer | None:
-    if optimizer is None:
-        return None
-    if not isinstance(optimizer, ShardedOptimizer):
-        raise TypeError(
-            f"[zeropg] {operation}: got a {type(optimizer).__name__}, expected what zeropg.shard_optimizer returned"
-        )
-    if optimizer._model is not model:
-        raise ValueError(f"[zeropg] {operation}: the optimizer was sharded for another model; pass that model's own")
-    return optimizer
+def _kinds(optimizers: Mapping[str, ShardedOptimizer]) -> str:
+    kinds = [f"{name}: {optimizer_kind(one)}" if name else optimizer_kind(one) for name, one in optimizers.items()]
+    return ", ".join(kinds) or "None"
 
 
 def _extra_states(model: nn.Module) -> dict[str, Any]:
