@@ -19,7 +19,7 @@ SOURCES := $(shell find compression backend sharding cpp python CMakeLists.txt s
 CXX_FILES := $(shell find compression backend sharding cpp python/bindings tests \
                -name '*.cpp' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
 
-.PHONY: help train bench test fuzz sanitize smoke lint format build wheel venv clean
+.PHONY: help train bench test fuzz soak sanitize smoke lint format build wheel venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test       set up everything, then run every test      (ARGS='-k all_reduce -x' goes to pytest)"
 	@echo "make test-torch torch's own suite for backends, all of it, under our name and gloo's"
 	@echo "make fuzz       libFuzzer on what parses bytes of strangers  (make fuzz SECONDS=600; part of make test, a minute)"
+	@echo "make soak       random programs that nobody has run, beside what they must give  (make soak SECONDS=3600: a test)"
 	@echo "make sanitize   the C++ tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make smoke      the tests marked smoke, for other versions   (make smoke TORCH=2.11.0)"
 	@echo "make lint       clang-format, ruff, mypy, conflict markers   (make format repairs the first two)"
@@ -75,6 +76,11 @@ test-torch: $(BUILD)/installed.stamp
 
 fuzz: $(VENV)/requirements.stamp
 	ZEROPG_BUILD_DIR=$(BUILD) ZEROPG_FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -s tests/fuzz $(ARGS)
+
+# A failure names the seed: ZEROPG_PROGRAM_SEED=N runs that program alone.
+soak: build
+	ZEROPG_BUILD_DIR=$(BUILD) ZEROPG_PROGRAM_SECONDS=$(SECONDS) $(BIN)/python -m pytest \
+	  tests/backend/test_random_programs.py tests/sharding/uses/test_random_uses.py $(ARGS)
 
 # ARGS='-k transport' goes to pytest; SANITIZERS=thread runs one of them. Without address randomisation, of which new
 # kernels have more than ThreadSanitizer expects, and without UCX's hooks in the allocator. torch is not instrumented:

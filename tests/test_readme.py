@@ -41,9 +41,20 @@ def test_the_program_with_ddp_runs(tmp_path: Path) -> None:
     run_on_two_ranks(snippet("DistributedDataParallel("), tmp_path)
 
 
+# What the snippet about writes by hand takes for granted.
+BY_HAND = """
+loss = (model(x).float() - x).square().mean()
+loss.backward()
+model.head = model.layers[0].linear1
+student, teacher = model, zeropg.fully_shard(torch.nn.TransformerEncoder(layer, 4), stage=1)
+"""
+
+
 def test_the_sharded_program_runs_and_saves_and_loads(tmp_path: Path) -> None:
     program = [
         snippet("zeropg.save_16bit_weights"),
+        BY_HAND,
+        snippet("zeropg.writable_shards"),
         "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)",
         snippet("zeropg.save_checkpoint"),
         "assert extra['step'] == 9 and rank_extra['rng'].dtype == torch.uint8",

@@ -117,6 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._offloaded = None if offload is None else OffloadedStep(offload)
         self._failure = ""  # of a step that stopped half-way
         self._updaters: list[Updater] = []
+        self._frozen: list[Any] = []  # flat groups that were, when the last updater was made
         self._taken: set[int] = set()  # ids of the parameters that the updaters are for
         for group in optimizer.param_groups:
             self._check_group(group)
@@ -144,7 +145,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in self.param_groups
         ]
-        if self._make_updaters():  # for what was frozen when the last one was made
+        if any(flat.is_trainable for flat in self._frozen) and self._make_updaters():
             self._reserve()
         if self._failure:
             raise RuntimeError(
@@ -308,6 +309,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Returns whether there were any. Frozen parameters get theirs when they have been unfrozen.
         """
         count = len(self._updaters)
+        self._frozen = [flat for flat in self._core.flat_groups if not flat.is_trainable]
         held = self._owners().keys() - self._taken
         sharded: set[int] = set()
         for flat in self._core.flat_groups:
