@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -372,13 +373,22 @@ def _prepare_buffers(module: nn.Module, buffer_dtype: torch.dtype | None, group:
             child._buffers[key] = done[id(buffer)][1]
 
 
+# By the user's class: torch.compile makes code for a class, and blocks of one class are to share it. A class of ours is
+# kept by its modules alone, and goes with the last of them; the user's then goes as if it had never been sharded.
+_SHARDED_CLASSES: WeakValueDictionary[type[nn.Module], type[nn.Module]] = WeakValueDictionary()
+
+
 def _swap_class(module: nn.Module) -> None:
     cls = type(module)
     if not issubclass(cls, FullyShardedModule):
-        sharded = type(cls.__name__, (FullyShardedModule, cls), {"__doc__": cls.__doc__})
-        sharded.__qualname__ = cls.__qualname__
-        sharded.__module__ = cls.__module__
-        module.__class__ = sharded
+        module.__class__ = _SHARDED_CLASSES.get(cls) or _SHARDED_CLASSES.setdefault(cls, _sharded_class(cls))
+
+
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    sharded = type(cls.__name__, (FullyShardedModule, cls), {"__doc__": cls.__doc__})
+    sharded.__qualname__ = cls.__qualname__
+    sharded.__module__ = cls.__module__
+    return sharded
 
 
 def _summary(
