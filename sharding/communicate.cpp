@@ -11,8 +11,20 @@
 namespace zeropg {
 namespace {
 
-// What is only moved travels as bytes: not every backend knows every dtype.
-at::Tensor bytes_of(const at::Tensor& tensor) { return tensor.view(at::kByte); }
+// What is only moved travels as bytes where its dtype is one that not every backend knows.
+at::Tensor movable(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kLong:
+    case at::kInt:
+      return tensor;
+    default:
+      return tensor.view(at::kByte);
+  }
+}
 
 }  // namespace
 
@@ -20,8 +32,8 @@ Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
     : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()) {}
 
 c10::intrusive_ptr<c10d::Work> Communicator::all_gather(at::Tensor whole, at::Tensor part) {
-  whole = bytes_of(whole);
-  part = bytes_of(part);
+  whole = movable(whole);
+  part = movable(part);
 #if TORCH_VERSION_MINOR >= 15
   return group_->all_gather_single(whole, part);
 #else
@@ -64,7 +76,7 @@ c10::intrusive_ptr<c10d::Work> Communicator::all_reduce_max(at::Tensor whole) {
 c10::intrusive_ptr<c10d::Work> Communicator::broadcast(const at::Tensor& whole, int64_t root) {
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  std::vector<at::Tensor> tensors{bytes_of(whole)};
+  std::vector<at::Tensor> tensors{movable(whole)};
   return group_->broadcast(tensors, options);
 }
 

@@ -23,7 +23,7 @@ from zeropg.backend import BackendOptions, Topology, empty, shrink_group, stats,
 from zeropg.checkpoint import load_checkpoint, save_checkpoint
 from zeropg.export import save_16bit_weights
 from zeropg.flight_recorder import dump_flight_recorder
-from zeropg.fully_sharded import FullyShardedModule, fully_shard
+from zeropg.fully_sharded import FullyShardedModule, fully_shard, register_forward_method
 from zeropg.grad_scaler import GradScaler
 from zeropg.offload import Offload
 from zeropg.optim import shard_optimizer
@@ -49,6 +49,7 @@ __all__ = [
     "load_full_state_dict",
     "local_shards",
     "no_sync",
+    "register_forward_method",
     "save_16bit_weights",
     "save_checkpoint",
     "shard_optimizer",

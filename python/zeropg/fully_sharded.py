@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -176,6 +177,31 @@ def fully_shard(
     if core.rank == 0:
         print(_summary(core, plans, reduce_dtype, compression), file=sys.stderr)
     return module
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Lets a method other than `forward` be called on a sharded model or one of its units, after `fully_shard`.
+
+    Parameters are whole while it runs, as in a call of the module. Not collective; all ranks should register alike.
+
+    Raises:
+        ValueError: the module is neither sharded nor a unit, or has no such method.
+    """
+    if "_zeropg_unit" not in vars(module):
+        raise ValueError(
+            f"[zeropg] register_forward_method: this {type(module).__name__} is neither a sharded model nor a unit of "
+            "one; call zeropg.fully_shard first, and name the module in units."
+        )
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"[zeropg] register_forward_method: {type(module).__name__} has no method {method_name!r}.")
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        state, index = vars(module)["_zeropg_unit"]
+        return state.run(index, method, args, kwargs)
+
+    setattr(module, method_name, run)
 
 
 def _check(module: nn.Module, stage: int, *dtypes: torch.dtype | None) -> None:

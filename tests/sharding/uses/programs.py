@@ -838,3 +838,41 @@ def replaced_parameter(run: Run) -> None:
     if not run.is_plain:
         model.head.bias = nn.Parameter(torch.zeros(3, dtype=run.dtype))
     train(run, model)
+
+
+class Encoder(nn.Module):
+    """A unit whose users call another method than forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList([EncodingBlock()])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[0].encode(self.table(tokens)))
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0].encode(self.table(tokens))
+
+
+class EncodingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)).mean(1)
+
+
+def methods_other_than_forward(run: Run) -> None:
+    model = run.model(shape=Encoder)
+    if not run.is_plain:
+        zeropg.register_forward_method(model, "encode")
+        zeropg.register_forward_method(model.blocks[0], "encode")
+    optimizer = run.optimizer(model)
+    for tokens, targets in run.batches():
+        loss_of(model, tokens, targets).backward()
+        model.encode(tokens).to(run.dtype).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
