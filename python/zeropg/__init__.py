@@ -21,6 +21,7 @@ from zeropg.access import (
 )
 from zeropg.backend import BackendOptions, Topology, empty, shrink_group, stats, topology
 from zeropg.checkpoint import load_checkpoint, save_checkpoint
+from zeropg.ema import ema
 from zeropg.export import save_16bit_weights
 from zeropg.flight_recorder import dump_flight_recorder
 from zeropg.fully_sharded import FullyShardedModule, fully_shard, register_forward_method
@@ -39,6 +40,7 @@ __all__ = [
     "Topology",
     "clip_grad_norm_",
     "dump_flight_recorder",
+    "ema",
     "empty",
     "full_gradients",
     "full_optimizer_state_dict",
