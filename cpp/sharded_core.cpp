@@ -174,9 +174,10 @@ std::shared_ptr<ShardedCore> ShardedCore::create(const std::shared_ptr<torch::nn
 void ShardedCore::before_forward(int64_t unit, const std::vector<at::Tensor*>& inputs) {
   if (unit == state_->root_unit) {
     const std::vector<std::string> changed = state_->module->changed_parameters();
-    TORCH_CHECK(changed.empty(), state_->context("forward"), "'", changed.front(), "' and ", changed.size() - 1,
-                " other parameters changed after FullyShardedModule was made (replaced, moved, cast, or requires_grad "
-                "flipped); make such changes before, or set values in full_parameters(body, /*writable=*/true).");
+    TORCH_CHECK(
+        changed.empty(), state_->context("forward"), "'", changed.front(), "' and ", changed.size() - 1,
+        " other parameters changed after FullyShardedModule was made (replaced, moved or cast); make such changes "
+        "before, or set values in full_parameters(body, /*writable=*/true).");
   }
   std::vector<at::Tensor> tensors;
   for (at::Tensor* input : inputs) {

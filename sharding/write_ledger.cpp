@@ -152,25 +152,38 @@ void WriteLedger::find_changes(Entry& entry, const at::Tensor& after, const at::
 }
 
 std::vector<std::string> WriteLedger::take_over_replaced() {
+  at::NoGradGuard no_grad;
   std::vector<std::string> others;
   for (Entry& entry : entries_) {
     const ParameterSlot& slot = entry.flat->slots()[entry.slot];
-    if (slot.storage.is_used_by(slot.parameter)) {
-      continue;
-    }
-    const at::Tensor& theirs = slot.parameter;
-    const bool fits = entry.flat->is_attached() && !entry.copy && theirs.layout() == at::kStrided &&
-                      theirs.scalar_type() == entry.flat->dtype() && theirs.device() == entry.flat->device() &&
-                      theirs.numel() == slot.numel && theirs.sizes() == slot.sizes;
-    if (!fits) {
+    if (!slot.storage.is_used_by(slot.parameter) && !take_over(entry)) {
       others.push_back(slot.names.front());
-      continue;
     }
-    home_of(*entry.flat, entry.slot).copy_(theirs.detach().reshape({-1}));
-    slot.storage.take_back(theirs);
-    entry.is_written = true;
   }
   return others;
+}
+
+// A write like any other, of the whole parameter.
+bool WriteLedger::take_over(Entry& entry) {
+  FlatParameter& flat = *entry.flat;
+  ParameterSlot& slot = flat.slots()[entry.slot];
+  const at::Tensor theirs = slot.parameter.detach();
+  const Answer answer = answer_();
+  if (!flat.is_attached() || entry.copy || answer == Answer::kRefused || theirs.layout() != at::kStrided ||
+      theirs.scalar_type() != flat.dtype() || theirs.device() != flat.device() || theirs.sizes() != slot.sizes) {
+    return false;
+  }
+  slot.storage.take_back(slot.parameter);
+  at::Tensor home = home_of(flat, entry.slot);
+  if (answer == Answer::kInCopy) {
+    entry.copy = copy_of(target_in(flat.whole(), slot.offset), entry);
+    home = tensor_of(entry.copy, flat, slot.numel);
+    slot.storage.attach(home, 0, /*is_watched=*/false);
+  } else {
+    entry.is_written = true;
+  }
+  home.copy_(theirs.reshape({-1}));
+  return true;
 }
 
 // --- settling ---

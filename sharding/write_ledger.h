@@ -83,6 +83,7 @@ class WriteLedger {
   c10::Storage copy_of(const WatchedStorage::Target& home, const Entry& entry);
   void give_up(c10::Storage& copy);
   static void find_changes(Entry& entry, const at::Tensor& after, const at::Tensor& before);
+  bool take_over(Entry& entry);
   static bool has_news(const Entry& entry) { return entry.is_written || entry.positions.defined(); }
   std::vector<size_t> own_news() const;
   std::vector<size_t> all_news();

@@ -42,6 +42,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
     "clamp_with_foreach": ((3,), SHARDED),
     "clamp_inside_full_parameters": ((3,), "pass writable=True"),
     "assign_data": ((3,), SHARDED),
+    "assign_data_between_forward_and_backward": ((3,), "by data that cannot take its place"),
     "assign_data_of_another_dtype": (STAGES, "'head.bias' changed after fully_shard"),
     "initialize_after_sharding": ((3,), SHARDED),
     "load_state_dict_of_a_submodule": ((3,), SHARDED),
