@@ -32,6 +32,8 @@ class ShardedState:
     contents: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     has_said_full_gradients: bool = False
     pending_save: PendingCheckpoint | None = None  # the last save_checkpoint(async_save=True)
+    full_gradients_depth: int = 0  # of `with zeropg.full_gradients`
+    is_writing_shards: bool = False  # inside `with zeropg.writable_shards`
     _is_functional: bool = False
 
     def __post_init__(self) -> None:
@@ -74,6 +76,22 @@ class ShardedState:
             return call(*args, **kwargs)
         finally:
             self._is_functional = before
+
+    def check_outside_full_gradients(self, operation: str) -> None:
+        """Raises RuntimeError where `.grad` shows copies, whose values would replace what `operation` does."""
+        if self.full_gradients_depth > 0 and self.core.stage >= 2:
+            raise RuntimeError(
+                f"{self._context(operation)} called inside full_gradients, where `.grad` is a copy of the sharded "
+                "gradient that replaces it when the `with` ends; call it after."
+            )
+
+    def check_outside_writable_shards(self, operation: str) -> None:
+        """Raises RuntimeError where the user writes masters, or copies of them that replace them later."""
+        if self.is_writing_shards:
+            raise RuntimeError(f"{self._context(operation)} called inside zeropg.writable_shards; call it after.")
+
+    def _context(self, operation: str) -> str:
+        return f"[zeropg rank {self.core.rank}/{self.core.world_size}] {operation}:"
 
     def _replaces_everything(self) -> bool:
         """Whether functional_call has put other tensors in place of all parameters; for some, those are used.

@@ -44,15 +44,19 @@ def full_gradients(model: nn.Module) -> Iterator[None]:
     """Makes every `.grad` whole and readable on every rank inside the `with`: the averaged gradient, [shape of the
     parameter] in the master's dtype. All ranks must enter.
 
-    In stages 2 and 3 writing to it has no effect, and a backward that would add to it raises RuntimeError; forward and
-    torch.autograd.grad may be called.
+    What is written to it inside, alike on all ranks, is the gradient afterwards. In stages 2 and 3 that is so when the
+    outermost `with` ends: a backward that would add to it, and clip_grad_norm_, unscale_, step and
+    zero_grad(set_to_none=False) raise RuntimeError inside; forward and torch.autograd.grad may be called.
     """
-    core = state_of(model, "full_gradients").core
+    state = state_of(model, "full_gradients")
+    state.full_gradients_depth += 1
     try:
-        core.show_full_gradients()  # a signal may be handled at its very end
+        state.core.show_full_gradients()  # a signal may be handled at its very end
         yield
     finally:
-        core.hide_full_gradients()
+        state.full_gradients_depth -= 1
+        if state.full_gradients_depth == 0:
+            state.core.hide_full_gradients()
 
 
 def local_shards(model: nn.Module) -> Iterator[Shard]:
@@ -82,8 +86,11 @@ def writable_shards(model: nn.Module) -> Iterator[list[Shard]]:
 
     With masters in a file (offload_optimizer) the list holds copies of all of this rank's masters in memory.
     """
-    core = state_of(model, "writable_shards").core
+    state = state_of(model, "writable_shards")
+    state.check_outside_writable_shards("writable_shards")
+    core = state.core
     core.begin_step()
+    state.is_writing_shards = True
     shards = list(_own_masters(core))
     try:
         yield [(name, tensor, start, stop) for _, name, _, tensor, start, stop in shards]
@@ -94,6 +101,7 @@ def writable_shards(model: nn.Module) -> Iterator[list[Shard]]:
                     group.write_master(first, tensor)
             core.publish_shards()
         finally:
+            state.is_writing_shards = False
             core.end_step()
 
 
@@ -138,7 +146,9 @@ def clip_grad_norm_(
     Returns a scalar tensor in the masters' dtype. Raises RuntimeError for a norm that is inf or nan with
     error_if_nonfinite.
     """
-    core = state_of(model, "clip_grad_norm_").core
+    state = state_of(model, "clip_grad_norm_")
+    state.check_outside_full_gradients("clip_grad_norm_")
+    core = state.core
     max_norm, norm_type = float(max_norm), float(norm_type)
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"[zeropg] clip_grad_norm_: max_norm is {max_norm}; expected a number >= 0.")

@@ -43,9 +43,14 @@ class FullyShardedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As nn.Module's; `set_to_none=False` zeroes the accumulated gradients, sharded or not."""
         state = getattr(self, "_zeropg_state", None)
-        if set_to_none or state is None:
+        if set_to_none:
             super().zero_grad(set_to_none=True)
+        elif state is None:  # a unit, whose model has other gradients too
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad.dtype)
         else:
+            state.check_outside_full_gradients("zero_grad(set_to_none=False)")
             state.core.zero_gradients()
             for parameter in state.ignored_parameters():
                 if parameter.grad is not None:

@@ -173,6 +173,8 @@ class GradScaler:
 
     @torch.no_grad()
     def _unscale(self, optimizer: ShardedOptimizer) -> None:
+        if optimizer._model_state is not None:
+            optimizer._model_state.check_outside_full_gradients("GradScaler")
         self._find_inf(optimizer)
         if id(optimizer._core) not in self._unscaled:
             self._unscaled.add(id(optimizer._core))

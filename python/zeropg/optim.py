@@ -14,6 +14,7 @@ from zeropg._agreement import together
 from zeropg._flat_update import FusedUpdater, Group, TorchUpdater, Updater, WholeUpdater, checked, is_per_element
 from zeropg._native import _C
 from zeropg._offloaded_update import OffloadedStep, OffloadedUpdater
+from zeropg._state import ShardedState
 from zeropg.offload import human_bytes
 
 # torch's classes whose names, in lower case, sharding/optim/registry.cpp has.
@@ -106,6 +107,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.gradient_factor = 1.0
         self._core = _core_of(model)
         self._kernel = _check_optimizer(optimizer)
+        self._model_state: ShardedState | None = getattr(model, "_zeropg_state", None)
         self._wrapped = optimizer
         self._model = model
         offload = self._core.optimizer_offload
@@ -141,6 +143,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._model_state is not None:
+            self._model_state.check_outside_writable_shards("step")
+            self._model_state.check_outside_full_gradients("step")
         groups = [
             {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in self.param_groups
@@ -173,6 +178,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if set_to_none:
             super().zero_grad(set_to_none=True)
         else:
+            if self._model_state is not None:
+                self._model_state.check_outside_full_gradients("zero_grad(set_to_none=False)")
             self._core.zero_gradients()
             for updater in self._updaters:
                 if isinstance(updater, WholeUpdater):

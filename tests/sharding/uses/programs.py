@@ -313,6 +313,15 @@ def momentum_teacher_on_shards(run: Run) -> None:
         teacher(tokens)
 
 
+def step_inside_writable_shards(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        with contextlib.nullcontext() if run.is_plain else zeropg.writable_shards(model):
+            optimizer.step()
+
+
 def write_through_local_shards(run: Run) -> None:
     model = run.model()
 
@@ -527,6 +536,54 @@ def write_inside_full_gradients(run: Run) -> None:
             model.head.bias.grad = None
         optimizer.step()
         optimizer.zero_grad()
+
+
+def inside_full_gradients(run: Run, operation: Callable[[nn.Module, torch.optim.Optimizer], None]) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        with run.whole_gradients(model):
+            for parameter in model.parameters():
+                parameter.grad.mul_(3)
+            operation(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clip_inside_full_gradients(run: Run) -> None:
+    clip = (
+        nn.utils.clip_grad_norm_ if run.is_plain else lambda _, norm: zeropg.clip_grad_norm_(run.models["model"], norm)
+    )
+    inside_full_gradients(run, lambda model, _: clip(model.parameters(), 0.1))
+
+
+def step_inside_full_gradients(run: Run) -> None:
+    inside_full_gradients(run, lambda _, optimizer: optimizer.step())
+
+
+def zero_inside_full_gradients(run: Run) -> None:
+    inside_full_gradients(run, lambda _, optimizer: optimizer.zero_grad(set_to_none=False))
+
+
+def full_gradients_twice(run: Run) -> None:
+    def double(model: nn.Module, _: torch.optim.Optimizer) -> None:
+        with run.whole_gradients(model):
+            model.head.bias.grad.mul_(2)
+        model.head.bias.grad.mul_(2)
+
+    inside_full_gradients(run, double)
+
+
+def zero_the_gradients_of_a_unit(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        model.blocks[1].zero_grad(set_to_none=False)  # so that its momentum goes on
+        optimizer.step()
+        model.blocks[2].zero_grad()
+        model.zero_grad(set_to_none=False)
 
 
 def penalty_on_grad(run: Run) -> None:

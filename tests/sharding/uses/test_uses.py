@@ -35,6 +35,7 @@ USES = {
 
 SHARDED = "values are on several ranks outside of its module's forward"
 SHARDED_GRADIENT = "is sharded: each rank holds a part of it"
+INSIDE_FULL_GRADIENTS = "called inside full_gradients"
 # What is refused: in which stages, and with which words. Everything else equals the plain process.
 REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
     "clamp_after_each_step": ((3,), SHARDED),
@@ -50,6 +51,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
     "merge_into_a_frozen_weight": ((3,), SHARDED),
     "momentum_teacher": ((3,), SHARDED),
     "momentum_teacher_by_assignment": ((3,), SHARDED),
+    "step_inside_writable_shards": (STAGES, "step: called inside zeropg.writable_shards"),
     "write_through_local_shards": (STAGES, "zeropg.writable_shards"),
     "write_on_one_rank": (STAGES, ""),
     "write_differently_inside_full_parameters": (STAGES, "ranks wrote different values to parameter 'head.bias'"),
@@ -59,6 +61,9 @@ REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
     "drop_one_and_keep_it": ((2, 3), SHARDED_GRADIENT),
     "add_to_grad": ((2, 3), SHARDED_GRADIENT),
     "scale_grad_in_place": ((2, 3), SHARDED_GRADIENT),
+    "clip_inside_full_gradients": ((2, 3), INSIDE_FULL_GRADIENTS),
+    "step_inside_full_gradients": ((2, 3), INSIDE_FULL_GRADIENTS),
+    "zero_inside_full_gradients": ((2, 3), INSIDE_FULL_GRADIENTS),
     "penalty_on_grad": (STAGES, "backward(create_graph=True)"),
     "optimizer_inside_backward": ((2, 3), "is sharded"),
     "error_in_the_second_backward": (STAGES, "an earlier backward raised an error"),
