@@ -141,6 +141,9 @@ class Updater(Protocol):
     def clear(self) -> None:
         """Forgets all state, as before the first step."""
 
+    def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
+        """Makes what the user has put into `state`, or taken from it, since the last step this updater's own."""
+
 
 def _number(value: Any) -> float:
     return float(value.item() if isinstance(value, torch.Tensor) else value)
@@ -178,6 +181,7 @@ class FusedUpdater:
         self._kernels: dict[str, _C.Optimizer] = {}
         self._slots: dict[tuple[str, int], torch.Tensor] = {}  # by name and stretch
         self._bounds = self._bounds_of_stretches()
+        self._shown: dict[int, dict[str, Any]] = {}  # by segment: what `_state` has, unless the user has edited it
         # One number per segment; `state[p]["step"]` of torch's layout is a view of it.
         is_double = torch.get_default_dtype() == torch.float64
         self._steps = torch.zeros(len(self.segments), dtype=torch.float64 if is_double else torch.float32)
@@ -220,7 +224,31 @@ class FusedUpdater:
 
     def clear(self) -> None:
         self._slots.clear()  # not zeroed in place: what is loaded next may be views of them
+        self._shown.clear()
         self._steps = torch.zeros_like(self._steps)
+
+    def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
+        for index, segment in enumerate(self.segments):
+            there, shown = self._state.get(segment.parameter, {}), self._shown.get(index, {})
+            is_shown = all(there.get(key) is value for key, value in shown.items())
+            if id(segment.parameter) not in owners or (is_shown and len(there) == len(shown)):
+                continue
+            group = groups[owners[id(segment.parameter)]]
+            known = {"step", *self._settings(group)[2]}
+            theirs = {key: there[key] for key in there.keys() & known if there[key] is not None}
+            if is_shown and theirs.keys() <= shown.keys():
+                continue  # with notes of the user's own
+            edited = _copied(theirs)  # some are views of what is cleared now
+            notes = {key: value for key, value in there.items() if key not in known}
+            for key, value in shown.items():
+                if is_per_element(key, value):
+                    value.zero_()
+            self._shown.pop(index, None)
+            self._state.pop(segment.parameter, None)
+            self._steps[index] = 0
+            put_entries(self, index, edited, group)
+            if notes:
+                self._state[segment.parameter].update(notes)
 
     def _plan(self, owners: Mapping[int, int], groups: Sequence[Group]) -> Iterator[Run]:
         """Yields what steps now, and how."""
@@ -290,7 +318,8 @@ class FusedUpdater:
         segment = self.segments[index]
         if slots[-1] not in self._state.get(segment.parameter, ()):
             views = {slot: self._of_segment(slot, index) for slot in slots}
-            self._state[segment.parameter] = self._numbers(index) | views
+            self._shown[index] = self._numbers(index) | views
+            self._state[segment.parameter] = dict(self._shown[index])
 
 
 class TorchUpdater:
@@ -345,6 +374,15 @@ class TorchUpdater:
 
     def clear(self) -> None:
         self._optimizer.state.clear()
+
+    def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
+        for index, segment in enumerate(self.segments):
+            entries = self._state.get(segment.parameter, {})
+            if entries is not self._optimizer.state.get(self._views[index], entries if entries else None):
+                self._optimizer.state.pop(self._views[index], None)
+                self._state.pop(segment.parameter, None)
+                if entries and id(segment.parameter) in owners:
+                    put_entries(self, index, _copied(entries), groups[owners[id(segment.parameter)]])
 
     def _entries(self, index: int) -> dict[str, Any]:
         entries: dict[str, Any] = self._optimizer.state[self._views[index]]
@@ -402,6 +440,9 @@ class WholeUpdater:
         for segment in self.segments:
             self._optimizer.state.pop(segment.parameter, None)
 
+    def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
+        """The user's dictionary is the optimizer's."""
+
 
 def _unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
     """The class's own step: torch wraps it with hooks and a profiler range, which the outer optimizer runs already."""
@@ -430,6 +471,18 @@ def _views(entries: Mapping[str, Any], start: int, stop: int) -> Iterator[tuple[
 
 def _copied(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in numbers.items()}
+
+
+def put_entries(updater: Updater, index: int, entries: Mapping[str, Any], group: Group) -> None:
+    """Sets the state of a segment that has none: as torch keeps it, or this rank's part of that."""
+    if not entries:
+        return
+    segment = updater.segments[index]
+    entries = {key: segment.local(key, value) for key, value in entries.items()}
+    tensors = {key: value for key, value in entries.items() if is_per_element(key, value)}
+    updater.put_numbers(index, {key: value for key, value in entries.items() if key not in tensors}, group)
+    for key, value in tensors.items():
+        updater.write(index, key, 0, checked(segment, key, value.detach().reshape(-1)), group)
 
 
 def checked(segment: Segment, key: str, value: torch.Tensor) -> torch.Tensor:

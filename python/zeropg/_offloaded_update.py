@@ -22,6 +22,7 @@ class OffloadedUpdater(FusedUpdater):
         self._queue = queue
         self._vectors: dict[str, _C.TieredVector] = {}
         self._kept: list[list[str]] = [[] for _ in self.segments]  # names of each segment's slots that hold something
+        self._given: dict[int, dict[str, Any]] = {}  # the dictionaries in `state`, by segment
 
     def missing_slots(self, owners: Mapping[int, int], groups: Sequence[Group]) -> list[str]:
         """Returns the slots that the options of `groups` take and that have no room yet."""
@@ -78,7 +79,21 @@ class OffloadedUpdater(FusedUpdater):
         for vector in self._vectors.values():
             vector.clear()
         self._kept = [[] for _ in self.segments]
+        self._shown.clear()
+        self._given.clear()
         self._steps = torch.zeros_like(self._steps)  # what is loaded next may be views of the old one
+
+    def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
+        """Raises RuntimeError for edits: `state` does not show what they would change."""
+        for index, segment in enumerate(self.segments):
+            entries, shown = self._state.get(segment.parameter), self._shown.get(index)
+            if (entries is not self._given[index] if shown is not None else bool(entries)) or (
+                entries and shown and any(entries.get(key) is not value for key, value in shown.items())
+            ):
+                raise RuntimeError(
+                    f"[zeropg] step: optimizer.state of {segment.name} was edited, and with offload_optimizer it is "
+                    "in a file; to reset or set it use optimizer.load_state_dict"
+                )
 
     def _vector(self, slot: str) -> _C.TieredVector:
         if slot not in self._vectors:
@@ -93,7 +108,8 @@ class OffloadedUpdater(FusedUpdater):
 
     def _show(self, index: int, slots: Sequence[str]) -> None:
         self._kept[index] = list(slots)
-        self._state[self.segments[index].parameter] = self._numbers(index)
+        self._shown[index] = self._numbers(index)
+        self._given[index] = self._state[self.segments[index].parameter] = dict(self._shown[index])
 
 
 class OffloadedStep:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from zeropg._agreement import together
-from zeropg._flat_update import FusedUpdater, Group, TorchUpdater, Updater, WholeUpdater, checked, is_per_element
+from zeropg._flat_update import FusedUpdater, Group, TorchUpdater, Updater, WholeUpdater, is_per_element, put_entries
 from zeropg._native import _C
 from zeropg._offloaded_update import OffloadedStep, OffloadedUpdater
 from zeropg._state import ShardedState
@@ -124,12 +124,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in optimizer.param_groups:
             self._check_group(group)
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._known_state = self.state  # what the updaters have
         whole_state = dict(optimizer.state)
         self._share_with(optimizer)
         self._make_updaters()
         self._is_made = True
         self._reserve()
-        self._put({p: dict(state) for p, state in whole_state.items() if state}, is_local=False)
+        self._put({p: dict(state) for p, state in whole_state.items() if state})
         self._warn_of_parameters_without_group()
 
     @torch.no_grad()
@@ -152,6 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         if any(flat.is_trainable for flat in self._frozen) and self._make_updaters():
             self._reserve()
+        self._take_over_edits()
         if self._failure:
             raise RuntimeError(
                 f"[zeropg] step: an earlier step stopped half-way, so masters and state do not fit each other "
@@ -231,7 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for saved, group in zip(saved_groups, self.param_groups, strict=True):
             by_id.update(zip(saved["params"], group["params"], strict=True))
             group.update((key, value) for key, value in saved.items() if key != "params")
-        self._put({by_id[k]: s for k, s in loaded["state"].items() if k in by_id}, is_local=origin is not None)
+        self._put({by_id[k]: s for k, s in loaded["state"].items() if k in by_id})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -432,19 +434,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"{numel}, expected each once; local_ranges() says which they are"
                 )
 
-    def _put(self, states: Mapping[torch.Tensor, dict[str, Any]], *, is_local: bool) -> None:
+    def _take_over_edits(self) -> None:
+        if self.state is not self._known_state:  # `optimizer.state = ...`
+            edited = dict(self.state)
+            self._known_state.clear()
+            self._known_state.update(edited)
+            self.state = self._wrapped.state = self._known_state
+        owners = self._owners()
+        for updater in self._updaters:
+            updater.take_over_edits(owners, self.param_groups)
+
+    def _put(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         self._clear()
         by_id = {id(parameter): entries for parameter, entries in states.items()}
         for updater, index, group in self._places():
-            segment = updater.segments[index]
-            entries = by_id.get(id(segment.parameter), {})
-            if entries and not is_local:
-                entries = {key: segment.local(key, value) for key, value in entries.items()}
-            tensors = {key: value for key, value in entries.items() if is_per_element(key, value)}
-            if entries:
-                updater.put_numbers(index, {k: v for k, v in entries.items() if k not in tensors}, group)
-            for key, value in tensors.items():
-                updater.write(index, key, 0, checked(segment, key, value.detach().reshape(-1)), group)
+            put_entries(updater, index, by_id.get(id(updater.segments[index].parameter), {}), group)
 
     def _share_with(self, optimizer: torch.optim.Optimizer) -> None:
         for name in vars(optimizer):

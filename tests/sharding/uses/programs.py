@@ -7,6 +7,7 @@ is not the same for both goes through `Run`, which is either.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -716,6 +717,61 @@ def error_then_zero_grad(run: Run) -> None:
     optimizer.zero_grad()
     loss_of(model, *third).backward()
     optimizer.step()
+
+
+# --- optimizer state ---
+
+
+def edit_state(
+    run: Run, edit: Callable[[torch.optim.Optimizer, nn.Parameter], None], kind: type[torch.optim.Optimizer]
+) -> None:
+    """Edits the state of two parameters in three between steps."""
+    model = run.model()
+    # With an eps that keeps the sign of a gradient near zero, which 16 bits may not have, from counting.
+    plain = kind(model.parameters(), 0.05, **({"momentum": 0.5} if kind is torch.optim.SGD else {"eps": 0.1}))
+    optimizer = plain if run.is_plain else zeropg.shard_optimizer(plain, model)
+    for batch in run.batches(4):
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for index, parameter in enumerate(model.parameters()):
+            if index % 3 and optimizer.state.get(parameter):  # a rank that owns nothing of it has no state
+                edit(optimizer, parameter)
+
+
+def remove_state(run: Run) -> None:
+    edit_state(run, lambda optimizer, parameter: optimizer.state.pop(parameter), torch.optim.SGD)
+
+
+def empty_state(run: Run) -> None:
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
+        edit_state(run, lambda optimizer, parameter: optimizer.state.update({parameter: {}}), kind)
+
+
+def scale_state(run: Run) -> None:
+    def scale(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+        optimizer.state[parameter]["momentum_buffer"].mul_(0.3)
+
+    edit_state(run, scale, torch.optim.SGD)
+
+
+def replace_state(run: Run) -> None:
+    def replace(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+        state = optimizer.state[parameter]
+        key = "exp_avg" if "exp_avg" in state else "square_avg"
+        state[key] = state[key] * 0.3
+        state["step"] = torch.tensor(5.0)
+
+    for kind in (torch.optim.AdamW, torch.optim.RMSprop):
+        edit_state(run, replace, kind)
+
+
+def another_state_dictionary(run: Run) -> None:
+    def forget_all(optimizer: torch.optim.Optimizer, _: nn.Parameter) -> None:
+        optimizer.state = defaultdict(dict)
+
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
+        edit_state(run, forget_all, kind)
 
 
 # --- models that change ---
