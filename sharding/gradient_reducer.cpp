@@ -141,7 +141,10 @@ void GradientReducer::install(Bucket& bucket) {
   }
   for (Slot& slot : bucket.slots) {
     const at::Tensor& parameter = bucket.flat->slots()[slot.index].parameter;
-    if (slot.accumulator != nullptr || !parameter.requires_grad()) {
+    // torch makes a new accumulator where a parameter's data was set (p.set_(), another dtype and back).
+    if (!parameter.requires_grad() ||
+        (slot.accumulator != nullptr &&
+         slot.accumulator == torch::autograd::impl::try_get_grad_accumulator(parameter))) {
       continue;
     }
     if (!bucket.flat->is_own_master()) {

@@ -38,7 +38,8 @@ class GradientReducer {
   // hooks that outlive the model.
   void install(const std::weak_ptr<void>& alive, std::function<void(FlatParameter&)> on_backward,
                std::function<void(FlatParameter&)> on_gradient);
-  // Parameters that have been unfrozen take part in backwards from now on, those of trainable flats.
+  // Parameters of trainable flats that have been unfrozen, or that autograd has made a new accumulator for, take part
+  // in backwards from now on.
   void notice_unfrozen();
   // Whether the autograd task that runs puts gradients into `.grad` of parameters: backward() does, grad() does not.
   bool will_accumulate() const;

@@ -31,6 +31,7 @@ WatchedStorage::Target target_in(const at::Tensor& tensor, int64_t offset_numel)
 ParameterStorage::ParameterStorage(const at::Tensor& parameter, c10::ScalarType dtype, std::string sharded_message)
     : storage_(c10::make_intrusive<WatchedStorage>(bytes_of(parameter.sizes(), dtype), parameter.device())),
       dtype_(dtype),
+      sizes_(parameter.sizes().vec()),
       sharded_message_(std::move(sharded_message)),
       before_write_(std::make_unique<WatchedStorage::BeforeWrite>()) {
   take_back(parameter);
@@ -59,12 +60,13 @@ void ParameterStorage::detach() {
 
 bool ParameterStorage::is_used_by(const at::Tensor& parameter) const {
   return parameter.has_storage() && parameter.storage().unsafeGetStorageImpl() == storage_.get() &&
-         storage_->is_in_place();
+         storage_->is_in_place() && parameter.sizes() == sizes_ && parameter.is_contiguous() &&
+         parameter.storage_offset() == 0;
 }
 
 void ParameterStorage::take_back(const at::Tensor& parameter) const {
   at::NoGradGuard no_grad;
-  parameter.set_data(tensor_over(storage_, parameter.sizes(), parameter.options().dtype(dtype_)));
+  parameter.set_data(tensor_over(storage_, sizes_, parameter.options().dtype(dtype_)));
 }
 
 bool is_sharded(const at::Tensor& tensor) {

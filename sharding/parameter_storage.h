@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "sharding/watched_storage.h"
 
@@ -34,7 +35,8 @@ class ParameterStorage {
   void detach();
   bool is_attached() const { return is_attached_; }
 
-  // Whether `parameter` still uses this storage and its memory (false after .to(), .data = ..., share_memory_()).
+  // Whether `parameter` still uses this storage and its memory, in its own shape and order (false after .to(), .data =
+  // ..., share_memory_()).
   bool is_used_by(const at::Tensor& parameter) const;
   // Makes `parameter`, whose data was replaced, use this storage again; the replacement is dropped.
   void take_back(const at::Tensor& parameter) const;
@@ -42,6 +44,7 @@ class ParameterStorage {
  private:
   c10::intrusive_ptr<WatchedStorage> storage_;
   c10::ScalarType dtype_;
+  std::vector<int64_t> sizes_;
   std::string sharded_message_;
   std::unique_ptr<WatchedStorage::BeforeWrite> before_write_;
   bool is_attached_ = false;

@@ -304,10 +304,10 @@ void ShardedModule::begin_backward() {
   if (is_in_backward_ && (accumulates_ || !reducer_->will_accumulate())) {
     return;
   }
+  notice_unfrozen();  // parameters may be used without a forward of the root
   TORCH_CHECK(!reducer_->would_add_to_shown(), context("backward"),
               "called inside full_gradients, where this rank's gradient would be added to the average that `.grad` "
               "shows; expected it before or after the `with`. Leave that first, and clone what is still needed of it.");
-  notice_unfrozen();  // parameters may be used without a forward of the root
   if (reducer_->will_accumulate()) {
     reducer_->check_not_lost(context("backward"));
     reducer_->begin_backward(synchronize_);
@@ -606,6 +606,7 @@ void ShardedModule::dissolve() {
 void ShardedModule::begin_step() {
   TORCH_CHECK(!is_in_backward_ || !is_autograd_running(), context("step"), "called inside a backward; call it after.");
   TORCH_CHECK(full_depth_ == 0, context("step"), "called inside full_parameters; call it after.");
+  TORCH_CHECK(!is_updating_, context("step"), "called while masters are written; call it after.");
   recover_from_broken_backward();
   forward_depth_ = 0;
   reshard_units();  // a forward without backward leaves units whole, with the values of before the step
@@ -664,6 +665,9 @@ void ShardedModule::show_full_gradients() {
   recover_from_broken_backward();
   TORCH_CHECK(!is_in_backward_, context("full_gradients"), "called inside a backward; call it after.");
   reducer_->check_not_lost(context("full_gradients"));
+  TORCH_CHECK(!reducer_->has_unreduced_gradients(), context("full_gradients"),
+              "gradients were accumulated inside no_sync and have not been reduced; expected the last backward before "
+              "it to run outside of zeropg.no_sync(model).");
   reducer_->show_full();
 }
 

@@ -37,6 +37,7 @@ SMOKE = (
     "cpp_program",
     "backend",
     "sharding/test_same_losses.py",
+    "sharding/uses/test_uses.py",
     "integration/test_ddp.py",
     "integration/test_fsdp2.py",
 )

@@ -1001,3 +1001,38 @@ def assign_data_between_forward_and_backward(run: Run) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def set_the_data_of_parameters(run: Run) -> None:
+    """autograd makes a new accumulator for a parameter whose data was set, as torch's parametrizations do."""
+    model = run.model()
+    with torch.no_grad(), run.whole(model, writable=True):
+        model.head.weight.set_(torch.full((3, 6), 0.2, dtype=model.head.weight.dtype))
+        model.blocks[0].linear.weight.data = model.blocks[0].linear.weight.data.t()
+    train(run, model)
+
+
+def weights_under_a_parametrization(run: Run) -> None:
+    model = run.model(shape=Parametrized)
+    with torch.no_grad(), run.whole(model, writable=True):
+        model.head.weight = torch.full((3, 6), 0.5, dtype=next(model.parameters()).dtype)
+    train(run, model)
+
+
+class Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.head = torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens).mean(1))
+
+
+def look_at_gradients_before_they_are_reduced(run: Run) -> None:
+    model = run.model()
+    batch = run.batches(1)[0]
+    with contextlib.nullcontext() if run.is_plain else zeropg.no_sync(model):
+        loss_of(model, *batch).backward()
+    with run.whole_gradients(model):
+        model.head.bias.grad.mul_(2)

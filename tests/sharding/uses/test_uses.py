@@ -65,6 +65,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
     "step_inside_full_gradients": ((2, 3), INSIDE_FULL_GRADIENTS),
     "zero_inside_full_gradients": ((2, 3), INSIDE_FULL_GRADIENTS),
     "penalty_on_grad": (STAGES, "backward(create_graph=True)"),
+    "look_at_gradients_before_they_are_reduced": (STAGES, "have not been reduced"),
     "optimizer_inside_backward": ((2, 3), "is sharded"),
     "error_in_the_second_backward": (STAGES, "an earlier backward raised an error"),
     "replaced_parameter": (STAGES, "'head.bias' changed after fully_shard"),
