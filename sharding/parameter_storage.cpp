@@ -82,12 +82,13 @@ at::Tensor make_unreadable(at::IntArrayRef sizes, const at::TensorOptions& optio
   return tensor;
 }
 
-at::Tensor make_read_only(const at::Tensor& tensor, const std::string& message) {
+at::Tensor make_read_only(const at::Tensor& tensor, const std::string& message,
+                          const std::function<void(WatchedStorage&)>& on_pointer) {
   at::NoGradGuard no_grad;
   const auto storage =
       c10::make_intrusive<WatchedStorage>(bytes_of(tensor.sizes(), tensor.scalar_type()), tensor.device());
   at::Tensor view = tensor_over(storage, tensor.sizes(), tensor.options());
-  storage->refuse_writes(target_in(tensor, 0), message);
+  storage->refuse_writes(target_in(tensor, 0), message, on_pointer);
   return view;
 }
 

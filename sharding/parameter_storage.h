@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -59,7 +60,8 @@ bool is_sharded(const at::Tensor& tensor);
 // A tensor of the parameter's shape whose data cannot be read: stands in for a gradient that is sharded.
 at::Tensor make_unreadable(at::IntArrayRef sizes, const at::TensorOptions& options, const std::string& message);
 
-// The same memory as `tensor` (contiguous), which can be read; a write raises `message`.
-at::Tensor make_read_only(const at::Tensor& tensor, const std::string& message);
+// The same memory as `tensor` (contiguous), which can be read; see WatchedStorage::refuse_writes.
+at::Tensor make_read_only(const at::Tensor& tensor, const std::string& message,
+                          const std::function<void(WatchedStorage&)>& on_pointer);
 
 }  // namespace zeropg

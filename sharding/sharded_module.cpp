@@ -408,7 +408,8 @@ WriteLedger::Answer ShardedModule::answer_to_write() const {
     return Answer::kInPlace;
   }
   const bool only_reads = full_depth_ > 0 && forward_depth_ == 0 && !is_in_backward_;
-  return only_reads ? Answer::kRefused : Answer::kInCopy;
+  // Raw pointers are mostly read (numpy(), torch.save); what is written through them is settled like the rest.
+  return only_reads && is_asked_by_kernel() ? Answer::kRefused : Answer::kInCopy;
 }
 
 void ShardedModule::settle_writes(const char* operation) {
@@ -433,6 +434,9 @@ void ShardedModule::begin_update(const char* operation) {
     if (!settlement.changes.empty()) {
       fail_together(failure_of([&] { apply(settlement.changes); }), operation, "read and write", EIO);
     }
+    if (settlement.may_have_written_shards) {
+      publish_shards();
+    }
     TORCH_CHECK(settlement.conflict.empty(), context(operation), settlement.conflict);
   });
   if (failure != nullptr) {
@@ -447,6 +451,14 @@ void ShardedModule::refresh_own_masters() {
   if (!options_.stage.shards_parameters) {  // where other ranks read what this one would write, ranks must meet first
     apply(ledger_->own_writes());
   }
+}
+
+at::Tensor ShardedModule::read_only_shard(const at::Tensor& shard, const std::string& message) {
+  return make_read_only(shard, message, [weak = weak_from_this()](WatchedStorage& storage) {
+    if (const auto self = weak.lock()) {
+      self->ledger_->note_pointer_to_shards(storage);
+    }
+  });
 }
 
 void ShardedModule::publish_shards() {

@@ -53,6 +53,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   void settle_writes(const char* operation);
   // Gives this rank's masters what it has written to parameters that are whole; it is settled later. Not collective.
   void refresh_own_masters();
+  // `shard`, a part of this rank's masters, for reading. What is written through a raw pointer (numpy()) is published
+  // at the next settle_writes or begin_step.
+  at::Tensor read_only_shard(const at::Tensor& shard, const std::string& message);
   // Makes what every rank has written to the masters of its own slice known to all. Inside begin_step/end_step.
   // Collective.
   void publish_shards();

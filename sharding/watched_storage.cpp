@@ -1,5 +1,7 @@
 #include "sharding/watched_storage.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <utility>
 
 namespace zeropg {
@@ -28,10 +30,17 @@ void WatchedStorage::ask() {
   }
 }
 
-void WatchedStorage::refuse_writes(Target target, const std::string& message) {
-  refusal_ = [message]() -> Target { TORCH_CHECK(false, message); };
+void WatchedStorage::refuse_writes(Target target, const std::string& message,
+                                   const std::function<void(WatchedStorage&)>& on_pointer) {
+  refusal_ = [this, message, on_pointer] {
+    TORCH_CHECK(!is_asked_by_kernel(), message);
+    on_pointer(*this);
+    return target_;
+  };
   point_at(std::move(target), &refusal_);
 }
+
+void WatchedStorage::refuse_writes_again() { point_at(target_, &refusal_); }
 
 void WatchedStorage::point_at_nothing(const std::string& message) {
   clear();
@@ -129,5 +138,7 @@ void WatchedStorage::clear() {
 }
 
 #endif
+
+bool is_asked_by_kernel() { return c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView); }
 
 }  // namespace zeropg

@@ -36,8 +36,10 @@ class WatchedStorage final : public c10::StorageImpl {
   // writes go from then on; what it throws is what the access throws, and the next one asks again. The pointer is
   // borrowed until the write, the next call here or stop_watching(). Null: writes go to `target` unasked.
   void point_at(Target target, const BeforeWrite* before_write);
-  // Reads go to `target`; every access that may write raises `message`.
-  void refuse_writes(Target target, const std::string& message);
+  // Reads go to `target`. A kernel that may write to it raises `message`. Who asks for a raw pointer gets it, since
+  // most only read: `on_pointer` is called first, and then nothing is refused until refuse_writes_again().
+  void refuse_writes(Target target, const std::string& message, const std::function<void(WatchedStorage&)>& on_pointer);
+  void refuse_writes_again();
   // Every access raises `message`.
   void point_at_nothing(const std::string& message);
   // Writes are nobody's business from now on.
@@ -59,5 +61,9 @@ class WatchedStorage final : public c10::StorageImpl {
   c10::impl::cow::COWDeleterContext* context_ = nullptr;  // owned together with the data pointer
 #endif
 };
+
+// Whether an operator of torch asks, and not a caller of numpy(), data_ptr() or torch.save: kernels run below the
+// dispatch keys that they pass on their way, and only what writes in place passes this one.
+bool is_asked_by_kernel();
 
 }  // namespace zeropg

@@ -54,8 +54,8 @@ uint64_t digest_of(const at::Tensor& tensor, uint64_t seed) {
 std::string refusal(const std::string& name) {
   return c10::str(
       "[zeropg] full_parameters: write access to parameter '", name,
-      "' inside a `with` that only reads. To change it, pass writable=True; for what only reads but asks for "
-      "a writable pointer (numpy(), data_ptr(), torch.save), clone() it first.");
+      "' inside a `with` that only reads. To change it, pass writable=True; for an operator that only reads but asks "
+      "for a writable pointer, clone() it first.");
 }
 
 }  // namespace
@@ -186,6 +186,11 @@ bool WriteLedger::take_over(Entry& entry) {
   return true;
 }
 
+void WriteLedger::note_pointer_to_shards(WatchedStorage& storage) {
+  may_have_written_shards_ = true;
+  written_shards_.emplace_back(c10::intrusive_ptr<WatchedStorage>::reclaim_copy(&storage));
+}
+
 // --- settling ---
 
 bool WriteLedger::is_any_renormalized() const {
@@ -200,7 +205,7 @@ bool WriteLedger::may_differ(bool in_copies) const {
 int64_t WriteLedger::digest() {
   at::NoGradGuard no_grad;
   replaced_ = take_over_replaced();
-  uint64_t result = replaced_.empty() ? 0 : 1;
+  uint64_t result = (replaced_.empty() ? 0 : 1) + (may_have_written_shards_ ? 2 : 0);
   for (const size_t index : own_news()) {
     const std::array<uint64_t, 3> parts = {result, index, static_cast<uint64_t>(digest_of_news(entries_[index]))};
     result = zeropg::digest(std::as_bytes(std::span(parts))) | 1U;
@@ -227,6 +232,12 @@ WriteLedger::Settlement WriteLedger::settle(bool is_same, const char* operation)
     settlement.changes.push_back({entry.flat, entry.slot, entry.positions, entry.values});
     forget(entry);
   }
+  settlement.may_have_written_shards = std::exchange(may_have_written_shards_, false);
+  for (const auto& shard : std::exchange(written_shards_, {})) {
+    if (const auto storage = shard.lock()) {
+      storage->refuse_writes_again();
+    }
+  }
   return settlement;
 }
 
@@ -242,17 +253,19 @@ std::vector<size_t> WriteLedger::own_news() const {
 
 // The indices of entries that some rank has written to.
 std::vector<size_t> WriteLedger::all_news() {
-  at::Tensor flags = at::zeros({static_cast<int64_t>(entries_.size()) + 1}, at::kByte);
+  at::Tensor flags = at::zeros({static_cast<int64_t>(entries_.size()) + 2}, at::kByte);
   auto* flag = flags.mutable_data_ptr<uint8_t>();
   for (const size_t index : own_news()) {
     flag[index] = 1;
   }
   flag[entries_.size()] = replaced_.empty() ? 0 : 1;
+  flag[entries_.size() + 1] = may_have_written_shards_ ? 1 : 0;
   const at::Tensor there = flags.to(device());
   communicator_.wait(communicator_.all_reduce_max(there));
   flags = there.cpu();
   flag = flags.mutable_data_ptr<uint8_t>();
   is_replaced_elsewhere_ = flag[entries_.size()] != 0;
+  may_have_written_shards_ = flag[entries_.size() + 1] != 0;
   std::vector<size_t> news;
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (flag[i] != 0) {

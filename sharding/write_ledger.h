@@ -51,9 +51,13 @@ class WriteLedger {
     at::Tensor values;
   };
   struct Settlement {
-    std::vector<Change> changes;  // the same parameters on every rank
+    std::vector<Change> changes;           // the same parameters on every rank
+    bool may_have_written_shards = false;  // the same on every rank
     std::string conflict;  // not empty, on every rank, where ranks wrote different values: an error after the changes
   };
+  // `storage`, which shows this rank's own masters, has handed out a pointer that may be written through; settle()
+  // makes it refuse writes again.
+  void note_pointer_to_shards(WatchedStorage& storage);
   bool is_any_renormalized() const;
   // Whether ranks may see different values, in forwards before this: the same on every rank of one program.
   // `in_copies`: writes went to copies, of which other ranks know nothing; otherwise only what ranks write alone
@@ -103,6 +107,8 @@ class WriteLedger {
   std::map<const FlatParameter*, std::vector<size_t>> entry_of_;
   std::vector<std::string> replaced_;  // by what cannot be taken over, when digest() was called
   bool is_replaced_elsewhere_ = false;
+  bool may_have_written_shards_ = false;
+  std::vector<c10::weak_intrusive_ptr<WatchedStorage>> written_shards_;
   std::multimap<size_t, c10::Storage> spare_copies_;  // by bytes; fresh pages cost 6 to 10 times warm ones
 };
 

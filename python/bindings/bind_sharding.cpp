@@ -155,8 +155,6 @@ void bind_sharding(py::module_& m) {
           "Sets the masters that this rank updates of elements [start, start + value.numel()) of the flattened "
           "parameter; between begin_step and end_step of the core.");
 
-  m.def("read_only", &make_read_only, py::arg("tensor"), py::arg("message"),
-        "The same memory, contiguous; a write raises the message.");
   m.def("is_sharded", &is_sharded, py::arg("tensor"), "Whether the tensor is a parameter of a sharded model.");
 
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
@@ -173,6 +171,7 @@ void bind_sharding(py::module_& m) {
           [](ShardedModule& self, const std::string& operation) { self.settle_writes(operation.c_str()); },
           py::arg("operation"), ReleaseGil())
       .def("refresh_own_masters", &ShardedModule::refresh_own_masters, ReleaseGil())
+      .def("read_only_shard", &ShardedModule::read_only_shard, py::arg("shard"), py::arg("message"))
       .def("publish_shards", &ShardedModule::publish_shards, ReleaseGil())
       .def("unshard_all", &ShardedModule::unshard_all, ReleaseGil())
       .def("reshard_all", &ShardedModule::reshard_all, ReleaseGil())

@@ -62,7 +62,8 @@ def _chunks(ranges: Iterator[ByteRange]) -> Iterator[tuple[torch.Tensor, torch.T
     for part in ranges:
         offset = part.offset
         for values in torch.split(part.values.detach(), _STREAM_BYTES // part.dtype.itemsize):
-            data = values.to(part.dtype).contiguous().view(torch.uint8)
+            # A copy, since a shard can only be read, and a broadcast asks for memory that it may write to.
+            data = values.to(part.dtype, copy=True).contiguous().view(torch.uint8)
             if data.numel() > 0:
                 yield torch.tensor([part.file, offset, data.numel()]), data
             offset += data.numel()

@@ -73,7 +73,7 @@ def local_shards(model: nn.Module) -> Iterator[Shard]:
             f"[zeropg] local_shards: the shard of '{name}' can only be read, since other ranks would not see what is "
             "written; write it inside `with zeropg.writable_shards(model) as shards:`, which publishes it."
         )
-        yield name, _C.read_only(tensor, message), start, stop
+        yield name, core.read_only_shard(tensor, message), start, stop
 
 
 @contextlib.contextmanager

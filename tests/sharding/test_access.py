@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from typing import Any
 
@@ -129,6 +130,36 @@ def test_local_shards_are_live(stage: int) -> None:
     for name, tensor, start, stop in zeropg.local_shards(model):
         assert equal(shards[name], tensor) and not equal(before[name], tensor)
         assert equal(tensor, whole[name].flatten()[start:stop])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_raw_pointers_may_be_read_and_what_is_written_counts(stage: int) -> None:
+    for options in ({}, {"param_dtype": BF16}):
+        model = sharded(stage, **options)
+        wanted = masters(model)
+        with zeropg.full_parameters(model):
+            file = io.BytesIO()
+            torch.save(model.state_dict(), file)
+            file.seek(0)
+            found = torch.load(file)
+            assert all(equal(found[name], p.detach()) for name, p in model.named_parameters())
+            dist.broadcast(model.norm.weight.detach(), 0)
+            model.norm.weight.detach().view(torch.uint8).numpy()[:] = 0
+        wanted["norm.weight"] = torch.zeros(36)
+        assert all(equal(value, wanted[name]) for name, value in masters(model).items())
+        shards = list(zeropg.local_shards(model))
+        for name, shard, start, stop in shards:
+            assert shard.numpy().tolist() == wanted[name].flatten()[start:stop].tolist()
+            if name == "norm.bias":
+                shard.numpy()[:] = 5
+        wanted["norm.bias"] = torch.full((36,), 5.0)
+        assert all(equal(value, wanted[name]) for name, value in masters(model).items())
+        for _, shard, *_ in shards:
+            with raises(RuntimeError, "can only be read", "writable_shards"):
+                shard.mul_(2)
+        with zeropg.full_parameters(model):
+            assert equal(model.norm.bias.detach().float(), wanted["norm.bias"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
