@@ -115,11 +115,23 @@ TEST(ParameterStorage, IsLeftAloneByWritesAfterItsEnd) {
 
 TEST(MakeReadOnly, CanBeReadAndNotWritten) {
   at::Tensor values = at::arange(4, at::kFloat);
-  const at::Tensor view = make_read_only(values, "write elsewhere");
+  const at::Tensor view = make_read_only(values, "write elsewhere", [](WatchedStorage&) {});
   EXPECT_EQ(view.sum().item<float>(), 6);
   EXPECT_NE(message_of([&] { view.zero_(); }).find("write elsewhere"), std::string::npos);
   values.fill_(2);
   EXPECT_EQ(view.sum().item<float>(), 8) << "it is live";
+}
+
+TEST(MakeReadOnly, GivesRawPointersAndSaysSo) {
+  at::Tensor values = at::arange(4, at::kFloat);
+  WatchedStorage* told = nullptr;
+  const at::Tensor view = make_read_only(values, "write elsewhere", [&](WatchedStorage& storage) { told = &storage; });
+  EXPECT_EQ(view.mutable_data_ptr(), values.mutable_data_ptr());
+  ASSERT_EQ(told, view.storage().unsafeGetStorageImpl());
+  view.zero_();
+  EXPECT_EQ(values.sum().item<float>(), 0) << "what comes after the pointer may be seen through it";
+  told->refuse_writes_again();
+  EXPECT_NE(message_of([&] { view.fill_(1); }).find("write elsewhere"), std::string::npos);
 }
 
 TEST(ParameterStorage, KeepsTheFlatBufferAlive) {
