@@ -227,7 +227,8 @@ void ShardedModule::recover_from_broken_backward() {
   }
 }
 
-std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vector<at::Tensor>& inputs) {
+std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vector<at::Tensor>& inputs,
+                                                   bool has_other_inputs) {
   Unit& unit = units_[index];
   recover_from_broken_backward();
   if (unit.is_root) {
@@ -237,7 +238,7 @@ std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vec
   forward_depth_ = unit.is_root ? 1 : forward_depth_ + 1;
   unit.forwards += is_in_backward_ ? 0 : 1;
   unit.has_hooked_inputs = false;
-  unit.has_other_inputs = false;
+  unit.has_other_inputs = has_other_inputs;
   std::vector<at::Tensor> aliases = inputs;
   if (!options_.stage.shards_parameters || !at::GradMode::is_enabled()) {
     return aliases;

@@ -39,8 +39,10 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
 
   // --- forward and backward; `unit` is an index into the sources ---
   // Returns the inputs to use instead: those that need a gradient are replaced by an alias of their own, whose hook
-  // says that the unit has finished its backward.
-  std::vector<at::Tensor> pre_forward(int64_t unit, const std::vector<at::Tensor>& inputs);
+  // says that the unit has finished its backward. `has_other_inputs`: some that need a gradient cannot be replaced;
+  // the unit then stays whole until backward ends.
+  std::vector<at::Tensor> pre_forward(int64_t unit, const std::vector<at::Tensor>& inputs,
+                                      bool has_other_inputs = false);
   void post_forward(int64_t unit, const std::vector<at::Tensor>& outputs);
   void abandon_forward(int64_t unit);  // instead of post_forward where it raised
   void set_synchronize(bool synchronize) { synchronize_ = synchronize; }

@@ -161,7 +161,8 @@ void bind_sharding(py::module_& m) {
       .def(py::init(&create), py::arg("units"), py::arg("process_group"), py::arg("reduction_group"), py::kw_only(),
            py::arg("stage"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("codec"), py::arg("residuals"),
            py::arg("reshard_after_forward"), py::arg("optimizer_offload") = py::none(), ReleaseGil())
-      .def("pre_forward", &ShardedModule::pre_forward, ReleaseGil())
+      .def("pre_forward", &ShardedModule::pre_forward, py::arg("unit"), py::arg("inputs"),
+           py::arg("has_other_inputs") = false, ReleaseGil())
       .def("post_forward", &ShardedModule::post_forward, ReleaseGil())
       .def("abandon_forward", &ShardedModule::abandon_forward, ReleaseGil())
       .def("set_synchronize", &ShardedModule::set_synchronize)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +12,8 @@ from torch import nn
 from torch.nn.utils import stateless
 
 from zeropg._native import _C
+from zeropg._nested import hidden_tensors_in, map_tensors, tensors_in
+from zeropg._running_statistics import modules_with_statistics
 from zeropg._units import UnitPlan
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class ShardedState:
     param_dtype: torch.dtype | None
     # Every module as it was: its dictionaries, which users write to, and copies of them.
     contents: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    with_statistics: list[nn.Module] = field(default_factory=list)  # batch norms
     has_said_full_gradients: bool = False
     pending_save: PendingCheckpoint | None = None  # the last save_checkpoint(async_save=True)
     full_gradients_depth: int = 0  # of `with zeropg.full_gradients`
@@ -37,6 +38,7 @@ class ShardedState:
     _is_functional: bool = False
 
     def __post_init__(self) -> None:
+        self.with_statistics = modules_with_statistics(self.model)
         for name, module in self.model.named_modules():
             self.contents.append((name, module, dict(module._parameters), dict(module._modules)))
         for index, plan in enumerate(self.plans):
@@ -48,26 +50,28 @@ class ShardedState:
         if self._is_functional or (is_root and self._replaces_everything()):
             return self._run_functional(call, args, kwargs)
         if is_root and self.param_dtype is not None:
-            args, kwargs = _map_tensors((args, kwargs), self._to_param_dtype)
+            args, kwargs = map_tensors((args, kwargs), self._to_param_dtype)
         args, kwargs = self._before(index, args, kwargs)
         try:
             output = call(*args, **kwargs)
         except BaseException:
             self.core.abandon_forward(index)
             raise
-        self.core.post_forward(index, _tensors_in(output) if torch.is_grad_enabled() else [])
+        outputs = [*tensors_in(output), *hidden_tensors_in(output)] if torch.is_grad_enabled() else []
+        self.core.post_forward(index, outputs)
         return output
 
     def _before(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.core.stage < 3 or not torch.is_grad_enabled():
-            self.core.pre_forward(index, [])
+            self.core.pre_forward(index, [], False)
             return args, kwargs
-        tensors = _tensors_in((args, kwargs))
+        tensors = tensors_in((args, kwargs))
+        has_hidden = any(tensor.requires_grad for tensor in hidden_tensors_in((args, kwargs)))
         if not any(tensor.requires_grad for tensor in tensors):
-            self.core.pre_forward(index, [])
+            self.core.pre_forward(index, [], has_hidden)
             return args, kwargs
-        aliases = iter(self.core.pre_forward(index, tensors))
-        return _map_tensors((args, kwargs), lambda tensor: next(aliases))
+        aliases = iter(self.core.pre_forward(index, tensors, has_hidden))
+        return map_tensors((args, kwargs), lambda tensor: next(aliases))
 
     def _run_functional(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside torch.func.functional_call with tensors for all parameters: ours are not used."""
@@ -141,46 +145,6 @@ def _parameter_names(name: str, value: nn.Module | torch.Tensor | None) -> list[
     if isinstance(value, nn.Module):
         return [f"{name}.{key}" for key, _ in value.named_parameters(remove_duplicate=False)]
     return [name]
-
-
-def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Replaces the tensors in nested tuples, lists, dicts (also Hugging Face's outputs) and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, tuple):
-        items = [_map_tensors(item, function) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        items = [_map_tensors(item, function) for item in value]
-        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
-    if isinstance(value, dict):
-        changed = {key: new for key, old in value.items() if (new := _map_tensors(old, function)) is not old}
-        if changed:
-            value = copy.copy(value)  # keeps the class
-            for key, new in changed.items():
-                value[key] = new
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changed = {key: new for key, old in fields.items() if (new := _map_tensors(old, function)) is not old}
-        if changed:
-            value = copy.copy(value)
-            for key, new in changed.items():
-                object.__setattr__(value, key, new)  # also where the class is frozen
-    return value
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    _map_tensors(value, note)
-    return tensors
 
 
 def state_of(model: nn.Module, operation: str) -> ShardedState:

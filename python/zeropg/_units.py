@@ -26,10 +26,10 @@ class UnitPlan:
 def choose_units(model: nn.Module, units: Iterable[UnitChoice] | None) -> list[tuple[str, nn.Module]]:
     """Returns (name, module) of every unit but the root, in named_modules() order.
 
-    By default the children of every `nn.ModuleList` that is not inside another unit: the blocks of a transformer.
+    By default the blocks that find_blocks returns.
     """
     if units is None:
-        return _children_of_module_lists(model)
+        return find_blocks(model)
     chosen: set[nn.Module] = set()
     for unit in units:
         if isinstance(unit, type):
@@ -50,12 +50,45 @@ def choose_units(model: nn.Module, units: Iterable[UnitChoice] | None) -> list[t
     return [(name, module) for name, module in model.named_modules() if module in chosen and module is not model]
 
 
-def _children_of_module_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    units: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(unit + ".") for unit, _ in units):
-            units += [(f"{name}.{index}" if name else index, child) for index, child in module.named_children()]
-    return units
+# A part of a Sequential with fewer elements is not worth a unit of its own: gathering it costs more than it saves.
+_LARGE_NUMEL = 1 << 20
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns (name, module) of the parts that a model runs one after the other, in named_modules() order.
+
+    These are the children of every `nn.ModuleList` (the blocks of a transformer); of `nn.Sequential` and
+    `nn.ModuleDict` those that are made of layers and have a sibling of their class (the blocks of a ResNet); of
+    `nn.Sequential` also those of a million elements and more. What lies inside one of them belongs to it.
+    """
+    return _blocks_in("", model, seen=set(), is_block=False)
+
+
+def _blocks_in(name: str, module: nn.Module, seen: set[nn.Module], is_block: bool) -> list[tuple[str, nn.Module]]:
+    """`is_block`: `module` is one itself unless there is an nn.ModuleList in it."""
+    blocks: list[tuple[str, nn.Module]] = []
+    made_of_layers = [type(child) for child in module.children() if next(child.children(), None) is not None]
+    for key, child in module.named_children():
+        if child in seen:
+            continue
+        seen.add(child)
+        child_name = f"{name}.{key}" if name else key
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # these hold what is called and are not called themselves
+            blocks += _blocks_in(child_name, child, seen, is_block)
+        elif isinstance(module, nn.ModuleList):
+            blocks.append((child_name, child))
+        elif is_block or not isinstance(module, nn.Sequential | nn.ModuleDict):
+            blocks += _blocks_in(child_name, child, seen, is_block)
+        else:
+            is_repeated = made_of_layers.count(type(child)) > 1
+            inside = _blocks_in(child_name, child, seen, is_repeated and not isinstance(child, nn.Sequential))
+            is_large = isinstance(module, nn.Sequential) and _numel(child) >= _LARGE_NUMEL
+            blocks += inside or ([(child_name, child)] if is_repeated or is_large else [])
+    return blocks
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def plan_units(

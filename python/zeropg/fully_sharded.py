@@ -24,6 +24,7 @@ from zeropg.compression import Codec, backend_of, check_codec
 from zeropg.offload import check_offload_params, human_bytes, offload_of, open_offload
 
 _STAGES = (0, 1, 2, 3)
+_LARGE_ROOT_BYTES = 16 << 20
 
 
 class FullyShardedModule(nn.Module):
@@ -112,7 +113,8 @@ def fully_shard(
       mesh: a one-dimensional DeviceMesh, or
       process_group: the group to shard over, of any backend; default: the world.
       units: what is made whole together: submodules, their names or classes. Default: the children of every
-        nn.ModuleList, i.e. the blocks; what remains belongs to the root.
+        nn.ModuleList, repeated blocks in nn.Sequential and nn.ModuleDict, and children of nn.Sequential with a million
+        elements or more; what remains belongs to the root.
       ignored_params: left alone: neither sharded nor reduced.
       param_dtype: dtype of computation, seen in `p.dtype`; default: each parameter's own. 16-bit parameters have fp32
         masters, which are what is updated and saved. Floating inputs of the model are cast to it.
@@ -181,6 +183,8 @@ def fully_shard(
         _swap_class(plan.module)
     if core.rank == 0:
         print(_summary(core, plans, reduce_dtype, compression), file=sys.stderr)
+        if units is None and core.fetch_name == "gathered":
+            _say_what_the_root_holds(plans)
     return module
 
 
@@ -435,6 +439,18 @@ def _summary(
         f"{_names({reduce_dtype} if reduce_dtype else masters)}{'' if compression is None else f' as {compression}'}; "
         f"parameters {core.fetch_name}"
     )
+
+
+def _say_what_the_root_holds(plans: list[UnitPlan]) -> None:
+    *others, root = (sum(p.nbytes for _, p in plan.parameters) for plan in plans)
+    if root > _LARGE_ROOT_BYTES and root > sum(others):
+        print(
+            f"[zeropg] stage 3: the root holds {human_bytes(root)} of {human_bytes(root + sum(others))}, which every "
+            "rank has whole from a forward to the end of its backward, since they are in no block of an nn.ModuleList, "
+            "nn.Sequential or nn.ModuleDict. Name modules that run one after the other in units=[...]: then one of "
+            "them is whole at a time.",
+            file=sys.stderr,
+        )
 
 
 def _offload_plan(

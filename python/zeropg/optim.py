@@ -14,6 +14,7 @@ from zeropg._agreement import together
 from zeropg._flat_update import FusedUpdater, Group, TorchUpdater, Updater, WholeUpdater, is_per_element, put_entries
 from zeropg._native import _C
 from zeropg._offloaded_update import OffloadedStep, OffloadedUpdater
+from zeropg._running_statistics import broadcast_running_statistics
 from zeropg._state import ShardedState
 from zeropg.offload import human_bytes
 
@@ -172,6 +173,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             self.gradient_factor = 1.0
             self._core.end_step()  # also after an error: the other ranks are waiting in theirs
+        if self._model_state is not None:
+            broadcast_running_statistics(self._model_state.with_statistics, self._core.process_group)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before ask
         return loss
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,6 +18,7 @@ from torch import nn
 import zeropg
 from tests.sharding.ranks import STAGES, close, equal, on_ranks, raises
 from tests.small_gpt import Block, loss_of, make_batches, make_model
+from zeropg._units import find_blocks
 
 
 def unit_names(model: nn.Module) -> dict[str, set[str]]:
@@ -52,6 +56,86 @@ def test_units_are_the_blocks_unless_told() -> None:
         zeropg.fully_shard(make_model(), units=[nn.Linear(2, 2)])
     with raises(ValueError, "class Conv2d"):
         zeropg.fully_shard(make_model(), units=[nn.Conv2d])
+
+
+class Bottleneck(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3)
+        self.shortcut = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+
+
+class Stages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.stage_1 = nn.Sequential(Bottleneck(), Bottleneck())
+        self.stage_2 = nn.Sequential(Bottleneck(), Bottleneck(), nn.AvgPool2d(2))
+        self.lone = nn.Sequential(Bottleneck(), nn.Flatten())
+        self.head = nn.Linear(4, 10)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+
+def test_blocks_are_found_in_containers() -> None:
+    stages = ["stage_1.0", "stage_1.1", "stage_2.0", "stage_2.1"]
+    shared = Bottleneck()
+    named = nn.ModuleDict({"table": nn.Embedding(4, 4), "blocks": nn.ModuleList([Bottleneck(), Bottleneck()])})
+    models: list[tuple[nn.Module, list[str]]] = [
+        (Stages(), stages),
+        (nn.Sequential(nn.Identity(), Stages()), [f"1.{name}" for name in stages]),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), []),
+        (nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)), ["0", "2"]),
+        (nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4))), ["0", "1"]),
+        (nn.Sequential(Encoder(), Encoder()), ["0.layers.0", "0.layers.1", "1.layers.0", "1.layers.1"]),
+        (nn.ModuleList([nn.ModuleList([Bottleneck()])]), ["0.0"]),
+        (nn.ModuleList([shared, nn.Linear(2, 2), shared]), ["0", "1"]),
+        (nn.ModuleDict({"a": Bottleneck(), "b": Bottleneck(), "c": nn.Linear(1024, 1024)}), ["a", "b"]),
+        (named, ["blocks.0", "blocks.1"]),
+    ]
+    for model, wanted in models:
+        found = find_blocks(model)
+        assert [name for name, _ in found] == wanted
+        assert all(model.get_submodule(name) is module for name, module in found)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2048, 2048), nn.Linear(2048, 2048)
+
+
+@on_ranks(2, backend="gloo")
+def test_a_root_that_holds_most_is_said_once() -> None:
+    def says_so(**options: Any) -> bool:
+        with contextlib.redirect_stderr(io.StringIO()) as text:
+            zeropg.fully_shard(Pair(), **options)
+        return text.getvalue().count("the root holds 32.0 MiB of 32.0 MiB") == 1
+
+    assert says_so() == (dist.get_rank() == 0)
+    assert not says_so(stage=2)
+    assert not says_so(units=["first", "second"])
+    assert not says_so(units=[])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_running_statistics_are_rank_0s_after_a_step(stage: int) -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 2), nn.BatchNorm1d(2))
+    model = zeropg.fully_shard(copy.deepcopy(plain), stage=stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    batches = [torch.randn(2, 8, 4) for _ in range(3)]
+    for batch in batches:
+        model(batch[dist.get_rank()]).sum().backward()
+        optimizer.step()
+        plain(batch[0])
+    for name, wanted in plain.named_buffers():
+        assert close(model.get_buffer(name), wanted), name
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import zeropg
@@ -1036,3 +1038,108 @@ def look_at_gradients_before_they_are_reduced(run: Run) -> None:
         loss_of(model, *batch).backward()
     with run.whole_gradients(model):
         model.head.bias.grad.mul_(2)
+
+
+# --- what modules take and return ---
+
+
+class Pair(NamedTuple):
+    value: torch.Tensor
+    note: str
+
+
+@dataclass
+class Record:
+    value: torch.Tensor
+
+
+class Registered:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+register_pytree_node(Registered, lambda r: ([r.value], None), lambda values, _: Registered(*values))
+
+
+class Opaque:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Carrying(nn.Module):
+    """Takes and returns an object. The frozen layer's weight is read after the parameters' last gradient is there."""
+
+    def __init__(self, width: int, wrap: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.linear = nn.Linear(width, width)
+        self.wrap = wrap
+
+    def forward(self, carrier: Any) -> Any:
+        return self.wrap(torch.tanh(self.linear(self.frozen(carrier.value))))
+
+
+class CarryingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        wraps = [lambda value: Pair(value, "kept"), Record, Registered, Opaque, Slotted, Opaque]
+        self.blocks = nn.ModuleList(Carrying(6, wrap) for wrap in wraps)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        carrier: Any = Record(self.table(tokens).mean(1))
+        for block in self.blocks:
+            carrier = block(carrier)
+        return self.head(carrier.value)
+
+
+def units_that_pass_objects(run: Run) -> None:
+    train(run, run.model(shape=CarryingNet))
+
+
+class Largest(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.tanh(x).max(dim=-1, keepdim=True)
+
+
+class LargestNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), Largest()), Taking()])
+        self.table = nn.Embedding(11, 6)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](self.table(tokens).mean(1)))
+
+
+class Taking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 3)
+
+    def forward(self, largest: Any) -> torch.Tensor:
+        return self.linear(largest.values)
+
+
+def units_that_pass_what_torch_returns(run: Run) -> None:
+    train(run, run.model(shape=LargestNet))
+
+
+class Sequence(nn.Sequential):
+    """Units that nobody named: repeated blocks of an nn.Sequential, and an operation in place behind one."""
+
+    def __init__(self) -> None:
+        blocks = [nn.Sequential(nn.Tanh(), nn.Linear(6, 6)) for _ in range(3)]
+        super().__init__(nn.EmbeddingBag(11, 6), *blocks, nn.ReLU(inplace=True), nn.Linear(6, 3))
+
+
+def a_sequence_of_blocks(run: Run) -> None:
+    train(run, run.model(shape=Sequence))
