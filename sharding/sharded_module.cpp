@@ -417,6 +417,7 @@ void ShardedModule::settle_writes(const char* operation) {
   if (full_depth_ > 0 && !is_full_writable_) {
     return;  // nothing could be written, and what a forward inside wrote is settled after it
   }
+  check_outside_backward(operation);
   recover_from_broken_backward();
   if (full_depth_ == 0) {
     reshard_units();
@@ -511,6 +512,9 @@ void ShardedModule::unshard_all(bool writable) {
   TORCH_CHECK(full_depth_ == 0 || is_full_writable_ || !writable, context("full_parameters"),
               "writable=True inside a full_parameters that is not; make the outer one writable.");
   if (full_depth_ == 0) {
+    if (options_.stage.shards_parameters) {
+      check_outside_backward("full_parameters");
+    }
     forward_depth_ = 0;
     if (ledger_->may_differ(options_.stage.shards_parameters)) {
       settle_writes("full_parameters");
@@ -616,8 +620,13 @@ void ShardedModule::dissolve() {
 
 // --- step ---
 
+void ShardedModule::check_outside_backward(const char* operation) const {
+  TORCH_CHECK(!is_in_backward_ || !is_autograd_running(), context(operation),
+              "called inside a backward; call it after.");
+}
+
 void ShardedModule::begin_step() {
-  TORCH_CHECK(!is_in_backward_ || !is_autograd_running(), context("step"), "called inside a backward; call it after.");
+  check_outside_backward("step");
   TORCH_CHECK(full_depth_ == 0, context("step"), "called inside full_parameters; call it after.");
   TORCH_CHECK(!is_updating_, context("step"), "called while masters are written; call it after.");
   recover_from_broken_backward();

@@ -127,6 +127,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   at::Tensor gather_slices(const at::Tensor& mine);
   void apply(const std::vector<WriteLedger::Change>& changes);
   void write_back(FlatParameter& flat, int64_t start, const at::Tensor& written);
+  void check_outside_backward(const char* operation) const;
   void recover_from_broken_backward();
   std::string context(const char* operation) const;  // "[zeropg rank 1/4] clip_grad_norm_: "
 

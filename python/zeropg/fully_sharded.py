@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeropg._native import _C
@@ -230,6 +231,12 @@ def _check(module: nn.Module, stage: int, *dtypes: torch.dtype | None) -> None:
             raise TypeError(
                 f"[zeropg] fully_shard: got dtype {dtype!r}; expected a floating dtype such as torch.bfloat16."
             )
+    lazy = [name for name, tensor in chain(module.named_parameters(), module.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(
+            f"[zeropg] fully_shard: {', '.join(map(repr, lazy))} of a lazy module have no shape yet; expected them to "
+            "have one: run a forward on a small batch first."
+        )
 
 
 def _group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -53,6 +53,8 @@ def test_wrong_arguments() -> None:
         zeropg.fully_shard(linear, compression="int8")
     with raises(TypeError, "expected a torch.nn.Module, got Tensor"):
         zeropg.fully_shard(torch.ones(3))
+    with raises(ValueError, "'weight', 'bias' of a lazy module have no shape yet", "forward on a small batch"):
+        zeropg.fully_shard(nn.LazyLinear(3))
     with raises(ValueError, "ModuleList has no forward"):
         zeropg.fully_shard(nn.ModuleList([linear]))
     with raises(TypeError):

@@ -1143,3 +1143,28 @@ class Sequence(nn.Sequential):
 
 def a_sequence_of_blocks(run: Run) -> None:
     train(run, run.model(shape=Sequence))
+
+
+# --- calls in the middle of a backward ---
+
+
+def read_all_in_a_backward_hook(run: Run) -> None:
+    model = run.model()
+
+    def read(gradient: torch.Tensor) -> None:
+        with run.whole(model):
+            model.head.weight.sum()
+
+    model.blocks[1].linear.register_forward_hook(lambda module, inputs, output: output.register_hook(read) and None)
+    train(run, model)
+
+
+def save_in_a_backward_hook(run: Run) -> None:
+    model = run.model()
+
+    def save(gradient: torch.Tensor) -> None:
+        if not run.is_plain:
+            zeropg.full_state_dict(model)
+
+    model.blocks[1].linear.register_forward_hook(lambda module, inputs, output: output.register_hook(save) and None)
+    train(run, model)

@@ -68,6 +68,8 @@ REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
     "look_at_gradients_before_they_are_reduced": (STAGES, "have not been reduced"),
     "optimizer_inside_backward": ((2, 3), "is sharded"),
     "error_in_the_second_backward": (STAGES, "an earlier backward raised an error"),
+    "read_all_in_a_backward_hook": ((3,), "full_parameters: called inside a backward"),
+    "save_in_a_backward_hook": (STAGES, "full_state_dict: called inside a backward"),
     "replaced_parameter": (STAGES, "'head.bias' changed after fully_shard"),
 }
 
