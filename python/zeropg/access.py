@@ -63,8 +63,9 @@ def local_shards(model: nn.Module) -> Iterator[Shard]:
     """Yields (name, tensor, start, stop) for the part of each parameter that this rank owns. Does not communicate.
 
     tensor: 1-D, the master's elements [start, stop) of the flattened parameter; a live view, which raises RuntimeError
-      when it is written: `writable_shards` is for that. With masters in a file (offload_optimizer) a copy on the CPU
-      instead, read when it is asked for. Over all ranks every parameter is covered exactly once, in every stage.
+      when it is written: `writable_shards` is for that; numpy(), torch.save and collectives may read it. With masters
+      in a file (offload_optimizer) a copy on the CPU instead, read when it is asked for. Over all ranks every parameter
+      is covered exactly once, in every stage.
     """
     core = state_of(model, "local_shards").core
     core.refresh_own_masters()
