@@ -260,8 +260,9 @@ void greet_peers(Network& network, const Session& session) {
   }
 }
 
-std::unique_ptr<Network> join_network(Rendezvous& rendezvous, NetworkKind kind, const Topology& topology,
-                                      const Session& session, const BootstrapOptions& options) {
+void join_network(Rendezvous& rendezvous, NetworkKind kind, const Session& session, const BootstrapOptions& options,
+                  BootstrapResult* result) {
+  const Topology& topology = result->topology;
   NetworkOptions network{
       .rank = session.rank, .world_size = session.world_size, .peers = {}, .window_bytes = options.window_bytes};
   for (int32_t peer = 0; peer < session.world_size; ++peer) {
@@ -269,10 +270,10 @@ std::unique_ptr<Network> join_network(Rendezvous& rendezvous, NetworkKind kind, 
   }
   auto wire = kind == NetworkKind::kUcx ? join_ucx(rendezvous, network.peers, session, options)
                                         : join_tcp(rendezvous, network.peers, session, options);
-  auto joined = std::make_unique<Network>(std::move(wire), std::move(network));
-  greet_peers(*joined, session);
+  // Peers that this rank has answered may go on while it still waits for others. Should it fail here, they hear why.
+  result->network = std::make_unique<Network>(std::move(wire), std::move(network));
+  greet_peers(*result->network, session);
   rendezvous.withdraw_address();
-  return joined;
 }
 
 void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const BootstrapOptions& options,
@@ -330,7 +331,7 @@ void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const Boo
                                  "), so bytes between nodes go over TCP; `python -m zeropg doctor` says what to do, "
                                  "BackendOptions(network=\"tcp\") that it is meant so."));
     }
-    result->network = join_network(rendezvous, kind, result->topology, session, options);
+    join_network(rendezvous, kind, session, options, result);
   }
   if (session.local_rank == 0) {
     host(session, rendezvous, listener, result);
