@@ -236,6 +236,9 @@ std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vec
   }
   unshard(unit);
   forward_depth_ = unit.is_root ? 1 : forward_depth_ + 1;
+  if (forward_depth_ == 1 && !is_in_backward_) {
+    ledger_->begin_forward();
+  }
   unit.forwards += is_in_backward_ ? 0 : 1;
   unit.has_hooked_inputs = false;
   unit.has_other_inputs = has_other_inputs;

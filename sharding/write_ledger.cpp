@@ -117,6 +117,18 @@ void WriteLedger::give_up(c10::Storage& copy) {
   }
 }
 
+void WriteLedger::begin_forward() {
+  for (Entry& entry : entries_) {
+    const ParameterSlot& slot = entry.flat->slots()[entry.slot];
+    if (!slot.is_renormalized || std::exchange(entry.had_forward, true) || !entry.is_written) {
+      continue;
+    }
+    give_up(entry.before);
+    entry.before = copy_of(target_in(entry.flat->whole(), slot.offset), entry);
+    entry.digest_before = static_cast<int64_t>(digest_of(tensor_of(entry.before, *entry.flat, slot.numel), 1));
+  }
+}
+
 void WriteLedger::show_own_writes(FlatParameter& flat) {
   for (const size_t index : entry_of_.at(&flat)) {
     Entry& entry = entries_[index];
@@ -227,6 +239,9 @@ WriteLedger::Settlement WriteLedger::settle(bool is_same, const char* operation)
   if (!is_same) {
     unite(find_differing(news), settlement);
   }
+  for (Entry& entry : entries_) {
+    entry.had_forward = false;
+  }
   for (const size_t index : news) {
     Entry& entry = entries_[index];
     settlement.changes.push_back({entry.flat, entry.slot, entry.positions, entry.values});
@@ -318,8 +333,10 @@ void WriteLedger::unite(const std::vector<size_t>& differing, Settlement& settle
     return;
   }
   std::vector<int64_t> counts;
+  std::vector<int64_t> origins;
   for (const size_t index : differing) {
     Entry& entry = entries_[index];
+    origins.push_back(entry.digest_before);
     if (entry.before) {
       const int64_t numel = entry.flat->slots()[entry.slot].numel;
       find_changes(entry, home_of(*entry.flat, entry.slot), tensor_of(entry.before, *entry.flat, numel));
@@ -329,11 +346,12 @@ void WriteLedger::unite(const std::vector<size_t>& differing, Settlement& settle
     }
     counts.push_back(entry.positions.defined() ? entry.positions.numel() : 0);
   }
-  const std::vector<int64_t> all = gather(counts);
+  const std::vector<int64_t> all_counts = gather(counts);
+  const std::vector<int64_t> all_origins = gather(origins);
   for (size_t i = 0; i < differing.size(); ++i) {
     std::vector<int64_t> of_ranks;
-    for (int64_t rank = 0; rank < communicator_.world_size(); ++rank) {
-      of_ranks.push_back(all[rank * differing.size() + i]);
+    for (size_t at = i; at < all_counts.size(); at += differing.size()) {
+      of_ranks.push_back(all_origins[at] == all_origins[i] ? all_counts[at] : kCannotTell);
     }
     if (!unite(entries_[differing[i]], of_ranks) && settlement.conflict.empty()) {
       settlement.conflict = conflict(entries_[differing[i]]);
@@ -398,6 +416,7 @@ std::string WriteLedger::conflict(const Entry& entry) const {
 void WriteLedger::forget(Entry& entry) {
   entry.is_written = false;
   give_up(entry.before);
+  entry.digest_before = 0;
   entry.positions.reset();
   entry.values.reset();
   const ParameterSlot& slot = entry.flat->slots()[entry.slot];

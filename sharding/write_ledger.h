@@ -7,7 +7,8 @@
 // Ranks that run one program write the same, so digests of what was written are compared first; where they agree, each
 // rank takes its own slice and nothing travels. Where they differ, what each rank changed is exchanged: different
 // elements (rows that Embedding(max_norm=) renormalized on the rank that looked them up) are united, and different
-// values for one element are an error on every rank.
+// values for one element are an error on every rank. What was written before the forward that renormalized is the same
+// on every rank of one program: the changes count from there (begin_forward), and ranks compare digests of it.
 //
 // A kernel that asks for a writable pointer and only reads (RNNs on CPU, compiled code) is a false alarm: it costs a
 // comparison.
@@ -32,6 +33,8 @@ class WriteLedger {
   // Watches all parameters of `flats` from when they are next attached. `answer` is called at each first write.
   WriteLedger(Communicator& communicator, const std::vector<FlatParameter*>& flats, std::function<Answer()> answer);
 
+  // Before a forward: what it changes in parameters that are renormalized is told from what was written before it.
+  void begin_forward();
   // After `flat` was made whole: shows this rank what it has written and ranks have not settled.
   void show_own_writes(FlatParameter& flat);
   // Before `flat` is resharded: remembers what changed in copies and gives them up.
@@ -76,11 +79,13 @@ class WriteLedger {
   struct Entry {
     FlatParameter* flat = nullptr;
     int64_t slot = 0;
-    bool is_written = false;  // in place
-    c10::Storage before;      // values before the first write in place, of parameters that are renormalized
-    c10::Storage copy;        // what kInCopy has given
-    at::Tensor positions;     // of what changed in a copy that was given up, [n]; undefined: nothing
-    at::Tensor values;        // [n]
+    bool is_written = false;    // in place
+    c10::Storage before;        // what changes count from, of parameters that are renormalized and written in place
+    bool had_forward = false;   // since the last settle()
+    int64_t digest_before = 0;  // of `before`; 0: as the last settle() left it
+    c10::Storage copy;          // what kInCopy has given
+    at::Tensor positions;       // of what changed in a copy that was given up, [n]; undefined: nothing
+    at::Tensor values;          // [n]
   };
 
   WatchedStorage::Target before_write(Entry& entry);

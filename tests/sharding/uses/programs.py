@@ -266,6 +266,38 @@ def renormalized_table_in_evaluation(run: Run) -> None:
             model(tokens)
 
 
+def renormalized_table_assigned_before_forward(run: Run) -> None:
+    """Each rank's forward renormalizes its own rows of a table that all ranks have just written."""
+    model = run.model(max_norm=0.7)
+
+    def grow() -> None:
+        model.table.weight.data = model.table.weight.data * 1.5
+
+    grow()
+    train(run, model, grow)
+
+
+def renormalized_table_written_before_forward(run: Run) -> None:
+    model = run.model(max_norm=0.7)
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        with torch.no_grad(), run.whole(model, writable=True):
+            model.table.weight.mul_(1.5)
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def renormalized_table_written_in_place_before_forward(run: Run) -> None:
+    model = run.model(max_norm=0.7)
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        model.table.weight.data.mul_(1.5)
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def momentum_teacher(run: Run) -> None:
     student, teacher = run.model("student"), run.model("teacher", seed=2)
 

@@ -49,6 +49,8 @@ REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
     "load_state_dict_of_a_submodule": ((3,), SHARDED),
     "load_state_dict_of_a_unit": (STAGES, "load_state_dict on a unit"),
     "merge_into_a_frozen_weight": ((3,), SHARDED),
+    "renormalized_table_assigned_before_forward": ((3,), SHARDED),
+    "renormalized_table_written_in_place_before_forward": ((3,), SHARDED),
     "momentum_teacher": ((3,), SHARDED),
     "momentum_teacher_by_assignment": ((3,), SHARDED),
     "step_inside_writable_shards": (STAGES, "step: called inside zeropg.writable_shards"),
