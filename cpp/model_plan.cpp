@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <map>
 
-#include "sharding/parameter_storage.h"
+#include "sharding/parameters/parameter_storage.h"
 
 namespace zeropg {
 namespace {

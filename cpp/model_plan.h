@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "sharding/sharded_module.h"
+#include "sharding/module/sharded_module.h"
 
 namespace zeropg {
 

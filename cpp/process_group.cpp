@@ -1,8 +1,8 @@
-#include "backend/process_group.h"
+#include "backend/process_group/process_group.h"
 
 #include <zeropg/process_group.h>
 
-#include "backend/options.h"
+#include "backend/process_group/options.h"
 
 namespace zeropg {
 

@@ -6,8 +6,8 @@
 #include <iostream>
 
 #include "cpp/model_plan.h"
-#include "sharding/communicate.h"
-#include "sharding/sharded_module.h"
+#include "sharding/comm/communicate.h"
+#include "sharding/module/sharded_module.h"
 
 namespace zeropg {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "backend/transport/round_up.h"
+#include "backend/platform/memory/round_up.h"
 
 namespace zeropg {
 

@@ -36,7 +36,7 @@ SMOKE = (
     "test_cpp.py",
     "cpp_program",
     "backend",
-    "sharding/test_same_losses.py",
+    "sharding/module/test_same_losses.py",
     "sharding/uses/test_uses.py",
     "integration/test_ddp.py",
     "integration/test_fsdp2.py",

@@ -1,12 +1,13 @@
 """The architecture, checked: includes point one way, and nothing in the tree or the build knows where it was built.
 
-{ python, cpp } -> sharding -> backend -> { compression, backend/transport }
+{ python, cpp } -> sharding -> backend -> compression
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,25 +15,121 @@ import pytest
 
 from tests.test_cpp import BUILD, ROOT
 
-# Folder -> the folders (and their subfolders, unless those have a line of their own) that its files may include.
-# backend/topology.h is pure data: it may be read below the backend too; so is when to write past the caches.
-ALLOWED = {
-    "compression": {"compression"},
-    "backend/transport": {"backend/transport", "backend/topology.h"},
-    "backend/collectives": {"backend/collectives", "backend/topology.h", "backend/transport/copy.h", "compression"},
-    "backend": {"backend", "backend/collectives", "backend/transport", "compression"},
-    "sharding": {"sharding", "backend", "backend/collectives", "backend/transport", "compression"},
-    "cpp": {"cpp", "sharding", "backend"},
-    "cpp/zeropg": set(),  # what programs include: it names itself and torch in angle brackets
-    "python/bindings": {
-        "python/bindings",
-        "sharding",
-        "backend",
-        "backend/collectives",
+# Folder -> the other folders whose files it may include. All stand above it, so no arrow points up or in a circle.
+ALLOWED: dict[str, set[str]] = {
+    "compression": set(),
+    "backend/platform/cpu": set(),
+    "backend/diagnostics": set(),
+    "backend/platform/process": {"backend/platform/cpu", "backend/diagnostics"},
+    "backend/platform/memory": {"backend/platform/cpu", "backend/platform/process"},
+    "backend/topology": {"backend/platform/cpu"},
+    "backend/transport": set(),
+    "backend/transport/network": {"backend/platform/process", "backend/diagnostics", "backend/transport"},
+    "backend/transport/shm": {
+        "backend/platform/cpu",
+        "backend/platform/memory",
+        "backend/platform/process",
+        "backend/diagnostics",
         "backend/transport",
+    },
+    "backend/bootstrap": {
+        "backend/platform/memory",
+        "backend/platform/process",
+        "backend/diagnostics",
+        "backend/topology",
+        "backend/transport/network",
+        "backend/transport/shm",
+    },
+    "backend/collectives/reduce": {"backend/platform/cpu"},
+    "backend/collectives/schedule": {"compression", "backend/collectives/reduce"},
+    "backend/collectives/select": {"backend/collectives/schedule"},
+    "backend/collectives/algorithms": {"compression", "backend/platform/cpu", "backend/collectives/schedule"},
+    "backend/simulator": {
         "compression",
+        "backend/collectives/reduce",
+        "backend/collectives/schedule",
+        "backend/collectives/select",
+    },
+    "backend/group": {
+        "compression",
+        "backend/platform/process",
+        "backend/diagnostics",
+        "backend/topology",
+        "backend/transport",
+        "backend/transport/network",
+        "backend/transport/shm",
+        "backend/bootstrap",
+        "backend/collectives/reduce",
+        "backend/collectives/schedule",
+        "backend/collectives/select",
+    },
+    "backend/engine": {
+        "backend/platform/cpu",
+        "backend/platform/process",
+        "backend/diagnostics",
+        "backend/transport",
+        "backend/collectives/schedule",
+        "backend/group",
+    },
+    "backend/p2p": {
+        "backend/platform/cpu",
+        "backend/platform/process",
+        "backend/diagnostics",
+        "backend/transport/shm",
+        "backend/group",
+        "backend/engine",
+    },
+    "backend/process_group": {
+        "compression",
+        "backend/platform/cpu",
+        "backend/platform/memory",
+        "backend/platform/process",
+        "backend/topology",
+        "backend/transport/network",
+        "backend/transport/shm",
+        "backend/bootstrap",
+        "backend/group",
+        "backend/engine",
+        "backend/p2p",
+    },
+    "sharding": {"backend/platform/memory"},
+    "sharding/optim": set(),
+    "sharding/checkpoint": {"backend/diagnostics"},
+    "sharding/offload": {"backend/diagnostics", "sharding", "sharding/checkpoint", "sharding/optim"},
+    "sharding/comm": {"backend/diagnostics", "backend/group", "backend/process_group"},
+    "sharding/parameters": {"compression", "sharding", "sharding/comm", "sharding/offload"},
+    "sharding/fetch": {"backend/process_group", "sharding/comm", "sharding/parameters"},
+    "sharding/module": {"sharding/comm", "sharding/parameters", "sharding/fetch"},
+    "cpp/zeropg": set(),  # what programs include: it names itself and torch in angle brackets
+    "cpp": {"backend/process_group", "sharding/comm", "sharding/parameters", "sharding/module"},
+    "python/bindings": {
+        "compression",
+        "backend/platform/cpu",
+        "backend/platform/process",
+        "backend/diagnostics",
+        "backend/topology",
+        "backend/collectives/reduce",
+        "backend/collectives/select",
+        "backend/simulator",
+        "backend/process_group",
+        "sharding/checkpoint",
+        "sharding/offload",
+        "sharding/optim",
+        "sharding/module",
     },
 }
+# Schedules, codecs and what they stand on are plain C++.
+WITHOUT_TORCH = {
+    "compression",
+    "backend/platform/cpu",
+    "backend/topology",
+    "backend/collectives/reduce",
+    "backend/collectives/schedule",
+    "backend/collectives/select",
+    "backend/collectives/algorithms",
+    "backend/simulator",
+}
+MOST_FILES = 25
 TORCH = re.compile(r"<(torch|ATen|c10|pybind11)/|<Python\.h>")
 PYTHON = re.compile(r"<(torch/extension\.h|torch/csrc/utils/|torch/csrc/autograd/python|pybind11/|Python\.h)")
 FORBIDDEN_FOLDERS = {"common", "util", "utils", "misc", "helpers"}
@@ -42,9 +139,9 @@ ROOM_FOLDERS = ("compression", "backend", "sharding", "cpp", "python", "tests", 
 def sources() -> list[Path]:
     return [
         path.relative_to(ROOT)
-        for folder in ("compression", "backend", "sharding", "cpp", "python/bindings")
-        for path in sorted((ROOT / folder).rglob("*"))
-        if path.suffix in {".h", ".cpp", ".cu", ".cuh"}
+        for top in ("compression", "backend", "sharding", "cpp", "python/bindings")
+        for path in sorted((ROOT / top).rglob("*"))
+        if path.suffix in {".h", ".cpp", ".inc", ".cu", ".cuh"}
     ]
 
 
@@ -55,45 +152,54 @@ def includes(path: Path) -> Iterator[str]:
             yield match[1]
 
 
-def room(path: Path) -> str:
-    """The longest folder of ALLOWED that the path lies in."""
-    return max((folder for folder in ALLOWED if path.is_relative_to(folder)), key=len)
+def folder(path: Path) -> str:
+    return path.parent.as_posix()
 
 
-def test_quoted_includes_name_files_from_the_root() -> None:
-    wrong = [f"{path}: {name}" for path in sources() for name in includes(path) if name[0] == '"' and not exists(name)]
-    assert not wrong, "written from the root of the repository, in quotes:\n" + "\n".join(wrong)
-
-
-def exists(name: str) -> bool:
-    return (ROOT / name.strip('"')).is_file()
+def test_every_folder_is_in_the_order() -> None:
+    folders = list(ALLOWED)
+    assert {folder(path) for path in sources()} == set(folders)
+    wrong = [
+        f"{name} may include {below}, which does not stand above it"
+        for place, name in enumerate(folders)
+        for below in sorted(ALLOWED[name] - set(folders[:place]))
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_includes_point_one_way() -> None:
     wrong = []
+    used: dict[str, set[str]] = {name: set() for name in ALLOWED}
     for path in sources():
         for name in includes(path):
-            target = Path(name.strip('"'))
-            if name[0] == '"' and exists(name) and not {room(target), str(target)} & ALLOWED[room(path)]:
-                wrong.append(f"{path} ({room(path)}) includes {target} ({room(target)})")
+            target = folder(Path(name.strip('"')))
+            if name[0] == '"' and target != folder(path):
+                used[folder(path)].add(target)
+                if target not in ALLOWED[folder(path)]:
+                    wrong.append(f"{path} includes {name}: {target} is none of {sorted(ALLOWED[folder(path)])}")
     assert not wrong, "\n".join(wrong)
+    assert used == ALLOWED, "an arrow that nothing needs any more is to be taken out of ALLOWED"
 
 
-def test_collectives_codecs_and_topology_include_no_torch() -> None:
-    pure_rooms = {"backend/collectives", "compression"}
-    pure = [path for path in sources() if room(path) in pure_rooms or path.name.startswith("topology.")]
+def test_no_folder_is_too_large_to_look_over() -> None:
+    counts = Counter(folder(path) for path in sources())
+    assert not {name: count for name, count in counts.items() if count > MOST_FILES}
+
+
+def test_schedules_and_codecs_include_no_torch() -> None:
+    pure = [path for path in sources() if folder(path) in WITHOUT_TORCH]
     wrong = [f"{path}: {name}" for path in pure for name in includes(path) if TORCH.match(name)]
-    assert not wrong, "schedules and codecs are plain C++:\n" + "\n".join(wrong)
+    assert not wrong, "plain C++:\n" + "\n".join(wrong)
 
 
 def test_only_bindings_include_python() -> None:
-    core = [path for path in sources() if room(path) != "python/bindings"]
+    core = [path for path in sources() if folder(path) != "python/bindings"]
     wrong = [f"{path}: {name}" for path in core for name in includes(path) if PYTHON.match(name)]
     assert not wrong, "the core library does not link libtorch_python:\n" + "\n".join(wrong)
 
 
 def test_no_folder_for_leftovers() -> None:
-    wrong = [path for folder in ROOM_FOLDERS for path in (ROOT / folder).rglob("*/") if path.name in FORBIDDEN_FOLDERS]
+    wrong = [path for top in ROOM_FOLDERS for path in (ROOT / top).rglob("*/") if path.name in FORBIDDEN_FOLDERS]
     assert not wrong
 
 

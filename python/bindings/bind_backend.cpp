@@ -5,9 +5,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "backend/options.h"
-#include "backend/process_group.h"
-#include "backend/topology.h"
+#include "backend/process_group/options.h"
+#include "backend/process_group/process_group.h"
+#include "backend/topology/topology.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/release_gil.h"
 

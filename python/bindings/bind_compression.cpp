@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "backend/process_group.h"
+#include "backend/process_group/process_group.h"
 #include "compression/error_feedback.h"
 #include "compression/registry.h"
 #include "python/bindings/bindings.h"

@@ -2,9 +2,9 @@
 // it ends.
 #include <pthread.h>
 
-#include "backend/interrupts.h"
-#include "backend/transport/notices.h"
-#include "backend/waiting_threads.h"
+#include "backend/diagnostics/notices.h"
+#include "backend/platform/process/interrupts.h"
+#include "backend/platform/process/waiting_threads.h"
 #include "python/bindings/bindings.h"
 
 namespace zeropg {

@@ -7,7 +7,7 @@
 #include "python/bindings/bindings.h"
 #include "python/bindings/bound_codec.h"
 #include "python/bindings/release_gil.h"
-#include "sharding/sharded_module.h"
+#include "sharding/module/sharded_module.h"
 
 namespace py = pybind11;
 

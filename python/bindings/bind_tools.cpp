@@ -2,11 +2,11 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "backend/collectives/reduce_kernels.h"
-#include "backend/collectives/registry.h"
-#include "backend/domain_probe.h"
-#include "backend/topology_probe.h"
-#include "backend/transport/copy.h"
+#include "backend/collectives/reduce/reduce_kernels.h"
+#include "backend/collectives/select/registry.h"
+#include "backend/platform/cpu/copy.h"
+#include "backend/topology/domain_probe.h"
+#include "backend/topology/topology_probe.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/release_gil.h"
 

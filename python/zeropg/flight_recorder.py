@@ -1,7 +1,7 @@
 """What the last operations of this process were, in the form that torch's analyzer reads (`torchfrtrace FOLDER`).
 
 torch 2.15 records the operations of every backend through hooks. torch 2.11 records only NCCL's, so there the groups
-record their own (`backend/flight_recorder.h`) and this module writes them down as NCCL's.
+record their own (`backend/process_group/flight_recorder.h`) and this module writes them down as NCCL's.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 #include <set>
 #include <utility>
 
-#include "backend/transport/printable.h"
+#include "backend/diagnostics/printable.h"
 #include "sharding/checkpoint/safetensors.h"
 
 namespace zeropg::safetensors {

@@ -15,7 +15,7 @@
 #include <new>
 #include <utility>
 
-#include "backend/transport/notices.h"
+#include "backend/diagnostics/notices.h"
 
 namespace zeropg {
 namespace {

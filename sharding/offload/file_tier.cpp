@@ -13,7 +13,7 @@
 #include <mutex>
 #include <system_error>
 
-#include "backend/transport/notices.h"
+#include "backend/diagnostics/notices.h"
 #include "sharding/checkpoint/checksum.h"
 #include "sharding/offload/aligned_buffer.h"
 #include "sharding/offload/transfer_queue.h"

@@ -12,10 +12,10 @@
 #include <string>
 #include <string_view>
 
-#include "backend/call_description.h"
-#include "backend/collectives/collective.h"
-#include "backend/collectives/reduce_op.h"
-#include "backend/transport/printable.h"
+#include "backend/collectives/reduce/reduce_op.h"
+#include "backend/collectives/schedule/collective.h"
+#include "backend/diagnostics/printable.h"
+#include "backend/group/call_description.h"
 
 namespace zeropg::fuzz {
 

@@ -13,8 +13,8 @@
 #include <span>
 #include <string_view>
 
-#include "backend/transport/frame_decoder.h"
-#include "backend/transport/network.h"
+#include "backend/transport/network/frame_decoder.h"
+#include "backend/transport/network/network.h"
 
 namespace zeropg::fuzz {
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <string_view>
 
-#include "backend/rendezvous_records.h"
-#include "backend/tcp_socket.h"
+#include "backend/bootstrap/rendezvous_records.h"
+#include "backend/bootstrap/tcp_socket.h"
 
 namespace zeropg::fuzz {
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zeropg
 from tests.cpp_program.test_cpp_program import PROGRAM, finish, losses
 from tests.lab.lab import Lab
-from tests.sharding.test_same_losses import STAGES, Run, assert_same_bits, relative_difference, train_sharded
+from tests.sharding.module.test_same_losses import STAGES, Run, assert_same_bits, relative_difference, train_sharded
 from tests.small_gpt import LEARNING_RATE, loss_of, make_batches, make_model, train_plain
 from tests.spawn import RankPool
 

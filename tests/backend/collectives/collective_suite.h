@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "backend/collectives/registry.h"
-#include "backend/simulate.h"
+#include "backend/collectives/select/registry.h"
+#include "backend/simulator/simulate.h"
 
 namespace zeropg {
 

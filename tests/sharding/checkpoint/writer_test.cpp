@@ -14,7 +14,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "backend/transport/notices.h"
+#include "backend/diagnostics/notices.h"
 
 namespace zeropg {
 namespace {

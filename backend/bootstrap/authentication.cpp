@@ -1,0 +1,62 @@
+#include "backend/bootstrap/authentication.h"
+
+#include <c10/util/Exception.h>
+#include <sys/random.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace zeropg {
+namespace {
+
+void fill_random(char* data, size_t bytes) {
+  while (bytes > 0) {
+    const ssize_t filled = ::getrandom(data, bytes, 0);
+    if (filled < 0 && errno == EINTR) continue;
+    if (filled < 0) C10_THROW_ERROR(DistBackendError, c10::str("getrandom: ", std::strerror(errno)));
+    data += filled;
+    bytes -= static_cast<size_t>(filled);
+  }
+}
+
+// Fixed-size fields first, so that no two contexts give the same bytes.
+std::string transcript(std::string_view label, const ProofContext& context) {
+  std::string bytes(label);
+  bytes.append(context.leader_nonce.data(), context.leader_nonce.size());
+  bytes.append(context.member_nonce.data(), context.member_nonce.size());
+  return bytes.append(context.name);
+}
+
+}  // namespace
+
+Nonce random_nonce() {
+  Nonce nonce;
+  fill_random(nonce.data(), nonce.size());
+  return nonce;
+}
+
+std::string random_hex(size_t random_bytes) {
+  std::string bytes(random_bytes, '\0');
+  fill_random(bytes.data(), bytes.size());
+  std::string text;
+  for (const char byte : bytes) {
+    for (const int shift : {4, 0}) text += "0123456789abcdef"[static_cast<uint8_t>(byte) >> shift & 15];
+  }
+  return text;
+}
+
+Digest prove(std::string_view secret, Role prover, const ProofContext& context) {
+  return hmac_sha256(secret, transcript(prover == Role::kLeader ? "zeropg proof L1" : "zeropg proof M1", context));
+}
+
+Digest session_key(std::string_view secret, const ProofContext& context) {
+  return hmac_sha256(secret, transcript("zeropg session1", context));
+}
+
+bool is_same_digest(const Digest& a, const Digest& b) {
+  volatile uint8_t difference = 0;
+  for (size_t i = 0; i < a.size(); ++i) difference = difference | (a[i] ^ b[i]);
+  return difference == 0;
+}
+
+}  // namespace zeropg

@@ -1,0 +1,428 @@
+#include "backend/bootstrap/bootstrap.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "backend/bootstrap/admission.h"
+#include "backend/bootstrap/authentication.h"
+#include "backend/bootstrap/rendezvous.h"
+#include "backend/bootstrap/tcp_mesh.h"
+#include "backend/diagnostics/notices.h"
+#include "backend/diagnostics/peer_lost.h"
+#include "backend/diagnostics/rank_names.h"
+#include "backend/platform/memory/pages.h"
+#include "backend/platform/process/doorbell.h"
+#include "backend/topology/domain_probe.h"
+#include "backend/topology/topology.h"
+#include "backend/topology/topology_probe.h"
+#include "backend/transport/network/tcp_wire.h"
+#include "backend/transport/network/ucx_wire.h"
+
+namespace zeropg {
+
+// The leader holds a connection to every other rank of the node, in rank order; the others hold one to the leader.
+class DescriptorChannel {
+ public:
+  DescriptorChannel(int32_t rank, int32_t world_size, std::vector<Member> peers, bool is_leader)
+      : rank(rank), world_size(world_size), peers(std::move(peers)), is_leader(is_leader) {}
+
+  const int32_t rank;
+  const int32_t world_size;
+  std::vector<Member> peers;
+  const bool is_leader;
+};
+
+namespace {
+
+constexpr size_t kDescriptorsPerMessage = 64;
+
+// Failures of one connection, in words that name the rank at its other end. It may have broken because that rank
+// failed, which then says why.
+template <typename Action>
+auto with_peer(int32_t peer, const Action& action) {
+  try {
+    return action();
+  } catch (const c10::DistNetworkError& error) {
+    throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", peer, ": ", error.what_without_backtrace()), peer);
+  }
+}
+
+void send_descriptors(Member& peer, const std::vector<int>& descriptors, Clock::time_point deadline) {
+  with_peer(peer.rank, [&] {
+    for (size_t i = 0; i < descriptors.size(); i += kDescriptorsPerMessage) {
+      const std::span<const int> rest = std::span(descriptors).subspan(i);
+      peer.connection.send(MessageKind::kDescriptors, "", rest.first(std::min(rest.size(), kDescriptorsPerMessage)),
+                           deadline);
+    }
+  });
+}
+
+std::vector<Descriptor> receive_descriptors(Member& peer, size_t count, Clock::time_point deadline,
+                                            const std::function<void()>& tick) {
+  std::vector<Descriptor> descriptors;
+  while (descriptors.size() < count) {
+    const size_t expected = std::min(count - descriptors.size(), kDescriptorsPerMessage);
+    Packet packet = with_peer(
+        peer.rank, [&] { return peer.connection.receive(MessageKind::kDescriptors, expected, deadline, tick); });
+    if (packet.descriptors.size() != expected) {
+      C10_THROW_ERROR(DistBackendError,
+                      c10::str("rank ", peer.rank, " sent ", packet.descriptors.size(), " descriptors, expected ",
+                               expected, "; this process may have run into its limit of open files (ulimit -n)"));
+    }
+    for (Descriptor& fd : packet.descriptors) descriptors.push_back(std::move(fd));
+  }
+  return descriptors;
+}
+
+struct Session {
+  int32_t rank;
+  int32_t local_rank;
+  int32_t world_size;
+  std::string group;          // a name that no other group has
+  std::vector<int32_t> node;  // the ranks of this node
+  Clock::time_point deadline;
+  Tick tick;
+  MeetingPlace place;
+  ArenaGeometry geometry;
+  int64_t pool_bytes;  // for each rank, or kShareOfMemory
+};
+
+Descriptor create_pool(int32_t world_size, int64_t pool_bytes) {
+  const bool is_automatic = pool_bytes == BootstrapOptions::kShareOfMemory;
+  return Descriptor(
+      TensorPool::create(world_size, is_automatic ? TensorPool::share_of_memory(world_size) : pool_bytes));
+}
+
+std::shared_ptr<TensorPool> map_pool(const Descriptor& fd, const Session& session) {
+  std::shared_ptr<TensorPool> pool;
+  try {
+    pool = std::make_shared<TensorPool>(fd.get(), session.local_rank, static_cast<int32_t>(session.node.size()));
+  } catch (const c10::DistBackendError& error) {
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str("tensor pool: ", error.what_without_backtrace(),
+                             "; give BackendOptions(pool_bytes=...) a smaller value, or 0, on every rank"));
+  }
+  const int64_t wanted = session.pool_bytes;
+  TORCH_CHECK_WITH(DistBackendError,
+                   wanted == BootstrapOptions::kShareOfMemory ||
+                       (wanted <= pool->bytes_per_rank() && pool->bytes_per_rank() < wanted + kSmallPageBytes),
+                   "tensor pool: it has ", pool->bytes_per_rank(), " bytes for each rank, expected ", wanted,
+                   "; give every rank the same pool_bytes");
+  return pool;
+}
+
+std::function<void()> tick_for(int32_t peer, const Session& session) {
+  return [&tick = session.tick, awaited = std::vector{peer}] { tick(awaited); };
+}
+
+// Leader: lets the members in, hands out arena and doorbells, and waits until everybody has mapped them.
+void host(const Session& session, Rendezvous& rendezvous, const Descriptor& listener, BootstrapResult* result) {
+  std::vector<int32_t> others = session.node;
+  std::erase(others, session.rank);
+  std::vector<Member> members = admit_members(listener, session.place, others, session.deadline, session.tick);
+
+  Descriptor arena(ShmArena::create(session.geometry));
+  const Descriptor pool = create_pool(session.geometry.world_size, session.pool_bytes);
+  std::vector<int> handed_out{arena.get(), pool.get()};
+  for (const int32_t rank : session.node) {
+    const auto member = std::find_if(members.begin(), members.end(), [&](const Member& m) { return m.rank == rank; });
+    handed_out.push_back(member == members.end() ? process_doorbell() : member->doorbell.get());
+  }
+  for (Member& member : members) send_descriptors(member, handed_out, session.deadline);
+  result->arena = std::make_unique<ShmArena>(arena.release(), session.geometry, session.local_rank);
+  result->pool = map_pool(pool, session);
+  for (Member& member : members) {
+    with_peer(member.rank, [&] {
+      return member.connection.receive(MessageKind::kReady, 0, session.deadline, tick_for(member.rank, session));
+    });
+  }
+  if (session.rank == 0) rendezvous.clean_up();  // rank 0 leads its node, and is connected to all other nodes
+  for (Member& member : members) {
+    with_peer(member.rank, [&] { member.connection.send(MessageKind::kGo, "", {}, session.deadline); });
+  }
+  std::vector<Descriptor> doorbells(session.node.size());
+  for (Member& member : members) {
+    doorbells[static_cast<size_t>(result->topology.local_rank[member.rank])] = std::move(member.doorbell);
+  }
+  result->arena->set_doorbells(std::move(doorbells));
+  result->channel = std::make_shared<DescriptorChannel>(session.rank, session.world_size, std::move(members), true);
+}
+
+void join(const Session& session, BootstrapResult* result) {
+  const int32_t leader_rank = session.node[0];
+  std::vector<Member> peers(1);
+  Member& leader = peers[0];
+  const std::function<void()> tick = tick_for(leader_rank, session);
+  leader.rank = leader_rank;
+  leader.connection = with_peer(leader_rank, [&] {
+    return join_leader(session.place, session.rank, process_doorbell(), session.deadline, tick);
+  });
+  std::vector<Descriptor> received = receive_descriptors(leader, 2 + session.node.size(), session.deadline, tick);
+  result->arena = std::make_unique<ShmArena>(received[0].release(), session.geometry, session.local_rank);
+  result->pool = map_pool(received[1], session);
+  received.erase(received.begin(), received.begin() + 2);
+  received[session.local_rank].reset();
+  result->arena->set_doorbells(std::move(received));
+  with_peer(leader_rank, [&] {
+    leader.connection.send(MessageKind::kReady, "", {}, session.deadline);
+    return leader.connection.receive(MessageKind::kGo, 0, session.deadline, tick);
+  });
+  result->channel = std::make_shared<DescriptorChannel>(session.rank, session.world_size, std::move(peers), false);
+}
+
+// TCP to every rank of another node; those with a lower rank listen.
+std::unique_ptr<Wire> join_tcp(Rendezvous& rendezvous, const std::vector<int32_t>& peers, const Session& session,
+                               const BootstrapOptions& options) {
+  MeshPlan plan{.rank = session.rank,
+                .group = session.group,
+                .secret = session.place.secret,
+                .network_id = probe_network_id(),
+                .to = {},
+                .from = {},
+                .addresses = std::vector<TcpAddress>(static_cast<size_t>(session.world_size))};
+  for (const int32_t peer : peers) (peer < session.rank ? plan.to : plan.from).push_back(peer);
+  TcpAddress own{.port = 0, .network_id = plan.network_id, .hosts = local_addresses(options.interfaces)};
+  const Descriptor listener = listen_tcp(&own.port);
+  const AddressKey key{session.group, session.place.secret};
+  const std::vector<std::string> addresses = rendezvous.exchange_addresses(encode(own), plan.to, key);
+  for (const int32_t peer : plan.to) plan.addresses[peer] = decode_tcp_address(addresses[peer]);
+  return std::make_unique<TcpWire>(connect_mesh(listener, plan, session.deadline, session.tick));
+}
+
+// The key of a pair for this group's life: both nonces enter it, so nothing that was recorded earlier fits.
+std::string pair_key(const Session& session, int32_t lower, int32_t higher, const std::string& lower_nonce,
+                     const std::string& higher_nonce) {
+  const std::string pair = session.group + "/" + std::to_string(lower) + "<" + std::to_string(higher);
+  const Digest key = hmac_sha256(session.place.secret, "zeropg ucx key1" + lower_nonce + higher_nonce + pair);
+  return {key.begin(), key.end()};
+}
+
+Seal seal_with(const std::string& key, std::span<const std::byte> message) {
+  const Digest digest = hmac_sha256(key, {reinterpret_cast<const char*>(message.data()), message.size()});
+  Seal seal;
+  std::copy_n(digest.begin(), seal.size(), seal.begin());
+  return seal;
+}
+
+std::unique_ptr<Wire> join_ucx(Rendezvous& rendezvous, const std::vector<int32_t>& peers, const Session& session,
+                               const BootstrapOptions& options) {
+  const auto keys = std::make_shared<std::vector<std::string>>(session.world_size);  // by peer; shared with the wire
+  auto wire =
+      UcxWire::make({.root = options.ucx_root,
+                     .rank = session.rank,
+                     .world_size = session.world_size,
+                     .seal = [keys, rank = session.rank](int32_t from, int32_t to, std::span<const std::byte> message) {
+                       return seal_with((*keys)[static_cast<size_t>(from == rank ? to : from)], message);
+                     }});
+  const Nonce nonce = random_nonce();
+  const std::string own(nonce.data(), nonce.size());
+  const AddressKey key{session.group, session.place.secret};
+  const std::vector<std::string> addresses = rendezvous.exchange_addresses(own + wire->address(), peers, key);
+  for (const int32_t peer : peers) {
+    const std::string& address = addresses[static_cast<size_t>(peer)];
+    TORCH_CHECK_WITH(DistBackendError, address.size() > sizeof(Nonce), "the address of rank ", peer,
+                     " in the store is damaged");
+    const std::string theirs = address.substr(0, sizeof(Nonce));
+    (*keys)[static_cast<size_t>(peer)] = peer < session.rank ? pair_key(session, peer, session.rank, theirs, own)
+                                                             : pair_key(session, session.rank, peer, own, theirs);
+    wire->connect(peer, address.substr(sizeof(Nonce)));
+  }
+  return wire;
+}
+
+// Until every peer answered: then they all have what this rank left in the store for them.
+void greet_peers(Network& network, const Session& session) {
+  network.greet();
+  auto next_tick = Clock::now() + kTick;
+  constexpr std::chrono::milliseconds kNow{0};
+  for (std::vector<int32_t> silent = network.silent_for(kNow); !silent.empty(); silent = network.silent_for(kNow)) {
+    const auto now = Clock::now();
+    if (now >= next_tick || now >= session.deadline) {
+      session.tick(silent);
+      next_tick = now + kTick;
+    }
+    TORCH_CHECK_WITH(DistBackendError, now < session.deadline, network.name(), ": no answer from ",
+                     format_ranks(silent), " in time; look at what those ranks were doing, or raise the timeout");
+    for (const int32_t peer : silent) {
+      const RemoteState state = network.state_of(peer);
+      if (state.is_lost || state.state == RankState::kFailed) {
+        const std::string& why = state.is_lost ? state.loss : state.failure;
+        throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", peer, ": ", why), peer);
+      }
+    }
+    if (network.progress() || !network.arm()) continue;
+    pollfd entry{network.descriptor(), POLLIN, 0};
+    poll_until({&entry, 1}, std::min(session.deadline, next_tick));
+  }
+}
+
+void join_network(Rendezvous& rendezvous, NetworkKind kind, const Session& session, const BootstrapOptions& options,
+                  BootstrapResult* result) {
+  const Topology& topology = result->topology;
+  NetworkOptions network{
+      .rank = session.rank, .world_size = session.world_size, .peers = {}, .window_bytes = options.window_bytes};
+  for (int32_t peer = 0; peer < session.world_size; ++peer) {
+    if (topology.node_rank[peer] != topology.node_rank[session.rank]) network.peers.push_back(peer);
+  }
+  auto wire = kind == NetworkKind::kUcx ? join_ucx(rendezvous, network.peers, session, options)
+                                        : join_tcp(rendezvous, network.peers, session, options);
+  // Peers that this rank has answered may go on while it still waits for others. Should it fail here, they hear why.
+  result->network = std::make_unique<Network>(std::move(wire), std::move(network));
+  greet_peers(*result->network, session);
+  rendezvous.withdraw_address();
+}
+
+void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const BootstrapOptions& options,
+             Clock::time_point deadline, BootstrapResult* result) {
+  RankRecord own;
+  own.world_size = world_size;
+  own.bank_bytes = options.bank_bytes;
+  own.mailbox_bytes = options.mailbox_bytes;
+  own.window_bytes = options.window_bytes;
+  own.network = static_cast<int64_t>(options.network);
+  const RdmaProbe rdma = options.network == NetworkKind::kTcp ? RdmaProbe() : UcxWire::probe_rdma(options.ucx_root);
+  own.has_rdma = options.network == NetworkKind::kAutomatic && rdma.is_usable ? 1 : 0;
+  own.has_secret = options.secret.empty() ? 0 : 1;
+  own.host_id = options.host_id.empty() ? probe_host_id() : options.host_id;
+  own.domain_id = options.domain_id.empty() ? probe_domain_id() : options.domain_id;
+  own.socket_name = "zeropg-" + random_hex(16);
+  // Everybody listens before anybody knows who leads, so no member ever knocks at a door that is not there yet.
+  Descriptor listener = listen_local(own.socket_name);
+  GroupMap map = [&] {
+    try {
+      return rendezvous.exchange(own);
+    } catch (const c10::DistNetworkError& error) {
+      C10_THROW_ERROR(DistBackendError,
+                      c10::str("the rendezvous store: ", error.what_without_backtrace(),
+                               "; the process that serves it (rank 0 or the launcher) may have ended"));
+    }
+  }();
+
+  result->topology = make_topology(std::move(map.host_ids), map.domain_ids, rank);
+  const std::vector<int32_t>& node = result->topology.nodes[result->topology.node_rank[rank]];
+  Session session{.rank = rank,
+                  .local_rank = result->topology.local_rank[rank],
+                  .world_size = world_size,
+                  .group = map.socket_names[0],
+                  .node = node,
+                  .deadline = deadline,
+                  .tick = [&](const std::vector<int32_t>& awaited) { rendezvous.look_around(awaited); },
+                  .place = {map.socket_names[node[0]], options.secret.empty() ? map.secret : options.secret},
+                  .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes, options.mailbox_bytes},
+                  .pool_bytes = options.pool_bytes};
+  if (result->topology.node_count() > 1) {
+    const auto kind = static_cast<NetworkKind>(map.network);
+    // The map is not signed, and UCX opens a port that parses bytes before they are proven.
+    const bool is_offered = kind == NetworkKind::kUcx ? options.network == NetworkKind::kUcx || own.has_rdma != 0
+                                                      : options.network != NetworkKind::kUcx;
+    TORCH_CHECK_WITH(DistBackendError, is_offered,
+                     "the map in the store names a network that this rank did not offer; somebody else writes to it");
+    if (own.has_rdma != 0 && kind == NetworkKind::kTcp) {
+      notice("network", c10::str("[zeropg rank ", rank, "/", world_size,
+                                 "] this rank has RDMA but not every other one, so bytes between nodes go over TCP; "
+                                 "`python -m zeropg doctor` on each node says what is missing."));
+    } else if (!rdma.obstacle.empty()) {
+      notice("network", c10::str("[zeropg rank ", rank, "/", world_size, "] this machine has RDMA but cannot use it (",
+                                 rdma.obstacle,
+                                 "), so bytes between nodes go over TCP; `python -m zeropg doctor` says what to do, "
+                                 "BackendOptions(network=\"tcp\") that it is meant so."));
+    }
+    join_network(rendezvous, kind, session, options, result);
+  }
+  if (session.local_rank == 0) {
+    host(session, rendezvous, listener, result);
+  } else {
+    listener.reset();
+    join(session, result);
+  }
+}
+
+BootstrapResult bootstrap_alone(const BootstrapOptions& options) {
+  BootstrapResult result;
+  const std::string host_id = options.host_id.empty() ? probe_host_id() : options.host_id;
+  const std::string domain_id = options.domain_id.empty() ? probe_domain_id() : options.domain_id;
+  result.topology = make_topology({host_id}, {domain_id}, 0);
+  const ArenaGeometry geometry{1, options.bank_bytes, options.mailbox_bytes};
+  result.arena = std::make_unique<ShmArena>(ShmArena::create(geometry), geometry, 0);
+  result.arena->set_doorbells(std::vector<Descriptor>(1));
+  result.pool = std::make_shared<TensorPool>(create_pool(1, options.pool_bytes).get(), 0, 1);
+  result.channel = std::make_shared<DescriptorChannel>(0, 1, std::vector<Member>(), true);
+  return result;
+}
+
+}  // namespace
+
+BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
+                          const BootstrapOptions& options) {
+  TORCH_CHECK_VALUE(world_size >= 1 && rank >= 0 && rank < world_size, "bootstrap: rank ", rank, " of world_size ",
+                    world_size, ", expected 0 <= rank < world_size");
+  ArenaGeometry{world_size, options.bank_bytes, options.mailbox_bytes}.total_bytes();  // throws ValueError
+  if (world_size == 1) return bootstrap_alone(options);
+  const auto deadline = deadline_after(options.timeout);
+  Rendezvous rendezvous(store, rank, world_size, deadline);
+  BootstrapResult result;
+  // Others may wait for this rank's answer, and in their first operation for this rank, while it still meets its node.
+  rendezvous.set_meanwhile([&](const std::vector<int32_t>& awaited) {
+    if (result.network) {
+      result.network->note_wait(Lane::kCollective, awaited);
+      result.network->progress();
+    }
+    if (result.arena && !awaited.empty()) result.arena->note_wait(Lane::kCollective, awaited[0]);
+  });
+  std::string failure;
+  std::optional<int32_t> lost;
+  try {
+    connect(rendezvous, rank, world_size, options, deadline, &result);
+    return result;
+  } catch (const PeerLost& error) {
+    failure = error.what_without_backtrace();
+    lost = error.rank();
+  } catch (const c10::DistNetworkError& error) {
+    failure = error.what_without_backtrace();
+    lost = -1;
+  } catch (const c10::Error& error) {
+    failure = error.what_without_backtrace();
+  } catch (const std::exception& error) {  // what a signal's handler threw, or no memory
+    const std::string text = error.what();
+    rendezvous.report_failure("interrupted: " + text.substr(0, text.find('\n')));
+    throw;
+  }
+  failure = rendezvous.find_cause(failure, lost);
+  rendezvous.report_failure(failure);
+  const std::string text = c10::str("[zeropg rank ", rank, "/", world_size, "] bootstrap: ", failure);
+  // Peers that were told to go on already wait for this rank in their first operation.
+  if (result.arena) result.arena->set_state(RankState::kFailed, text);
+  if (result.network) result.network->tell_state(RankState::kFailed, text);
+  C10_THROW_ERROR(DistBackendError, text);
+}
+
+int share_descriptor(DescriptorChannel& channel, const std::function<int()>& create, std::chrono::milliseconds timeout,
+                     const std::function<void()>& tick) {
+  const auto deadline = deadline_after(timeout);
+  try {
+    if (!channel.is_leader) {
+      return receive_descriptors(channel.peers[0], 1, deadline, tick)[0].release();
+    }
+    Descriptor fd;
+    try {
+      fd.reset(create());
+    } catch (const c10::Error& error) {
+      for (Member& peer : channel.peers) {
+        with_peer(peer.rank,
+                  [&] { peer.connection.send(MessageKind::kError, error.what_without_backtrace(), {}, deadline); });
+      }
+      throw;
+    }
+    for (Member& peer : channel.peers) send_descriptors(peer, {fd.get()}, deadline);
+    return fd.release();
+  } catch (const c10::DistError& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", channel.rank, "/", channel.world_size,
+                                               "] share_descriptor: ", error.what_without_backtrace()));
+  }
+}
+
+}  // namespace zeropg

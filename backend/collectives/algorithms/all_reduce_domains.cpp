@@ -1,0 +1,75 @@
+// All-reduce over the domains of one node: reduce-scatter in each domain, every rank completes its piece, each domain
+// fetches what others completed, all-gather in each domain. 2 (D - 1) times the bytes cross between D domains, half of
+// them as partial sums. Where each of n ranks reads from all others, that is 2 (n - n / D) times the bytes.
+//
+// Note [Pipeline between domains]
+// Several chunks are under way. In slot t, that is between two barriers, a rank
+//   reduces chunk t in its domain,
+//   completes its piece of chunk t - 1,
+//   fetches its slices of chunk t - 2,
+//   copies chunk t - 3 out and chunk t + 1 in.
+// In one bank chunk t goes from the slots' chunk, without the own slices, to the partial sums, and chunk t - 2 from the
+// completed pieces to the own slices. In the other one chunk t + 1 comes to the slots' chunk without the own slices,
+// chunk t - 1 goes from the partial sums to the completed pieces, and chunk t - 3 leaves the own slices. So no place is
+// written while others still read it.
+#include <algorithm>
+#include <string_view>
+#include <vector>
+
+#include "backend/collectives/schedule/algorithms.h"
+#include "backend/collectives/schedule/between_domains.h"
+#include "backend/collectives/schedule/in_node.h"
+#include "backend/collectives/schedule/steps.h"
+
+namespace zeropg {
+
+namespace {
+
+constexpr int64_t kLag = 3;  // slots from a chunk's reduction to its copying out
+
+}  // namespace
+
+Schedule plan_all_reduce_domains(const CollectiveSpec& spec) {
+  const DomainPieces pieces = cut_over_domains(spec);
+  const Placement placement = Placement::over_domains(spec);
+  const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
+  const BetweenDomains between(spec, placement, layout);
+  Schedule schedule = make_schedule("all_reduce_domains", pieces.chunks.count);
+  if (pieces.chunks.count == 0) return schedule;
+  const auto is_chunk = [&](int64_t chunk) { return chunk >= 0 && chunk < pieces.chunks.count; };
+  const auto extents = [&](int64_t chunk, Region (*tensor)(int64_t)) {
+    const auto [offset, bytes] = part_of(spec.bytes, spec.world_size * pieces.chunks.bytes, chunk);
+    return extents_of_range(tensor(offset), bytes);
+  };
+  stage_inputs(schedule, 0, extents(0, input), layout, placement);
+  for (int64_t slot = 0; slot < pieces.chunks.count + kLag; ++slot) {
+    add_barrier(schedule);
+    if (is_chunk(slot)) {
+      const auto partial = [&](int32_t part, int64_t place) { return between.partial(slot, part, place); };
+      reduce_in_node(schedule, slot, extents(slot, input), layout, placement, partial, Reduction::kOfRanksOfDomain);
+    }
+    if (is_chunk(slot - 1)) {
+      between.complete(schedule, slot - 1, extents(slot - 1, input),
+                       [&](int64_t place) { return between.completed(slot - 1, place); });
+    }
+    if (is_chunk(slot - 2)) between.fetch(schedule, slot - 2, extents(slot - 2, output));
+    if (is_chunk(slot - kLag)) copy_out(schedule, slot - kLag, extents(slot - kLag, output), layout, placement);
+    if (is_chunk(slot + 1)) stage_inputs(schedule, slot + 1, extents(slot + 1, input), layout, placement);
+  }
+  return schedule;
+}
+
+// Through staging as in a flat one; then a rank's slices, 1 / g of the tensor, are written and read as partial sums,
+// and copied once more.
+Cost cost_all_reduce_domains(const CollectiveSpec& spec) {
+  const double chunks = cut_over_domains(spec).chunks.count;
+  const double slices = 1.0 / smallest_domain_size(spec);
+  const double piece = 1.0 / spec.world_size;
+  const double domains = spec.domains.size();
+  const double widening = accumulator_widening(spec);
+  return {.barriers = chunks == 0 ? 1 : chunks + kLag,
+          .memory_bytes = (5 + widening * slices + (widening * domains + 1) * piece) * spec.bytes,
+          .far_bytes = (widening * (domains - 1) * piece + slices * far_ranks(spec) * piece) * spec.bytes};
+}
+
+}  // namespace zeropg

@@ -1,0 +1,132 @@
+// Broadcast over several nodes: chunks go from node to node, each rank carrying its slice, and through staging inside.
+//
+// `broadcast_tree` is binomial, log2(m) messages deep; `broadcast_chain` passes chunks from each node to the next, so
+// that every link carries the tensor once, which is right when there are many chunks. No rank waits in a circle: the
+// receives of a chunk wait for sends nearer to the root, a send for receives of the chunk before.
+#include <algorithm>
+#include <string_view>
+#include <vector>
+
+#include "backend/collectives/schedule/algorithms.h"
+#include "backend/collectives/schedule/between_nodes.h"
+#include "backend/collectives/schedule/chunk_layout.h"
+#include "backend/collectives/schedule/placement.h"
+#include "backend/collectives/schedule/steps.h"
+
+namespace zeropg {
+
+namespace {
+
+constexpr int32_t kMessagesUnderWay = 2;  // so that one chunk travels while the next is taken in
+
+// Who passes to whom among nodes 0 (the root's) to count - 1.
+struct Tree {
+  int32_t parent;
+  std::vector<int32_t> children;  // those with the most below them first
+};
+
+Tree binomial(int32_t node, int32_t count) {
+  Tree tree{.parent = 0, .children = {}};
+  int32_t step = 1;
+  for (; step <= node; step *= 2) {
+    if ((node & step) != 0) tree.parent = node - step;  // in the end the highest bit
+  }
+  for (; node + step < count; step *= 2) tree.children.push_back(node + step);
+  return tree;
+}
+
+Tree chain(int32_t node, int32_t count) {
+  Tree tree{.parent = node - 1, .children = {}};
+  if (node + 1 < count) tree.children.push_back(node + 1);
+  return tree;
+}
+
+struct Sizes {
+  int64_t alignment;
+  Chunks chunks;
+};
+
+Sizes sizes_of(const CollectiveSpec& spec) {
+  const int64_t alignment = exchange_alignment(spec, 1, kMessagesUnderWay);
+  const int64_t most =
+      std::min(network_chunk_bytes(spec, spec.bytes, alignment),
+               second_smallest_node_size(spec) * largest_message_bytes(spec, kMessagesUnderWay, alignment));
+  return {alignment, equal_chunks(spec.bytes, most, alignment)};
+}
+
+Schedule plan(std::string_view name, const CollectiveSpec& spec, Tree (*tree_of)(int32_t, int32_t)) {
+  const Sizes sizes = sizes_of(spec);
+  const Placement placement(spec);
+  const ChunkLayout layout = ChunkLayout::of_one_part(placement, sizes.chunks.bytes, sizes.alignment);
+  const int32_t root_node = placement.node_of(spec.root);
+  const int32_t nodes = placement.node_count();
+  const bool is_at_root = placement.node() == root_node;
+  const auto absolute = [&](int32_t node) { return (node + root_node) % nodes; };
+  const Tree tree = tree_of((placement.node() - root_node + nodes) % nodes, nodes);
+  const BetweenNodes between(spec, placement, layout);
+  Schedule schedule = make_schedule(name, sizes.chunks.count);
+  const auto chunk_range = [&](int64_t chunk) { return part_of(spec.bytes, sizes.chunks.bytes, chunk); };
+  const auto extents = [&](int64_t chunk) {
+    return extents_of_range(output(chunk_range(chunk).offset_bytes), chunk_range(chunk).bytes);
+  };
+  // Where a rank's slice of a chunk lies: in the root's slot, or in the slot of the rank that received it.
+  const auto slot_of = [&](int32_t local_rank) { return is_at_root ? spec.root : placement.local_ranks()[local_rank]; };
+  const auto own_slice = [&](int64_t chunk) {
+    return [&, chunk](int64_t place) { return staging(slot_of(placement.local_rank()), chunk, place); };
+  };
+  const auto pass_on = [&](int64_t chunk) {
+    std::vector<int32_t> children;
+    for (const int32_t child : tree.children) children.push_back(absolute(child));
+    between.send_completed(schedule, children, extents(chunk), own_slice(chunk));
+  };
+  const auto take_in = [&](int64_t chunk) {
+    if (chunk >= sizes.chunks.count) return;
+    const auto [offset, bytes] = chunk_range(chunk);
+    if (spec.rank == spec.root) add_copy(schedule, staging(spec.root, chunk, 0), input(offset), bytes);
+    if (is_at_root) return;
+    between.receive_completed(schedule, absolute(tree.parent), extents(chunk), own_slice(chunk));
+    pass_on(chunk);
+  };
+  if (sizes.chunks.count > 0) add_barrier(schedule);
+  take_in(0);
+  for (int64_t chunk = 0; chunk < sizes.chunks.count; ++chunk) {
+    add_barrier(schedule);
+    if (is_at_root) pass_on(chunk);
+    for (int32_t local_rank = 0; local_rank < placement.node_size(placement.node()); ++local_rank) {
+      if (spec.rank == spec.root) continue;
+      for (const Extent& extent : cut(extents(chunk), layout.slice(0, placement.node(), local_rank))) {
+        const auto [place, bytes] = extent.places;
+        add_copy(schedule, extent.tensor, staging(slot_of(local_rank), chunk, place), bytes);
+      }
+    }
+    take_in(chunk + 1);
+  }
+  return schedule;
+}
+
+Cost cost(const CollectiveSpec& spec, double hops, double copies_of_root) {
+  return {.barriers = 1.0 + sizes_of(spec).chunks.count,
+          .memory_bytes = 2.0 * spec.bytes,
+          .network_hops = spec.bytes == 0 ? 0 : hops,
+          .network_bytes = copies_of_root * spec.bytes};
+}
+
+}  // namespace
+
+bool supports_broadcast_nodes(const CollectiveSpec& spec) {
+  return !is_one_node(spec) && can_exchange(spec, 1, kMessagesUnderWay);
+}
+
+Schedule plan_broadcast_tree(const CollectiveSpec& spec) { return plan("broadcast_tree", spec, binomial); }
+
+Cost cost_broadcast_tree(const CollectiveSpec& spec) {
+  double depth = 0;
+  for (int32_t reached = 1; reached < node_count(spec); reached *= 2) ++depth;
+  return cost(spec, depth, depth);
+}
+
+Schedule plan_broadcast_chain(const CollectiveSpec& spec) { return plan("broadcast_chain", spec, chain); }
+
+Cost cost_broadcast_chain(const CollectiveSpec& spec) { return cost(spec, node_count(spec) - 1.0, 1); }
+
+}  // namespace zeropg

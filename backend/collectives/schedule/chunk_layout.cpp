@@ -1,0 +1,87 @@
+#include "backend/collectives/schedule/chunk_layout.h"
+
+#include <algorithm>
+
+namespace zeropg {
+
+namespace {
+
+int64_t round_up(int64_t bytes, int64_t alignment) { return part_count(bytes, alignment) * alignment; }
+
+}  // namespace
+
+Range overlap(Range a, Range b) {
+  const int64_t begin = std::max(a.offset_bytes, b.offset_bytes);
+  const int64_t end = std::min(a.offset_bytes + a.bytes, b.offset_bytes + b.bytes);
+  return {begin, std::max<int64_t>(0, end - begin)};
+}
+
+std::vector<Extent> cut(const std::vector<Extent>& extents, Range places) {
+  std::vector<Extent> pieces;
+  const auto ends_before = [](const Extent& extent, int64_t place) {
+    return extent.places.offset_bytes + extent.places.bytes <= place;
+  };
+  auto extent = std::lower_bound(extents.begin(), extents.end(), places.offset_bytes, ends_before);
+  for (; extent != extents.end() && extent->places.offset_bytes < places.offset_bytes + places.bytes; ++extent) {
+    const Range piece = overlap(extent->places, places);
+    if (piece.bytes == 0) continue;
+    pieces.push_back({piece, advance(extent->tensor, piece.offset_bytes - extent->places.offset_bytes)});
+  }
+  return pieces;
+}
+
+ChunkLayout ChunkLayout::of_equal_parts(const Placement& placement, int64_t chunk_bytes, int64_t alignment) {
+  std::vector<Range> parts;
+  for (int32_t node = 0; node < placement.node_count(); ++node) {
+    parts.push_back(equal_part_of(chunk_bytes, placement.node_count(), alignment, node));
+  }
+  return {placement, std::move(parts), alignment};
+}
+
+ChunkLayout ChunkLayout::of_one_part(const Placement& placement, int64_t chunk_bytes, int64_t alignment) {
+  return {placement, {{0, chunk_bytes}}, alignment};
+}
+
+ChunkLayout ChunkLayout::of_blocks(const Placement& placement, int64_t piece_bytes, int64_t alignment) {
+  std::vector<Range> parts;
+  int64_t begin = 0;
+  for (int32_t node = 0; node < placement.node_count(); ++node) {
+    parts.push_back({begin, placement.node_size(node) * piece_bytes});
+    begin += parts.back().bytes;
+  }
+  return {placement, std::move(parts), alignment};
+}
+
+Range ChunkLayout::slice(int32_t part, int32_t node, int32_t local_rank) const {
+  Range slice = equal_part_of(parts_[part].bytes, placement_->node_size(node), alignment_, local_rank);
+  slice.offset_bytes += parts_[part].offset_bytes;
+  return slice;
+}
+
+int64_t ChunkLayout::largest_own_slice_bytes() const {
+  int64_t largest = 0;
+  for (int32_t part = 0; part < part_count(); ++part) largest = std::max(largest, own_slice(part).bytes);
+  return largest;
+}
+
+std::vector<Extent> extents_of_range(Region tensor, int64_t bytes) { return {{{0, bytes}, tensor}}; }
+
+std::vector<Extent> extents_of_blocks(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout,
+                                      Range piece, RegionOfBlock block) {
+  std::vector<Extent> extents;
+  for (int32_t node = 0; node < placement.node_count(); ++node) {
+    for (int32_t local_rank = 0; local_rank < placement.node_size(node); ++local_rank) {
+      const int64_t place = layout.slice(node, node, local_rank).offset_bytes;
+      extents.push_back({{place, piece.bytes}, block(spec, placement.rank_at(node, local_rank), piece.offset_bytes)});
+    }
+  }
+  return extents;
+}
+
+Chunks equal_chunks(int64_t bytes, int64_t largest_bytes, int64_t alignment) {
+  if (bytes == 0) return {largest_bytes, 0};
+  const int64_t chunk_bytes = round_up(part_count(bytes, part_count(bytes, largest_bytes)), alignment);
+  return {chunk_bytes, part_count(bytes, chunk_bytes)};
+}
+
+}  // namespace zeropg

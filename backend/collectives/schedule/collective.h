@@ -1,0 +1,71 @@
+// What a planner function is told about a collective. Plain data, the same on every rank but for `rank` and the
+// all-to-all counts.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "backend/collectives/schedule/schedule.h"
+#include "compression/compressor.h"
+
+namespace zeropg {
+
+enum class OpKind : uint8_t {
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kAllGather,
+  kGather,
+  kScatter,
+  kBroadcast,
+  kAllToAll,
+  kBarrier,
+};
+
+const char* op_name(OpKind kind);  // "all_reduce", ... : the word used in errors and statistics
+bool is_reducing(OpKind kind);
+
+// Conventions of the caller's tensors (each contiguous; `bytes` is the size of one block):
+//   all_reduce      input[0], output[0] (may alias), `bytes` each
+//   reduce          as all_reduce; only the root's output is written
+//   reduce_scatter  one input of world_size blocks, or world_size inputs of one block (input_is_list); output[0] one
+//   block all_gather      input[0] one block; one output of world_size blocks, or world_size outputs (output_is_list)
+//   gather          as all_gather, output on the root only
+//   scatter         as reduce_scatter without reduction, input on the root only
+//   broadcast       the root's input[0]; output[0] on the others (the root's output aliases its input)
+//   all_to_all      per-peer byte counts below; peers' blocks packed in rank order in input[0] / output[0], or as lists
+//   barrier         nothing
+// A list tensor is addressed by Region::index = peer, offset 0; a packed one by index 0, offset = sum of earlier
+// blocks.
+inline constexpr int32_t kMostAnnouncedBlocks = 24;
+
+struct CollectiveSpec {
+  OpKind op = OpKind::kBarrier;
+  int32_t rank = 0;
+  int32_t world_size = 1;
+  int32_t root = 0;
+  int32_t element_bytes = 1;
+  int64_t bytes = 0;
+  int64_t bank_bytes = 0;     // capacity of one bank of one rank's staging slot
+  int64_t mailbox_bytes = 0;  // a rank may send this much to a peer before the peer receives
+  bool input_is_list = false;
+  bool output_is_list = false;
+  std::vector<int64_t> send_bytes{};     // all_to_all: to each peer
+  std::vector<int64_t> receive_bytes{};  // all_to_all: from each peer
+  // Ranks of each node, ascending, nodes by their first rank. Empty: all ranks are on one node.
+  std::vector<std::vector<int32_t>> nodes{};
+  // Of one node: the ranks of each domain, whose CPUs share a cache or the way to their memory, ordered as `nodes`.
+  // Empty: all CPUs are alike.
+  std::vector<std::vector<int32_t>> domains{};
+  int32_t accumulator_bytes = 0;      // of an element of accumulator_dtype(); 0: element_bytes
+  int64_t window_bytes = 0;           // as mailbox_bytes, to peers on other nodes
+  const Compressor* codec = nullptr;  // of the hops between nodes (of all hops on one node); outlives the schedule
+  bool has_residuals = false;         // Space::kResidual exists
+};
+
+// Of an all-to-all: whether ranks tell the whole node all their counts at the first barrier. In a larger world, where
+// those do not fit, each pair compares its count in front of the bytes, as pairs of different nodes do in any.
+bool announces_blocks(const CollectiveSpec& spec);
+
+}  // namespace zeropg

@@ -1,0 +1,33 @@
+// The phases inside a node of collectives over several nodes, and inside a domain of those over several domains: slices
+// (chunk_layout.h) meet in the staging slots of its ranks. A chunk's places are the offsets in a slot.
+//
+// A rank's own slices of its own slot never hold its input, which it reads where it is: they are free for results while
+// the other slices hold the inputs of a later chunk (Note [Pipelined staging] in all_reduce_staged.cpp).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "backend/collectives/schedule/chunk_layout.h"
+#include "backend/collectives/schedule/placement.h"
+#include "backend/collectives/schedule/schedule.h"
+#include "backend/collectives/schedule/steps.h"
+
+namespace zeropg {
+
+// Copies what the other ranks of the node will reduce into the own slot.
+void stage_inputs(Schedule& schedule, int64_t chunk, const std::vector<Extent>& inputs, const ChunkLayout& layout,
+                  const Placement& placement);
+
+// Reduces the own slice of every part over the ranks of the node into `partial`.
+using PartialOfPlace = std::function<Region(int32_t part, int64_t place)>;
+void reduce_in_node(Schedule& schedule, int64_t chunk, const std::vector<Extent>& inputs, const ChunkLayout& layout,
+                    const Placement& placement, const PartialOfPlace& partial,
+                    Reduction reduction = Reduction::kOfRanks);
+
+// Copies the slices of all ranks of the node, complete in their slots, to the own output (`is_streaming`: schedule.h).
+void copy_out(Schedule& schedule, int64_t chunk, const std::vector<Extent>& outputs, const ChunkLayout& layout,
+              const Placement& placement, bool is_streaming = false);
+
+}  // namespace zeropg

@@ -1,0 +1,87 @@
+// A collective algorithm as data.
+//
+// An algorithm is a pure function (specification, rank) -> Schedule. Three things consume a schedule: the engine runs
+// it on shared memory and transports, the simulator runs all ranks of it in one process, the tests check it as a list.
+//
+// Steps of one rank run in list order. Ranks meet only in kBarrier (every rank of the node) and in kSend / kReceive
+// (pairs of any nodes; a stream of bytes per ordered pair, so the n-th byte sent is the n-th byte received).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "backend/collectives/reduce/reduce_op.h"
+
+namespace zeropg {
+
+// Where bytes live.
+enum class Space : uint8_t {
+  kInput,    // the caller's input tensors; Region::index says which
+  kOutput,   // the caller's output tensors; may alias the input (in-place collectives)
+  kScratch,  // private memory of this rank, Schedule::scratch_bytes long
+  kStaging,  // memory that all ranks of the node share: one slot per rank (Region::index, its rank in the group) and
+             // two banks of CollectiveSpec::bank_bytes each (Region::bank). Slots of other nodes cannot be reached
+  // The tensor of another rank of the node (Region::index), where it lies in memory that all of them share: in
+  // schedules of direct algorithms only, which all ranks run or none (Note [Direct schedules] in peer_tensors.h).
+  kPeerInput,  // in all_to_all, from the start of the block for this rank
+  kPeerOutput,
+  kResidual,  // what this rank's encodings have lost so far (error feedback): Region::index is the hop, the offset
+              // counts from the start of the request's range
+};
+
+struct Region {
+  Space space = Space::kInput;
+  uint8_t bank = 0;  // staging only: logical bank, 0 or 1. See Note [Banks].
+  int32_t index = 0;
+  int64_t offset_bytes = 0;
+};
+
+enum class StepKind : uint8_t {
+  kCopy,     // destination <- source, `bytes` long; nothing to do where both are the same memory
+  kReduce,   // destination <- op over Schedule::sources[first_source, first_source + source_count), in that order;
+             // the same to Schedule::echoes[first_echo, first_echo + echo_count)
+  kBarrier,  // no rank passes before every rank has arrived; what was written before is visible after
+  kSend,     // source -> peer
+  kReceive,  // destination <- peer
+  // With CollectiveSpec::codec, on floats. `bytes` counts the floats' bytes, their encoding is as long as the codec
+  // says.
+  kEncode,     // destination <- encoding of source + residual; residual <- what the encoding lost
+  kDecode,     // destination <- decoded source
+  kDecodeAdd,  // destination <- destination + decoded source
+};
+
+struct Step {
+  StepKind kind = StepKind::kBarrier;
+  bool is_final = false;  // reduce: this result is complete, so an average divides here
+  // reduce: the sources are results of other reductions, so a premul_sum does not multiply them again
+  bool has_partial_sources = false;
+  ReduceForm form = ReduceForm::kWhole;  // reduce: `bytes` counts elements of the collective's dtype whatever this says
+  bool is_streaming = false;             // copy: past the caches (copy.h)
+  int32_t peer = -1;                     // rank in the group
+  Region destination{};
+  Region source{};
+  Region residual{};  // encode: of the space kResidual, or any other for none
+  int64_t bytes = 0;  // a multiple of the element size in reducing steps
+  int32_t first_source = 0;
+  int32_t source_count = 0;
+  int32_t first_echo = 0;
+  int32_t echo_count = 0;
+};
+
+// Note [Banks]
+// A rank may start to fill its staging slot for the next chunk while a slow peer still reads the previous one. So chunk
+// k uses bank k % 2, and bank reuse is separated by a barrier. `banks_used` counts the bank switches of a schedule; the
+// engine starts the next schedule on the other bank than the one that was used last, which makes it legal to end a
+// schedule without a barrier after the last read.
+struct Schedule {
+  std::string algorithm;  // e.g. "all_reduce_staged"; appears in logs and errors
+  std::vector<Step> steps{};
+  std::vector<Region> sources{};
+  std::vector<Region> echoes{};
+  int64_t scratch_bytes = 0;
+  int32_t banks_used = 0;
+  bool is_direct = false;  // uses the tensors of other ranks
+};
+
+}  // namespace zeropg

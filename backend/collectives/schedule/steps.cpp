@@ -1,0 +1,206 @@
+#include "backend/collectives/schedule/steps.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace zeropg {
+
+Pieces cut_chunk(const CollectiveSpec& spec, int32_t piece_count) {
+  const int64_t available = std::min(spec.bank_bytes, kChunkBytes) / piece_count;
+  const int64_t alignment = available >= kCacheLineBytes ? kCacheLineBytes : spec.element_bytes;
+  const int64_t bytes = available / alignment * alignment;
+  if (bytes == 0) {
+    throw std::invalid_argument(std::string(op_name(spec.op)) + ": a staging bank of " +
+                                std::to_string(spec.bank_bytes) + " bytes cannot hold one element of " +
+                                std::to_string(spec.element_bytes) + " bytes for each of " +
+                                std::to_string(piece_count) + " ranks; enlarge the staging banks");
+  }
+  return {bytes, alignment};
+}
+
+bool can_cut_chunk(const CollectiveSpec& spec, int32_t piece_count) {
+  return piece_count <= 0 || spec.bank_bytes >= int64_t{piece_count} * spec.element_bytes;
+}
+
+Range part_of(int64_t bytes, int64_t part_bytes, int64_t index) {
+  const int64_t begin = std::min(bytes, index * part_bytes);
+  return {begin, std::min(part_bytes, bytes - begin)};
+}
+
+int64_t part_count(int64_t bytes, int64_t part_bytes) { return (bytes + part_bytes - 1) / part_bytes; }
+
+Range equal_part_of(int64_t bytes, int32_t count, int64_t alignment, int32_t index) {
+  const int64_t part_bytes = part_count(part_count(bytes, count), alignment) * alignment;
+  return part_of(bytes, part_bytes, index);
+}
+
+Region input(int64_t offset_bytes) { return {.space = Space::kInput, .offset_bytes = offset_bytes}; }
+
+Region output(int64_t offset_bytes) { return {.space = Space::kOutput, .offset_bytes = offset_bytes}; }
+
+Region staging(int32_t slot, int64_t chunk, int64_t offset_bytes) {
+  return {
+      .space = Space::kStaging, .bank = static_cast<uint8_t>(chunk % 2), .index = slot, .offset_bytes = offset_bytes};
+}
+
+Region input_block(const CollectiveSpec& spec, int32_t peer, int64_t offset_bytes) {
+  if (spec.input_is_list) return {.space = Space::kInput, .index = peer, .offset_bytes = offset_bytes};
+  return input(peer * spec.bytes + offset_bytes);
+}
+
+Region output_block(const CollectiveSpec& spec, int32_t peer, int64_t offset_bytes) {
+  if (spec.output_is_list) return {.space = Space::kOutput, .index = peer, .offset_bytes = offset_bytes};
+  return output(peer * spec.bytes + offset_bytes);
+}
+
+Region peer_input(int32_t peer, int64_t offset_bytes) {
+  return {.space = Space::kPeerInput, .index = peer, .offset_bytes = offset_bytes};
+}
+
+Region peer_output(int32_t peer, int64_t offset_bytes) {
+  return {.space = Space::kPeerOutput, .index = peer, .offset_bytes = offset_bytes};
+}
+
+Region advance(Region region, int64_t offset_bytes) {
+  region.offset_bytes += offset_bytes;
+  return region;
+}
+
+Region residual(const CollectiveSpec& spec, int32_t hop, int64_t offset_bytes) {
+  if (!spec.has_residuals) return {};
+  return {.space = Space::kResidual, .index = hop, .offset_bytes = offset_bytes};
+}
+
+void add_copy(Schedule& schedule, Region destination, Region source, int64_t bytes) {
+  if (bytes == 0) return;
+  schedule.steps.push_back({.kind = StepKind::kCopy, .destination = destination, .source = source, .bytes = bytes});
+}
+
+void add_reduce(Schedule& schedule, Region destination, std::span<const Region> sources, int64_t bytes,
+                Reduction reduction) {
+  if (bytes == 0) return;
+  const bool is_of_ranks = reduction == Reduction::kOfRanks || reduction == Reduction::kOfRanksOfDomain;
+  schedule.steps.push_back(
+      {.kind = StepKind::kReduce,
+       .is_final = !is_of_ranks,
+       .has_partial_sources = reduction == Reduction::kOfNodes || reduction == Reduction::kOfDomains,
+       .form = reduction == Reduction::kOfRanksOfDomain ? ReduceForm::kToAccumulators
+               : reduction == Reduction::kOfDomains     ? ReduceForm::kFromAccumulators
+                                                        : ReduceForm::kWhole,
+       .destination = destination,
+       .bytes = bytes,
+       .first_source = static_cast<int32_t>(schedule.sources.size()),
+       .source_count = static_cast<int32_t>(sources.size())});
+  schedule.sources.insert(schedule.sources.end(), sources.begin(), sources.end());
+}
+
+void add_reduce_for_all(Schedule& schedule, Region destination, std::span<const Region> echoes,
+                        std::span<const Region> sources, int64_t bytes) {
+  if (bytes == 0) return;
+  add_reduce(schedule, destination, sources, bytes);
+  Step& step = schedule.steps.back();
+  step.first_echo = static_cast<int32_t>(schedule.echoes.size());
+  step.echo_count = static_cast<int32_t>(echoes.size());
+  schedule.echoes.insert(schedule.echoes.end(), echoes.begin(), echoes.end());
+}
+
+void add_long_copy(Schedule& schedule, Region destination, Region source, int64_t bytes, bool is_streaming) {
+  if (bytes == 0) return;
+  add_copy(schedule, destination, source, bytes);
+  schedule.steps.back().is_streaming = is_streaming;
+}
+
+void add_barrier(Schedule& schedule) { schedule.steps.push_back({.kind = StepKind::kBarrier}); }
+
+void add_send(Schedule& schedule, int32_t peer, Region source, int64_t bytes) {
+  if (bytes == 0) return;
+  schedule.steps.push_back({.kind = StepKind::kSend, .peer = peer, .source = source, .bytes = bytes});
+}
+
+void add_receive(Schedule& schedule, int32_t peer, Region destination, int64_t bytes) {
+  if (bytes == 0) return;
+  schedule.steps.push_back({.kind = StepKind::kReceive, .peer = peer, .destination = destination, .bytes = bytes});
+}
+
+void add_encode(Schedule& schedule, Region destination, Region source, Region residual, int64_t bytes) {
+  if (bytes == 0) return;
+  schedule.steps.push_back(
+      {.kind = StepKind::kEncode, .destination = destination, .source = source, .residual = residual, .bytes = bytes});
+}
+
+void add_decode(Schedule& schedule, Region destination, Region source, int64_t bytes) {
+  if (bytes == 0) return;
+  schedule.steps.push_back({.kind = StepKind::kDecode, .destination = destination, .source = source, .bytes = bytes});
+}
+
+void add_decode_add(Schedule& schedule, Region destination, Region source, int64_t bytes) {
+  if (bytes == 0) return;
+  schedule.steps.push_back(
+      {.kind = StepKind::kDecodeAdd, .destination = destination, .source = source, .bytes = bytes});
+}
+
+Schedule make_schedule(std::string_view algorithm, int64_t chunks) {
+  Schedule schedule;
+  schedule.algorithm = algorithm;
+  schedule.banks_used = static_cast<int32_t>(chunks);
+  if (chunks == 0) add_barrier(schedule);
+  return schedule;
+}
+
+Schedule make_direct_schedule(std::string_view algorithm) {
+  Schedule schedule = make_schedule(algorithm, 0);
+  schedule.is_direct = true;
+  return schedule;
+}
+
+Schedule plan_alone(std::string_view algorithm, const CollectiveSpec& spec) {
+  Schedule schedule;
+  schedule.algorithm = algorithm;
+  switch (spec.op) {
+    case OpKind::kAllReduce:
+    case OpKind::kReduce:
+    case OpKind::kReduceScatter: {
+      const Region source = input(0);
+      add_reduce(schedule, output(0), {&source, 1}, spec.bytes);
+      break;
+    }
+    case OpKind::kAllGather:
+    case OpKind::kGather:
+    case OpKind::kScatter:
+      add_copy(schedule, output(0), input(0), spec.bytes);
+      break;
+    case OpKind::kAllToAll:
+      add_copy(schedule, output(0), input(0), spec.send_bytes[0]);
+      break;
+    case OpKind::kBroadcast:
+    case OpKind::kBarrier:
+      break;
+  }
+  return schedule;
+}
+
+Schedule plan_staged_once(std::string_view algorithm, const CollectiveSpec& spec, int64_t chunk_bytes,
+                          const ChunkSteps& stage, const ChunkSteps& take) {
+  const int64_t chunks = part_count(spec.bytes, chunk_bytes);
+  Schedule schedule = make_schedule(algorithm, chunks);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const Range range = part_of(spec.bytes, chunk_bytes, chunk);
+    stage(schedule, chunk, range);
+    add_barrier(schedule);
+    take(schedule, chunk, range);
+  }
+  return schedule;
+}
+
+std::vector<Region> contributions(const CollectiveSpec& spec, int64_t chunk, int64_t offset_bytes) {
+  std::vector<Region> sources;
+  for (int32_t rank = 0; rank < spec.world_size; ++rank) {
+    sources.push_back(rank == spec.rank ? input(offset_bytes) : staging(rank, chunk, 0));
+  }
+  return sources;
+}
+
+int32_t piece_for_peer(int32_t owner, int32_t peer) { return peer < owner ? peer : peer - 1; }
+
+}  // namespace zeropg

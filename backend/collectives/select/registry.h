@@ -1,0 +1,24 @@
+// All algorithms by name.
+#pragma once
+
+#include <span>
+#include <string_view>
+
+#include "backend/collectives/schedule/algorithms.h"
+
+namespace zeropg {
+
+struct Algorithm {
+  std::string_view name;
+  OpKind op = OpKind::kBarrier;
+  Schedule (*plan)(const CollectiveSpec&) = nullptr;
+  // Whether `plan` can serve this specification; the same answer on every rank.
+  bool (*supports)(const CollectiveSpec&) = nullptr;
+  Cost (*cost)(const CollectiveSpec&) = nullptr;
+  bool is_direct = false;  // for tensors in shared memory: see direct.h
+};
+
+std::span<const Algorithm> algorithms();
+const Algorithm* find_algorithm(std::string_view name);  // nullptr: no such algorithm
+
+}  // namespace zeropg

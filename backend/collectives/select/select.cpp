@@ -1,0 +1,82 @@
+#include "backend/collectives/select/select.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "backend/collectives/schedule/placement.h"
+
+namespace zeropg {
+
+namespace {
+
+std::string known_names() {
+  std::string names;
+  for (const Algorithm& algorithm : algorithms()) {
+    if (!names.empty()) names += ", ";
+    names += algorithm.name;
+  }
+  return names;
+}
+
+[[noreturn]] void throw_unsupported(std::string_view who, const CollectiveSpec& spec) {
+  throw std::invalid_argument(
+      std::string(who) + " does not support world_size " + std::to_string(spec.world_size) + " on " +
+      std::to_string(node_count(spec)) + " nodes and " + std::to_string(std::max<size_t>(1, spec.domains.size())) +
+      " domains with staging banks of " + std::to_string(spec.bank_bytes) + " bytes, mailboxes of " +
+      std::to_string(spec.mailbox_bytes) + " bytes, windows between nodes of " + std::to_string(spec.window_bytes) +
+      " bytes and elements of " + std::to_string(spec.element_bytes) + " bytes" +
+      (spec.codec == nullptr ? "" : ", compressed by " + spec.codec->description()) +
+      "; enlarge what is too small, or do not force this algorithm");
+}
+
+}  // namespace
+
+double estimate_us(const Cost& cost, const CostModel& model) {
+  return cost.barriers * model.barrier_us + cost.memory_bytes / model.bytes_per_us +
+         cost.far_bytes / model.far_bytes_per_us + cost.network_hops * model.hop_us +
+         cost.network_bytes / model.network_bytes_per_us;
+}
+
+const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view forced, const CostModel& model) {
+  if (!forced.empty()) {
+    const Algorithm* wanted = find_algorithm(forced);
+    if (wanted == nullptr) {
+      throw std::invalid_argument("unknown collective algorithm '" + std::string(forced) + "', expected one of " +
+                                  known_names() + "; correct the name or leave it empty");
+    }
+    // What is forced is forced for bytes as they are; a codec has algorithms of its own.
+    if (wanted->op == spec.op && !wanted->is_direct && (spec.codec == nullptr || wanted->supports(spec))) {
+      if (!wanted->supports(spec)) throw_unsupported(wanted->name, spec);
+      return *wanted;
+    }
+  }
+  const Algorithm* best = nullptr;
+  double best_us = 0;
+  for (const Algorithm& algorithm : algorithms()) {
+    if (algorithm.op != spec.op || algorithm.is_direct || !algorithm.supports(spec)) continue;
+    // A group of one rank has no staging that a cost could be computed from, and every plan is the same copy.
+    const double us = spec.world_size == 1 ? 0 : estimate_us(algorithm.cost(spec), model);
+    if (best == nullptr || us < best_us) {
+      best = &algorithm;
+      best_us = us;
+    }
+  }
+  if (best == nullptr) throw_unsupported(op_name(spec.op), spec);
+  return *best;
+}
+
+const Algorithm* select_direct_algorithm(const CollectiveSpec& spec, std::string_view forced, const CostModel& model) {
+  if (spec.world_size == 1) return nullptr;
+  for (const Algorithm& direct : algorithms()) {
+    if (direct.op != spec.op || !direct.is_direct || !direct.supports(spec)) continue;
+    if (forced == direct.name) return &direct;
+    const Algorithm* wanted = forced.empty() ? nullptr : find_algorithm(forced);
+    if (wanted != nullptr && wanted->op == spec.op) return nullptr;
+    const Algorithm& other = select_algorithm(spec, {}, model);
+    return estimate_us(direct.cost(spec), model) < estimate_us(other.cost(spec), model) ? &direct : nullptr;
+  }
+  return nullptr;
+}
+
+}  // namespace zeropg

@@ -1,0 +1,103 @@
+// What a caller holds while an operation runs.
+//
+// Note [Tensor references]
+// Destroying a tensor may need Python's GIL (its PyObject goes with it), and the progress thread must never wait for
+// the GIL: a thread that holds it may be waiting for that thread. So a Work owns the tensors of its operation, a thread
+// that waits for it takes them out and destroys them, and what nobody waited for is handed to Group::retire and is
+// destroyed by the next thread that calls into the group.
+#pragma once
+
+#include <torch/version.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "backend/group/request.h"
+#include "backend/group/timeouts.h"
+#include "backend/platform/process/callback_threads.h"
+
+namespace zeropg {
+
+class ZeroWork;
+
+// What runs an operation, as the threads see it that wait for it.
+class OperationHost {
+ public:
+  virtual ~OperationHost() = default;
+
+  // Runs operations in the calling thread until `work` is complete, `until` has passed, or the thread would have to
+  // sleep: then the progress thread goes on. Lets signal handlers run, whose exceptions it passes on. Throws
+  // DistBackendError in a forked child, where nobody would ever run the operation.
+  virtual void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) = 0;
+  // "waiting for rank 2", for messages only.
+  virtual std::string who_is_late() = 0;
+  virtual CallbackThreads& callback_threads() = 0;
+};
+
+class ZeroWork final : public c10d::Work {
+ public:
+  struct Tensors {
+    std::vector<at::Tensor> outputs;  // what result() and the future give
+    std::vector<at::Tensor> held;     // inputs, list entries, contiguous copies
+    // (destination, source): contiguous outputs that go back into the caller's strided tensors
+    std::vector<std::pair<at::Tensor, at::Tensor>> copies_back;
+  };
+
+  ZeroWork(OperationLabel label, c10d::OpType type, Tensors tensors, OperationTimeout timeout,
+           std::shared_ptr<OperationHost> host);
+
+  // The waiting thread runs the operation itself as long as it need not sleep. Throws the operation's error;
+  // DistBackendError when `timeout` passes first (the operation goes on); what a signal handler throws.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override {}
+  std::vector<at::Tensor> result() override;
+  // Value: the list of output tensors. Callbacks run on a thread of their own.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return label_.sequence; }
+  float getDuration() const override;  // milliseconds from submission to completion
+  int sourceRank() const override { return source_rank_; }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+  std::chrono::milliseconds getTimeout() const override { return timeout_.timeout; }
+  uint64_t getCompletionKey() const override { return completion_key(); }
+#endif
+  uint64_t completion_key() const { return key_; }  // unique in this process, never reused
+
+  float elapsed_ms() const;  // since submission
+  // As isCompleted(), without a lock.
+  bool is_complete() const { return is_complete_.load(std::memory_order_acquire); }
+  // Whether it is a send or a receive, and not a collective.
+  bool is_message() const { return is_message_; }
+  const OperationLabel& label() const { return label_; }
+  std::chrono::milliseconds timeout() const { return timeout_.timeout; }
+  void set_source_rank(int rank) { source_rank_ = rank; }  // before complete()
+
+  // Called once, by the thread that ran the operation. A null `error` is success.
+  void complete(std::exception_ptr error);
+
+ private:
+  void release_tensors(std::unique_lock<std::mutex>& lock);
+  std::vector<at::Tensor> outputs_locked() const;
+  std::string describe_late() const;
+
+  const OperationLabel label_;
+  const OperationTimeout timeout_;
+  const uint64_t key_;
+  const std::chrono::steady_clock::time_point start_;
+  const bool is_message_;
+  const std::shared_ptr<OperationHost> host_;                              // life shared with the process group
+  Tensors tensors_;                                                        // guarded by mutex_ (of the base class)
+  std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> released_outputs_;  // guarded by mutex_
+  c10::intrusive_ptr<c10::ivalue::Future> future_;                         // guarded by mutex_
+  float duration_ms_ = 0;                                                  // guarded by mutex_
+  std::atomic<bool> is_complete_{false};
+  int source_rank_ = -1;
+};
+
+// A work that is complete when all of `works` are, and fails as the first of them that fails.
+c10::intrusive_ptr<c10d::Work> combine(std::vector<c10::intrusive_ptr<c10d::Work>> works);
+
+}  // namespace zeropg

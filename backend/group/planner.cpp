@@ -1,0 +1,218 @@
+#include "backend/group/planner.h"
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+
+#include "backend/collectives/schedule/direct.h"
+#include "backend/collectives/select/registry.h"
+#include "backend/collectives/select/select.h"
+#include "backend/transport/shm/cma.h"
+
+namespace zeropg {
+
+namespace {
+
+// About 20 MB of steps; a training loop's shapes need a fraction of it.
+constexpr size_t kLargestCacheSteps = 200'000;
+
+std::optional<DType> reducible_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::ScalarType::Byte:
+      return DType::kUInt8;
+    case at::ScalarType::Char:
+      return DType::kInt8;
+    case at::ScalarType::Short:
+      return DType::kInt16;
+    case at::ScalarType::Int:
+      return DType::kInt32;
+    case at::ScalarType::Long:
+      return DType::kInt64;
+    case at::ScalarType::Half:
+      return DType::kFloat16;
+    case at::ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case at::ScalarType::Float:
+      return DType::kFloat32;
+    case at::ScalarType::Double:
+      return DType::kFloat64;
+    case at::ScalarType::Bool:
+      return DType::kBool;
+    case at::ScalarType::ComplexFloat:
+      return DType::kComplex64;
+    case at::ScalarType::ComplexDouble:
+      return DType::kComplex128;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::vector<std::byte*> output_addresses(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::byte*> result;
+  result.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    result.push_back(static_cast<std::byte*>(tensor.mutable_data_ptr()));
+  }
+  return result;
+}
+
+// Asks for no write access, which tensors that are guarded against writes refuse; no schedule writes into an input
+// that is not an output too.
+std::vector<std::byte*> input_addresses(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::byte*> result;
+  result.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    result.push_back(static_cast<std::byte*>(const_cast<void*>(tensor.const_data_ptr())));
+  }
+  return result;
+}
+
+void check_forced(const std::string& op, const std::string& name) {
+  std::string known;
+  for (const Algorithm& algorithm : algorithms()) {
+    if (op == op_name(algorithm.op)) {
+      if (name == algorithm.name) {
+        return;
+      }
+      known += (known.empty() ? "" : ", ") + std::string(algorithm.name);
+    }
+  }
+  TORCH_CHECK_VALUE(!known.empty(), "[zeropg] BackendOptions: algorithms names the operation '", op,
+                    "', which does not exist; use names like all_reduce, all_gather, reduce_scatter.");
+  TORCH_CHECK_VALUE(false, "[zeropg] BackendOptions: algorithms[", op, "] is '", name, "', expected one of ", known,
+                    ".");
+}
+
+// A source of a reduction counts as a copy, as does each place that the result goes to as well.
+int64_t copied_bytes(const Schedule& schedule) {
+  int64_t bytes = 0;
+  for (const Step& step : schedule.steps) {
+    bytes += step.bytes * (step.kind == StepKind::kReduce ? step.source_count + step.echo_count : 1);
+  }
+  return bytes;
+}
+
+}  // namespace
+
+bool is_reducible(at::ScalarType dtype, ReduceOp op) {
+  const std::optional<DType> known = reducible_dtype(dtype);
+  return known.has_value() && is_supported(*known, op);
+}
+
+Planner::Planner(PlannerOptions options) : options_(std::move(options)) {
+  for (const auto& [op, name] : options_.algorithms) {
+    check_forced(op, name);
+  }
+}
+
+Collective Planner::plan(const Request& request) {
+  Collective collective;
+  collective.spec = CollectiveSpec{
+      .op = request.op,
+      .rank = options_.rank,
+      .world_size = options_.world_size,
+      .root = request.root,
+      .element_bytes = static_cast<int32_t>(c10::elementSize(request.dtype)),
+      .bytes = request.bytes,
+      .bank_bytes = options_.bank_bytes,
+      .mailbox_bytes = options_.mailbox_bytes,
+      .input_is_list = request.input_is_list,
+      .output_is_list = request.output_is_list,
+      .send_bytes = request.send_bytes,
+      .receive_bytes = request.receive_bytes,
+      .nodes = nodes_,
+      .domains = domains_,
+      .window_bytes = options_.window_bytes,
+      .codec = request.compression.codec.get(),
+      .has_residuals = request.compression.residuals != nullptr,
+  };
+  collective.may_read = options_.cma;
+  collective.dtype_id = static_cast<int32_t>(request.dtype);
+  if (is_reducing(request.op)) {
+    collective.dtype = reducible_dtype(request.dtype).value();
+    collective.spec.accumulator_bytes = static_cast<int32_t>(element_bytes(accumulator_dtype(collective.dtype)));
+    collective.reduce_op = request.reduce_op;
+    collective.factor =
+        request.reduce_op == ReduceOp::kAverage ? std::complex<double>(options_.world_size) : request.factor;
+  }
+  Plan plan = plan_for(collective.spec);
+  collective.schedule = std::move(plan.schedule);
+  collective.direct = std::move(plan.direct);
+  collective.copied_bytes = plan.copied_bytes;
+  collective.inputs = input_addresses(request.inputs);
+  collective.outputs = output_addresses(request.outputs);
+  collective.compression = request.compression;
+  if (collective.direct != nullptr) {
+    offer_direct(collective, request);
+  }
+  return collective;
+}
+
+void Planner::offer_direct(Collective& collective, const Request& request) const {
+  const auto offset_of = [&](const std::vector<std::byte*>& addresses, const std::vector<at::Tensor>& tensors) {
+    return addresses.empty() ? -1 : pool_->offset_of(addresses[0], static_cast<int64_t>(tensors[0].nbytes()));
+  };
+  collective.pool_input = offset_of(collective.inputs, request.inputs);
+  collective.pool_output = offset_of(collective.outputs, request.outputs);
+  const SharedTensors shared = shared_tensors(collective.spec, collective.spec.rank);
+  collective.offers_direct =
+      (!shared.input || collective.pool_input >= 0) && (!shared.output || collective.pool_output >= 0);
+  collective.offers_reading = collective.may_read && shared.input && !collective.offers_direct &&
+                              pays_to_read(collective.spec) &&
+                              is_readable({collective.inputs[0], static_cast<size_t>(request.inputs[0].nbytes())});
+}
+
+Planner::Plan Planner::plan_for(const CollectiveSpec& spec) {
+  std::vector<int64_t> key{
+      static_cast<int64_t>(spec.op), spec.root,  spec.element_bytes,
+      spec.accumulator_bytes,        spec.bytes, (spec.input_is_list ? 1 : 0) + (spec.output_is_list ? 2 : 0)};
+  key.insert(key.end(), spec.send_bytes.begin(), spec.send_bytes.end());
+  key.insert(key.end(), spec.receive_bytes.begin(), spec.receive_bytes.end());
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (spec.codec != nullptr) {
+      const auto next_id = static_cast<int64_t>(codec_ids_.size());
+      key.push_back(codec_ids_.try_emplace(spec.codec->description(), next_id).first->second);
+      key.push_back(spec.has_residuals ? 1 : 0);
+    }
+    if (auto found = cache_.find(key); found != cache_.end()) {
+      return found->second;
+    }
+  }
+  Plan plan = make_plan(spec);
+  const size_t steps = plan.schedule->steps.size() + (plan.direct ? plan.direct->steps.size() : 0);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (cached_steps_ + steps > kLargestCacheSteps) {
+    cache_.clear();
+    cached_steps_ = 0;
+  }
+  if (steps <= kLargestCacheSteps / 4) {
+    cached_steps_ += steps;
+    cache_.emplace(std::move(key), plan);
+  }
+  return plan;
+}
+
+Planner::Plan Planner::make_plan(const CollectiveSpec& spec) const {
+  const auto found = options_.algorithms.find(op_name(spec.op));
+  const std::string forced = found == options_.algorithms.end() ? std::string() : found->second;
+  Plan plan;
+  try {
+    plan.schedule = std::make_shared<const Schedule>(select_algorithm(spec, forced).plan(spec));
+    const bool has_pool = pool_ != nullptr && pool_->bytes_per_rank() > 0;
+    const bool can_reach = has_pool || (options_.cma && pays_to_read(spec));
+    if (const Algorithm* direct = can_reach ? select_direct_algorithm(spec, forced) : nullptr) {
+      plan.direct = std::make_shared<const Schedule>(direct->plan(spec));
+    }
+    plan.copied_bytes = std::max(copied_bytes(*plan.schedule), plan.direct ? copied_bytes(*plan.direct) : 0);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, "[zeropg rank ", spec.rank, "/", spec.world_size, "] ", op_name(spec.op), ": ",
+                      error.what());
+  }
+  return plan;
+}
+
+}  // namespace zeropg

@@ -1,0 +1,89 @@
+// From a request to what the engine runs: the algorithm's choice, its schedule, and the addresses of the tensors.
+#pragma once
+
+#include <complex>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backend/collectives/reduce/reduce.h"
+#include "backend/collectives/schedule/collective.h"
+#include "backend/collectives/schedule/schedule.h"
+#include "backend/group/request.h"
+#include "backend/transport/shm/tensor_pool.h"
+
+namespace zeropg {
+
+// A planned request without its tensors: the progress thread must not own any (Note [Tensor references] in work.h).
+struct Collective {
+  std::shared_ptr<const Schedule> schedule;  // life shared with the planner's cache
+  // What runs instead if the tensors of all ranks that it reaches lie in the group's pool; null: nothing does.
+  std::shared_ptr<const Schedule> direct;
+  int64_t copied_bytes = 0;     // at most, by this rank, in either
+  bool offers_direct = false;   // those of this rank do
+  bool may_read = false;        // whether this rank reads the memory of others, and lets them read its own
+  bool offers_reading = false;  // its input is for that
+  int64_t pool_input = -1;      // where its first input and output lie in its part of the pool; -1: not there
+  int64_t pool_output = -1;
+  CollectiveSpec spec;
+  int32_t dtype_id = 0;  // at::ScalarType, for the announcement
+  DType dtype = DType::kUInt8;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  std::complex<double> factor = 1;
+  std::vector<std::byte*> inputs;
+  std::vector<std::byte*> outputs;
+  Compression compression;  // spec.codec is its codec
+};
+
+struct PlannerOptions {
+  int32_t rank = 0;
+  int32_t world_size = 1;
+  int64_t bank_bytes = 0;
+  int64_t mailbox_bytes = 0;
+  int64_t window_bytes = 0;
+  bool cma = false;
+  std::map<std::string, std::string> algorithms;  // operation -> forced algorithm
+};
+
+// Pure but for its cache of schedules. Any thread.
+class Planner {
+ public:
+  // Throws ValueError naming the known ones when `algorithms` names an unknown operation or algorithm.
+  explicit Planner(PlannerOptions options);
+
+  // Which ranks share a node, known once the group has met. Before the first plan; empty: all of them.
+  void set_nodes(std::vector<std::vector<int32_t>> nodes) { nodes_ = std::move(nodes); }
+  // Which of one node's ranks share a domain. Before the first plan; empty: there are none.
+  void set_domains(std::vector<std::vector<int32_t>> domains) { domains_ = std::move(domains); }
+  // Where tensors may lie that direct algorithms can reach. Before the first plan; must outlive the planner's use.
+  void set_pool(const TensorPool& pool) { pool_ = &pool; }
+  Collective plan(const Request& request);
+
+ private:
+  struct Plan {
+    std::shared_ptr<const Schedule> schedule;
+    std::shared_ptr<const Schedule> direct;
+    int64_t copied_bytes = 0;
+  };
+  Plan plan_for(const CollectiveSpec& spec);
+  Plan make_plan(const CollectiveSpec& spec) const;
+  void offer_direct(Collective& collective, const Request& request) const;
+
+  const PlannerOptions options_;
+  std::vector<std::vector<int32_t>> nodes_;
+  std::vector<std::vector<int32_t>> domains_;
+  const TensorPool* pool_ = nullptr;
+  std::mutex mutex_;
+  std::map<std::vector<int64_t>, Plan> cache_;  // guarded by mutex_
+  std::map<std::string, int64_t> codec_ids_;    // guarded by mutex_; by description
+  size_t cached_steps_ = 0;                     // guarded by mutex_
+};
+
+// Whether collectives can reduce this dtype with this operation.
+bool is_reducible(at::ScalarType dtype, ReduceOp op);
+
+}  // namespace zeropg

@@ -1,0 +1,106 @@
+#include "backend/group/residual_map.h"
+
+#include <algorithm>
+
+namespace zeropg {
+
+namespace {
+
+constexpr int64_t kFloatBytes = sizeof(float);
+
+struct Interval {
+  int64_t start;
+  int64_t stop;
+};
+
+// What the schedule encodes with residuals, by hop, neighbours joined.
+std::map<int32_t, std::vector<Interval>> encoded_intervals(const Schedule& schedule) {
+  std::map<int32_t, std::vector<Interval>> intervals;
+  for (const Step& step : schedule.steps) {
+    if (step.kind != StepKind::kEncode || step.residual.space != Space::kResidual) continue;
+    const int64_t start = step.residual.offset_bytes / kFloatBytes;
+    intervals[step.residual.index].push_back({start, start + step.bytes / kFloatBytes});
+  }
+  for (auto& [hop, list] : intervals) {
+    std::sort(list.begin(), list.end(), [](const Interval& a, const Interval& b) { return a.start < b.start; });
+    std::vector<Interval> joined;
+    for (const Interval& interval : list) {
+      if (!joined.empty() && interval.start <= joined.back().stop) {
+        joined.back().stop = std::max(joined.back().stop, interval.stop);
+      } else {
+        joined.push_back(interval);
+      }
+    }
+    list = std::move(joined);
+  }
+  return intervals;
+}
+
+}  // namespace
+
+ResidualMap::ResidualMap(const Schedule& schedule, const Compression& compression) {
+  if (compression.residuals == nullptr) return;
+  for (const auto& [hop, intervals] : encoded_intervals(schedule)) {
+    for (const Interval& interval : intervals) reserve(compression, hop, interval.start, interval.stop);
+  }
+}
+
+void ResidualMap::reserve(const Compression& compression, int32_t hop, int64_t start, int64_t stop) {
+  int64_t range_start = 0;
+  for (const ResidualRange& range : compression.ranges) {
+    const int64_t from = std::max(start, range_start);
+    const int64_t to = std::min(stop, range_start + range.numel);
+    if (from < to && !range.name.empty()) {
+      const int64_t shift = range_start - range.start;  // from elements of the name to those of the request
+      for (ResidualSegment& segment : compression.residuals->reserve(range.name, hop, from - shift, to - shift)) {
+        const int64_t begin = std::max(from, segment.start + shift);
+        const int64_t end = std::min(to, segment.start + shift + static_cast<int64_t>(segment.values->size()));
+        const std::span<float> values =
+            std::span(*segment.values)
+                .subspan(static_cast<size_t>(begin - shift - segment.start), static_cast<size_t>(end - begin));
+        pieces_[hop].push_back({begin, values, std::move(segment)});
+      }
+    }
+    range_start += range.numel;
+  }
+}
+
+void ResidualMap::encode(const Compressor& codec, std::span<const float> values, int32_t hop, int64_t start,
+                         std::span<std::byte> encoded) {
+  const std::vector<Piece>& pieces = pieces_[hop];
+  auto piece = std::upper_bound(pieces.begin(), pieces.end(), start,
+                                [](int64_t position, const Piece& each) { return position < each.start; });
+  if (piece != pieces.begin()) {
+    --piece;
+    const int64_t offset = start - piece->start;
+    if (offset + static_cast<int64_t>(values.size()) <= static_cast<int64_t>(piece->values.size())) {
+      return codec.encode(values, piece->values.subspan(static_cast<size_t>(offset), values.size()), encoded);
+    }
+  }
+  gathered_.assign(values.size(), 0.0f);
+  exchange(hop, start, /*is_read=*/true);
+  codec.encode(values, gathered_, encoded);
+  exchange(hop, start, /*is_read=*/false);
+}
+
+// Copies the residuals of elements [start, start + gathered_.size()) together, or back to where they belong.
+void ResidualMap::exchange(int32_t hop, int64_t start, bool is_read) {
+  const int64_t stop = start + static_cast<int64_t>(gathered_.size());
+  const std::vector<Piece>& pieces = pieces_[hop];
+  auto piece = std::lower_bound(pieces.begin(), pieces.end(), start, [](const Piece& each, int64_t position) {
+    return each.start + static_cast<int64_t>(each.values.size()) <= position;
+  });
+  for (; piece != pieces.end() && piece->start < stop; ++piece) {
+    const int64_t from = std::max(start, piece->start);
+    const int64_t to = std::min(stop, piece->start + static_cast<int64_t>(piece->values.size()));
+    float* kept = piece->values.data() + (from - piece->start);
+    float* gathered = gathered_.data() + (from - start);
+    if (is_read) {
+      std::copy_n(kept, to - from, gathered);
+    } else {
+      std::copy_n(gathered, to - from, kept);
+    }
+  }
+}
+
+}  // namespace zeropg

@@ -1,0 +1,40 @@
+// Where the residuals of one request's elements are.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <vector>
+
+#include "backend/collectives/schedule/schedule.h"
+#include "backend/group/request.h"
+#include "compression/error_feedback.h"
+
+namespace zeropg {
+
+// Elements are counted over the whole input of the request; the names and offsets that a store knows them by are
+// ResidualRange's. Room is made for what the schedule encodes on this rank, and for nothing else.
+class ResidualMap {
+ public:
+  // Nothing without residuals in `compression`. Call it when the operation begins, not before: another one of the same
+  // data may still run.
+  ResidualMap(const Schedule& schedule, const Compression& compression);
+
+  // Compressor::encode with the residuals of elements [start, start + values.size()).
+  void encode(const Compressor& codec, std::span<const float> values, int32_t hop, int64_t start,
+              std::span<std::byte> encoded);
+
+ private:
+  struct Piece {
+    int64_t start;            // in the request's elements
+    std::span<float> values;  // of `segment`
+    ResidualSegment segment;  // keeps them
+  };
+  void reserve(const Compression& compression, int32_t hop, int64_t start, int64_t stop);
+  void exchange(int32_t hop, int64_t start, bool is_read);
+
+  std::map<int32_t, std::vector<Piece>> pieces_;  // by hop; by start; they do not overlap
+  std::vector<float> gathered_;                   // of values whose residuals lie in several pieces
+};
+
+}  // namespace zeropg

@@ -1,0 +1,397 @@
+#include "backend/p2p/point_to_point.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "backend/diagnostics/rank_names.h"
+#include "backend/engine/collective_channel.h"
+#include "backend/platform/cpu/waiter.h"
+#include "backend/platform/process/interrupts.h"
+
+namespace zeropg {
+
+namespace {
+
+constexpr int64_t kInlineBytes = 256 << 10;  // what a call may take of messages before it returns
+
+// Of a message that has moved: also of one from anybody.
+int32_t peer_of(const PostedMessage& posted) {
+  const Message& message = posted.message;
+  return message.peer == Message::kAnySource ? message.work->sourceRank() : message.peer;
+}
+
+// Of those from `first` on.
+void end_waits(FinishedMessages& finished, size_t first, std::vector<Standstill>& standstills) {
+  for (size_t i = first; i < finished.size(); ++i) {
+    PostedMessage& posted = finished[i].first;
+    posted.waiting_seconds = standstills[static_cast<size_t>(peer_of(posted))].take(posted.start);
+  }
+}
+
+}  // namespace
+
+PointToPoint::PointToPoint(std::shared_ptr<Group> group, Engine& engine, bool may_use_cma)
+    : group_(std::move(group)),
+      engine_(engine),
+      sends_(static_cast<size_t>(group_->world_size())),
+      receives_(static_cast<size_t>(group_->world_size())) {
+  for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
+    outboxes_.emplace_back(*group_, peer, may_use_cma);
+    inboxes_.emplace_back(*group_, peer, may_use_cma);
+  }
+}
+
+void PointToPoint::send(Message message) { start(std::move(message), /*is_send=*/true); }
+void PointToPoint::receive(Message message) { start(std::move(message), /*is_send=*/false); }
+
+void PointToPoint::start(Message message, bool is_send) {
+  group_->release_retired();
+  const Group::Use use(*group_);
+  const c10::intrusive_ptr<ZeroWork> work = message.work;
+  FinishedMessages finished;
+  bool is_pending = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    group_->throw_if_failed();
+    const int32_t peer = message.peer;
+    const OperationLabel label = message.work->label();
+    PostedMessage posted{std::move(message), ++order_, std::chrono::steady_clock::now()};
+    if (is_send) {
+      outboxes_[peer].push(std::move(posted));
+    } else {
+      posted_.push(std::move(posted));
+    }
+    try {
+      group_->throw_if_peer_failed(label);
+      if (wanted_bytes() <= kInlineBytes) {
+        advance_locked(finished);
+      } else if (is_send) {
+        advance_sends_locked(peer, finished);
+      }
+    } catch (...) {
+      fail_locked(std::current_exception(), finished);
+    }
+    is_pending = has_pending();
+  }
+  finish(std::move(finished), work.get());
+  if (is_pending) {
+    engine_.wake_soon();
+  }
+}
+
+Activity PointToPoint::advance_on_engine_thread() { return helpers_.load() > 0 ? Activity::kIdle : advance(nullptr); }
+
+Activity PointToPoint::advance(const ZeroWork* own) {
+  FinishedMessages finished;
+  Activity activity = Activity::kIdle;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!has_pending()) {
+      return Activity::kIdle;
+    }
+    try {
+      group_->throw_if_failed();
+      activity = advance_locked(finished);
+    } catch (...) {
+      fail_locked(std::current_exception(), finished);
+    }
+  }
+  finish(std::move(finished), own);
+  return activity;
+}
+
+void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_point until) {
+  using Clock = std::chrono::steady_clock;
+  Group::Use use(*group_, /*must_succeed=*/false);
+  if (!use) {
+    return;  // the work has failed, or is just failing
+  }
+  helpers_.fetch_add(1);
+  Waiter waiter(engine_.ranks_on_node(), kCallersPatience);
+  auto next_check = Clock::now() + kInterruptInterval;
+  while (!work.is_complete()) {
+    const Activity activity = advance(&work);
+    if (work.is_complete()) {
+      break;
+    }
+    if (activity == Activity::kMoved) {
+      waiter.reset();
+    } else if (!waiter.should_sleep()) {
+      waiter.pause();
+      group_->cpu_spread().look(Clock::now());
+    } else if (group_->is_one_node()) {
+      group_->arena().doze(std::min(until, next_check),
+                           [&] { return advance(&work) == Activity::kMoved || work.is_complete(); });
+      waiter.reset();
+    } else {
+      break;  // the progress thread sleeps for this one too: it hears the network
+    }
+    const auto now = Clock::now();
+    if (now >= until) {
+      break;
+    }
+    if (now >= next_check) {
+      next_check = now + kInterruptInterval;
+      check(&work);
+      leave();
+      use.leave();
+      check_interrupts();  // which may abort the group
+      if (!use.enter()) {
+        return;
+      }
+      helpers_.fetch_add(1);
+    }
+  }
+  leave();
+}
+
+// The progress thread does what is left.
+void PointToPoint::leave() {
+  helpers_.fetch_sub(1);
+  bool is_pending = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_pending = has_pending();
+  }
+  if (is_pending) {
+    engine_.wake();
+  }
+}
+
+Activity PointToPoint::advance_locked(FinishedMessages& finished) {
+  const auto serve = [&](const PostedMessage& posted) { return serve_from_set_aside(posted); };
+  size_t first = finished.size();
+  bool has_moved = posted_.take_if(serve, finished);
+  end_waits(finished, first, receives_);
+  for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
+    if (peer == group_->rank()) {
+      continue;
+    }
+    const bool has_sent = advance_sends_locked(peer, finished);
+    first = finished.size();
+    const bool has_received = inboxes_[peer].advance(posted_, finished, order_);
+    end_waits(finished, first, receives_);
+    receives_[peer].look(inboxes_[peer].target().has_value() || posted_.wants_from(peer), has_received);
+    has_moved |= has_sent || has_received;
+  }
+  return has_moved ? Activity::kMoved : has_pending() ? Activity::kBlocked : Activity::kIdle;
+}
+
+// Never more than a ring, or a window between nodes, takes.
+bool PointToPoint::advance_sends_locked(int32_t peer, FinishedMessages& finished) {
+  const size_t first = finished.size();
+  const bool has_sent = outboxes_[peer].advance(finished);
+  end_waits(finished, first, sends_);
+  sends_[peer].look(!outboxes_[peer].queue().empty(), has_sent);
+  return has_sent;
+}
+
+// Of the receives that have been posted and have not ended.
+int64_t PointToPoint::wanted_bytes() const {
+  int64_t bytes = 0;
+  for (const PostedMessage& posted : posted_.queue()) {
+    bytes += posted.message.bytes;
+  }
+  for (const MessageInbox& inbox : inboxes_) {
+    bytes += inbox.target() ? inbox.target()->message.bytes : 0;
+  }
+  return bytes;
+}
+
+// Serves a receive from the messages that were set aside, if the earliest one with its tag is there in full.
+bool PointToPoint::serve_from_set_aside(const PostedMessage& posted) {
+  const Message& message = posted.message;
+  std::deque<SetAside>* messages = nullptr;
+  std::deque<SetAside>::iterator found;
+  int32_t source = -1;
+  for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
+    if (message.peer != peer && message.peer != Message::kAnySource) {
+      continue;
+    }
+    auto& candidates = inboxes_[peer].set_aside();
+    auto it = std::find_if(candidates.begin(), candidates.end(),
+                           [&](const SetAside& candidate) { return candidate.tag == message.tag; });
+    if (it != candidates.end() && (messages == nullptr || it->order < found->order)) {
+      messages = &candidates;
+      found = it;
+      source = peer;
+    }
+  }
+  if (messages == nullptr || !found->is_whole()) {
+    return false;
+  }
+  if (found->bytes != static_cast<uint64_t>(message.bytes)) {
+    fail_operation(message.work->label(), "rank ", source, " sent ", found->bytes, " bytes, this rank receives ",
+                   message.bytes, "; make both tensors the same size.");
+  }
+  if (message.bytes > 0) {
+    std::memcpy(message.data, found->data.data(), found->data.size());
+  }
+  message.work->set_source_rank(source);
+  messages->erase(found);
+  return true;
+}
+
+bool PointToPoint::has_pending() const {
+  return !posted_.queue().empty() ||
+         std::any_of(outboxes_.begin(), outboxes_.end(), [](const auto& outbox) { return !outbox.queue().empty(); }) ||
+         std::any_of(inboxes_.begin(), inboxes_.end(), [](const auto& inbox) { return inbox.target().has_value(); });
+}
+
+void PointToPoint::fail_locked(const std::exception_ptr& error, FinishedMessages& finished) {
+  for (PostedMessage& posted : posted_.take_all()) {
+    finished.emplace_back(std::move(posted), error);
+  }
+  for (MessageOutbox& outbox : outboxes_) {
+    for (PostedMessage& posted : outbox.take_all()) {
+      finished.emplace_back(std::move(posted), error);
+    }
+  }
+  for (MessageInbox& inbox : inboxes_) {
+    if (auto target = inbox.take_target()) {
+      finished.emplace_back(std::move(*target), error);
+    }
+  }
+}
+
+void PointToPoint::check_on_engine_thread() {
+  if (helpers_.load() == 0) {
+    check(nullptr);
+  }
+}
+
+void PointToPoint::check(const ZeroWork* own) {
+  FinishedMessages finished;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!has_pending()) {
+      return;
+    }
+    try {
+      const PeerStates peers = group_->peer_states();
+      group_->throw_if_failed();
+      // What a peer sent before it left still counts; while some of that moves there may be more.
+      const bool has_moved = advance_locked(finished) == Activity::kMoved;
+      check_all_locked(has_moved ? PeerStates{} : peers);
+    } catch (...) {
+      fail_locked(std::current_exception(), finished);
+    }
+  }
+  finish(std::move(finished), own);
+}
+
+void PointToPoint::check_all_locked(const PeerStates& peers) {
+  if (const PostedMessage* posted = oldest_locked()) {
+    const int32_t peer = posted->message.peer;
+    group_->note_wait(Lane::kPointToPoint, peer == Message::kAnySource ? Group::kAnybody : peer, awaited_by(*posted));
+  }
+  for (const PostedMessage& posted : posted_.queue()) {
+    check_locked(posted, peers);
+  }
+  for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
+    for (const PostedMessage& posted : outboxes_[peer].queue()) {
+      check_locked(posted, peers);
+    }
+    if (inboxes_[peer].target()) {
+      check_locked(*inboxes_[peer].target(), peers);
+    }
+  }
+}
+
+const PostedMessage* PointToPoint::oldest_locked() const {
+  const PostedMessage* oldest = nullptr;
+  const auto look = [&](const PostedMessage& posted) {
+    if (oldest == nullptr || posted.order < oldest->order) {
+      oldest = &posted;
+    }
+  };
+  std::for_each(posted_.queue().begin(), posted_.queue().end(), look);
+  for (size_t i = 0; i < outboxes_.size(); ++i) {
+    std::for_each(outboxes_[i].queue().begin(), outboxes_[i].queue().end(), look);
+    if (inboxes_[i].target()) {
+      look(*inboxes_[i].target());
+    }
+  }
+  return oldest;
+}
+
+std::vector<int32_t> PointToPoint::awaited_by(const PostedMessage& posted) const {
+  const int32_t peer = posted.message.peer;
+  return peer == Message::kAnySource ? group_->others_than(group_->rank()) : std::vector<int32_t>{peer};
+}
+
+void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& peers) {
+  const OperationLabel& label = posted.message.work->label();
+  std::vector<int32_t> awaited = awaited_by(posted);
+  // A receive from anybody goes on as long as anybody is left.
+  const bool is_any = posted.message.peer == Message::kAnySource;
+  const bool is_alone = peers.departed.size() + peers.dead.size() + 1 == static_cast<size_t>(group_->world_size());
+  if (!is_any || peers.failed >= 0 || !peers.dead.empty() || is_alone) {
+    throw_if_lost(label, peers, awaited);
+  }
+  const auto now = std::chrono::steady_clock::now();
+  if (!stall_watch_.may_blame(now, posted.start) || now - posted.start < posted.message.work->timeout()) {
+    return;
+  }
+  for (const int32_t peer : peers.departed) {
+    std::erase(awaited, peer);
+  }
+  const HeldUp held_up = group_->held_up(Lane::kPointToPoint, awaited);
+  throw OperationError({__func__, __FILE__, __LINE__},
+                       {.kind = FailureKind::kTimeout,
+                        .text = c10::str(label.prefix(), ": timed out after ", posted.message.work->timeout().count(),
+                                         " ms waiting for ", awaited.size() > 1 ? "any of " : "", format_ranks(awaited),
+                                         held_up.chain, group_->silence(), "; ", advise_to_look_at(held_up.culprits),
+                                         ", or raise the timeout of the group.")});
+}
+
+void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {
+  if (finished.empty()) {
+    return;
+  }
+  for (auto& [posted, error] : finished) {
+    const int32_t peer = peer_of(posted);
+    c10::intrusive_ptr<ZeroWork> work = std::move(posted.message.work);
+    std::exception_ptr described;
+    if (error) {
+      described = describe_error(*group_, work->label(), error);
+      group_->fail(failure_of(described));
+    } else {
+      const auto duration = std::chrono::steady_clock::now() - posted.start;
+      group_->count(work->label(), std::chrono::duration<double>(duration).count(), {});
+      if (posted.waiting_seconds > 0) {
+        group_->count_waiting(work->label(), peer, posted.waiting_seconds);
+      }
+      group_->notify_complete(work->completion_key(), work->elapsed_ms());
+    }
+    work->complete(described);
+    if (work.get() != own) {
+      group_->retire(std::move(work));
+    }
+  }
+  // Who waits for one of these in another thread may have looked for messages, and for the work, just before, and be
+  // about to sleep: no peer has anything left to wake it for.
+  group_->arena().ring(group_->local_rank(group_->rank()));
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!has_pending()) {
+    idle_.notify_all();
+  }
+}
+
+bool PointToPoint::wait_until_idle(std::chrono::milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return idle_.wait_for(lock, limit, [&] { return !has_pending(); });
+}
+
+void PointToPoint::set_sleeping(bool is_sleeping) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!is_sleeping || (helpers_.load() == 0 && has_pending())) {
+    group_->arena().set_sleeping(is_sleeping);
+  }
+}
+
+int32_t PointToPoint::local_world_size() const { return static_cast<int32_t>(group_->node().size()); }
+
+}  // namespace zeropg

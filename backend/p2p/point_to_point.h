@@ -1,0 +1,81 @@
+// Messages between two ranks of a group, matched by tag.
+//
+// Note [Messages]
+// A message is a header and its bytes in the stream of its ordered pair of ranks, so messages of one pair arrive in
+// order. A receive takes the earliest message of its peer (or of anybody) with its tag. A message that no posted
+// receive wants, while another receive waits behind it in the stream, is set aside in memory; without a waiting receive
+// it stays in the ring and its sender waits. So sends and receives may be posted in any order on both sides without a
+// deadlock.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "backend/diagnostics/stall.h"
+#include "backend/diagnostics/standstill.h"
+#include "backend/engine/engine.h"
+#include "backend/group/group.h"
+#include "backend/p2p/message.h"
+#include "backend/p2p/message_inbox.h"
+#include "backend/p2p/message_outbox.h"
+#include "backend/p2p/posted_receives.h"
+
+namespace zeropg {
+
+class PointToPoint final : public Channel {
+ public:
+  // `may_use_cma`: large messages are read from the sender's memory where that works (Note [Offers]).
+  PointToPoint(std::shared_ptr<Group> group, Engine& engine, bool may_use_cma);
+
+  // What can be moved at once, and is little, is moved in the calling thread; the rest by a thread that waits, or the
+  // progress thread.
+  void send(Message message);
+  void receive(Message message);  // peer may be kAnySource
+
+  // See OperationHost::help. Only in the process that made the group.
+  void help(const ZeroWork& work, std::chrono::steady_clock::time_point until);
+
+  bool wait_until_idle(std::chrono::milliseconds limit);
+
+  Activity advance_on_engine_thread() override;
+  void check_on_engine_thread() override;
+  void set_sleeping(bool is_sleeping) override;
+  int32_t local_world_size() const override;
+
+ private:
+  void start(Message message, bool is_send);
+  Activity advance(const ZeroWork* own);
+  Activity advance_locked(FinishedMessages& finished);
+  bool advance_sends_locked(int32_t peer, FinishedMessages& finished);
+  int64_t wanted_bytes() const;
+  bool serve_from_set_aside(const PostedMessage& posted);
+  bool has_pending() const;
+  void check(const ZeroWork* own);
+  void check_all_locked(const PeerStates& peers);
+  const PostedMessage* oldest_locked() const;
+  std::vector<int32_t> awaited_by(const PostedMessage& posted) const;
+  void check_locked(const PostedMessage& posted, const PeerStates& peers);
+  void fail_locked(const std::exception_ptr& error, FinishedMessages& finished);
+  void finish(FinishedMessages finished, const ZeroWork* own);  // `own` has an owner: its caller, or who waits for it
+  void leave();
+
+  std::shared_ptr<Group> group_;  // life shared with the process group
+  Engine& engine_;
+  std::atomic<int32_t> helpers_{0};  // threads inside help(): the progress thread leaves the messages to them
+  mutable std::mutex mutex_;
+  std::condition_variable idle_;
+  std::vector<MessageOutbox> outboxes_;  // per peer; guarded by mutex_
+  std::vector<MessageInbox> inboxes_;    // per peer; guarded by mutex_
+  std::vector<Standstill> sends_;        // per peer; guarded by mutex_
+  std::vector<Standstill> receives_;     // per peer; guarded by mutex_
+  PostedReceives posted_;                // guarded by mutex_
+  uint64_t order_ = 0;                   // guarded by mutex_
+  StallWatch stall_watch_;               // guarded by mutex_
+};
+
+}  // namespace zeropg

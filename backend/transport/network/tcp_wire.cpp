@@ -1,0 +1,248 @@
+#include "backend/transport/network/tcp_wire.h"
+
+#include <c10/util/Exception.h>
+#include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <limits>
+#include <thread>
+#include <utility>
+
+#include "backend/platform/process/inherited_sockets.h"
+
+namespace zeropg {
+namespace {
+
+constexpr size_t kArrivingBytes = size_t{16} << 10;
+constexpr int kReadsPerTurn = 16;  // of one connection, before others have theirs
+constexpr int kEventsPerTurn = 64;
+
+std::span<const std::byte> as_bytes_of(const FrameHeader& header) { return std::as_bytes(std::span(&header, 1)); }
+
+bool is_passing(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+
+}  // namespace
+
+TcpWire::TcpWire(std::vector<Descriptor> connections, std::chrono::milliseconds patience)
+    : patience_(patience),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      connections_(connections.size()),
+      arriving_(kArrivingBytes) {
+  if (!epoll_) C10_THROW_ERROR(DistBackendError, c10::str("tcp transport: epoll_create1: ", std::strerror(errno)));
+  close_in_children(epoll_.get());
+  for (size_t peer = 0; peer < connections.size(); ++peer) {
+    if (!connections[peer]) continue;
+    Connection& connection = connections_[peer];
+    connection.socket = std::move(connections[peer]);
+    close_in_children(connection.socket.get());
+    epoll_event event{.events = EPOLLIN, .data = {.u32 = static_cast<uint32_t>(peer)}};
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.socket.get(), &event) != 0) {
+      C10_THROW_ERROR(DistBackendError, c10::str("tcp transport: epoll_ctl: ", std::strerror(errno)));
+    }
+  }
+}
+
+TcpWire::~TcpWire() { close(std::chrono::milliseconds(0)); }
+
+bool TcpWire::send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) {
+  Connection& connection = connections_[static_cast<size_t>(peer)];
+  if (!connection.socket) return false;
+  size_t sent = 0;
+  if (flush(connection)) {
+    iovec parts[2] = {{const_cast<FrameHeader*>(&header), sizeof header},
+                      {const_cast<std::byte*>(payload.data()), payload.size()}};
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = payload.empty() ? 1 : 2;
+    const ssize_t taken = ::sendmsg(connection.socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    // An error is noticed by who reads: what the peer said before it went has to be heard first.
+    sent = taken > 0 ? static_cast<size_t>(taken) : 0;
+    if (sent == 0 && urgency == Urgency::kCanWait) {
+      connection.wants_room = true;
+      watch(peer, connection);
+      return false;
+    }
+  } else if (urgency == Urgency::kCanWait) {
+    return false;
+  }
+  if (sent < sizeof header) {
+    keep(connection, as_bytes_of(header).subspan(sent));
+    keep(connection, payload);
+  } else {
+    keep(connection, payload.subspan(sent - sizeof header));
+  }
+  connection.wants_room = connection.waiting_sent < connection.waiting.size();
+  watch(peer, connection);
+  return true;
+}
+
+void TcpWire::keep(Connection& connection, std::span<const std::byte> bytes) {
+  connection.waiting.insert(connection.waiting.end(), bytes.begin(), bytes.end());
+}
+
+// True when nothing waits any more.
+bool TcpWire::flush(Connection& connection) {
+  while (connection.waiting_sent < connection.waiting.size()) {
+    const size_t rest = connection.waiting.size() - connection.waiting_sent;
+    const ssize_t taken = ::send(connection.socket.get(), connection.waiting.data() + connection.waiting_sent, rest,
+                                 MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (taken <= 0) return false;
+    connection.waiting_sent += static_cast<size_t>(taken);
+  }
+  connection.waiting.clear();
+  connection.waiting_sent = 0;
+  return true;
+}
+
+// The interest in room for more is taken up and given back as rarely as it changes: each is a system call.
+void TcpWire::watch(int32_t peer, Connection& connection) {
+  if (connection.wants_room == connection.is_watched) return;
+  connection.is_watched = connection.wants_room;
+  epoll_event event{.events = EPOLLIN | (connection.wants_room ? EPOLLOUT : 0U),
+                    .data = {.u32 = static_cast<uint32_t>(peer)}};
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, connection.socket.get(), &event);
+}
+
+bool TcpWire::progress(int32_t peer, FrameSink& sink) {
+  if (peer >= 0) {
+    Connection& connection = connections_[static_cast<size_t>(peer)];
+    if (!connection.socket) return false;
+    if (!connection.waiting.empty() && flush(connection)) {
+      connection.wants_room = false;
+      watch(peer, connection);
+    }
+    return receive(peer, sink);
+  }
+  epoll_event events[kEventsPerTurn];
+  const int count = ::epoll_wait(epoll_.get(), events, kEventsPerTurn, 0);
+  bool has_moved = false;
+  for (int i = 0; i < count; ++i) {
+    const auto ready = static_cast<int32_t>(events[i].data.u32);
+    Connection& connection = connections_[static_cast<size_t>(ready)];
+    if ((events[i].events & EPOLLOUT) != 0 && connection.socket && flush(connection)) {
+      connection.wants_room = false;
+      watch(ready, connection);
+      has_moved = true;
+    }
+    if ((events[i].events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) has_moved |= receive(ready, sink);
+  }
+  return has_moved;
+}
+
+bool TcpWire::receive(int32_t peer, FrameSink& sink) {
+  Connection& connection = connections_[static_cast<size_t>(peer)];
+  bool has_moved = false;
+  for (int turn = 0; turn < kReadsPerTurn && connection.socket; ++turn) {
+    // Straight to where the payload belongs, and what is behind it to where headers are looked at.
+    iovec parts[2];
+    int count = 0;
+    const std::span<std::byte> room = connection.incoming.payload_room();
+    if (!room.empty()) parts[count++] = {room.data(), room.size()};
+    parts[count++] = {arriving_.data(), arriving_.size()};
+    const ssize_t received = ::readv(connection.socket.get(), parts, count);
+    if (received < 0 && is_passing(errno)) break;
+    if (received <= 0) {
+      drop(peer, received == 0 ? "it closed the connection" : std::strerror(errno), sink);
+      return true;
+    }
+    has_moved = true;
+    sink.note_sign_of_life(peer);
+    const size_t to_payload = std::min<size_t>(static_cast<size_t>(received), room.size());
+    const size_t behind = static_cast<size_t>(received) - to_payload;
+    try {
+      if (to_payload > 0) connection.incoming.take_payload(peer, to_payload, sink);
+      connection.incoming.take(peer, std::span<const std::byte>(arriving_).first(behind), sink);
+    } catch (const c10::DistNetworkError& error) {
+      drop(peer, error.what_without_backtrace(), sink);
+      return true;
+    }
+    if (behind < arriving_.size()) break;  // that was all
+  }
+  return has_moved;
+}
+
+// Not TCP_USER_TIMEOUT, under which the kernel also breaks the connection to a process that is stopped, while its
+// system answers that there is no room.
+void TcpWire::lose_unreachable(FrameSink& sink) {
+  constexpr int kLooks = 30;  // within the patience
+  const auto now = Clock::now();
+  if (now - last_look_ < patience_ / kLooks) return;
+  last_look_ = now;
+  for (size_t peer = 0; peer < connections_.size(); ++peer) {
+    Connection& connection = connections_[peer];
+    if (!connection.socket) continue;
+    tcp_info info{};
+    socklen_t bytes = sizeof info;
+    const bool is_known = ::getsockopt(connection.socket.get(), IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0;
+    const auto last_answer = now - std::chrono::milliseconds(info.tcpi_last_ack_recv);
+    if (!is_known || info.tcpi_unacked == 0) {
+      connection.silent_since = {};
+    } else if (connection.silent_since == Clock::time_point{} || connection.silent_since < last_answer) {
+      connection.silent_since = now;
+    } else if (now - connection.silent_since >= patience_) {
+      const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(patience_);
+      drop(static_cast<int32_t>(peer), c10::str("its machine has acknowledged nothing for ", seconds.count(), " s"),
+           sink);
+    }
+  }
+}
+
+void TcpWire::drop(int32_t peer, const std::string& reason, FrameSink& sink) {
+  Connection& connection = connections_[static_cast<size_t>(peer)];
+  forget_in_children(connection.socket.get());
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection.socket.get(), nullptr);
+  connection = Connection();
+  sink.lose_peer(peer, reason);
+}
+
+// What is still on its way when a socket with unread bytes is closed may be thrown away on both sides. So the end is
+// said first, and the socket is closed when the peer's system has everything. The patience is with a peer that takes
+// nothing, not with a slow one.
+void TcpWire::close(std::chrono::milliseconds patience) {
+  if (!epoll_) return;
+  auto deadline = Clock::now() + patience;
+  size_t least_left = std::numeric_limits<size_t>::max();
+  bool is_pending = true;
+  while (is_pending) {
+    is_pending = false;
+    const bool is_late = Clock::now() >= deadline;
+    size_t left = 0;
+    for (Connection& connection : connections_) {
+      if (!connection.socket) continue;
+      const bool is_flushed = flush(connection);
+      if (is_flushed && !connection.has_said_end) {
+        ::shutdown(connection.socket.get(), SHUT_WR);
+        connection.has_said_end = true;
+      }
+      while (::recv(connection.socket.get(), arriving_.data(), arriving_.size(), MSG_DONTWAIT) > 0) {
+      }
+      int unacknowledged = 0;
+      const bool is_known = ::ioctl(connection.socket.get(), SIOCOUTQ, &unacknowledged) == 0;
+      if (is_late || (is_flushed && is_known && unacknowledged == 0)) {
+        forget_in_children(connection.socket.get());
+        ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection.socket.get(), nullptr);
+        connection = Connection();
+      } else {
+        is_pending = true;
+        left += connection.waiting.size() - connection.waiting_sent + static_cast<size_t>(unacknowledged);
+      }
+    }
+    if (left < least_left) {
+      least_left = left;
+      deadline = Clock::now() + patience;
+    }
+    if (is_pending) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  forget_in_children(epoll_.get());
+  epoll_.reset();
+}
+
+}  // namespace zeropg

@@ -1,0 +1,58 @@
+// Frames over TCP: one connection per peer, made and proven by tcp_mesh.h. The default between nodes without RDMA.
+#pragma once
+
+#include <chrono>
+#include <vector>
+
+#include "backend/platform/process/descriptor.h"
+#include "backend/transport/network/frame_decoder.h"
+#include "backend/transport/network/wire.h"
+
+namespace zeropg {
+
+class TcpWire final : public Wire {
+ public:
+  // `connections`: by rank; empty for ranks that are no peers. Non-blocking, proven, nothing read from them beyond
+  // that.
+  // `patience`: how long sent bytes may stay unacknowledged by the peer's system before the peer is lost. A process
+  // that is stopped, and takes nothing, has a system that acknowledges.
+  explicit TcpWire(std::vector<Descriptor> connections, std::chrono::milliseconds patience = kPatience);
+  ~TcpWire() override;
+
+  std::string_view name() const override { return "tcp"; }
+  bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) override;
+  bool progress(int32_t peer, FrameSink& sink) override;
+  int descriptor() const override { return epoll_.get(); }
+  bool arm() override { return true; }
+  void lose_unreachable(FrameSink& sink) override;
+  void close(std::chrono::milliseconds patience) override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::milliseconds kPatience{30'000};
+
+  struct Connection {
+    Descriptor socket;
+    bool wants_room = false;  // waits for the socket to take more
+    bool is_watched = false;  // for room
+    bool has_said_end = false;
+    Clock::time_point silent_since{};  // zero: its system acknowledges
+    std::vector<std::byte> waiting;    // [waiting_sent, end) has been taken but not sent
+    size_t waiting_sent = 0;
+    FrameDecoder incoming;
+  };
+
+  bool receive(int32_t peer, FrameSink& sink);
+  bool flush(Connection& connection);
+  void keep(Connection& connection, std::span<const std::byte> bytes);
+  void watch(int32_t peer, Connection& connection);
+  void drop(int32_t peer, const std::string& reason, FrameSink& sink);
+
+  const std::chrono::milliseconds patience_;
+  Clock::time_point last_look_{};
+  Descriptor epoll_;
+  std::vector<Connection> connections_;  // by rank
+  std::vector<std::byte> arriving_;      // where headers and small payloads are read to
+};
+
+}  // namespace zeropg

@@ -1,0 +1,52 @@
+// Frames over UCX active messages. For RDMA: over TCP, UCX obeys whoever connects to its port (see README.md).
+//
+// Note [UCX and strangers]
+// UCX names no sender, and an endpoint that proved something once cannot be told from another later. So every message
+// begins with a seal: a keyed digest over its header and its number, under a key of the two ranks. What is not sealed
+// is dropped and counted; a number that was taken before is too. The payload is not covered: who can change bytes
+// inside the fabric can change numbers, as on any plain connection.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "backend/transport/network/rdma.h"
+#include "backend/transport/network/wire.h"
+
+namespace zeropg {
+
+using Seal = std::array<uint8_t, 16>;
+
+struct UcxWireOptions {
+  std::string root;  // see ucx_library.h
+  int32_t rank = 0;
+  int32_t world_size = 1;
+  // The seal of a message that goes from one rank to another. Used once the peer is connected.
+  std::function<Seal(int32_t from, int32_t to, std::span<const std::byte> message)> seal;
+};
+
+// Whether there is a UCX here that can use RDMA; where the machine has RDMA, and there is none, what is in the way.
+struct RdmaProbe {
+  bool is_usable = false;
+  std::string obstacle;
+};
+
+class UcxWire : public Wire {
+ public:
+  // DistBackendError where there is no UCX, or this was built without its headers. Uses RDMA only where this machine
+  // has it, else TCP.
+  static std::unique_ptr<UcxWire> make(UcxWireOptions options);
+  // Looks for devices before it loads anything.
+  static RdmaProbe probe_rdma(const std::string& root, bool has_device = machine_has_rdma());
+
+  // What peers need to reach this rank.
+  virtual std::string address() const = 0;
+  // `address` must be proven to be the peer's own: UCX believes it.
+  virtual void connect(int32_t peer, const std::string& address) = 0;
+  virtual uint64_t dropped() const = 0;  // messages that were not sealed
+};
+
+}  // namespace zeropg

@@ -1,0 +1,53 @@
+// How frames get from one process to another. A wire knows no stream, no credit and no collective: see network.h.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "backend/transport/network/frame.h"
+
+namespace zeropg {
+
+// Where a wire hands over what it received.
+class FrameSink {
+ public:
+  virtual ~FrameSink() = default;
+  // Before memory for the payload is found: throws c10::DistNetworkError when no honest peer sends such a frame. The
+  // wire then loses the peer.
+  virtual void check_frame(int32_t peer, const FrameHeader& header) = 0;
+  virtual void take_frame(int32_t peer, const FrameHeader& header, Payload payload) = 0;
+  // Once per peer: nothing will come from it any more, and nothing reaches it.
+  virtual void lose_peer(int32_t peer, const std::string& reason) = 0;
+  // Some bytes came from `peer`, though perhaps no whole frame.
+  virtual void note_sign_of_life(int32_t peer) = 0;
+};
+
+enum class Urgency : uint8_t {
+  kCanWait,   // may be refused while earlier frames to this peer wait
+  kMustTake,  // is kept behind them; for small frames whose number is limited
+};
+
+// Frames arrive whole, once, unaltered and in order per peer, or the peer is lost. Peers have proven the group's secret
+// before any byte of theirs is looked at. One thread at a time. Calls never wait, except close().
+class Wire {
+ public:
+  virtual ~Wire() = default;
+  virtual std::string_view name() const = 0;
+  // False: not taken. What is taken is sent or copied before the call returns.
+  virtual bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) = 0;
+  // Sends what waits and receives what is there; from one peer only when `peer` >= 0. True when anything moved.
+  virtual bool progress(int32_t peer, FrameSink& sink) = 0;
+  // Poll it for reading; ready whenever progress() has something to do, if arm() returned true before.
+  virtual int descriptor() const = 0;
+  virtual bool arm() = 0;
+  // Loses peers whose machines have not acknowledged for long what was sent to them, where the wire would not notice by
+  // itself. Cheap; to be called now and then.
+  virtual void lose_unreachable(FrameSink& /*sink*/) {}
+  // Gives what was sent up to `patience` to arrive, then lets go of every peer.
+  virtual void close(std::chrono::milliseconds patience) = 0;
+};
+
+}  // namespace zeropg

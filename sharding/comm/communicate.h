@@ -1,0 +1,62 @@
+// The few collectives that sharding needs, over any c10d process group, with the time that the caller spends in them.
+//
+// All functions but `allocate` are collective. Works are returned unfinished; `wait` finishes them. The GIL must not be
+// held.
+#pragma once
+
+#include <chrono>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "backend/group/request.h"
+
+namespace zeropg {
+
+class ProcessGroupZero;
+
+class Communicator {
+ public:
+  explicit Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  int64_t rank() const { return rank_; }
+  int64_t world_size() const { return world_size_; }
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
+
+  // `whole` [world_size * n] <- everybody's `part` [n]; `part` may be this rank's slice of `whole`. Of any dtype, as
+  // broadcast.
+  c10::intrusive_ptr<c10d::Work> all_gather(at::Tensor whole, at::Tensor part);
+  // `part` [n] <- this rank's slice of the average of everybody's `whole` [world_size * n]. With a codec the bytes
+  // travel encoded: fp32 on a zeropg group only.
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_average(at::Tensor part, at::Tensor whole,
+                                                        const Compression& compression);
+  c10::intrusive_ptr<c10d::Work> all_reduce_average(at::Tensor whole, const Compression& compression);
+  c10::intrusive_ptr<c10d::Work> all_reduce_max(at::Tensor whole);
+  c10::intrusive_ptr<c10d::Work> broadcast(const at::Tensor& whole, int64_t root);
+  // Whether every rank passes the same value. Waits for all of them.
+  bool is_same_everywhere(int64_t value, c10::Device device);
+  // Not collective: a buffer of bytes, [bytes], where this group's collectives are fastest: on a zeropg group and the
+  // CPU in shared memory, as long as there is room for it there.
+  at::Tensor allocate(int64_t bytes, c10::Device device);
+  // Throws c10::Error, of whatever backend the group is, or what a signal handler raised; the work then goes on.
+  void wait(const c10::intrusive_ptr<c10d::Work>& work);
+
+  // Runs `wait` and adds its time to seconds(): for waits that are not a Work.
+  template <typename Wait>
+  void timed(Wait&& wait) {
+    const auto start = std::chrono::steady_clock::now();
+    wait();
+    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+
+  // Time that the training thread has spent waiting for other ranks since the start.
+  double seconds() const { return seconds_; }
+
+ private:
+  ProcessGroupZero& zeropg_group();
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  int64_t rank_;
+  int64_t world_size_;
+  double seconds_ = 0;
+};
+
+}  // namespace zeropg

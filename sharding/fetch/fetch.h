@@ -1,0 +1,49 @@
+// Where a unit's parameters live between steps and how a rank gets them whole.
+//
+// Implementations: ReplicatedFetch (stages 0 to 2: every rank keeps the whole), SharedFetch (stage 3, all ranks in one
+// node on zeropg: one copy for the node, any rank reads it in any order), GatheredFetch (stage 3 elsewhere: all-gather,
+// all ranks in the same order).
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "sharding/comm/communicate.h"
+#include "sharding/parameters/flat_parameter.h"
+
+namespace zeropg {
+
+class Fetch {
+ public:
+  virtual ~Fetch() = default;
+  virtual const char* name() const = 0;
+
+  // Gives every flat parameter its home and its master, filled from its initial values. Collective; called once.
+  virtual void adopt(const std::vector<FlatParameter*>& flats) = 0;
+
+  // Makes `flat` whole: attaches its parameters. `writable`: in memory of this rank alone. Collective where
+  // is_collective() says so.
+  virtual void unshard(FlatParameter& flat, bool writable) = 0;
+  virtual void reshard(FlatParameter& flat) = 0;
+  virtual bool is_collective() const = 0;
+
+  // Bracket every change of masters (optimizer step, loading). Collective. begin_update returns when no rank reads the
+  // old values any more, and whether all ranks passed the same `news`; end_update makes the new values visible to the
+  // next unshard on every rank. A begin_update that throws has ended the update too.
+  virtual bool begin_update(int64_t news) = 0;
+  virtual void end_update(const std::vector<FlatParameter*>& flats) = 0;
+
+  // Bytes that this rank holds, its part of shared memory included.
+  struct Memory {
+    int64_t parameters = 0;  // in the dtype of computation
+    int64_t gathered = 0;    // buffers for units that are whole
+  };
+  virtual Memory memory() const = 0;
+};
+
+std::unique_ptr<Fetch> make_replicated_fetch(Communicator& communicator, const ShardingOptions& options);
+std::unique_ptr<Fetch> make_gathered_fetch(Communicator& communicator);
+// Null when the ranks of the group do not share a node or the group is not zeropg's.
+std::unique_ptr<Fetch> make_shared_fetch(Communicator& communicator, const std::vector<FlatParameter*>& flats);
+
+}  // namespace zeropg

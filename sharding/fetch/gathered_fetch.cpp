@@ -1,0 +1,83 @@
+#include <ATen/ops/empty.h>
+
+#include <unordered_map>
+
+#include "sharding/fetch/fetch.h"
+#include "sharding/parameters/buffer_pool.h"
+#include "sharding/parameters/master.h"
+
+namespace zeropg {
+namespace {
+
+// Stage 3 on any process group: a unit is made whole by an all-gather, so every rank must run its units in the same
+// order.
+class GatheredFetch final : public Fetch {
+ public:
+  explicit GatheredFetch(Communicator& communicator) : communicator_(communicator) {}
+
+  const char* name() const override { return "gathered"; }
+  bool is_collective() const override { return communicator_.world_size() > 1; }
+
+  void adopt(const std::vector<FlatParameter*>& flats) override {
+    for (FlatParameter* flat : flats) {
+      device_ = flat->device();
+      const at::Tensor values = flat->take_initial_values();
+      at::Tensor shard = at::empty({flat->layout().shard_numel}, values.options().dtype(flat->dtype()));
+      make_master(*flat, shard, values, flat->shard_start());
+      memory_.parameters += static_cast<int64_t>(shard.nbytes());
+      shards_[flat] = shard;
+    }
+  }
+
+  void unshard(FlatParameter& flat, bool /*writable*/) override {
+    at::Tensor whole = pool_.acquire(flat.layout().total_numel, flat.dtype(), flat.device());
+    if (communicator_.world_size() == 1) {
+      whole.copy_(shards_.at(&flat));
+    } else {
+      try {
+        gather(flat, whole);
+      } catch (...) {  // where a signal handler ended the waiting the gather goes on
+        pool_.forget(whole);
+        throw;
+      }
+    }
+    flat.attach(whole);
+  }
+
+  void reshard(FlatParameter& flat) override {
+    at::Tensor whole = flat.whole();
+    flat.detach();
+    pool_.release(std::move(whole));
+  }
+
+  bool begin_update(int64_t news) override { return communicator_.is_same_everywhere(news, device_); }
+  void end_update(const std::vector<FlatParameter*>&) override {}
+  Memory memory() const override { return {memory_.parameters, pool_.allocated_bytes()}; }
+
+ private:
+  void gather(const FlatParameter& flat, const at::Tensor& whole) {
+    try {
+      communicator_.wait(communicator_.all_gather(whole, shards_.at(&flat)));
+    } catch (const c10::Error& error) {
+      C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", communicator_.rank(), "/", communicator_.world_size(),
+                                                 "] unshard of ", flat.describe(),
+                                                 " failed; expected all ranks to run the same units in the same order "
+                                                 "(only where ranks share a node on zeropg may paths differ): ",
+                                                 error.what_without_backtrace()));
+    }
+  }
+
+  Communicator& communicator_;
+  BufferPool pool_;
+  std::unordered_map<const FlatParameter*, at::Tensor> shards_;
+  c10::Device device_ = c10::kCPU;
+  Memory memory_;
+};
+
+}  // namespace
+
+std::unique_ptr<Fetch> make_gathered_fetch(Communicator& communicator) {
+  return std::make_unique<GatheredFetch>(communicator);
+}
+
+}  // namespace zeropg

@@ -1,0 +1,29 @@
+// A unit: the parameters that are made whole together, while one module (a transformer block, or the root) runs.
+//
+// Life of a unit in stage 3: pre_forward unshards, post_forward reshards, the hook on its outputs unshards again when
+// their gradients arrive, and it is resharded when its last gradient has been taken. In stages 0 to 2 the fetch does
+// nothing and the same path runs.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sharding/fetch/fetch.h"
+
+namespace zeropg {
+
+struct Unit {
+  std::string name;
+  std::vector<FlatParameter*> flats;
+  bool is_root = false;
+  bool is_whole = false;
+  int64_t forwards = 0;            // since the last backward ended
+  bool is_in_backward = false;     // between the hook on its outputs and its last gradient
+  bool has_hooked_inputs = false;  // in the forward that runs: some input needs a gradient
+  // In the forward that runs: some input needs a gradient and takes no hook (it is sparse).
+  bool has_other_inputs = false;
+  bool stays_whole = false;       // until the end of the backward
+  bool waits_for_inputs = false;  // in backward: until those gradients are there, parameters may still be read
+};
+
+}  // namespace zeropg

@@ -1,0 +1,152 @@
+#include "sharding/parameters/flat_parameter.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+
+namespace zeropg {
+namespace {
+
+c10::ScalarType computation_dtype(const at::Tensor& parameter, const ShardingOptions& options) {
+  // Integer and boolean parameters (quantized, frozen weights) are never cast.
+  return parameter.is_floating_point() ? options.param_dtype.value_or(parameter.scalar_type())
+                                       : parameter.scalar_type();
+}
+
+std::string sharded_message(const std::string& name) {
+  return c10::str(
+      "[zeropg] parameter '", name,
+      "' is sharded: its values are on several ranks outside of its module's forward and backward. Read it "
+      "inside `with zeropg.full_parameters(model):`, or take this rank's part from zeropg.local_shards(model).");
+}
+
+}  // namespace
+
+FlatParameter::FlatParameter(std::string unit_name, const std::vector<Source>& sources, const ShardingOptions& options,
+                             int64_t rank, int64_t world_size)
+    : unit_name_(std::move(unit_name)),
+      original_dtype_(sources.front().parameter.scalar_type()),
+      dtype_(computation_dtype(sources.front().parameter, options)),
+      master_dtype_(sources.front().parameter.is_floating_point()
+                        ? master_dtype_of(sources.front().parameter.scalar_type())
+                        : dtype_),
+      device_(sources.front().parameter.device()),
+      is_trainable_(sources.front().parameter.requires_grad()),
+      rank_(rank) {
+  at::NoGradGuard no_grad;
+  if (!is_trainable_) {
+    master_dtype_ = original_dtype_;  // never updated, but saved as it came
+  }
+  std::vector<int64_t> numels;
+  for (const Source& source : sources) {
+    numels.push_back(source.parameter.numel());
+  }
+  layout_ = make_flat_layout(numels, world_size);
+  initial_values_ = at::zeros(
+      {layout_.total_numel},
+      sources.front().parameter.options().dtype(sources.front().parameter.scalar_type()).requires_grad(false));
+  slots_.reserve(sources.size());
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const at::Tensor& parameter = sources[i].parameter;
+    initial_values_.narrow(0, layout_.offsets[i], numels[i]).copy_(parameter.detach().reshape({-1}));
+    slots_.push_back({sources[i].names, parameter, parameter.sizes().vec(), layout_.offsets[i], numels[i],
+                      ParameterStorage(parameter, dtype_, sharded_message(sources[i].names.front())),
+                      sources[i].is_renormalized});
+  }
+}
+
+std::string FlatParameter::describe() const {
+  return c10::str("unit '", unit_name_.empty() ? "(root)" : unit_name_, "' (", c10::toString(dtype_), ", ",
+                  is_trainable_ ? "trainable" : "frozen", ", ", slots_.size(), " parameters)");
+}
+
+std::vector<SlotRange> FlatParameter::slots_in(int64_t start, int64_t stop) const {
+  std::vector<SlotRange> ranges;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const int64_t from = std::max(start, slots_[i].offset);
+    const int64_t to = std::min(stop, slots_[i].offset + slots_[i].numel);
+    if (from < to) {
+      ranges.push_back({static_cast<int64_t>(i), from - slots_[i].offset, to - slots_[i].offset, from});
+    }
+  }
+  return ranges;
+}
+
+void FlatParameter::reserve_master(const ShardingOptions& options) {
+  if (options.optimizer_offload == nullptr || is_own_master()) return;
+  const int64_t numel = options.stage.shards_optimizer ? layout_.shard_numel : layout_.total_numel;
+  tiered_master =
+      std::make_shared<TieredVector>(options.optimizer_offload, "masters of " + describe(), numel, master_dtype_);
+}
+
+void FlatParameter::make_trainable(const ShardingOptions& options) {
+  at::NoGradGuard no_grad;
+  const int64_t start = options.stage.shards_optimizer ? shard_start() : 0;
+  const int64_t numel = options.stage.shards_optimizer ? layout_.shard_numel : layout_.total_numel;
+  const c10::ScalarType dtype = master_dtype_of(original_dtype_);
+  const int64_t first = start - master_start;
+  const at::Tensor home = (is_own_master() ? master : parameter_out).narrow(0, first, numel);
+  const at::Tensor values = read_master(first, first + numel).to(dtype, /*non_blocking=*/false, /*copy=*/true);
+  is_trainable_ = true;
+  master_dtype_ = dtype;
+  master_start = start;
+  master_numel = numel;
+  tiered_master.reset();
+  if (is_own_master()) {
+    master = home;
+    parameter_out = at::Tensor();
+    return;
+  }
+  parameter_out = home;
+  reserve_master(options);
+  if (tiered_master != nullptr) {
+    tiered_master->write(0, values);
+    master = tiered_master->in_place();
+  } else {
+    master = values;
+  }
+}
+
+void FlatParameter::read_master(int64_t start, int64_t stop,
+                                const std::function<void(int64_t, const at::Tensor&)>& take) const {
+  if (!master.defined()) {
+    tiered_master->read(start, stop, take);
+  } else if (start < stop) {
+    take(start, master.narrow(0, start, stop - start));
+  }
+}
+
+at::Tensor FlatParameter::read_master(int64_t start, int64_t stop) const {
+  return master.defined() ? master.narrow(0, start, stop - start) : tiered_master->read(start, stop);
+}
+
+void FlatParameter::write_master(int64_t start, const at::Tensor& values) {
+  if (master.defined()) {
+    master.narrow(0, start, values.numel()).copy_(values);
+  } else {
+    tiered_master->write(start, values);
+  }
+}
+
+int64_t FlatParameter::resident_master_bytes() const {
+  return is_own_master() || tiered_master != nullptr ? 0 : static_cast<int64_t>(master.nbytes());
+}
+
+void FlatParameter::attach(const at::Tensor& whole) {
+  TORCH_INTERNAL_ASSERT(whole.numel() == layout_.total_numel && whole.scalar_type() == dtype_);
+  for (ParameterSlot& slot : slots_) {
+    slot.storage.attach(whole, slot.offset, /*is_watched=*/true);
+  }
+  whole_ = whole;
+}
+
+void FlatParameter::detach() {
+  for (ParameterSlot& slot : slots_) {
+    slot.storage.detach();
+  }
+  whole_.reset();
+}
+
+}  // namespace zeropg

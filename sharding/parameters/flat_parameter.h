@@ -1,0 +1,112 @@
+// The parameters of one unit that share a dtype and are all trainable or all frozen, stored one after another in a flat
+// buffer that is cut into world_size slices.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sharding/flat_layout.h"
+#include "sharding/offload/tiered_vector.h"
+#include "sharding/parameters/options.h"
+#include "sharding/parameters/parameter_storage.h"
+
+namespace zeropg {
+
+// One parameter of a flat buffer. A tied parameter is one slot with several names.
+struct ParameterSlot {
+  std::vector<std::string> names;  // as in named_parameters(); the first is the name that is saved
+  at::Tensor parameter;            // the user's own tensor
+  std::vector<int64_t> sizes;
+  int64_t offset = 0;  // elements, in the flat buffer
+  int64_t numel = 0;
+  ParameterStorage storage;
+  bool is_renormalized = false;  // forwards of different ranks write different elements: Embedding(max_norm=)
+};
+
+// What a slot's overlap with a range of the flat buffer is.
+struct SlotRange {
+  int64_t slot = 0;
+  int64_t start = 0;       // elements, in the flattened parameter
+  int64_t stop = 0;        // > start
+  int64_t flat_start = 0;  // elements, in the flat buffer
+};
+
+// Invariant: `whole`, while defined, is [total_numel] in `dtype` and every slot's storage points into it.
+class FlatParameter {
+ public:
+  struct Source {
+    std::vector<std::string> names;
+    at::Tensor parameter;
+    bool is_renormalized = false;  // as in ParameterSlot
+  };
+
+  // Takes the parameters over: their data moves to `initial_values()`, they are left sharded (unreadable).
+  FlatParameter(std::string unit_name, const std::vector<Source>& sources, const ShardingOptions& options, int64_t rank,
+                int64_t world_size);
+
+  const std::string& unit_name() const { return unit_name_; }
+  c10::ScalarType dtype() const { return dtype_; }
+  c10::ScalarType master_dtype() const { return master_dtype_; }
+  c10::ScalarType original_dtype() const { return original_dtype_; }
+  c10::Device device() const { return device_; }
+  // Whether some parameter has been trainable; flags that are flipped later may make it so (make_trainable).
+  bool is_trainable() const { return is_trainable_; }
+  // Whether the parameter itself is the master (no separate copy of higher precision).
+  bool is_own_master() const { return dtype_ == master_dtype_; }
+  const FlatLayout& layout() const { return layout_; }
+  int64_t shard_start() const { return rank_ * layout_.shard_numel; }
+  std::vector<ParameterSlot>& slots() { return slots_; }
+  const std::vector<ParameterSlot>& slots() const { return slots_; }
+  std::string describe() const;  // "unit 'layers.3' (float32, trainable, 4 parameters)"
+
+  // The flat values [total_numel] in the parameters' original dtype; taken once, by the fetch.
+  const at::Tensor& initial_values() const { return initial_values_; }
+  at::Tensor take_initial_values() { return std::move(initial_values_); }
+
+  // The overlaps of the slots with flat range [start, stop), in order.
+  std::vector<SlotRange> slots_in(int64_t start, int64_t stop) const;
+
+  void attach(const at::Tensor& whole);
+  void detach();
+  bool is_attached() const { return whole_.defined(); }
+  const at::Tensor& whole() const { return whole_; }
+
+  // --- the masters: the range of the flat buffer that this rank updates, in the master dtype ---
+  // Set by the fetch that owns the memory (make_master). Undefined where they are in a tier whose bytes must be moved.
+  at::Tensor master;
+  int64_t master_start = 0;  // where the range begins in the flat buffer
+  int64_t master_numel = 0;
+  // The tier's vector that holds them, [master_numel]; null where the parameter is the master, and without offload.
+  std::shared_ptr<TieredVector> tiered_master;
+  // Reserves room in the tier for masters that are apart from the parameters. TierError.
+  void reserve_master(const ShardingOptions& options);
+  // Calls `take(first, values)` for elements [start, stop) of the masters in order, in pieces: live views where they
+  // are in memory, otherwise copies that are valid during the call.
+  void read_master(int64_t start, int64_t stop, const std::function<void(int64_t, const at::Tensor&)>& take) const;
+  at::Tensor read_master(int64_t start, int64_t stop) const;  // a live view, or a copy on the CPU
+  void write_master(int64_t start, const at::Tensor& values);
+  // Gives frozen parameters masters that can be updated, of their values. Not collective. TierError.
+  void make_trainable(const ShardingOptions& options);
+  int64_t resident_master_bytes() const;  // beside the parameters
+  // The same range in the parameters' dtype: what an update must also write. Undefined where it is the master itself.
+  at::Tensor parameter_out;
+
+ private:
+  std::string unit_name_;
+  c10::ScalarType original_dtype_;
+  c10::ScalarType dtype_;
+  c10::ScalarType master_dtype_;
+  c10::Device device_;
+  bool is_trainable_;
+  int64_t rank_;
+  FlatLayout layout_;
+  std::vector<ParameterSlot> slots_;
+  at::Tensor initial_values_;
+  at::Tensor whole_;
+};
+
+}  // namespace zeropg

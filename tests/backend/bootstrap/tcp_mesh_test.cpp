@@ -1,0 +1,170 @@
+#include "backend/bootstrap/tcp_mesh.h"
+
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <thread>
+
+#include "backend/bootstrap/authentication.h"
+
+namespace zeropg {
+namespace {
+
+using std::chrono::milliseconds;
+
+struct Node {
+  Descriptor listener;
+  TcpAddress address;
+  Node() {
+    listener = listen_tcp(&address.port);
+    address.network_id = "here";
+    address.hosts = {"127.0.0.1"};
+  }
+};
+
+MeshPlan plan_for(int32_t rank, const std::vector<Node>& nodes, const std::string& secret = "secret") {
+  MeshPlan plan{
+      .rank = rank, .group = "group", .secret = secret, .network_id = "here", .to = {}, .from = {}, .addresses = {}};
+  for (int32_t peer = 0; peer < static_cast<int32_t>(nodes.size()); ++peer) {
+    plan.addresses.push_back(nodes[peer].address);
+    if (peer != rank) (peer < rank ? plan.to : plan.from).push_back(peer);
+  }
+  return plan;
+}
+
+std::string connect(const Node& node, const MeshPlan& plan, std::vector<Descriptor>* connections,
+                    milliseconds limit = milliseconds(20'000)) {
+  try {
+    *connections = connect_mesh(node.listener, plan, Clock::now() + limit, [](const std::vector<int32_t>&) {});
+    return "";
+  } catch (const c10::DistError& error) {
+    return error.what_without_backtrace();
+  }
+}
+
+void expect_pair(const Descriptor& one, const Descriptor& other, char byte) {
+  EXPECT_EQ(::send(one.get(), &byte, 1, 0), 1);
+  char heard = 0;
+  while (::recv(other.get(), &heard, 1, 0) < 0) {
+  }
+  EXPECT_EQ(heard, byte);
+}
+
+Descriptor dial(const Node& node) {
+  Descriptor socket = connect_tcp("127.0.0.1", node.address.port);
+  pollfd entry{socket.get(), POLLOUT, 0};
+  ::poll(&entry, 1, 1000);
+  return socket;
+}
+
+TEST(TcpMesh, ConnectsEverybodyWithEverybody) {
+  std::vector<Node> nodes(4);
+  std::vector<std::vector<Descriptor>> connections(4);
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < 4; ++rank) {
+    threads.emplace_back([&, rank] { EXPECT_EQ(connect(nodes[rank], plan_for(rank, nodes), &connections[rank]), ""); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (int32_t rank = 0; rank < 4; ++rank) {
+    EXPECT_FALSE(connections[rank][rank]);
+    for (int32_t peer = 0; peer < rank; ++peer) {
+      expect_pair(connections[rank][peer], connections[peer][rank], static_cast<char>(rank * 4 + peer + 1));
+    }
+  }
+}
+
+TEST(TcpMesh, StrangersDoNotHarmTheGroup) {
+  std::vector<Node> nodes(2);
+  std::vector<Descriptor> strangers;
+  for (int i = 0; i < 200; ++i) {
+    strangers.push_back(dial(nodes[0]));
+    if (i % 4 == 0) continue;                                                             // silent
+    std::string bytes(i % 4 == 1 ? 3 : i % 4 == 2 ? 68 : 100'000, static_cast<char>(i));  // short, wrong, endless
+    ::send(strangers.back().get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+  std::vector<Descriptor> first;
+  std::vector<Descriptor> second;
+  const auto start = Clock::now();
+  std::thread thread([&] { EXPECT_EQ(connect(nodes[0], plan_for(0, nodes), &first), ""); });
+  EXPECT_EQ(connect(nodes[1], plan_for(1, nodes), &second), "");
+  thread.join();
+  EXPECT_LT(Clock::now() - start, milliseconds(10'000));
+  expect_pair(first[1], second[0], 'x');
+}
+
+TEST(TcpMesh, AnotherSecretIsToldBeforeTheDeadline) {
+  std::vector<Node> nodes(2);
+  std::vector<Descriptor> none;
+  std::thread thread([&] {
+    const std::string error = connect(nodes[0], plan_for(0, nodes), &none, milliseconds(5'000));
+    EXPECT_NE(error.find("rank 1 did not connect"), std::string::npos) << error;
+    EXPECT_NE(error.find("1 connections did not prove the group's secret"), std::string::npos) << error;
+  });
+  std::vector<Descriptor> others;
+  const std::string error = connect(nodes[1], plan_for(1, nodes, "wrong"), &others);
+  EXPECT_NE(error.find("did not take this rank's proof of the group's secret"), std::string::npos) << error;
+  EXPECT_NE(error.find("ZEROPG_SECRET"), std::string::npos) << error;
+  thread.join();
+}
+
+// Who listens at a rank's port without the secret learns nothing and is not believed.
+TEST(TcpMesh, AnImpostorIsNotBelievedAndAReplayIsRefused) {
+  std::vector<Node> nodes(2);
+  std::string recorded;
+  std::thread impostor([&] {
+    Descriptor victim;
+    while (!victim) victim = accept_tcp(nodes[0].listener);
+    const Nonce nonce = random_nonce();
+    ::send(victim.get(), nonce.data(), nonce.size(), MSG_NOSIGNAL);
+    char buffer[200];
+    while (recorded.size() < 68) {
+      const ssize_t received = ::recv(victim.get(), buffer, sizeof buffer, 0);
+      if (received > 0) recorded.append(buffer, static_cast<size_t>(received));
+    }
+    const std::string lie(32, 'x');
+    ::send(victim.get(), lie.data(), lie.size(), MSG_NOSIGNAL);
+    while (::recv(victim.get(), buffer, sizeof buffer, 0) < 0 && errno == EAGAIN) {
+    }
+  });
+  std::vector<Descriptor> none;
+  const std::string error = connect(nodes[1], plan_for(1, nodes), &none);
+  EXPECT_NE(error.find("it did not prove the group's secret"), std::string::npos) << error;
+  impostor.join();
+
+  const Descriptor replay = dial(nodes[0]);
+  ::send(replay.get(), recorded.data(), recorded.size(), MSG_NOSIGNAL);
+  const std::string refused = connect(nodes[0], plan_for(0, nodes), &none, milliseconds(5'000));
+  EXPECT_NE(refused.find("did not prove"), std::string::npos) << refused;
+}
+
+TEST(TcpMesh, WhoCannotBeReachedIsNamedWithTheAddressTried) {
+  std::vector<Node> nodes(2);
+  nodes[0].listener.reset();
+  std::vector<Descriptor> none;
+  const std::string error = connect(nodes[1], plan_for(1, nodes), &none, milliseconds(2000));
+  EXPECT_NE(error.find("rank 0 was not reached (127.0.0.1 port "), std::string::npos) << error;
+  EXPECT_NE(error.find("refused"), std::string::npos) << error;
+}
+
+TEST(TcpSocket, LoopbackLeadsOnlyToThisMachine) {
+  TcpAddress address{.port = 1, .network_id = "there", .hosts = {"10.99.98.97", "127.0.0.1", "::1"}};
+  EXPECT_EQ(candidates(address, "here"), (std::vector<std::string>{"10.99.98.97"}));
+  address.network_id = "here";
+  EXPECT_EQ(candidates(address, "here").size(), 3U);
+}
+
+TEST(TcpSocket, DamagedAddressesAreRefused) {
+  const TcpAddress address{.port = 77, .network_id = "here", .hosts = {"10.0.0.1", "fd00::1"}};
+  const TcpAddress decoded = decode_tcp_address(encode(address));
+  EXPECT_EQ(decoded.port, 77);
+  EXPECT_EQ(decoded.hosts, address.hosts);
+  for (const char* text :
+       {"", "77", "0\nhere\n10.0.0.1", "99999\nhere", "7x\nhere", "77\nhere\nexample.org", "-1\nx"}) {
+    EXPECT_THROW(decode_tcp_address(text), c10::DistBackendError) << text;
+  }
+}
+
+}  // namespace
+}  // namespace zeropg

@@ -1,0 +1,165 @@
+"""One-sided access to the memory of other ranks of the node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.backend.deadlines import give_seconds
+from tests.spawn import RankPool, SeparateHosts, run_ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "new_window"), reason="torch 2.11 has no windows")
+
+
+@pytest.fixture(scope="module")
+def run(rank_pool: Callable[..., RankPool]) -> Iterator[Callable[..., Any]]:
+    yield rank_pool(3).run
+
+
+def make_window(tensor: torch.Tensor | None, group: Any = None) -> Any:
+    return (group or dist.group.WORLD).new_window(tensor)
+
+
+def put_around() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.full((4, 3), float(rank))
+    view = tensor[1]
+    window = make_window(tensor)
+    assert tensor.eq(rank).all(), "the contents move with the memory"
+    dist.barrier()  # the neighbour writes next
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for step in range(20):
+        window.put(torch.full((3,), 100.0 * rank + step), right, 3, False)
+        window.signal(right, False)
+        window.wait_signal(left, False)
+        assert view.tolist() == [100.0 * left + step] * 3
+        window.signal(left, True).wait()  # it was read
+        window.wait_signal(right, True).wait()
+    assert tensor[0].tolist() == [float(rank)] * 3
+    assert window.map_remote_tensor(right)[0].tolist() == [float(right)] * 3
+    dist.barrier()
+    window.map_remote_tensor(right)[2] = 7.0
+    dist.barrier()
+    assert tensor[2].tolist() == [7.0] * 3
+    assert window.get_attr(left).access_type.name == "UNIFIED"
+    window.tensor_deregister()
+    tensor += 1  # still usable memory
+    assert tensor[2].tolist() == [8.0] * 3
+
+
+def test_puts_arrive_before_their_signals(run: Callable[..., Any]) -> None:
+    run(put_around)
+
+
+def put_conjugates() -> None:
+    tensor = torch.zeros(3, dtype=torch.complex64)
+    window = make_window(tensor)
+    window.put(torch.full((3,), 1 + 2j).conj(), (dist.get_rank() + 1) % dist.get_world_size(), 0, False)
+    dist.barrier()
+    assert tensor.tolist() == [1 - 2j] * 3
+    window.tensor_deregister()
+
+
+def test_what_is_put_is_what_the_tensor_shows(run: Callable[..., Any]) -> None:
+    run(put_conjugates)
+
+
+def outlive() -> None:
+    group = dist.new_group()
+    tensor = torch.arange(4)
+    window = make_window(tensor, group)
+    remote = window.map_remote_tensor(0)
+    dist.barrier(group)
+    del window
+    dist.destroy_process_group(group)
+    assert remote.tolist() == tensor.tolist() == [0, 1, 2, 3]
+
+
+def test_tensors_outlive_the_window_and_its_group(run: Callable[..., Any]) -> None:
+    run(outlive)
+
+
+def misuse() -> None:
+    import numpy
+
+    window = make_window(None)
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match="no tensor is registered"):
+        window.put(torch.ones(1), 0, 0, False)
+    for tensor in (torch.ones(4, 4).t(), torch.from_numpy(numpy.ones(3)), torch.ones(4)[1:]):
+        with pytest.raises(ValueError, match=r"contiguous|torch allocated") as caught:
+            window.tensor_register(tensor)
+        assert str(caught.value).startswith(f"[zeropg rank {rank}/3] tensor_register"), caught.value
+    window.tensor_register(torch.zeros(4))
+    with pytest.raises(ValueError, match="tensor_deregister"):
+        window.tensor_register(torch.zeros(4))
+    for tensor, peer, offset, match in (
+        (torch.ones(1), 3, 0, "the peer is rank 3, expected 0 to 2"),
+        (torch.ones(2), 0, 3, "2 elements at 3 do not fit into a window of 4"),
+        (torch.ones(1), 0, -1, "do not fit"),
+        (torch.ones(1, dtype=torch.int32), 0, 0, "window's dtype"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            window.put(tensor, peer, offset, False)
+    window.tensor_deregister()
+
+
+def test_wrong_arguments_say_what_was_expected(run: Callable[..., Any]) -> None:
+    run(misuse)
+
+
+def wait_for_nobody() -> None:
+    group = dist.new_group()
+    window = make_window(torch.zeros(2), group)
+    give_seconds(group, 1)
+    if dist.get_rank() == 0:
+        with pytest.raises(dist.DistBackendError, match="timed out after 1000 ms waiting for a signal of rank 1"):
+            window.wait_signal(1, False)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        window.signal(0, False)
+    elif dist.get_rank() == 0:
+        give_seconds(group, 60)
+        window.wait_signal(1, False)  # the one that came too late
+
+
+def wait_for_the_dead() -> None:
+    window = make_window(torch.zeros(2))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match="rank 1"):
+        window.wait_signal(1, False)
+    assert time.monotonic() - start < 20
+
+
+def test_a_signal_that_does_not_come_is_an_error(run: Callable[..., Any]) -> None:
+    run(wait_for_nobody)
+    run_ranks(2, wait_for_the_dead, expect_death={1})
+
+
+def differ() -> None:
+    group = dist.new_group()
+    with pytest.raises(dist.DistBackendError, match="allocate_shared"):
+        make_window(torch.zeros(2 + 1000 * dist.get_rank()), group)
+
+
+def test_different_sizes_are_an_error_on_every_rank(run: Callable[..., Any]) -> None:
+    run(differ)
+
+
+def span_nodes() -> None:
+    assert not dist.group.WORLD.supports_window  # type: ignore[union-attr]
+    with pytest.raises(NotImplementedError, match="the ranks span nodes"):
+        make_window(torch.zeros(2))
+
+
+def test_windows_between_nodes_are_refused() -> None:
+    run_ranks(2, span_nodes, place=SeparateHosts(hosts=(0, 1)))

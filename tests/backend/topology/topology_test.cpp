@@ -1,0 +1,64 @@
+#include "backend/topology/topology.h"
+
+#include <gtest/gtest.h>
+
+#include "backend/diagnostics/rank_names.h"
+#include "backend/topology/topology_probe.h"
+
+namespace zeropg {
+namespace {
+
+using Ranks = std::vector<int32_t>;
+
+TEST(Topology, GroupsRanksByHostInOrderOfFirstRank) {
+  const Topology topology = make_topology({"b", "a", "b", "c", "a"}, std::vector<std::string>(5), 2);
+  EXPECT_EQ(topology.rank, 2);
+  EXPECT_EQ(topology.world_size(), 5);
+  EXPECT_EQ(topology.nodes, (std::vector<Ranks>{{0, 2}, {1, 4}, {3}}));
+  EXPECT_EQ(topology.node_rank, (Ranks{0, 1, 0, 2, 1}));
+  EXPECT_EQ(topology.local_rank, (Ranks{0, 0, 1, 0, 1}));
+}
+
+TEST(Topology, OneRankIsANode) {
+  const Topology topology = make_topology({"a"}, {""}, 0);
+  EXPECT_EQ(topology.node_count(), 1);
+  EXPECT_EQ(topology.nodes[0], Ranks{0});
+}
+
+TEST(Topology, TableHasARowPerNode) {
+  EXPECT_EQ(to_table(make_topology({"alpha", "b", "alpha"}, {"", "", ""}, 1)),
+            "node  host   ranks\n"
+            "0     alpha  0 2\n"
+            "1     b      1*\n");
+}
+
+TEST(Topology, GroupsTheRanksOfANodeByDomainInOrderOfFirstRank) {
+  const Topology topology =
+      make_topology({"a", "a", "b", "a", "b", "a"}, {"far", "near", "near", "far", "near", "near"}, 0);
+  ASSERT_EQ(topology.domains.size(), 2U);
+  EXPECT_EQ(topology.domains[0], (std::vector<Ranks>{{0, 3}, {1, 5}}));
+  EXPECT_EQ(topology.domains[1], (std::vector<Ranks>{{2, 4}}));
+  EXPECT_EQ(to_table(topology),
+            "node  host  ranks\n"
+            "0     a     0* 3 | 1 5\n"
+            "1     b     2 4\n");
+}
+
+TEST(Topology, ANodeHasDomainsOnlyIfAllItsRanksHave) {
+  const Topology topology = make_topology({"a", "a", "b"}, {"x", "", "x"}, 0);
+  EXPECT_TRUE(topology.domains[0].empty());
+  EXPECT_EQ(topology.domains[1], (std::vector<Ranks>{{2}}));
+}
+
+TEST(Topology, ProbedHostIsTheSameTwice) {
+  EXPECT_EQ(probe_host_id(), probe_host_id());
+  EXPECT_EQ(probe_host_id().find('?'), std::string::npos);
+}
+
+TEST(RankNames, ReadAsWords) {
+  EXPECT_EQ(format_ranks({3}), "rank 3");
+  EXPECT_EQ(format_ranks({0, 2}), "ranks 0, 2");
+}
+
+}  // namespace
+}  // namespace zeropg

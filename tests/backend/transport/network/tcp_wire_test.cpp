@@ -1,0 +1,177 @@
+#include "backend/transport/network/tcp_wire.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+
+#include "tests/backend/child_process.h"
+#include "tests/backend/transport/network/network_suite.h"
+
+namespace zeropg {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Two ends of a TCP connection over loopback.
+std::pair<Descriptor, Descriptor> tcp_pair() {
+  const Descriptor listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t bytes = sizeof address;
+  ::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), bytes);
+  ::listen(listener.get(), 1);
+  ::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&address), &bytes);
+  Descriptor one(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  EXPECT_EQ(::connect(one.get(), reinterpret_cast<sockaddr*>(&address), bytes), 0);
+  ::fcntl(one.get(), F_SETFL, O_NONBLOCK);
+  return {std::move(one), Descriptor(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK))};
+}
+
+class TcpWorld final : public NetworkWorld {
+ public:
+  explicit TcpWorld(int32_t world_size) {
+    std::vector<std::vector<Descriptor>> connections(world_size);
+    for (auto& of_rank : connections) of_rank.resize(world_size);
+    for (int32_t rank = 0; rank < world_size; ++rank) {
+      for (int32_t peer = 0; peer < rank; ++peer) {
+        std::tie(connections[rank][peer], connections[peer][rank]) = tcp_pair();
+      }
+    }
+    for (int32_t rank = 0; rank < world_size; ++rank) {
+      add(std::make_unique<TcpWire>(std::move(connections[rank])), world_size);
+    }
+  }
+};
+
+std::unique_ptr<TransportWorld> make_tcp_world(int32_t world_size) { return std::make_unique<TcpWorld>(world_size); }
+std::unique_ptr<RemoteMemoryWorld> make_tcp_memory(int32_t world_size) {
+  return std::make_unique<TcpWorld>(world_size);
+}
+std::unique_ptr<NetworkWorld> make_tcp_network(int32_t world_size) { return std::make_unique<TcpWorld>(world_size); }
+
+INSTANTIATE_TEST_SUITE_P(Tcp, TransportSuite, ::testing::Values(make_tcp_world));
+INSTANTIATE_TEST_SUITE_P(Tcp, RemoteMemorySuite, ::testing::Values(make_tcp_memory));
+INSTANTIATE_TEST_SUITE_P(Tcp, NetworkSuite, ::testing::Values(make_tcp_network));
+
+// A network whose one peer is this test, which writes what it likes.
+struct Victim {
+  Descriptor attacker;
+  std::unique_ptr<Network> network;
+
+  Victim() {
+    std::vector<Descriptor> connections(2);
+    std::tie(attacker, connections[1]) = tcp_pair();
+    ::fcntl(attacker.get(), F_SETFL, 0);
+    network = std::make_unique<Network>(std::make_unique<TcpWire>(std::move(connections)),
+                                        NetworkOptions{.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = 4096});
+  }
+  void write(const void* data, size_t bytes) { ::send(attacker.get(), data, bytes, MSG_NOSIGNAL); }
+  RemoteState after(std::chrono::milliseconds limit = milliseconds(60'000)) {
+    const auto deadline = std::chrono::steady_clock::now() + limit;
+    while (network->state_of(1).state == RankState::kAlive && !network->state_of(1).is_lost &&
+           std::chrono::steady_clock::now() < deadline) {
+      network->progress();
+    }
+    return network->state_of(1);
+  }
+};
+
+TEST(TcpWire, FramesThatMakeNoSenseLoseThePeerAndNothingElse) {
+  const FrameHeader lies[] = {
+      {static_cast<FrameKind>(0), 0, 0, 0, 0},
+      {static_cast<FrameKind>(200), 0, 0, 0, 0},
+      {FrameKind::kData, 2, 0, 10, 0},
+      {FrameKind::kData, 0, 0, 0xffffffff, 0},
+      {FrameKind::kData, 0, 0, kMaxPayloadBytes, 0},  // within a frame's limit, beyond the window's
+      {FrameKind::kCredit, 0, 0, 0, 1},               // for bytes that were not sent
+      {FrameKind::kCredit, 7, 0, 0, 0},
+      {FrameKind::kCredit, 0, 0, 8, 0},
+      {FrameKind::kState, 0, 0, 100'000, 2},
+      {FrameKind::kGet, 0, 0, 7, 1},
+      {FrameKind::kGetReply, 0, 0, 0, 99},  // nobody asked
+      {FrameKind::kPing, 0, 0, 1, 0},
+  };
+  for (const FrameHeader& lie : lies) {
+    Victim victim;
+    victim.write(&lie, sizeof lie);
+    const RemoteState state = victim.after();
+    EXPECT_TRUE(state.is_lost) << static_cast<int>(lie.kind) << " " << lie.payload_bytes;
+    EXPECT_NE(state.loss.find("as no zeropg of this version does"), std::string::npos) << state.loss;
+  }
+}
+
+TEST(TcpWire, SurvivesRandomBytes) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 300; ++round) {
+    Victim victim;
+    std::vector<uint32_t> noise(random() % 3000 + 1);
+    for (uint32_t& word : noise) word = random() % 3 == 0 ? random() % 9 : random();
+    victim.write(noise.data(), noise.size() * sizeof(uint32_t));
+    victim.attacker.reset();
+    const RemoteState state = victim.after();  // among the noise there may be a word that it failed
+    EXPECT_TRUE(state.is_lost || state.state != RankState::kAlive);
+  }
+}
+
+TEST(TcpWire, AKilledProcessIsLostAlsoWhenItsChildrenLiveOn) {
+  auto [here, there] = tcp_pair();
+  std::vector<Descriptor> connections(2);
+  connections[1] = std::move(here);
+  Network network(std::make_unique<TcpWire>(std::move(connections)),
+                  {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = 4096});
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  const Descriptor reader(ends[0]);
+  Descriptor writer(ends[1]);
+  ChildProcess child([&] {
+    writer.reset();
+    std::vector<Descriptor> own(2);
+    own[0] = std::move(there);
+    const Network peer(std::make_unique<TcpWire>(std::move(own)),
+                       {.rank = 1, .world_size = 2, .peers = {0}, .window_bytes = 4096});
+    if (::fork() == 0) {  // as a data loader's worker; lives until this test ends
+      ::alarm(60);
+      char byte = 0;
+      static_cast<void>(!::read(reader.get(), &byte, 1));
+      ::_exit(0);
+    }
+    std::this_thread::sleep_for(milliseconds(100));
+    ::kill(::getpid(), SIGKILL);
+    return false;
+  });
+  there.reset();
+  const auto start = std::chrono::steady_clock::now();
+  while (!network.state_of(1).is_lost) {
+    network.progress();
+    std::this_thread::sleep_for(milliseconds(1));
+    ASSERT_LT(std::chrono::steady_clock::now() - start, milliseconds(20'000));
+  }
+  EXPECT_FALSE(child.succeeded());
+}
+
+// As a process that is stopped: its system takes what fits, and then answers that there is no room.
+TEST(TcpWire, APeerThatTakesNothingIsNotLost) {
+  auto [silent, here] = tcp_pair();
+  std::vector<Descriptor> connections(2);
+  connections[1] = std::move(here);
+  constexpr int64_t kWindow = 64 << 20;
+  Network network(std::make_unique<TcpWire>(std::move(connections), milliseconds(600)),
+                  {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = kWindow});
+  const std::vector<std::byte> data(1 << 20);
+  size_t sent = 0;
+  const auto start = std::chrono::steady_clock::now();
+  while (std::chrono::steady_clock::now() - start < milliseconds(3000)) {
+    sent += network.try_send(1, Lane::kCollective, data);
+    network.progress();
+    network.ask_for_life();
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  EXPECT_LT(sent, static_cast<size_t>(kWindow)) << "there was room for all of it";
+  EXPECT_FALSE(network.state_of(1).is_lost) << network.state_of(1).loss;
+}
+
+}  // namespace
+}  // namespace zeropg
