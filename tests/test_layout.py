@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from collections import Counter
@@ -129,6 +130,32 @@ WITHOUT_TORCH = {
     "backend/collectives/algorithms",
     "backend/simulator",
 }
+# The same for Python: a file or folder of python/zeropg, and the others that it may import.
+ALLOWED_PYTHON: dict[str, set[str]] = {
+    "_native": set(),
+    "_notices": {"_native"},
+    "compression": {"_native"},
+    "rank_io": {"_native"},
+    "backend": {"_native", "rank_io"},
+    "flight_recorder": {"backend"},
+    "sharding": {"_native", "compression", "rank_io", "backend"},
+    "optim": {"_native", "rank_io", "sharding"},
+    "export": {"_native", "rank_io", "sharding"},
+    "checkpoint": {"_native", "rank_io", "sharding", "optim", "export"},
+    "__init__": {
+        "_native",
+        "_notices",
+        "compression",
+        "backend",
+        "flight_recorder",
+        "sharding",
+        "optim",
+        "export",
+        "checkpoint",
+    },
+    "tools": {"_native", "compression", "backend", "sharding", "__init__"},
+    "__main__": set(),
+}
 MOST_FILES = 25
 TORCH = re.compile(r"<(torch|ATen|c10|pybind11)/|<Python\.h>")
 PYTHON = re.compile(r"<(torch/extension\.h|torch/csrc/utils/|torch/csrc/autograd/python|pybind11/|Python\.h)")
@@ -181,8 +208,42 @@ def test_includes_point_one_way() -> None:
     assert used == ALLOWED, "an arrow that nothing needs any more is to be taken out of ALLOWED"
 
 
+def python_room(module: str) -> str:
+    """ "zeropg.optim.flat_update" -> "optim", "zeropg" -> "__init__"."""
+    return [*module.split("."), "__init__"][1]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules of ours that a file imports, anywhere in it: also in functions, also for types alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.Import):
+            yield from (name for name in names if name.split(".")[0] == "zeropg")
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "zeropg":
+            yield from (f"zeropg.{name}" if node.module == "zeropg" else node.module for name in names)
+
+
+def test_python_imports_point_one_way() -> None:
+    package = ROOT / "python" / "zeropg"
+    used: dict[str, set[str]] = {name: set() for name in ALLOWED_PYTHON}
+    wrong = []
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        for module in imports(path):
+            target = python_room(module)
+            if target not in {room, "_C", "_built_for"}:
+                used[room].add(target)
+                if target not in ALLOWED_PYTHON[room]:
+                    wrong.append(f"{path.relative_to(ROOT)} imports {module}: none of {sorted(ALLOWED_PYTHON[room])}")
+    assert not wrong, "\n".join(wrong)
+    assert used == ALLOWED_PYTHON, "an arrow that nothing needs any more is to be taken out of ALLOWED_PYTHON"
+    rooms = list(ALLOWED_PYTHON)
+    assert not [(room, below) for at, room in enumerate(rooms) for below in ALLOWED_PYTHON[room] - set(rooms[:at])]
+
+
 def test_no_folder_is_too_large_to_look_over() -> None:
-    counts = Counter(folder(path) for path in sources())
+    files = {path.relative_to(ROOT) for top in ("python/zeropg", "tests") for path in (ROOT / top).rglob("*.py")}
+    counts = Counter(folder(path) for path in [*sources(), *files] if path.name != "__init__.py")
     assert not {name: count for name, count in counts.items() if count > MOST_FILES}
 
 

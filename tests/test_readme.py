@@ -14,7 +14,7 @@ import zeropg  # registers the backend, also where the package is not installed
 from tests.spawn import run_ranks
 from tests.test_cpp import ROOT
 from zeropg.__main__ import COMMANDS
-from zeropg.bench.command import SUITES
+from zeropg.tools.bench.command import SUITES
 
 TEXT = (ROOT / "README.md").read_text()
 

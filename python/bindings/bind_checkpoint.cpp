@@ -1,4 +1,4 @@
-// Export and checkpoint files for Python: the layout, the parser and the writer. python/zeropg/_staged_files.py drives
+// Export and checkpoint files for Python: the layout, the parser and the writer. python/zeropg/rank_io/staged_files.py drives
 // them.
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>

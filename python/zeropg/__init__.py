@@ -11,7 +11,15 @@ import _zeropg_register
 from zeropg import _native as _native  # checks versions before anything loads the core
 from zeropg import _notices as _notices
 from zeropg import compression as compression
-from zeropg.access import (
+from zeropg.backend import BackendOptions, Topology, empty, shrink_group, stats, topology
+from zeropg.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from zeropg.checkpoint.ema import ema
+from zeropg.checkpoint.state_dict import full_optimizer_state_dict, full_state_dict, load_full_state_dict
+from zeropg.export.save_16bit_weights import save_16bit_weights
+from zeropg.flight_recorder import dump_flight_recorder
+from zeropg.optim.grad_scaler import GradScaler
+from zeropg.optim.shard_optimizer import shard_optimizer
+from zeropg.sharding.access import (
     clip_grad_norm_,
     full_gradients,
     full_parameters,
@@ -19,16 +27,8 @@ from zeropg.access import (
     no_sync,
     writable_shards,
 )
-from zeropg.backend import BackendOptions, Topology, empty, shrink_group, stats, topology
-from zeropg.checkpoint import load_checkpoint, save_checkpoint
-from zeropg.ema import ema
-from zeropg.export import save_16bit_weights
-from zeropg.flight_recorder import dump_flight_recorder
-from zeropg.fully_sharded import FullyShardedModule, fully_shard, register_forward_method
-from zeropg.grad_scaler import GradScaler
-from zeropg.offload import Offload
-from zeropg.optim import shard_optimizer
-from zeropg.state_dict import full_optimizer_state_dict, full_state_dict, load_full_state_dict
+from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard, register_forward_method
+from zeropg.sharding.offload import Offload
 
 _zeropg_register.register()
 

@@ -11,12 +11,15 @@ import sys
 
 # name: (module, what it does in one line)
 COMMANDS = {
-    "bench": ("zeropg.bench.command", "measure collectives and training steps beside their peers"),
-    "doctor": ("zeropg.doctor.command", "say what is built, what this machine can use, and why not"),
-    "plan": ("zeropg.plan.command", "memory and traffic of a run per rank, before anything is allocated"),
-    "simulate": ("zeropg.simulate", "a collective on nodes and links that are only numbers: time and bytes"),
-    "topo": ("zeropg.topo", "which ranks share a node, and what the links between them carry"),
-    "train": ("zeropg.train.command", "train a small GPT on real text with ZeRO-0 to 3, and export it in 16 bits"),
+    "bench": ("zeropg.tools.bench.command", "measure collectives and training steps beside their peers"),
+    "doctor": ("zeropg.tools.doctor.command", "say what is built, what this machine can use, and why not"),
+    "plan": ("zeropg.tools.plan.command", "memory and traffic of a run per rank, before anything is allocated"),
+    "simulate": ("zeropg.tools.simulate", "a collective on nodes and links that are only numbers: time and bytes"),
+    "topo": ("zeropg.tools.topo", "which ranks share a node, and what the links between them carry"),
+    "train": (
+        "zeropg.tools.train.command",
+        "train a small GPT on real text with ZeRO-0 to 3, and export it in 16 bits",
+    ),
 }
 
 _EXAMPLES = """

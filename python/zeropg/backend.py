@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.distributed_c10d import PrefixStore
 
-from zeropg._agreement import broadcast_text
 from zeropg._native import _C
+from zeropg.rank_io.agreement import broadcast_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,8 +14,8 @@ import zeropg
 from tests.gpu.gpu import WORLD_SIZES, needs_gpu, showed, use_own_gpu
 from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer, train_plain
 from tests.spawn import RankPool, run_ranks
-from zeropg.plan.formulas import Settings, memory
-from zeropg.plan.shape import shape_of
+from zeropg.tools.plan.formulas import Settings, memory
+from zeropg.tools.plan.shape import shape_of
 
 pytestmark = needs_gpu
 STEPS = 10

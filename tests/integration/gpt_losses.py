@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropg.train.gpt import GPT, GPTConfig
+from zeropg.tools.train.gpt import GPT, GPTConfig
 
 Wrap = Callable[[nn.Module, str], nn.Module]  # the model and its backend
 

@@ -186,7 +186,7 @@ def test_saving_again_replaces_and_leftovers_go(rank_pool: Any, tmp_path: Path) 
 
 
 def test_a_checkpoint_that_is_being_read_is_not_removed_and_may_be_moved(rank_pool: Any, tmp_path: Path) -> None:
-    from zeropg._checkpoint_folder import reading
+    from zeropg.checkpoint.folder import reading
 
     pool = rank_pool(2)
     pool.run(save, tmp_path / "a", 1)
@@ -201,9 +201,9 @@ def test_a_checkpoint_that_is_being_read_is_not_removed_and_may_be_moved(rank_po
 
 
 def load_while_another_saves(directory: Path) -> None:
-    from zeropg import _checkpoint_load
+    from zeropg.checkpoint import load as loading
 
-    reading = _checkpoint_load.reading
+    reading = loading.reading
     replaced: list[Path] = []
 
     def reading_late(data: Path) -> Any:
@@ -215,11 +215,11 @@ def load_while_another_saves(directory: Path) -> None:
             shutil.rmtree(data)
         return reading(data)
 
-    _checkpoint_load.reading = reading_late
+    loading.reading = reading_late
     try:
         assert int(load(directory / "a", stage=1)["seed"]) == 2
     finally:
-        _checkpoint_load.reading = reading
+        loading.reading = reading
     assert len(replaced) == 1
 
 
@@ -231,9 +231,9 @@ def test_a_load_that_meets_a_save_takes_the_newer_checkpoint(rank_pool: Any, tmp
 
 
 def save_beside_another(directory: Path) -> str:
-    import zeropg._checkpoint_folder
+    import zeropg.checkpoint.folder
 
-    zeropg._checkpoint_folder._LOCK_SECONDS = 0.2
+    zeropg.checkpoint.folder._LOCK_SECONDS = 0.2
     return try_save(directory)
 
 
@@ -336,7 +336,7 @@ def test_a_save_in_the_background_writes_what_was_there(rank_pool: Any, tmp_path
 
 def snapshot(directory: Path) -> None:
     import zeropg
-    from zeropg import checkpoint
+    from zeropg.checkpoint.checkpoint import checkpoint
 
     take = checkpoint._Save._take_snapshot
     kept: list[bool] = []
@@ -363,7 +363,7 @@ def test_a_save_in_the_background_copies_extra_values_once(rank_pool: Any, tmp_p
 
 def failing_background(directory: Path) -> None:
     import zeropg
-    from zeropg._parallel_files import ParallelFiles
+    from zeropg.rank_io.parallel_files import ParallelFiles
 
     model, optimizer = make(seed=1)
     write = ParallelFiles.sync
@@ -393,7 +393,7 @@ def test_an_error_in_the_background_is_raised_once_on_every_rank(rank_pool: Any,
 
 def save_and_leave(directory: Path) -> None:
     import zeropg
-    from zeropg._parallel_files import ParallelFiles
+    from zeropg.rank_io.parallel_files import ParallelFiles
 
     model, optimizer = make(seed=1)
     write = ParallelFiles.write

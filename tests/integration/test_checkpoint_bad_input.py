@@ -314,9 +314,9 @@ def test_a_rank_that_cannot_write_fails_all(rank_pool: Any, tmp_path: Path, asyn
 def save_and_die(directory: Path, seed: int, victims: list[int], async_save: bool, when: float) -> str:
     """`when`: the moment of death as a part of the time that a save takes."""
     import zeropg
-    import zeropg._store_agreement
+    import zeropg.rank_io.store_agreement
 
-    zeropg._store_agreement._PATIENCE_SECONDS = 3.0
+    zeropg.rank_io.store_agreement._PATIENCE_SECONDS = 3.0
     model, optimizer = make(seed=seed)
     for _ in range(2):  # the first save also loads modules
         start = time.monotonic()

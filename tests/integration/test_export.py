@@ -70,16 +70,16 @@ def local_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int
 
 
 def shard(model: nn.Module, shards=local_shards) -> nn.Module:
-    import zeropg.export
+    from zeropg.export import save_16bit_weights
 
-    zeropg.export._local_shards = shards
+    save_16bit_weights.local_shards = shards
     model._zeropg = SimpleNamespace(process_group=dist.group.WORLD, settle_writes=lambda operation: None)
     return model
 
 
 def save(model: nn.Module, directory: Path, **options) -> str | None:
     """Returns the error's text, if there is one."""
-    from zeropg.export import save_16bit_weights
+    from zeropg.export.save_16bit_weights import save_16bit_weights
 
     try:
         save_16bit_weights(model, directory, **options)
@@ -271,7 +271,7 @@ def test_one_rank_with_a_wrong_argument_fails_all(rank_pool, tmp_path):
 
 
 def test_a_plain_module_is_refused(tmp_path):
-    from zeropg.export import save_16bit_weights
+    from zeropg.export.save_16bit_weights import save_16bit_weights
 
     with pytest.raises(TypeError, match=r"expected a model sharded by zeropg.fully_shard, got Linear"):
         save_16bit_weights(nn.Linear(1, 1), tmp_path)
@@ -522,11 +522,11 @@ def test_transformers_loads_a_llama(rank_pool, tmp_path, tie, options):
 
 
 def test_a_bar_shows_on_a_terminal_only(monkeypatch, capsys):
-    import zeropg._progress
+    import zeropg.rank_io.progress
 
-    monkeypatch.setattr(zeropg._progress, "_DELAY", 0)
+    monkeypatch.setattr(zeropg.rank_io.progress, "_DELAY", 0)
     for is_terminal, is_first in ((False, True), (True, False), (True, True)):
         monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
-        with zeropg._progress.progress("save_16bit_weights", 10, is_shown=is_first) as advance:
+        with zeropg.rank_io.progress.progress("save_16bit_weights", 10, is_shown=is_first) as advance:
             advance(10)
         assert ("save_16bit_weights" in capsys.readouterr().err) == (is_terminal and is_first)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.sharding.checkpoint.test_commit import commits_that_die, read, shard_names, stage
-from zeropg._commit import INDEX_NAME, SINGLE_NAME, commit, temporary_name, write_small_file
+from zeropg.rank_io.commit import INDEX_NAME, SINGLE_NAME, commit, temporary_name, write_small_file
 
 
 def stage_with_config(directory: Path, token: str, version: str, count: int, config: str) -> dict:

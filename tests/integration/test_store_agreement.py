@@ -8,13 +8,13 @@ import time
 import pytest
 import torch.distributed as dist
 
-from zeropg import _store_agreement
-from zeropg._store_agreement import StoreAgreement
+from zeropg.rank_io import store_agreement
+from zeropg.rank_io.store_agreement import StoreAgreement
 
 
 def test_no_thread_is_left_inside_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the interpreter's end a thread that comes back from the store's C++ would abort the process."""
-    monkeypatch.setattr(_store_agreement, "_BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(store_agreement, "_BEAT_SECONDS", 0.0)
     inside = threading.Event()
 
     class SlowStore:

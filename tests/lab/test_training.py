@@ -37,7 +37,7 @@ OVER_UCX = """
 import functools, sys
 import torch.distributed as dist
 from zeropg.backend import BackendOptions
-from zeropg.train.command import main
+from zeropg.tools.train.command import main
 dist.init_process_group = functools.partial(dist.init_process_group, pg_options=BackendOptions(network="ucx"))
 status = main(sys.argv[1:])
 assert "libucp" in open("/proc/self/maps").read()

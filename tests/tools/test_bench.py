@@ -14,10 +14,10 @@ import torch
 
 from tests.processes import run_program
 from zeropg import __main__ as program
-from zeropg import _machine
-from zeropg.bench import harness
-from zeropg.bench.cases import CASES, DTYPES, REDUCTIONS, Shape, empty_on_heap, pattern, reduced
 from zeropg.compression import named_codecs
+from zeropg.tools import machine
+from zeropg.tools.bench import harness
+from zeropg.tools.bench.cases import CASES, DTYPES, REDUCTIONS, Shape, empty_on_heap, pattern, reduced
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 QUICK = ["--rounds", "2", "--iterations", "2", "-w", "1", "--even-if-busy"]
@@ -56,7 +56,7 @@ def test_collectives_check_time_and_file_every_operation(tmp_path):
     assert document["ratios"]
 
     pytest.importorskip("matplotlib")
-    from zeropg.bench.plot import plot_collectives
+    from zeropg.tools.bench.plot import plot_collectives
 
     plot_collectives(document, plot)
     assert plot.read_text().lstrip().startswith("<?xml")
@@ -106,7 +106,7 @@ def test_ranks_of_mpirun_are_known_only_when_asked(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    importing = [sys.executable, "-c", "import os, zeropg.bench.collectives; assert 'RANK' not in os.environ"]
+    importing = [sys.executable, "-c", "import os, zeropg.tools.bench.collectives; assert 'RANK' not in os.environ"]
     subprocess.run(importing, check=True, timeout=150)
     assert not harness.is_a_rank()
     monkeypatch.setenv("RANK", "")  # so that what follows is undone
@@ -228,7 +228,7 @@ def test_optimizer_steps_agree_and_are_timed(tmp_path):
 
 
 def test_an_optimizer_that_computes_something_else_is_not_timed(monkeypatch, capsys):
-    from zeropg.bench import optimizer
+    from zeropg.tools.bench import optimizer
 
     real = optimizer._theirs
     monkeypatch.setattr(optimizer, "_theirs", lambda name, start, *rest: real(name, start + 1e-3, *rest))
@@ -255,7 +255,7 @@ def test_a_tier_is_checked_and_timed(tmp_path):
 
 
 def test_a_busy_machine_is_refused_before_anything_runs(monkeypatch, capsys):
-    monkeypatch.setattr(_machine, "others_load_now", lambda seconds=1.0: 1.5)
+    monkeypatch.setattr(machine, "others_load_now", lambda seconds=1.0: 1.5)
     for suite in ("collectives", "groups", "train", "optimizer", "compression"):
         assert program.main(["bench", suite]) == harness.BUSY
         assert "others keep 1.50 CPUs busy" in capsys.readouterr().err
@@ -268,7 +268,7 @@ def test_load_that_comes_later_takes_the_ratios_back():
 
 
 def test_others_load_does_not_count_ones_own_work():
-    load, start = _machine.OthersLoad(), time.process_time()
+    load, start = machine.OthersLoad(), time.process_time()
     while time.process_time() - start < 0.5:
         pass
     mine = time.process_time() - start

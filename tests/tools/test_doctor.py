@@ -12,10 +12,10 @@ import pytest
 
 from tests.processes import run_program
 from zeropg import __main__ as program
-from zeropg import _machine
 from zeropg._native import _C
-from zeropg.doctor import network, node, self_test, storage
-from zeropg.doctor.finding import Finding
+from zeropg.tools import machine
+from zeropg.tools.doctor import network, node, self_test, storage
+from zeropg.tools.doctor.finding import Finding
 
 
 def find(findings, topic: str) -> Finding:
@@ -130,14 +130,14 @@ def test_cgroup_limits_are_read_up_the_tree(monkeypatch, tmp_path):
     (tmp_path / "job" / "cpu.max").write_text("150000 100000\n")
     (inner / "cpu.max").write_text("max 100000\n")
     (inner / "memory.max").write_text("1048576\n")
-    real = _machine.read_text
-    monkeypatch.setattr(_machine, "_CGROUP", tmp_path)
+    real = machine.read_text
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     monkeypatch.setattr(
-        _machine, "read_text", lambda path: "0::/job/rank" if path == Path("/proc/self/cgroup") else real(path)
+        machine, "read_text", lambda path: "0::/job/rank" if path == Path("/proc/self/cgroup") else real(path)
     )
-    assert _machine.cgroup_cpu_limit() == 1.5
-    assert _machine.cgroup_memory_limit() == 1 << 20
-    assert _machine.usable_cpus() <= 1.5
+    assert machine.cgroup_cpu_limit() == 1.5
+    assert machine.cgroup_memory_limit() == 1 << 20
+    assert machine.usable_cpus() <= 1.5
 
 
 def test_the_core_names_its_instruction_sets_and_this_host():

@@ -19,9 +19,9 @@ from tests.spawn import run_ranks
 from zeropg import __main__ as program
 from zeropg._native import _C
 from zeropg.compression import BlockQuant
-from zeropg.plan.formulas import OPTIMIZER_SLOTS, Settings, bytes_per_kind, memory, paper_bytes, traffic
-from zeropg.plan.shape import Flat, ModelShape, Unit, shape_of, shape_of_config, shape_of_gpt
-from zeropg.train.memory import measured_bytes
+from zeropg.tools.plan.formulas import OPTIMIZER_SLOTS, Settings, bytes_per_kind, memory, paper_bytes, traffic
+from zeropg.tools.plan.shape import Flat, ModelShape, Unit, shape_of, shape_of_config, shape_of_gpt
+from zeropg.tools.train.memory import measured_bytes
 
 GIB = 2**30
 

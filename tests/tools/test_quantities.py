@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from zeropg._quantities import byte_count, count, size
+from zeropg.tools.quantities import byte_count, count, size
 
 
 @pytest.mark.parametrize(("text", "value"), [("8", 8), ("64K", 65536), ("4M", 4 << 20), ("1gb", 1 << 30)])

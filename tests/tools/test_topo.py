@@ -9,7 +9,7 @@ import sys
 
 from tests.processes import run_program
 from tests.spawn import run_ranks
-from zeropg.topo import measure
+from zeropg.tools.topo import measure
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 

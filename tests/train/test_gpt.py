@@ -7,7 +7,7 @@ import math
 import torch
 from torch.nn import functional
 
-from zeropg.train.gpt import GPT, GPTConfig, rotary_table, rotate
+from zeropg.tools.train.gpt import GPT, GPTConfig, rotary_table, rotate
 
 SMALL = GPTConfig(layers=2, width=32, heads=2, context=16)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from zeropg.plan.formulas import paper_bytes
-from zeropg.train.memory import memory_table, resident_bytes
+from zeropg.tools.plan.formulas import paper_bytes
+from zeropg.tools.train.memory import memory_table, resident_bytes
 
 
 def test_table_sums_the_formulas_classes_and_shows_the_others_apart():

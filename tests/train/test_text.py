@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from zeropg.train.text import (
+from zeropg.tools.train.text import (
     IGNORED,
     TrainingBatches,
     clean_text,

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from tests.processes import kill_with_children, run_program
 
-from zeropg.train.options import parse
+from zeropg.tools.train.options import parse
 
 TINY = ["--steps", "12", "--batch", "4", "--context", "64", "--layers", "2", "--width", "32", "--heads", "2"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zeropg._commit import INDEX_NAME, SINGLE_NAME, commit, temporary_name, write_small_file
+from zeropg.rank_io.commit import INDEX_NAME, SINGLE_NAME, commit, temporary_name, write_small_file
 
 
 class Stopped(BaseException):
@@ -61,7 +61,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     for name in ("replace", "link"):
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
     monkeypatch.setattr(Path, "unlink", counted(Path.unlink))
-    monkeypatch.setattr("zeropg._commit.write_small_file", counted(write_small_file))
+    monkeypatch.setattr("zeropg.rank_io.commit.write_small_file", counted(write_small_file))
 
 
 def commits_that_die(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from zeropg._parallel_files import ByteRange, FileSpec, ParallelFiles
+from zeropg.rank_io.parallel_files import ByteRange, FileSpec, ParallelFiles
 
 
 def descriptors() -> int:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from zeropg._native import _C
-from zeropg._structure import decode, encode, fetch_scalar, keep_scalar
-from zeropg._structure_file import make_structure_file, read_structure_file
+from zeropg.checkpoint.structure import decode, encode, fetch_scalar, keep_scalar
+from zeropg.checkpoint.structure_file import make_structure_file, read_structure_file
 
 numpy = pytest.importorskip("numpy")
 CHUNK = 4096

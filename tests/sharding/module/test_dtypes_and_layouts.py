@@ -8,8 +8,8 @@ from torch import nn
 
 import zeropg
 from tests.sharding.ranks import STAGES, close, on_ranks, raises
-from zeropg._units import UnitPlan
-from zeropg.fully_sharded import _check_parameters
+from zeropg.sharding.fully_shard import _check_parameters
+from zeropg.sharding.units import UnitPlan
 
 FROZEN = [
     torch.complex64,

@@ -18,7 +18,7 @@ from tests.sharding.fuse import Fuse
 from tests.sharding.ranks import close, equal, raises
 from tests.signals import Rung, prepare_to_ring, ring_in
 from tests.spawn import RankPool, SeparateHosts, run_ranks
-from zeropg._agreement import peers_needed
+from zeropg.rank_io.agreement import peers_needed
 
 DOUBLE = torch.float64
 

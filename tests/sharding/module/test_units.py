@@ -18,7 +18,7 @@ from torch import nn
 import zeropg
 from tests.sharding.ranks import STAGES, close, equal, on_ranks, raises
 from tests.small_gpt import Block, loss_of, make_batches, make_model
-from zeropg._units import find_blocks
+from zeropg.sharding.units import find_blocks
 
 
 def unit_names(model: nn.Module) -> dict[str, set[str]]:

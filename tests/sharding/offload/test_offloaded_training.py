@@ -18,6 +18,7 @@ from tests.memory import held_bytes
 from tests.sharding.ranks import STAGES, equal, on_ranks, raises
 from tests.small_gpt import loss_of, make_batches, make_model
 from zeropg._native import _C
+from zeropg.sharding import fully_shard
 
 STEPS = 5
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -103,18 +104,18 @@ def test_a_tier_changes_no_bit(tmp_path: Path, maker: str, stage: int, options: 
 @contextmanager
 def host_tier() -> Iterator[None]:
     """What "cpu" means beside a GPU, on a CPU model: the step works on the tier's memory in place."""
-    before = zeropg.fully_sharded.open_offload
+    before = fully_shard.open_offload
 
     def make(*_: Any) -> Any:
         return _C.make_offload(
             device="cpu", directory="", threads=1, is_pinned=False, buffer_bytes=1 << 20, rank=0, world_size=1
         )
 
-    zeropg.fully_sharded.open_offload = make
+    fully_shard.open_offload = make
     try:
         yield
     finally:
-        zeropg.fully_sharded.open_offload = before
+        fully_shard.open_offload = before
 
 
 @every_stage

@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.sharding.optim.fake_core import ranks_of, shard, whole_master
-from zeropg.optim import ShardedOptimizer, shard_optimizer
+from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

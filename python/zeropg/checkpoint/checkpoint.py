@@ -1,0 +1,492 @@
+"""Checkpoints that load at any world size and stage: `save_checkpoint`, `load_checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropg._native import _C
+from zeropg.checkpoint.folder import CheckpointFolder
+from zeropg.checkpoint.load import Loading
+from zeropg.checkpoint.manifest import ALONE, Manifest, SavedFile
+from zeropg.checkpoint.optimizers import Optimizers, named_optimizers, own_words
+from zeropg.checkpoint.plan import (
+    ModelPlan,
+    OptimizerPlan,
+    digest,
+    encode_groups,
+    local_signatures,
+    optimizer_kind,
+    plan_model,
+    plan_optimizer,
+)
+from zeropg.checkpoint.residuals import residual_file, saved_residuals
+from zeropg.checkpoint.structure_file import StructureFile, make_structure_file
+from zeropg.export.plan import has_extra_state
+from zeropg.optim.shard_optimizer import ShardedOptimizer
+from zeropg.rank_io.agreement import check_same, together
+from zeropg.rank_io.parallel_files import ByteRange, FileSpec, ParallelFiles
+from zeropg.rank_io.progress import progress
+from zeropg.rank_io.store_agreement import StoreAgreement, patience_of, store_of
+from zeropg.rank_io.stream import stream_to_first
+from zeropg.sharding.state import ShardedState, state_of
+
+_OPERATION = "save_checkpoint"
+_SMALLEST_CHUNK_BYTES = 1 << 20
+_MOST_CHUNKS = 1 << 16  # so that the checksums of a checkpoint of any size are some hundred KB of text
+
+Agree = Callable[[Callable[[], Any]], list[Any]]
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    extra: Any = None,
+    rank_extra: Any = None,
+    async_save: bool = False,
+) -> PendingCheckpoint | None:
+    """Writes what `load_checkpoint` needs to go on at any world size and stage. Collective.
+
+    The directory holds safetensors files with whole tensors under the model's own names: parameters (the masters, in
+    their precision), persistent buffers, and each optimizer state under "name/key"; what each rank's compression still
+    owes to the gradients; and a manifest with their places and checksums. Every rank writes its own byte ranges. Ranks
+    that do not see the directory (no shared file system) send their part to rank 0.
+
+    Saving into the same directory again replaces the checkpoint in it, by one rename after everything is on the disk:
+    whoever looks, at any moment and after any crash, finds the older checkpoint whole or the newer one. Until then both
+    take up space. To keep several, give each a directory of its own. Other files in the directory stay.
+
+    Args:
+        directory: the same on every rank; made if it does not exist.
+        model: a module that `fully_shard` has sharded, in any stage.
+        optimizer: what `shard_optimizer` returned for it; or a sequence or a dict by name of several, of the same or
+            of different classes, whose state then stands under "optimizer's name/name/key". Those of a sequence are
+            called "0", "1", ...; a sequence of one is as the one itself.
+        extra: scheduler, scaler, counters ...: nested dicts, lists and tuples of None, bool, int, float, str, tensors
+            and numpy arrays. Rank 0's is saved.
+        rank_extra: the same kind of value, one per rank: random states, the sampler's position.
+        async_save: copy everything to host memory (as much as this rank's part of the files), return, and write in the
+            background. The directory must be shared by all ranks. The next save or load waits for it, and so does the
+            interpreter's exit. An error is raised by `wait`, or else by the next save or load. A rank without a sign of
+            life for 60 s, or for the group's timeout where that is shorter, is an error.
+
+    Returns:
+        With async_save, the save that is going on; None otherwise.
+
+    Raises:
+        TypeError: an argument does not fit; for `extra` the message names the place in the structure.
+        ValueError: an argument differs between ranks.
+        OSError: a file could not be written on some rank; the message names rank, path, offset and errno.
+        DistBackendError: a rank died.
+        Every rank raises the same error, and the directory holds the checkpoint that it held before.
+    """
+    state = state_of(model, _OPERATION)
+    save = _Save(state, optimizer)
+    save.announce(directory, extra, rank_extra, async_save)
+    pending: PendingCheckpoint | None = None
+    try:
+        state.core.settle_writes("save_checkpoint")
+        save.create()
+        if async_save:
+            pending = state.pending_save = PendingCheckpoint(save)
+        else:
+            save.write_and_commit()
+    finally:
+        if pending is None:
+            save.close()
+    return pending
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None
+) -> tuple[Any, Any]:
+    """Sets model and optimizer from what `save_checkpoint` wrote, at whatever world size and stage. Collective.
+
+    Each rank reads its own byte ranges, and checks the checksums of the chunks that they lie in. Masters, parameters,
+    persistent buffers, the optimizer's state and param groups (learning rate and so on) become what they were. So do
+    the residuals of compression at the same world size; at another one they begin at zero, with a warning.
+
+    Args:
+        directory: seen by every rank, with the same content.
+        model: sharded, of the same architecture: the same names and shapes. Other floating dtypes are cast.
+        optimizer: of the same class, with the same parameters in each param group; of several, each under the name that
+            it was saved by. None leaves the saved state alone; given where none was saved, it stays as it is, with a
+            warning.
+
+    Returns:
+        (extra, rank_extra) as they were passed to `save_checkpoint`, tensors on the CPU. rank_extra is what the rank of
+        the same number saved; None on a rank that did not exist then. Rank 0 warns when the world size has changed.
+
+    Raises:
+        FileNotFoundError: no checkpoint there; the message says what is there instead.
+        ValueError: the checkpoint is damaged, or of another model or optimizer; the message lists what differs.
+        OSError: a file cannot be read.
+        Every rank raises the same error. Unless the message says otherwise, the model is as it was.
+    """
+    state = state_of(model, "load_checkpoint")
+    group = state.core.process_group
+    named = named_optimizers(optimizer, model, "load_checkpoint")
+    loading: Loading | None = None
+
+    def open_checkpoint() -> dict[str, str]:
+        nonlocal loading
+        _join(state)
+        loading = Loading(_path(directory), state, named)
+        return loading.announcement()
+
+    announced = together(group, "load_checkpoint", open_checkpoint)
+    assert loading is not None  # otherwise the line above has raised
+    opened: Loading = loading
+    try:
+        check_same(group, "load_checkpoint", announced)
+        extras = _together_own(group, opened.read_extras)
+        with progress("load_checkpoint", opened.own_bytes(), is_shown=group.rank() == 0) as advance:
+            state.core.begin_step()
+            failure: Exception | None = None
+            try:
+                opened.read_model(advance)
+            except Exception as error:
+                failure = error
+            finally:
+                state.core.end_step()  # also after an error: the other ranks are waiting in theirs
+            together(group, "load_checkpoint", lambda: opened.read_optimizers(advance, failure))
+    finally:
+        opened.close()
+    if group.rank() == 0:
+        opened.warn()
+    return extras
+
+
+def _together_own(group: dist.ProcessGroup, action: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """As `together`, for a result that stays on this rank."""
+    results: list[tuple[Any, Any]] = []
+    together(group, "load_checkpoint", lambda: results.append(action()))
+    return results[0]
+
+
+class PendingCheckpoint:
+    """A save that goes on in the background, from `save_checkpoint(async_save=True)`."""
+
+    def __init__(self, save: _Save) -> None:
+        self._save = save
+        self._failure: BaseException | None = None
+        self._is_told = False
+        save.snapshot()
+        # Not a daemon: the interpreter waits for it.
+        self._thread = threading.Thread(target=self._run, name="zeropg-save-checkpoint")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not. Never waits."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the checkpoint is committed, or raises what went wrong, once; the same error on every rank.
+
+        timeout: seconds, after which TimeoutError is raised; the save goes on. Not collective.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"[zeropg] save_checkpoint: not finished after {timeout} s; it goes on")
+        failure, is_told = self._failure, self._is_told
+        self._is_told = True
+        if failure is not None and not is_told:
+            raise failure
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Waits as `wait` does, and returns the directory."""
+        self.wait(timeout)
+        return self._save.directory
+
+    def _run(self) -> None:
+        try:
+            self._save.write_in_background()
+        except BaseException as error:
+            self._failure = error
+            if self._save.rank == 0:  # nobody may ever ask
+                warnings.warn(f"{error} (in the background)", stacklevel=1)
+        finally:
+            self._save.close()
+
+
+class _Save:
+    """One rank's part in one save. Every step ends when all ranks have told how it went."""
+
+    def __init__(self, state: ShardedState, optimizer: Optimizers | None) -> None:
+        self.rank = state.core.rank
+        self.directory = Path()
+        self._state = state
+        self._optimizers = named_optimizers(optimizer, state.model, _OPERATION)
+        self._group: dist.ProcessGroup = state.core.process_group
+        self._model_plan: ModelPlan | None = None
+        self._optimizer_plans: dict[str, OptimizerPlan] = {}
+        self._own_files: dict[str, StructureFile] = {}  # those that this rank writes alone
+        self._names: list[str] = []
+        self._sees_files: list[bool] = []
+        self._chunk_bytes = _SMALLEST_CHUNK_BYTES
+        self._snapshot: list[ByteRange] | None = None
+
+    # --- on the thread that trains ---
+
+    def announce(self, directory: str | os.PathLike[str], extra: Any, rank_extra: Any, async_save: bool) -> None:
+        """Checks the arguments here and between the ranks, and lays out the files. Collective."""
+        announced = together(
+            self._group, _OPERATION, lambda: self._announcement(directory, extra, rank_extra, async_save)
+        )
+        check_same(self._group, _OPERATION, [entry["arguments"] for entry in announced])
+        assert self._model_plan is not None  # otherwise the lines above have raised
+        layouts = [self._model_plan.layout]
+        for index, (name, optimizer) in enumerate(self._optimizers.items()):
+            plan = plan_optimizer(
+                optimizer_kind(optimizer),
+                self._groups[name],
+                self._model_plan,
+                [entry["states"][name] for entry in announced],
+                stem="optimizer" if name == ALONE else f"optimizer-{index}",
+                prefix="" if name == ALONE else f"{name}/",
+            )
+            self._optimizer_plans[name] = plan
+            layouts.append(plan.layout)
+        shared = [(file.name, file.bytes, file.header) for layout in layouts for file in layout.files]
+        own = [(name, size, b"") for entry in announced for name, size in entry["own_files"].items()]
+        self._names = [name for name, _, _ in shared + own]
+        total_bytes = sum(size for _, size, _ in shared + own)
+        while total_bytes / self._chunk_bytes > _MOST_CHUNKS:
+            self._chunk_bytes *= 2
+        self._token = announced[0]["token"]
+        self._folder = CheckpointFolder(self.directory, self._token)
+        self._specs = [
+            FileSpec(str(self._folder.data / name), size, header, is_shared=index < len(shared))
+            for index, (name, size, header) in enumerate(shared + own)
+        ]
+        self._files = ParallelFiles(self._specs, chunk_bytes=self._chunk_bytes)
+        self._is_async = async_save
+
+    def _announcement(
+        self, directory: str | os.PathLike[str], extra: Any, rank_extra: Any, async_save: bool
+    ) -> dict[str, Any]:
+        if not isinstance(async_save, bool):
+            raise TypeError(f"async_save is {async_save!r}, expected True or False")
+        self.directory = _path(directory)
+        self._model_plan = plan_model(self._state)
+        if self.rank == 0:
+            content = {"extra": extra, "modules": _extra_states(self._state.model)}
+            self._own_files["extra.safetensors"] = make_structure_file(content)
+        if rank_extra is not None:
+            self._own_files[f"rank-{self.rank:05d}.safetensors"] = make_structure_file({"rank_extra": rank_extra})
+        residuals = saved_residuals(self._state.core)
+        if residuals is not None:
+            self._own_files[residual_file(self.rank)] = make_structure_file(residuals)
+        arguments = {
+            "directory": str(self.directory),
+            "async_save": str(async_save),
+            "the model's tensors (digest)": digest(self._model_plan.described()),
+            "optimizer": _kinds(self._optimizers),
+        }
+        self._groups = {name: encode_groups(one, self._model_plan) for name, one in self._optimizers.items()}
+        for name, groups in self._groups.items():
+            arguments[f"the optimizer{own_words(name)}'s param_groups (digest)"] = digest(groups)
+        _join(self._state)  # after the checks: its errors are of the save before
+        return {
+            "arguments": arguments,
+            "states": {name: local_signatures(one, self._model_plan) for name, one in self._optimizers.items()},
+            "own_files": {name: file.size_bytes for name, file in self._own_files.items()},
+            "token": secrets.token_hex(8),
+        }
+
+    def create(self) -> None:
+        """Makes the files, as many ranks open them as see them. Collective."""
+        self._together(lambda: self._create() if self.rank == 0 else None)
+        self._sees_files = self._together(lambda: self.rank == 0 or self._files.open())
+        if self._is_async and not all(self._sees_files):
+            blind = ", ".join(str(rank) for rank, sees in enumerate(self._sees_files) if not sees)
+            raise NotImplementedError(
+                f"[zeropg rank {self.rank}/{self._group.size()}] {_OPERATION}: ranks {blind} do not see the files that "
+                f"rank 0 made in '{self.directory}', and a background save cannot send them; use a shared file system, "
+                "or async_save=False"
+            )
+
+    def _create(self) -> None:
+        self._folder.create()
+        self._files.create()
+
+    def write_and_commit(self) -> None:
+        """Collective."""
+        share = sum(spec.size_bytes for spec in self._specs) // self._group.size()
+        for rank, sees in enumerate(self._sees_files):
+            if not sees:
+                stream_to_first(self._group, _OPERATION, rank, self._own_ranges, self._files.write)
+        with progress(_OPERATION, share, is_shown=self.rank == 0) as advance:
+            self._finish(self._together, self._own_ranges() if self._sees_files[self.rank] else iter(()), advance)
+
+    def snapshot(self) -> None:
+        """Copies what this rank will write. Collective."""
+        self._together(self._take_snapshot)
+        store = store_of(self._group)
+        self._agreement = None
+        if self._group.size() > 1:
+            if store is None:
+                raise NotImplementedError(
+                    f"[zeropg rank {self.rank}/{self._group.size()}] {_OPERATION}: async_save=True needs the store of "
+                    "the process group, and torch knows none for it; make the group with torch.distributed.new_group, "
+                    "or use async_save=False"
+                )
+            name = f"checkpoint/{self._token}"
+            patience = patience_of(self._group)
+            self._agreement = StoreAgreement(store, name, self.rank, self._group.size(), _OPERATION, patience)
+
+    def _take_snapshot(self) -> None:
+        self._snapshot = [
+            part._replace(values=part.values.detach().to(device="cpu", dtype=part.dtype, copy=True))
+            for part in self._live_ranges()
+        ]
+        self._snapshot += self._own_file_ranges()  # nobody changes these: they are copies
+
+    def close(self) -> None:
+        self._snapshot = None
+        self._own_files = {}
+        self._files.close()
+        if self.rank == 0:
+            # Not the others: rank 0 may be committing while they have lost it. The next save removes what is left.
+            self._folder.close()
+
+    # --- on the thread that trains, or in the background ---
+
+    def write_in_background(self) -> None:
+        assert self._snapshot is not None
+        ranges = iter(self._snapshot)
+        if self._agreement is None:
+            self._finish(lambda action: [action()], ranges, lambda written_bytes: None)
+            return
+        self._agreement.start()
+        try:
+            self._finish(self._agreement.together, ranges, lambda written_bytes: None)
+        finally:
+            self._agreement.finish()
+
+    def _finish(self, agree: Agree, ranges: Iterator[ByteRange], advance: Callable[[int], None]) -> None:
+        pieces = agree(lambda: self._write(ranges, advance))
+        agree(lambda: self._commit(pieces) if self.rank == 0 else None)
+
+    def _write(self, ranges: Iterator[ByteRange], advance: Callable[[int], None]) -> list[list[Any]]:
+        for part in ranges:
+            self._files.write(part)
+            advance(part.size_bytes)
+        self._files.sync()
+        return [_compact(pieces) for pieces in self._files.checksums()]
+
+    def _commit(self, pieces: list[list[list[Any]]]) -> None:
+        files: dict[str, SavedFile] = {}
+        for index, (name, spec) in enumerate(zip(self._names, self._specs, strict=True)):
+            parts = [
+                piece for ranks_own in pieces if ranks_own for piece in _expand(ranks_own[index], self._chunk_bytes)
+            ]
+            try:
+                checksums = _C.join_checksums(parts, spec.size_bytes, self._chunk_bytes)
+            except ValueError as error:
+                raise RuntimeError(f"'{name}': {error}; this is a fault of zeropg, please report it") from error
+            files[name] = SavedFile(spec.size_bytes, checksums)
+        self._folder.commit(self._manifest(files))
+
+    # --- both ---
+
+    def _manifest(self, files: dict[str, SavedFile]) -> Manifest:
+        plan = self._model_plan
+        assert plan is not None
+        core = self._state.core
+        return Manifest(
+            folder=self._folder.data.name,
+            origin={
+                "torch": torch.__version__,
+                "world_size": core.world_size,
+                "stage": core.stage,
+                "placements": {
+                    "flat ranges over all ranks": sum(tensor.is_sharded for tensor in plan.tensors),
+                    "whole, from rank 0": [tensor.name for tensor in plan.tensors if not tensor.is_sharded],
+                },
+            },
+            world_size=core.world_size,
+            chunk_bytes=self._chunk_bytes,
+            files=files,
+            tensors=plan.saved(),
+            aliases=plan.aliases,
+            optimizers={name: optimizer_plan.saved() for name, optimizer_plan in self._optimizer_plans.items()},
+        )
+
+    def _own_ranges(self) -> Iterator[ByteRange]:
+        yield from self._live_ranges()
+        yield from self._own_file_ranges()
+
+    def _live_ranges(self) -> Iterator[ByteRange]:
+        """Of the model's and the optimizers' own tensors, which go on changing."""
+        assert self._model_plan is not None
+        yield from self._model_plan.ranges(self._state.model, is_first=self.rank == 0)
+        first_file = len(self._model_plan.layout.files)
+        for name, plan in self._optimizer_plans.items():
+            yield from plan.ranges(self._optimizers[name], first_file)
+            first_file += len(plan.layout.files)
+
+    def _own_file_ranges(self) -> Iterator[ByteRange]:
+        for name, file in self._own_files.items():
+            yield from file.ranges(self._names.index(name))
+
+    def _together(self, action: Callable[[], Any]) -> list[Any]:
+        return together(self._group, _OPERATION, action)
+
+
+def _compact(pieces: list[tuple[int, int, int]]) -> list[Any]:
+    """Pieces that follow each other as one: [start, stop, their checksums as text]."""
+    runs: list[Any] = []
+    for start, stop, crc in pieces:
+        if runs and runs[-1][1] == start:
+            runs[-1][1] = stop
+            runs[-1][2] += f"{crc:08x}"
+        else:
+            runs.append([start, stop, f"{crc:08x}"])
+    return runs
+
+
+def _expand(runs: list[Any], chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """The inverse of `_compact`: pieces end where chunks do."""
+    for start, stop, text in runs:
+        for at in range(0, len(text), 8):
+            end = min(stop, (start // chunk_bytes + 1) * chunk_bytes)
+            yield start, end, int(text[at : at + 8], 16)
+            start = end
+
+
+def _path(directory: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(os.fsdecode(directory)))
+
+
+def _kinds(optimizers: Mapping[str, ShardedOptimizer]) -> str:
+    kinds = [f"{name}: {optimizer_kind(one)}" if name else optimizer_kind(one) for name, one in optimizers.items()]
+    return ", ".join(kinds) or "None"
+
+
+def _extra_states(model: nn.Module) -> dict[str, Any]:
+    return {name: module.get_extra_state() for name, module in model.named_modules() if has_extra_state(module)}
+
+
+def _join(state: ShardedState) -> None:
+    """Waits for the save that is going on. Raises its error if nobody has been told."""
+    pending, state.pending_save = state.pending_save, None
+    if pending is None:
+        return
+    try:
+        pending.wait()
+    except Exception as error:
+        words = re.sub(r"^\[zeropg rank \d+/\d+\] ", "", str(error))
+        raise type(error)(f"the save before failed in the background: {words}") from error

@@ -1,0 +1,251 @@
+"""What a checkpoint of a model and its optimizer holds, and where it stands in the files. No communication."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeropg._native import _C
+from zeropg.checkpoint.manifest import SavedOptimizer, SavedTensor
+from zeropg.checkpoint.structure import dtype_name, dtype_of, encode, keep_scalar
+from zeropg.export.plan import named_tensors
+from zeropg.optim.shard_optimizer import ShardedOptimizer
+from zeropg.rank_io.parallel_files import ByteRange
+from zeropg.sharding.access import local_shards
+from zeropg.sharding.state import ShardedState
+
+# Files of this size: no file system refuses them, and few enough to open at once.
+_MAX_FILE_BYTES = 16 << 30
+_NOT_OPTIONS = ("params", "param_names")
+
+
+@dataclass(frozen=True)
+class ModelTensor:
+    """A parameter or persistent buffer. dtype: of the master, or its own where nothing shards it."""
+
+    name: str
+    value: torch.Tensor
+    dtype: torch.dtype
+    is_sharded: bool
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The model's tensors; the same on every rank but for `value`s."""
+
+    tensors: list[ModelTensor]
+    index_of: dict[str, int]  # every name of every tensor
+    layout: _C.Layout
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        return {name: self.tensors[i].name for name, i in self.index_of.items() if name != self.tensors[i].name}
+
+    def described(self) -> list[Any]:
+        """JSON that differs where ranks would write different files."""
+        described = [(t.name, list(t.value.shape), str(t.dtype), t.is_sharded) for t in self.tensors]
+        return [described, sorted(self.aliases.items())]
+
+    def saved(self) -> dict[str, SavedTensor]:
+        places = zip(self.tensors, self.layout.places, strict=True)
+        return {t.name: _saved(self.layout, place, t.dtype, t.value.shape) for t, place in places}
+
+    def ranges(self, model: nn.Module, *, is_first: bool) -> Iterator[ByteRange]:
+        """Yields what this rank writes: its part of the masters; rank 0 also what is not sharded."""
+        for name, flat, start, _ in local_shards(model):
+            yield _range(self.layout.places[self.index_of[name]], start, flat, flat.dtype)
+        for tensor, place in zip(self.tensors, self.layout.places, strict=True):
+            if is_first and not tensor.is_sharded:
+                yield _range(place, 0, tensor.value.detach().reshape(-1), tensor.dtype)
+
+
+def plan_model(state: ShardedState) -> ModelPlan:
+    """Collects the tensors of `state_dict()`, in its order.
+
+    Raises NotImplementedError for a DTensor.
+    """
+    master_dtypes = {id(p): group.master_dtype for group in state.core.flat_groups for _, p, _, _ in group.slots}
+    names_of: dict[int, list[str]] = {}
+    values: dict[int, torch.Tensor] = {}
+    for name, value in named_tensors(state.model):
+        names_of.setdefault(id(value), []).append(name)
+        values[id(value)] = value
+    tensors, index_of = [], {}
+    for index, (key, names) in enumerate(names_of.items()):
+        value = values[key]
+        if isinstance(value, DTensor):
+            raise NotImplementedError(
+                f"'{names[0]}' is a DTensor; checkpoints of tensor-parallel parameters are not available: save these "
+                "with torch.distributed.checkpoint"
+            )
+        tensors.append(ModelTensor(names[0], value, master_dtypes.get(key, value.dtype), key in master_dtypes))
+        index_of.update(dict.fromkeys(names, index))
+    layout = _plan_layout(
+        "model",
+        [tensor.name for tensor in tensors],
+        [tensor.value for tensor in tensors],
+        [tensor.dtype for tensor in tensors],
+        {name: tensors[index].name for name, index in index_of.items() if name != tensors[index].name},
+    )
+    return ModelPlan(tensors, index_of, layout)
+
+
+# By key, of one parameter's state: {"dtype": name} or {"number": JSON}.
+Signature = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """The optimizer's state over all ranks; the same on every rank."""
+
+    kind: str
+    groups: list[dict[str, Any]]
+    model: ModelPlan
+    entries: dict[tuple[str, str], int]  # (parameter name, key) -> index into layout.places
+    dtypes: list[torch.dtype]
+    layout: _C.Layout
+    numbers: dict[str, dict[str, Any]]
+
+    def saved(self) -> SavedOptimizer:
+        tensors: dict[str, dict[str, SavedTensor]] = {}
+        for (name, key), index in self.entries.items():
+            shape = self.model.tensors[self.model.index_of[name]].value.shape
+            place = self.layout.places[index]
+            tensors.setdefault(name, {})[key] = _saved(self.layout, place, self.dtypes[index], shape)
+        return SavedOptimizer(self.kind, self.groups, tensors, self.numbers)
+
+    def ranges(self, optimizer: ShardedOptimizer, first_file: int) -> Iterator[ByteRange]:
+        """Yields what this rank writes; the optimizer's files are numbered from `first_file` on."""
+        for name, key, tensor, start, _ in optimizer.local_state():
+            index = self.entries[self.model.tensors[self.model.index_of[name]].name, key]
+            part = _range(self.layout.places[index], start, tensor, self.dtypes[index])
+            yield part._replace(file=part.file + first_file)
+
+
+def optimizer_kind(optimizer: ShardedOptimizer) -> str:
+    kind = type(optimizer._wrapped)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def group_names(optimizer: torch.optim.Optimizer, model: ModelPlan) -> list[list[str]]:
+    """The parameters of each param group by the names they are saved under."""
+    name_of = {id(tensor.value): tensor.name for tensor in model.tensors}
+    return [[name_of[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def encode_groups(optimizer: torch.optim.Optimizer, model: ModelPlan) -> list[dict[str, Any]]:
+    """Returns the param groups as JSON. Raises TypeError for an option that is no nested value of numbers and text."""
+    groups = []
+    for index, (group, names) in enumerate(zip(optimizer.param_groups, group_names(optimizer, model), strict=True)):
+        options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+        encoded = {k: encode(v, f"param_groups[{index}][{k!r}]", keep_scalar) for k, v in options.items()}
+        groups.append({"params": names, **encoded})
+    return groups
+
+
+def local_signatures(optimizer: ShardedOptimizer, model: ModelPlan) -> dict[str, str]:
+    """Says in few words which state this rank owns a part of: JSON of a Signature -> parameters, as "0-57,60"."""
+    signatures: dict[int, Signature] = {}
+    for name, key, dtype in optimizer.local_keys():
+        signatures.setdefault(model.index_of[name], {})[key] = {"dtype": dtype_name(dtype)}
+    for name, key, value in optimizer.local_scalars():
+        path = f"the optimizer's state {key!r} of '{name}'"
+        signatures.setdefault(model.index_of[name], {})[key] = {"number": encode(value, path, keep_scalar)}
+    parameters: dict[str, list[int]] = {}
+    for index, signature in sorted(signatures.items()):
+        parameters.setdefault(json.dumps(signature, sort_keys=True, allow_nan=False), []).append(index)
+    return {signature: _to_ranges(indices) for signature, indices in parameters.items()}
+
+
+def plan_optimizer(
+    kind: str,
+    groups: list[dict[str, Any]],
+    model: ModelPlan,
+    announced: list[dict[str, str]],
+    *,
+    stem: str = "optimizer",
+    prefix: str = "",
+) -> OptimizerPlan:
+    """Lays the state out that the ranks announced together by `local_signatures`.
+
+    stem: of the files' names. prefix: of the tensors' names in them.
+
+    Raises RuntimeError where two ranks have different state of one parameter.
+    """
+    signatures: dict[int, Signature] = {}
+    for rank, ranks_own in enumerate(announced):
+        for text, indices in ranks_own.items():
+            signature = json.loads(text)
+            for index in _from_ranges(indices):
+                if signatures.setdefault(index, signature) != signature:
+                    raise RuntimeError(
+                        f"rank {rank} has other optimizer state for '{model.tensors[index].name}' ({text}) than an "
+                        f"earlier rank ({json.dumps(signatures[index])}); step the same parameters on every rank"
+                    )
+    entries: dict[tuple[str, str], int] = {}
+    dtypes: list[torch.dtype] = []
+    numbers: dict[str, dict[str, Any]] = {}
+    for index, signature in sorted(signatures.items()):
+        name = model.tensors[index].name
+        for key, value in signature.items():
+            if "dtype" in value:
+                entries[name, key] = len(dtypes)
+                dtypes.append(dtype_of(value["dtype"]))
+            else:
+                numbers.setdefault(name, {})[key] = value["number"]
+    layout = _plan_layout(
+        stem,
+        [f"{prefix}{name}/{key}" for name, key in entries],
+        [model.tensors[model.index_of[name]].value for name, _ in entries],
+        dtypes,
+        {},
+    )
+    return OptimizerPlan(kind, groups, model, entries, dtypes, layout, numbers)
+
+
+def _to_ranges(indices: list[int]) -> str:
+    ranges: list[list[int]] = []
+    for index in indices:
+        if ranges and ranges[-1][1] == index - 1:
+            ranges[-1][1] = index
+        else:
+            ranges.append([index, index])
+    return ",".join(f"{first}-{last}" for first, last in ranges)
+
+
+def _from_ranges(text: str) -> Iterator[int]:
+    for part in text.split(","):
+        first, last = part.split("-")
+        yield from range(int(first), int(last) + 1)
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _plan_layout(
+    stem: str, names: list[str], values: list[torch.Tensor], dtypes: list[torch.dtype], aliases: dict[str, str]
+) -> _C.Layout:
+    return _C.plan_layout(
+        names=names,
+        shapes=[list(value.shape) for value in values],
+        dtypes=dtypes,
+        max_file_bytes=_MAX_FILE_BYTES,
+        stem=stem,
+        metadata={**aliases, "format": "pt"},
+    )
+
+
+def _saved(layout: _C.Layout, place: _C.TensorPlace, dtype: torch.dtype, shape: torch.Size) -> SavedTensor:
+    return SavedTensor(layout.files[place.file].name, place.offset, dtype, tuple(shape))
+
+
+def _range(place: _C.TensorPlace, start: int, flat: torch.Tensor, dtype: torch.dtype) -> ByteRange:
+    return ByteRange(place.file, place.offset + start * dtype.itemsize, flat, dtype)

@@ -1,0 +1,155 @@
+"""Whole state dicts of a sharded model, out and in."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropg.checkpoint.plan import local_signatures, optimizer_kind, plan_model, plan_optimizer
+from zeropg.checkpoint.structure import decode, dtype_name, dtype_of, fetch_scalar
+from zeropg.optim.shard_optimizer import ShardedOptimizer
+from zeropg.rank_io.agreement import broadcast_text, collective_device, peers_needed, together
+from zeropg.sharding.state import ShardedState, state_of
+
+
+def full_state_dict(
+    model: nn.Module, *, dtype: torch.dtype | None = None, rank0_only: bool = True
+) -> dict[str, torch.Tensor]:
+    """Returns the model's state dict with whole tensors on the CPU. All ranks must call.
+
+    Parameters come from the masters, in their dtype, or cast to `dtype` (floating tensors, buffers too). Tied
+    parameters share one tensor. One unit is gathered at a time.
+
+    rank0_only: the other ranks of the group return {}.
+    """
+    state = state_of(model, "full_state_dict")
+    state.core.settle_writes("full_state_dict")
+    keeps = state.core.rank == 0 or not rank0_only
+    values: dict[str, torch.Tensor] = {}
+    for group in state.core.flat_groups:
+        whole = group.gather_master()
+        for names, parameter, offset, numel in group.slots if keeps else ():
+            value = whole[offset : offset + numel].view(parameter.shape)
+            value = value.to(device="cpu", dtype=_target(value, dtype), copy=True)
+            values.update(dict.fromkeys(names, value))
+    if not keeps:
+        return {}
+    result: dict[str, torch.Tensor] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if key in values:
+            result[key] = values[key]
+        elif isinstance(value, torch.Tensor):  # buffers and ignored parameters
+            result[key] = value.detach().to(device="cpu", dtype=_target(value, dtype), copy=True)
+        else:  # what a module's get_extra_state returned
+            result[key] = value
+    return result
+
+
+def _target(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and value.is_floating_point() else value.dtype
+
+
+def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
+    """Returns the whole state of a sharded optimizer under the user's parameter names. All ranks must call.
+
+    The layout is that of FSDP's full optimizer state dict: `{"state": {name: {key: value}}, "param_groups": [{"params":
+    [names], "lr": ...}]}`. State per element is a CPU tensor of the parameter's shape; parameters that never had a
+    gradient have no entry. One tensor is gathered at a time.
+
+    rank0_only: the other ranks of the group return {}.
+    """
+    operation = "full_optimizer_state_dict"
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise TypeError(
+            f"[zeropg] {operation}: got a {type(optimizer).__name__}, expected what zeropg.shard_optimizer returned"
+        )
+    state = state_of(optimizer._model, operation)
+    group = state.core.process_group
+    model = plan_model(state)
+    announced = together(group, operation, lambda: local_signatures(optimizer, model))
+    plan = plan_optimizer(optimizer_kind(optimizer), [], model, announced)
+    own: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
+
+    def read_own() -> None:
+        for name, key, values, start, _ in optimizer.local_state():
+            saved_name = model.tensors[model.index_of[name]].name
+            own.setdefault((saved_name, key), []).append((start, values.detach().to("cpu", copy=True)))
+
+    together(group, operation, read_own)  # a disk may fail on one rank
+
+    keeps = group.rank() == 0 or not rank0_only
+    result: dict[str, dict[str, Any]] = {}
+    for (name, key), index in plan.entries.items():
+        shape = model.tensors[model.index_of[name]].value.shape
+        whole = torch.zeros(shape.numel(), dtype=plan.dtypes[index])
+        for start, values in own.pop((name, key), ()):
+            whole[start : start + values.numel()] = values
+        # Every element is one rank's and zero bytes elsewhere; as bytes, so that the sum keeps every bit.
+        summed = whole.view(torch.uint8).to(collective_device(group))
+        with peers_needed(group, operation):
+            dist.all_reduce(summed, group=group)
+        if keeps:
+            result.setdefault(name, {})[key] = summed.cpu().view(whole.dtype).view(shape)
+    if not keeps:
+        return {}
+    for name, numbers in plan.numbers.items():
+        result.setdefault(name, {}).update({key: decode(value, fetch_scalar) for key, value in numbers.items()})
+    name_of = {id(tensor.value): tensor.name for tensor in model.tensors}
+    groups = [{**g, "params": [name_of[id(parameter)] for parameter in g["params"]]} for g in optimizer.param_groups]
+    return {"state": result, "param_groups": groups}
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    state_dict: dict[str, torch.Tensor],
+    *,
+    strict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> Any:
+    """Sets parameters and buffers from whole tensors. All ranks must call. Returns (missing_keys, unexpected_keys).
+
+    broadcast_from_rank0: only rank 0's dict is read; the others may pass {}.
+
+    Raises RuntimeError as nn.Module.load_state_dict does for missing, unexpected (strict) or misshapen entries.
+    """
+    state = state_of(model, "load_full_state_dict")
+    if broadcast_from_rank0:
+        state_dict = _broadcast(state_dict, state)
+    return model.load_state_dict(state_dict, strict=strict)
+
+
+def _broadcast(state_dict: dict[str, torch.Tensor], state: ShardedState) -> dict[str, torch.Tensor]:
+    group = state.core.process_group
+    operation = "load_full_state_dict"
+    is_first = state.core.rank == 0
+
+    def describe() -> str | None:
+        return json.dumps([_described(key, value) for key, value in state_dict.items()]) if is_first else None
+
+    described: list[str | None] = []
+    together(group, operation, lambda: described.append(describe()))
+    received: dict[str, torch.Tensor] = {}
+    device = next(state.model.parameters()).device
+    for key, shape, dtype in json.loads(broadcast_text(group, operation, described[0])):
+        value = (
+            state_dict[key].detach().to(device).contiguous()
+            if is_first
+            else torch.empty(shape, dtype=dtype_of(dtype), device=device)
+        )
+        with peers_needed(group, operation):
+            dist.broadcast(value.view(-1).view(torch.uint8), group_src=0, group=group)
+        received[key] = value
+    return received
+
+
+def _described(key: str, value: Any) -> tuple[str, list[int], str]:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"'{key}' is a {type(value).__name__}; with broadcast_from_rank0 every entry must be a tensor: give each "
+            "rank the whole dict instead"
+        )
+    return key, list(value.shape), dtype_name(value.dtype)

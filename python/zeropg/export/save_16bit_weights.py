@@ -1,0 +1,162 @@
+"""Writes a sharded model's weights in 16 bits as Hugging Face's safetensors files, every rank its own part."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeropg.export.plan import ExportPlan, companion_files, index_json, make_plan
+from zeropg.rank_io.agreement import check_same, collective_device, peers_needed, together
+from zeropg.rank_io.commit import INDEX_NAME
+from zeropg.rank_io.parallel_files import ByteRange
+from zeropg.rank_io.progress import progress
+from zeropg.rank_io.staged_files import StagedFiles
+from zeropg.rank_io.stream import stream_to_first
+from zeropg.sharding.access import local_shards
+
+_OPERATION = "save_16bit_weights"
+
+
+def save_16bit_weights(
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Writes the model's weights in 16 bits in Hugging Face's safetensors layout. Collective.
+
+    The result is `model.safetensors`, or `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. It
+    holds what `module.to(dtype).state_dict()` would: floating parameters (from their masters) and persistent floating
+    buffers (rank 0's) cast to nearest even, other tensors as they are. Tied tensors are written once; their other names
+    stand in the files' metadata, and `safetensors.torch.load_model` ties them again. A Hugging Face model also gets
+    `config.json` and `generation_config.json`, so that `from_pretrained(directory)` loads it.
+
+    Every rank writes its own byte ranges; none needs more memory than its shard and 4 MiB. Ranks that do not see the
+    directory (no shared file system) send their part to rank 0. An older export in the directory stays whole until this
+    one is complete, and stays when anything fails.
+
+    Args:
+        model: a module that `fully_shard` has sharded, in any stage; to be called on every rank of its group.
+        directory: the same on every rank; made if it does not exist. Files get mode 0600.
+        dtype: torch.bfloat16 or torch.float16.
+        max_shard_size: most bytes of tensors in one file: a number, or text like "5GB" (1000s) or "5GiB" (1024s). A
+            larger tensor gets a file of its own.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an argument or the model does not fit, or differs between ranks.
+        OSError: a file could not be written on some rank; the message names rank, path, offset and errno.
+        DistBackendError: a rank died.
+        Every rank raises the same error, temporary files are removed, the directory holds what it held before.
+    """
+    core = getattr(model, "_zeropg", None)
+    if core is None:
+        raise TypeError(
+            f"{_OPERATION}: expected a model sharded by zeropg.fully_shard, got {type(model).__name__}; shard it "
+            "first, or save a plain module with safetensors.torch.save_model"
+        )
+    group: dist.ProcessGroup = core.process_group
+    plan: ExportPlan | None = None
+
+    def announce() -> dict[str, Any]:
+        nonlocal plan
+        plan = make_plan(model, directory, dtype, max_shard_size)
+        return {"arguments": plan.arguments, "token": secrets.token_hex(8)}
+
+    announced: list[dict[str, Any]] = together(group, _OPERATION, announce)
+    assert plan is not None  # otherwise the line above has raised
+    check_same(group, _OPERATION, [entry["arguments"] for entry in announced])
+    core.settle_writes("save_16bit_weights")
+    files = StagedFiles(plan.directory, plan.layout, announced[0]["token"])
+    export = _Export(model, group, plan, files)
+    try:
+        export.run(dtype)
+    finally:
+        files.close(is_committed=export.is_committed)
+
+
+class _Export:
+    """One rank's part in one export. `run` is the protocol; every step ends when all ranks have told how it went."""
+
+    def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup, plan: ExportPlan, files: StagedFiles) -> None:
+        self.is_committed = False
+        self._model = model
+        self._group = group
+        self._plan = plan
+        self._files = files
+        # Elements of each tensor that this rank has written or sent.
+        self._written = torch.zeros(len(plan.tensors), dtype=torch.int64)
+        self._advance: Callable[[int], None] = lambda written_bytes: None
+
+    def run(self, dtype: torch.dtype) -> None:
+        is_first = self._group.rank() == 0
+        self._together(lambda: self._create(dtype) if is_first else None)
+        sees_files = self._together(lambda: is_first or self._files.open())
+        share = self._plan.layout.tensor_bytes // self._group.size()
+        with progress(_OPERATION, share, is_shown=is_first) as self._advance:
+            self._together(lambda: self._write_own() if sees_files[self._group.rank()] else None)
+            for rank, sees in enumerate(sees_files):
+                if not sees:
+                    stream_to_first(self._group, _OPERATION, rank, self._own_ranges, self._files.write)
+            totals = self._sum_written()
+            self._together(lambda: self._finish(totals))
+        self._together(lambda: self._files.commit() if is_first else None)
+        self.is_committed = True
+
+    def _together(self, action: Callable[[], Any]) -> list[Any]:
+        return together(self._group, _OPERATION, action)
+
+    def _create(self, dtype: torch.dtype) -> None:
+        companions = companion_files(self._model, dtype)
+        self._files.create([*companions, INDEX_NAME])
+        for name, content in companions.items():
+            self._files.add_companion(name, content)
+        if len(self._plan.layout.files) > 1:
+            self._files.add_index(index_json(self._plan))
+
+    def _own_ranges(self) -> Iterator[ByteRange]:
+        """Yields this rank's masters, the part that is exported."""
+        names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        for name, flat, start, stop in local_shards(self._model):
+            index = self._plan.index_of.get(name)
+            if index is None and name in names:
+                continue  # the model's _keys_to_ignore_on_save
+            if index is None or flat.numel() != stop - start or stop > self._plan.tensors[index].value.numel():
+                raise RuntimeError(f"the shard [{start}, {stop}) of '{name}' does not fit the model's parameters")
+            yield self._range(index, start, flat)
+            self._written[index] += stop - start
+
+    def _range(self, index: int, start: int, flat: torch.Tensor) -> ByteRange:
+        dtype, place = self._plan.tensors[index].dtype, self._plan.layout.places[index]
+        return ByteRange(place.file, place.offset + start * dtype.itemsize, flat, dtype)
+
+    def _write_own(self) -> None:
+        for part in self._own_ranges():
+            self._write(part)
+
+    def _write(self, part: ByteRange) -> None:
+        self._files.write(part)
+        self._advance(part.size_bytes)
+
+    def _sum_written(self) -> list[int]:
+        totals = self._written.to(collective_device(self._group))
+        with peers_needed(self._group, _OPERATION):
+            dist.all_reduce(totals, group=self._group)
+        return [int(total) for total in totals.tolist()]
+
+    def _finish(self, totals: list[int]) -> None:
+        """Rank 0 adds what no rank holds in shards (buffers, ignored parameters); then all data goes to the disk."""
+        for index, (tensor, total) in enumerate(zip(self._plan.tensors, totals, strict=True)):
+            if total not in (0, tensor.value.numel()):
+                raise RuntimeError(
+                    f"the ranks wrote {total} of the {tensor.value.numel()} elements of '{tensor.name}'; "
+                    "this is a fault of zeropg, please report it"
+                )
+            if total == 0 and self._group.rank() == 0:
+                self._write(self._range(index, 0, tensor.value.detach().reshape(-1)))
+        self._files.finish()

@@ -1,0 +1,1 @@
+"""Optimizers over shards: `shard_optimizer`, how it updates flat slices, and loss scaling."""

@@ -1,0 +1,215 @@
+"""Dynamic loss scaling for sharded models: `GradScaler`."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeropg._native import _C
+from zeropg.optim.shard_optimizer import ShardedOptimizer
+from zeropg.rank_io.agreement import collective_device
+
+_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+class GradScaler:
+    """Keeps float16 gradients away from zero and infinity: `torch.amp.GradScaler` for sharded optimizers.
+
+    The loss is multiplied by a scale, the gradients are divided by it before the step. A step with a gradient that is
+    not finite on any rank is left out on all of them, and the scale shrinks; after `growth_interval` good steps it
+    grows. All ranks must call `unscale_` and `step` alike.
+
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)                # only if the gradients are read or clipped
+        zeropg.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    Args:
+        init_scale: the scale to begin with.
+        growth_factor, backoff_factor: what the scale is multiplied by, > 1 and < 1.
+        growth_interval: steps.
+        enabled: False makes every call do as if there were no scaler.
+    """
+
+    def __init__(
+        self,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if not (init_scale > 0 and growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval > 0):
+            raise ValueError(
+                f"[zeropg] GradScaler: init_scale {init_scale}, growth_factor {growth_factor}, backoff_factor "
+                f"{backoff_factor}, growth_interval {growth_interval}; expected a scale > 0, growth > 1, backoff "
+                "between 0 and 1, an interval > 0"
+            )
+        self._scale = float(init_scale)
+        self._growth_factor = float(growth_factor)
+        self._backoff_factor = float(backoff_factor)
+        self._growth_interval = growth_interval
+        self._growth_tracker = 0
+        self._enabled = enabled
+        # Since the last update, by id: whether an optimizer met a gradient that was not finite; optimizers and models
+        # (cores) that are unscaled; optimizers that have stepped.
+        self._found_inf: dict[int, bool] = {}
+        self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
+        # Compressed models (cores) that this scaler has met: their residuals are in units of scaled gradients.
+        self._compressed: weakref.WeakSet[_C.ShardedModule] = weakref.WeakSet()
+
+    def scale(self, outputs: Any) -> Any:
+        """Returns a tensor, or the tensors in nested lists and tuples, multiplied by the scale."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            return outputs * torch.tensor(self._scale, dtype=torch.float32, device=outputs.device)
+        if type(outputs) in (list, tuple):
+            return type(outputs)(self.scale(output) for output in outputs)
+        raise TypeError(f"[zeropg] GradScaler.scale: got a {type(outputs).__name__}, expected tensors, lists or tuples")
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients of the optimizer's model by the scale, in place. All ranks must call.
+
+        Once per model: further optimizers of it then find their gradients unscaled.
+
+        Raises RuntimeError when called twice between two updates, or after `step`.
+        """
+        if not self._enabled:
+            return
+        sharded = self._check(optimizer, "unscale_")
+        if id(sharded) in self._unscaled:
+            raise RuntimeError("[zeropg] GradScaler.unscale_: called twice for this optimizer since the last update()")
+        self._unscale(sharded)
+        self._unscaled.add(id(sharded))
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps the optimizer, unless a gradient is not finite on some rank. All ranks must call.
+
+        Returns what `optimizer.step(*args, **kwargs)` does, None where the step is left out.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs or args:
+            raise NotImplementedError("[zeropg] GradScaler.step: closures are not supported, as in torch's GradScaler")
+        sharded = self._check(optimizer, "step")
+        self._find_inf(sharded)
+        self._stepped.add(id(sharded))
+        if self._found_inf[id(sharded)]:
+            return None
+        if id(sharded._core) not in self._unscaled:
+            sharded.gradient_factor = 1.0 / self._scale  # saves a pass over the gradients
+        try:
+            return sharded.step(*args, **kwargs)
+        finally:
+            sharded.gradient_factor = 1.0  # also where the step did not come to use it
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Adapts the scale to what the steps since the last update have met, or sets it."""
+        if not self._enabled:
+            return
+        before = self._scale
+        if new_scale is not None:
+            self._scale = float(new_scale)
+        elif not self._found_inf:
+            raise RuntimeError("[zeropg] GradScaler.update: no step() or unscale_() since the last update()")
+        elif any(self._found_inf.values()):
+            self._scale *= self._backoff_factor
+            self._growth_tracker = 0
+        else:
+            self._growth_tracker += 1
+            if self._growth_tracker == self._growth_interval:
+                grown = self._scale * self._growth_factor
+                self._scale = grown if grown <= torch.finfo(torch.float32).max else self._scale
+                self._growth_tracker = 0
+        if self._scale != before:
+            for core in self._compressed:
+                if core.residuals is not None:
+                    core.residuals.scale(self._scale / before)
+        self._found_inf.clear()
+        self._unscaled.clear()
+        self._stepped.clear()
+
+    def get_scale(self) -> float:
+        """The scale; 1.0 when not enabled."""
+        return self._scale if self._enabled else 1.0
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: numbers only; {} when not enabled."""
+        return {key: getattr(self, f"_{key.lstrip('_')}") for key in _KEYS} if self._enabled else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` of this class or of torch's returned."""
+        if not self._enabled:
+            return
+        if missing := [key for key in _KEYS if key not in state_dict]:
+            raise ValueError(
+                f"[zeropg] GradScaler.load_state_dict: {missing} are missing; was it saved by a scaler with "
+                "enabled=False?"
+            )
+        for key in _KEYS:
+            setattr(self, f"_{key.lstrip('_')}", state_dict[key])
+
+    def _check(self, optimizer: torch.optim.Optimizer, call: str) -> ShardedOptimizer:
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise TypeError(
+                f"[zeropg] GradScaler.{call}: got a {type(optimizer).__name__}, expected what zeropg.shard_optimizer "
+                "returned; for other optimizers use torch.amp.GradScaler"
+            )
+        if id(optimizer) in self._stepped:
+            raise RuntimeError(f"[zeropg] GradScaler.{call}: the optimizer has stepped already; call update() first")
+        return optimizer
+
+    @torch.no_grad()
+    def _unscale(self, optimizer: ShardedOptimizer) -> None:
+        if optimizer._model_state is not None:
+            optimizer._model_state.check_outside_full_gradients("GradScaler")
+        self._find_inf(optimizer)
+        if id(optimizer._core) not in self._unscaled:
+            self._unscaled.add(id(optimizer._core))
+            optimizer._core.scale_gradients(1.0 / self._scale)
+            for gradient in _ignored_gradients(optimizer._model, optimizer._core):
+                gradient.mul_(1.0 / self._scale)
+
+    @torch.no_grad()
+    def _find_inf(self, optimizer: ShardedOptimizer) -> None:
+        if id(optimizer) in self._found_inf:
+            return
+        group = optimizer._core.process_group
+        if optimizer._core.residuals is not None:
+            self._compressed.add(optimizer._core)
+        worst = torch.zeros(1, dtype=torch.int64)
+        for gradient in _gradients(optimizer):
+            # The largest magnitude: inf and nan come through, and no tensor of flags is made.
+            if gradient.numel() > 0 and not math.isfinite(torch.linalg.vector_norm(gradient, math.inf).item()):
+                worst[0] = 1
+        worst = worst.to(collective_device(group))
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+        self._found_inf[id(optimizer)] = bool(worst.item())
+
+
+def _gradients(optimizer: ShardedOptimizer) -> Iterator[torch.Tensor]:
+    """Yields the gradients that this rank steps by: flat parts of the whole model, and ignored parameters'."""
+    for flat in optimizer._core.flat_groups:
+        gradient = flat.grad() if flat.is_trainable else None
+        if gradient is not None:
+            yield gradient
+    yield from _ignored_gradients(optimizer._model, optimizer._core)
+
+
+def _ignored_gradients(model: torch.nn.Module, core: Any) -> Iterator[torch.Tensor]:
+    sharded = {id(parameter) for flat in core.flat_groups for _, parameter, _, _ in flat.slots}
+    for parameter in model.parameters():
+        if id(parameter) not in sharded and parameter.grad is not None:
+            yield parameter.grad

@@ -1,0 +1,561 @@
+"""Optimizers over sharded models: `shard_optimizer`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from zeropg._native import _C
+from zeropg.optim.flat_update import (
+    FusedUpdater,
+    Group,
+    TorchUpdater,
+    Updater,
+    WholeUpdater,
+    is_per_element,
+    put_entries,
+)
+from zeropg.optim.offloaded_update import OffloadedStep, OffloadedUpdater
+from zeropg.rank_io.agreement import together
+from zeropg.sharding.offload import human_bytes
+from zeropg.sharding.running_statistics import broadcast_running_statistics
+from zeropg.sharding.state import ShardedState
+
+# torch's classes whose names, in lower case, sharding/optim/registry.cpp has.
+_FUSED = {
+    kind: kind.__name__.lower()
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and kind.__name__.lower() in _C.optimizer_names()
+}
+_ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+_WHOLE_MATRIX = "its update needs whole matrices, and a shard is a flat range; use AdamW"
+_REFUSED = {
+    "Adafactor": _WHOLE_MATRIX + ", whose state shards to the same order of memory",
+    "LAMB": "its update needs the norm of whole layers; use AdamW with warm-up",
+    "LARS": "its update needs the norm of whole layers; use SGD with warm-up",
+    "LBFGS": "it needs all gradients at once and several closure calls per step; use AdamW or SGD",
+    "Muon": _WHOLE_MATRIX,
+    "Shampoo": _WHOLE_MATRIX,
+    "SOAP": _WHOLE_MATRIX,
+    "SparseAdam": "gradients of sharded models are dense; use Adam, and nn.Embedding with sparse=False",
+}
+
+
+class StateShard(NamedTuple):
+    """Optimizer state `key` of elements [start, stop) of the flattened parameter `name`; tensor: [stop - start]."""
+
+    name: str
+    key: str
+    tensor: torch.Tensor
+    start: int
+    stop: int
+
+
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, overlap_step: bool | None = None
+) -> torch.optim.Optimizer:
+    """Makes an optimizer that steps only what this rank owns of a model that `fully_shard` has sharded.
+
+    Adam, AdamW and SGD on CPU run on zeropg's fused kernels (the result differs from torch's by rounding only); the
+    other elementwise classes of torch.optim run unchanged over flat views. A class of your own is taken if it says
+    `zeropg_elementwise = True`: an element's update then depends on its own parameter, gradient and state alone.
+
+    The returned optimizer shares the param_groups dictionaries, hooks and state of `optimizer`, so learning-rate
+    schedulers made before still act; `optimizer.step()` itself raises from then on. State that `optimizer` already
+    holds is cut up.
+
+    Args:
+        optimizer: over parameters of `model`, before or after `fully_shard`.
+        model: what `zeropg.fully_shard` returned.
+        overlap_step: must be None or False.
+
+    Raises:
+        TypeError: `model` is not sharded, or `optimizer` is none or sharded already.
+        ValueError: the optimizer holds a parameter that is not the model's.
+        NotImplementedError: the class, or `capturable`, `differentiable` or `overlap_step=True`, cannot work on shards.
+        OSError: on every rank, where one has no room for the state in its offload directory.
+
+    Not collective, but for a model with `offload_optimizer`, whose ranks reserve room together. `step()` of the result
+    is: all ranks must call it.
+    """
+    if overlap_step not in (None, False, True):
+        raise TypeError(f"[zeropg] shard_optimizer: overlap_step is {overlap_step!r}, expected None, False or True")
+    if overlap_step:
+        raise NotImplementedError(
+            "[zeropg] shard_optimizer: overlap_step=True is not available; leave it out, step() then ends before the "
+            "next forward begins"
+        )
+    return ShardedOptimizer(optimizer, model)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose `step` updates this rank's flat ranges; made by `shard_optimizer`.
+
+    `state[parameter]` has torch's keys; its tensors are 1-D, the part of the parameter that this rank owns. With state
+    in a file it holds the numbers only; `state_dict` and `local_state` read the tensors.
+    """
+
+    _is_made = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module):
+        # What the next step multiplies the gradients by, once: zeropg.GradScaler sets it.
+        self.gradient_factor = 1.0
+        self._core = _core_of(model)
+        self._kernel = _check_optimizer(optimizer)
+        self._model_state: ShardedState | None = getattr(model, "_zeropg_state", None)
+        self._wrapped = optimizer
+        self._model = model
+        offload = self._core.optimizer_offload
+        if offload is not None and self._kernel is None:
+            raise NotImplementedError(
+                f"[zeropg] shard_optimizer: {type(optimizer).__name__} keeps its state in memory, and the model has "
+                f"offload_optimizer; use {', '.join(kind.__name__ for kind in _FUSED)}, or fully_shard without it"
+            )
+        self._offloaded = None if offload is None else OffloadedStep(offload)
+        self._failure = ""  # of a step that stopped half-way
+        self._updaters: list[Updater] = []
+        self._frozen: list[Any] = []  # flat groups that were, when the last updater was made
+        self._taken: set[int] = set()  # ids of the parameters that the updaters are for
+        for group in optimizer.param_groups:
+            self._check_group(group)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._known_state = self.state  # what the updaters have
+        whole_state = dict(optimizer.state)
+        self._share_with(optimizer)
+        self._make_updaters()
+        self._is_made = True
+        self._reserve()
+        self._put({p: dict(state) for p, state in whole_state.items() if state})
+        self._warn_of_parameters_without_group()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates parameters from their gradients; all ranks must call it.
+
+        Args:
+            closure: re-evaluates the model, once, before the update; its result is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._model_state is not None:
+            self._model_state.check_outside_writable_shards("step")
+            self._model_state.check_outside_full_gradients("step")
+        groups = [
+            {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+            for group in self.param_groups
+        ]
+        if any(flat.is_trainable for flat in self._frozen) and self._make_updaters():
+            self._reserve()
+        self._take_over_edits()
+        if self._failure:
+            raise RuntimeError(
+                f"[zeropg] step: an earlier step stopped half-way, so masters and state do not fit each other "
+                f"({self._failure}); make model and optimizer anew and load a checkpoint"
+            )
+        self._core.begin_step()
+        try:
+            if self._offloaded is None:
+                self._update(groups)
+            else:  # a disk that fails on one rank ends the step on all
+                together(self._core.process_group, "step", lambda: self._update(groups))
+        except Exception as error:
+            if self._offloaded is not None:  # other ranks, or other chunks, may have stepped
+                self._failure = str(error)
+            raise
+        finally:
+            self.gradient_factor = 1.0
+            self._core.end_step()  # also after an error: the other ranks are waiting in theirs
+        if self._model_state is not None:
+            broadcast_running_statistics(self._model_state.with_statistics, self._core.process_group)
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before ask
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, or fills them with zeros in place if `set_to_none` is False."""
+        if set_to_none:
+            super().zero_grad(set_to_none=True)
+        else:
+            if self._model_state is not None:
+                self._model_state.check_outside_full_gradients("zero_grad(set_to_none=False)")
+            self._core.zero_gradients()
+            for updater in self._updaters:
+                if isinstance(updater, WholeUpdater):
+                    updater.zero_gradients()
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Adds parameters of the sharded model that no group holds yet; all ranks must do so alike."""
+        if isinstance(param_group, dict) and "params" in param_group:
+            params = param_group["params"]
+            param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+            self._check_group(param_group)
+        super().add_param_group(param_group)
+        if self._is_made:
+            self._make_updaters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's layout with this rank's shards; only the same rank of the same world size can load it.
+
+        Does not communicate. `zeropg.save_checkpoint` writes what any world size loads.
+        """
+        state_dict = super().state_dict()
+        self._add_offloaded(state_dict["state"])
+        state_dict["zeropg"] = {
+            "rank": self._core.rank,
+            "world_size": self._core.world_size,
+            "ranges": self.local_ranges(),
+        }
+        return state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned on this rank, or the whole state_dict of a plain torch optimizer.
+
+        Raises:
+            ValueError: it comes from another rank or world size, or from other param_groups.
+        """
+        loaded: dict[str, Any] = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = pre_hook(self, loaded) or loaded
+        origin = loaded.get("zeropg")
+        if origin is not None:
+            self._check_origin(origin)
+        saved_groups = loaded["param_groups"]
+        if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                f"[zeropg] load_state_dict: param groups of sizes {[len(g['params']) for g in saved_groups]}, expected "
+                f"{[len(g['params']) for g in self.param_groups]}; make the optimizer with the groups it was saved with"
+            )
+        by_id: dict[Any, torch.Tensor] = {}
+        for saved, group in zip(saved_groups, self.param_groups, strict=True):
+            by_id.update(zip(saved["params"], group["params"], strict=True))
+            group.update((key, value) for key, value in saved.items() if key != "params")
+        self._put({by_id[k]: s for k, s in loaded["state"].items() if k in by_id})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def local_ranges(self) -> dict[str, tuple[int, int]]:
+        """Returns, by parameter name, which elements of the flattened parameter this rank keeps state for."""
+        return {s.name: (s.offset, s.offset + s.numel) for updater in self._updaters for s in updater.segments}
+
+    def local_state(self) -> Iterator[StateShard]:
+        """Yields the state that this rank saves, in pieces: over all ranks each element once, in every stage.
+
+        The pieces of one (name, key) come in order. Each tensor is valid until the next is asked for, and only read:
+        it is a live view, or a buffer that the next piece overwrites. Does not communicate.
+        """
+        for updater in self._updaters:
+            for index, segment in enumerate(updater.segments):
+                start, stop = updater.owned.get(segment.name, (0, 0))
+                if start < stop:
+                    first, last = start - segment.offset, stop - segment.offset
+                    for key, at, values in updater.read(index, first, last):
+                        begin = segment.offset + at
+                        yield StateShard(segment.name, key, values, begin, begin + values.numel())
+
+    def local_keys(self) -> Iterator[tuple[str, str, torch.dtype]]:
+        """Yields (parameter name, key, dtype) of what `local_state` yields, without reading it."""
+        for updater in self._updaters:
+            for index, segment in enumerate(updater.segments):
+                start, stop = updater.owned.get(segment.name, (0, 0))
+                if start < stop:
+                    at = start - segment.offset
+                    yield from ((segment.name, key, empty.dtype) for key, _, empty in updater.read(index, at, at))
+
+    def local_scalars(self) -> Iterator[tuple[str, str, Any]]:
+        """Yields (parameter name, key, value) of state that is one number per parameter, such as `step`.
+
+        Of each parameter that this rank saves elements of.
+        """
+        for updater in self._updaters:
+            for segment in updater.segments:
+                start, stop = updater.owned.get(segment.name, (0, 0))
+                if start == stop:
+                    continue
+                for key, value in self.state.get(segment.parameter, {}).items():
+                    if not is_per_element(key, value):
+                        yield segment.name, key, value.clone() if isinstance(value, torch.Tensor) else value
+
+    def load_local_state(self, shards: Iterable[StateShard], scalars: Iterable[tuple[str, str, Any]] = ()) -> None:
+        """Replaces all state: the inverse of `local_state` and `local_scalars`. Does not communicate.
+
+        Args:
+            shards: pieces in any order and cut that cover this rank's `local_ranges` once for every key; what lies
+                outside of them is ignored. Copied before the next piece is asked for.
+            scalars: as in `local_scalars`.
+
+        Raises:
+            ValueError: a key that this optimizer does not keep, a tensor whose length is not stop - start, or pieces
+                that leave elements out. All state is then as before the first step.
+        """
+        self._clear()
+        try:
+            self._load(shards, scalars)
+        except BaseException:
+            self._clear()
+            raise
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        raise NotImplementedError(
+            "[zeropg] torch.amp.GradScaler cannot see an infinite gradient of another rank; use zeropg.GradScaler"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "[zeropg] a sharded optimizer cannot be copied or pickled; use state_dict or zeropg.save_checkpoint"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__getstate__()
+
+    def _make_updaters(self) -> bool:
+        """For the parameters that a param group holds and that no updater is for; what others hold takes no state.
+
+        Returns whether there were any. Frozen parameters get theirs when they have been unfrozen.
+        """
+        count = len(self._updaters)
+        self._frozen = [flat for flat in self._core.flat_groups if not flat.is_trainable]
+        held = self._owners().keys() - self._taken
+        sharded: set[int] = set()
+        for flat in self._core.flat_groups:
+            slots = {id(parameter) for _, parameter, _, _ in flat.slots}
+            sharded |= slots
+            if flat.is_trainable and (own := slots & held):
+                self._updaters.append(self._make_updater(flat, own))
+                self._taken |= own
+        ignored = {name: p for name, p in self._model.named_parameters() if id(p) in held - sharded}
+        if ignored:
+            is_first = self._core.rank == 0
+            self._updaters.append(WholeUpdater(ignored, self.state, self._wrapped, owns=is_first))
+            self._taken.update(map(id, ignored.values()))
+        return len(self._updaters) > count
+
+    def _make_updater(self, flat: Any, held: set[int]) -> Updater:
+        if self._kernel is None:
+            return TorchUpdater(flat, self.state, self._wrapped, held)
+        if self._offloaded is not None:
+            return OffloadedUpdater(flat, self.state, self._kernel, held, self._offloaded)
+        if flat.master.is_cpu and flat.master_dtype in (torch.float32, torch.float64):
+            return FusedUpdater(flat, self.state, self._kernel, held)
+        return TorchUpdater(flat, self.state, self._wrapped, held)
+
+    def _update(self, groups: Sequence[Group]) -> None:
+        owners = self._owners()
+        if self._offloaded is not None:
+            self._offloaded.clear()
+        for updater in self._updaters:
+            updater.step(owners, groups, self.gradient_factor)
+        if self._offloaded is not None:
+            self._offloaded.run()
+
+    def _reserve(self) -> None:
+        """Makes room in the tier, so that a full disk shows before the first step. Collective with offload."""
+        if self._offloaded is None:
+            return
+        owners = self._owners()
+        missing = [
+            (updater, slots)
+            for updater in self._updaters
+            if isinstance(updater, OffloadedUpdater) and (slots := updater.missing_slots(owners, self.param_groups))
+        ]
+        if self._core.rank == 0:
+            count = human_bytes(sum(updater.slot_bytes() * len(slots) for updater, slots in missing))
+            where = self._offloaded.offload.describe()
+            print(f"[zeropg] shard_optimizer: {count} of optimizer state per rank, to {where}", file=sys.stderr)
+
+        def reserve() -> None:
+            for updater, slots in missing:
+                updater.reserve(slots)
+
+        together(self._core.process_group, "shard_optimizer", reserve)
+
+    def _add_offloaded(self, state: dict[int, Any]) -> None:
+        """Adds copies of what is in the tier to a state_dict's state."""
+        numbers = {id(p): number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        for updater, index, _ in self._places():
+            segment = updater.segments[index]
+            if not isinstance(updater, OffloadedUpdater) or segment.parameter not in self.state:
+                continue
+            entries = dict(self.state[segment.parameter])
+            for key, start, values in updater.read(index, 0, segment.numel):
+                if key not in entries:
+                    entries[key] = values.new_empty(segment.numel)
+                entries[key][start : start + values.numel()] = values
+            state[numbers[id(segment.parameter)]] = entries
+
+    def _owners(self) -> dict[int, int]:
+        return {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
+
+    def _clear(self) -> None:
+        self.state.clear()
+        for updater in self._updaters:
+            updater.clear()
+
+    def _places(self) -> Iterator[tuple[Updater, int, Group]]:
+        """Yields (updater, index of the segment, its param group) of every segment that a param group holds."""
+        owners = self._owners()
+        for updater in self._updaters:
+            for index, segment in enumerate(updater.segments):
+                if id(segment.parameter) in owners:
+                    yield updater, index, self.param_groups[owners[id(segment.parameter)]]
+
+    def _load(self, shards: Iterable[StateShard], scalars: Iterable[tuple[str, str, Any]]) -> None:
+        numbers: dict[str, dict[str, Any]] = defaultdict(dict)
+        for name, key, value in scalars:
+            numbers[name][key] = value
+        places = {updater.segments[index].name: (updater, index, group) for updater, index, group in self._places()}
+        for name, (updater, index, group) in places.items():
+            if name in numbers:
+                updater.put_numbers(index, numbers[name], group)
+        missing: dict[tuple[str, str], int] = {}
+        for name, key, tensor, start, stop in shards:
+            if name not in places:
+                continue
+            updater, index, group = places[name]
+            segment = updater.segments[index]
+            first, last = max(start, segment.offset), min(stop, segment.offset + segment.numel)
+            if first >= last:
+                continue
+            if tensor.shape != (stop - start,):
+                raise ValueError(
+                    f"[zeropg] load_local_state: {key} of {name} has shape {list(tensor.shape)}, expected "
+                    f"[{stop - start}] for its elements {start} to {stop}"
+                )
+            updater.write(index, key, first - segment.offset, tensor[first - start : last - start], group)
+            missing[name, key] = missing.get((name, key), segment.numel) - (last - first)
+        for (name, key), numel in missing.items():
+            if numel:
+                raise ValueError(
+                    f"[zeropg] load_local_state: the pieces of {key} of {name} miss the elements of this rank by "
+                    f"{numel}, expected each once; local_ranges() says which they are"
+                )
+
+    def _take_over_edits(self) -> None:
+        if self.state is not self._known_state:  # `optimizer.state = ...`
+            edited = dict(self.state)
+            self._known_state.clear()
+            self._known_state.update(edited)
+            self.state = self._wrapped.state = self._known_state
+        owners = self._owners()
+        for updater in self._updaters:
+            updater.take_over_edits(owners, self.param_groups)
+
+    def _put(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        self._clear()
+        by_id = {id(parameter): entries for parameter, entries in states.items()}
+        for updater, index, group in self._places():
+            put_entries(updater, index, by_id.get(id(updater.segments[index].parameter), {}), group)
+
+    def _share_with(self, optimizer: torch.optim.Optimizer) -> None:
+        for name in vars(optimizer):
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                setattr(self, name, getattr(optimizer, name))
+        self.param_groups = optimizer.param_groups
+        optimizer.state = self.state
+
+        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+            raise RuntimeError(
+                "[zeropg] this optimizer was given to shard_optimizer and knows no shards; use the one it returned"
+            )
+
+        refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or schedulers warn of an overridden step
+        optimizer.step = refuse  # type: ignore[method-assign]
+        optimizer.load_state_dict = refuse  # type: ignore[method-assign]
+        optimizer.add_param_group = refuse  # type: ignore[method-assign]
+
+    def _check_group(self, group: Group) -> None:
+        _check_flags(group)
+        known = {id(parameter) for parameter in self._model.parameters()}
+        for position, entry in enumerate(group["params"]):
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"[zeropg] shard_optimizer: parameter {position} of a param group, shape {list(parameter.shape)}, "
+                    "is not a parameter of the sharded model; make the optimizer from model.parameters() as they are "
+                    "now, and a second one for other modules"
+                )
+
+    def _warn_of_parameters_without_group(self) -> None:
+        owners = self._owners()
+        missing = [n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in owners]
+        if missing:
+            warnings.warn(
+                f"[zeropg] shard_optimizer: no param group holds {len(missing)} trainable parameters "
+                f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); they stay as they are unless "
+                "another optimizer steps them",
+                stacklevel=4,
+            )
+
+    def _check_origin(self, origin: Mapping[str, Any]) -> None:
+        here = (self._core.rank, self._core.world_size)
+        there = (origin["rank"], origin["world_size"])
+        ranges = {name: tuple(kept) for name, kept in origin["ranges"].items()}
+        if there != here or any(ranges.get(name) != kept for name, kept in self.local_ranges().items()):
+            raise ValueError(
+                f"[zeropg rank {here[0]}/{here[1]}] load_state_dict: this optimizer state holds the shards of rank "
+                f"{there[0]}/{there[1]}{' of another sharding' if there == here else ''}; use zeropg.load_checkpoint, "
+                "which loads at any world size"
+            )
+
+
+def _core_of(model: torch.nn.Module) -> Any:
+    core = getattr(model, "_zeropg", None)
+    if core is None:
+        raise TypeError(
+            f"[zeropg] shard_optimizer: {type(model).__name__} is not sharded; call zeropg.fully_shard(model) first"
+        )
+    return core
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns the name of the fused kernel for this optimizer, None where its own class can run over shards."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"[zeropg] shard_optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the "
+            "optimizer inside a wrapper, not the wrapper"
+        )
+    if isinstance(optimizer, ShardedOptimizer):
+        raise TypeError("[zeropg] shard_optimizer: this optimizer is sharded already")
+    if getattr(vars(optimizer).get("step"), "__qualname__", "").startswith("ShardedOptimizer."):
+        raise TypeError("[zeropg] shard_optimizer: this optimizer was sharded before; use what that call returned")
+    kind = type(optimizer)
+    if kind in _FUSED:
+        is_decoupled = optimizer.defaults.get("decoupled_weight_decay", False)
+        return "adamw" if is_decoupled else _FUSED[kind]
+    if kind in _ELEMENTWISE or getattr(optimizer, "zeropg_elementwise", False) is True:
+        return None
+    for name, reason in _REFUSED.items():
+        if name.lower() in kind.__name__.lower():
+            raise NotImplementedError(f"[zeropg] shard_optimizer: {kind.__name__} does not work on shards: {reason}")
+    known = ", ".join(other.__name__ for other in (*_FUSED, *_ELEMENTWISE))
+    raise NotImplementedError(
+        f"[zeropg] shard_optimizer: {kind.__module__}.{kind.__name__} is not known to be elementwise; if the update of "
+        "each element depends on that element's parameter, gradient and state alone, say so with "
+        f"`{kind.__name__}.zeropg_elementwise = True`; known are {known}"
+    )
+
+
+def _check_flags(group: Group) -> None:
+    for flag, why in (
+        ("capturable", "a sharded step communicates, which a CUDA graph of the optimizer cannot hold"),
+        ("differentiable", "a sharded step works on flat masters outside autograd"),
+    ):
+        if group.get(flag):
+            raise NotImplementedError(
+                f"[zeropg] shard_optimizer: {flag}=True is not supported: {why}; pass {flag}=False"
+            )

@@ -1,0 +1,160 @@
+"""Whole parameters and gradients, local shards, accumulation without communication, clipping."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from zeropg._native import _C
+from zeropg.sharding.state import state_of
+
+# Name, tensor, and which elements of the flattened parameter it holds: [start, stop).
+Shard = tuple[str, torch.Tensor, int, int]
+
+
+@contextlib.contextmanager
+def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[None]:
+    """Makes every parameter whole on every rank inside the `with`. All ranks must enter and leave.
+
+    writable: what is written inside becomes the parameters' value, also after an exception. Every rank must write the
+      same: RuntimeError on all of them otherwise. Elements that are not changed keep their masters' full precision.
+      Without it, write access raises RuntimeError in stage 3; in stages 0 to 2, where parameters are always whole, it
+      is a write like any other.
+
+    Needs memory for the whole model where parameters are not shared inside the node. Raises OSError on every rank where
+    one of them cannot write its masters to their file (offload_optimizer): make the model anew, from a checkpoint.
+    """
+    core = state_of(model, "full_parameters").core
+    depth = core.full_depth
+    try:
+        core.unshard_all(writable)  # a signal may be handled at its very end
+        yield
+    finally:
+        if core.full_depth > depth:
+            core.reshard_all()
+
+
+@contextlib.contextmanager
+def full_gradients(model: nn.Module) -> Iterator[None]:
+    """Makes every `.grad` whole and readable on every rank inside the `with`: the averaged gradient, [shape of the
+    parameter] in the master's dtype. All ranks must enter.
+
+    What is written to it inside, alike on all ranks, is the gradient afterwards. In stages 2 and 3 that is so when the
+    outermost `with` ends: a backward that would add to it, and clip_grad_norm_, unscale_, step and
+    zero_grad(set_to_none=False) raise RuntimeError inside; forward and torch.autograd.grad may be called.
+    """
+    state = state_of(model, "full_gradients")
+    state.full_gradients_depth += 1
+    try:
+        state.core.show_full_gradients()  # a signal may be handled at its very end
+        yield
+    finally:
+        state.full_gradients_depth -= 1
+        if state.full_gradients_depth == 0:
+            state.core.hide_full_gradients()
+
+
+def local_shards(model: nn.Module) -> Iterator[Shard]:
+    """Yields (name, tensor, start, stop) for the part of each parameter that this rank owns. Does not communicate.
+
+    tensor: 1-D, the master's elements [start, stop) of the flattened parameter; a live view, which raises RuntimeError
+      when it is written: `writable_shards` is for that; numpy(), torch.save and collectives may read it. With masters
+      in a file (offload_optimizer) a copy on the CPU instead, read when it is asked for. Over all ranks every parameter
+      is covered exactly once, in every stage.
+    """
+    core = state_of(model, "local_shards").core
+    core.refresh_own_masters()
+    for _, name, _, tensor, start, stop in _own_masters(core):
+        message = (
+            f"[zeropg] local_shards: the shard of '{name}' can only be read, since other ranks would not see what is "
+            "written; write it inside `with zeropg.writable_shards(model) as shards:`, which publishes it."
+        )
+        yield name, core.read_only_shard(tensor, message), start, stop
+
+
+@contextlib.contextmanager
+def writable_shards(model: nn.Module) -> Iterator[list[Shard]]:
+    """Gives what `local_shards` yields as a list of tensors to write to. All ranks must enter and leave.
+
+    What is written is published to all ranks when the `with` ends, also after an exception: masters, and in each
+    parameter's own dtype what forwards read. Each rank writes its own part, so ranks need not write alike. Forward,
+    full_parameters and steps raise RuntimeError inside.
+
+    With masters in a file (offload_optimizer) the list holds copies of all of this rank's masters in memory.
+    """
+    state = state_of(model, "writable_shards")
+    state.check_outside_writable_shards("writable_shards")
+    core = state.core
+    core.begin_step()
+    state.is_writing_shards = True
+    shards = list(_own_masters(core))
+    try:
+        yield [(name, tensor, start, stop) for _, name, _, tensor, start, stop in shards]
+    finally:
+        try:
+            for group, _, first, tensor, _, _ in shards:
+                if group.tiered_master is not None:
+                    group.write_master(first, tensor)
+            core.publish_shards()
+        finally:
+            state.is_writing_shards = False
+            core.end_step()
+
+
+def _own_masters(core: _C.ShardedModule) -> Iterator[tuple[_C.FlatGroup, str, int, torch.Tensor, int, int]]:
+    """Yields (group, name, first, tensor, start, stop): the tensor is elements [first, ...) of the group's masters."""
+    for group in core.flat_groups:
+        for name, first, start, stop in group.local_shards:
+            yield group, name, first, group.read_master(first, first + stop - start), start, stop
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulates gradients without communication inside the `with`; the first backward after it reduces the sum.
+
+    Stages 2 and 3 hold whole gradients meanwhile, which is said once. All ranks must run the same number of backwards.
+    """
+    state = state_of(model, "no_sync")
+    if state.core.stage >= 2 and not state.has_said_full_gradients:
+        state.has_said_full_gradients = True
+        if state.core.rank == 0:
+            warnings.warn(
+                f"[zeropg] no_sync in stage {state.core.stage}: each rank holds whole gradients until the next "
+                "backward outside of it. To keep them sharded, leave no_sync away: every backward then reduces.",
+                stacklevel=3,
+            )
+    before = state.core.synchronizes
+    state.core.set_synchronize(False)
+    try:
+        yield
+    finally:
+        state.core.set_synchronize(before)
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scales all gradients so that their total norm is at most max_norm; returns the norm before. All ranks must call.
+
+    The norm is that of the averaged gradient of the whole model, summed in fp64 in one order: the same bits on every
+    rank and in every stage.
+
+    Returns a scalar tensor in the masters' dtype. Raises RuntimeError for a norm that is inf or nan with
+    error_if_nonfinite.
+    """
+    state = state_of(model, "clip_grad_norm_")
+    state.check_outside_full_gradients("clip_grad_norm_")
+    core = state.core
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if math.isnan(max_norm) or max_norm < 0:
+        raise ValueError(f"[zeropg] clip_grad_norm_: max_norm is {max_norm}; expected a number >= 0.")
+    if math.isnan(norm_type) or norm_type <= 0:
+        raise ValueError(f"[zeropg] clip_grad_norm_: norm_type is {norm_type}; expected a number > 0, or float('inf').")
+    norm = core.clip_grad_norm(max_norm, norm_type, error_if_nonfinite)
+    trainable = [group.master_dtype for group in core.flat_groups if group.is_trainable]
+    return torch.tensor(norm, dtype=trainable[0] if trainable else torch.float32)

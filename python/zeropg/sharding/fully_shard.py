@@ -1,0 +1,479 @@
+"""`fully_shard`: turns a model into a sharded one, in place."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain, zip_longest
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeropg._native import _C
+from zeropg.backend import group_like, unwrapped_backend
+from zeropg.compression import Codec, backend_of, check_codec
+from zeropg.sharding.load_state_dict import load_into
+from zeropg.sharding.offload import check_offload_params, human_bytes, offload_of, open_offload
+from zeropg.sharding.state import ShardedState
+from zeropg.sharding.units import UnitChoice, UnitPlan, materialize, plan_units, renormalized_parameters
+
+_STAGES = (0, 1, 2, 3)
+_LARGE_ROOT_BYTES = 16 << 20
+
+
+class FullyShardedModule(nn.Module):
+    """Mixed into the class of a sharded model and of its units; `isinstance(model, zeropg.FullyShardedModule)`."""
+
+    _zeropg_state: ShardedState
+    _zeropg: _C.ShardedModule
+    _zeropg_unit: tuple[ShardedState, int]  # and its number among the units
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = vars(self).get("_zeropg_unit")
+        if unit is None:
+            return super().__call__(*args, **kwargs)
+        state, index = unit
+        return state.run(index, super().__call__, args, kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module's; `set_to_none=False` zeroes the accumulated gradients, sharded or not."""
+        state = getattr(self, "_zeropg_state", None)
+        if set_to_none:
+            super().zero_grad(set_to_none=True)
+        elif state is None:  # a unit, whose model has other gradients too
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad.dtype)
+        else:
+            state.check_outside_full_gradients("zero_grad(set_to_none=False)")
+            state.core.zero_gradients()
+            for parameter in state.ignored_parameters():
+                if parameter.grad is not None:
+                    parameter.grad = torch.zeros_like(parameter.grad)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's, from full tensors, in every stage; masters take the values at full precision. Collective."""
+        if assign:
+            raise NotImplementedError(
+                "[zeropg] load_state_dict(assign=True) would replace sharded parameters; use assign=False."
+            )
+        if not hasattr(self, "_zeropg_state"):
+            raise NotImplementedError(
+                "[zeropg] load_state_dict on a unit of a sharded model; call it on the model, or "
+                "zeropg.load_full_state_dict."
+            )
+        return load_into(self, state_dict, strict, super().load_state_dict)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(
+            "[zeropg] a sharded model cannot be copied: its memory is shared between ranks. Build a second model and "
+            "load zeropg.full_state_dict(model) into it, or copy before fully_shard; for averages of weights use "
+            "zeropg.local_shards(model)."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "[zeropg] a sharded model cannot be pickled. Save zeropg.full_state_dict(model), or export with "
+            "zeropg.save_16bit_weights(model, directory)."
+        )
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    stage: int = 3,
+    mesh: DeviceMesh | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    units: Iterable[UnitChoice] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    buffer_dtype: torch.dtype | None = None,
+    offload_params: Any = None,
+    offload_optimizer: Any = None,
+    compression: Codec | None = None,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Shards a module over the ranks of a process group, in place. All ranks must call.
+
+    Afterwards the module is trained as before; its optimizer goes through `zeropg.shard_optimizer`. Parameters keep
+    identity, names and shapes. Rank 0's values win.
+
+    Args:
+      module: the model. Called on a submodule first, that submodule becomes a unit of the model that is sharded later.
+      stage: what is sharded. 0: nothing (as DDP); 1: masters and optimizer state; 2: gradients too; 3: parameters too.
+      mesh: a one-dimensional DeviceMesh, or
+      process_group: the group to shard over, of any backend; default: the world.
+      units: what is made whole together: submodules, their names or classes. Default: the children of every
+        nn.ModuleList, repeated blocks in nn.Sequential and nn.ModuleDict, and children of nn.Sequential with a million
+        elements or more; what remains belongs to the root.
+      ignored_params: left alone: neither sharded nor reduced.
+      param_dtype: dtype of computation, seen in `p.dtype`; default: each parameter's own. 16-bit parameters have fp32
+        masters, which are what is updated and saved. Floating inputs of the model are cast to it.
+      reduce_dtype: dtype of gradients on the wire; default: the masters' (fp32, or fp64).
+      buffer_dtype: floating buffers are cast to it; default: as they are.
+      offload_optimizer: where optimizer state, and masters that are apart from the parameters, are kept between steps:
+        "cpu" (host memory; on a CPU model nothing changes), a directory on a local disk, or a `zeropg.Offload`. Where
+        the parameter is the master (fp32 without param_dtype), only the state goes there. Losses stay the same to the
+        bit. With a disk: Adam, AdamW and SGD.
+      offload_params: "cpu" is legal on a CPU model, where it changes nothing; nothing else is available.
+      compression: how gradients are encoded between ranks, e.g. `zeropg.compression.BlockQuant(4)`; default: not at
+        all. Needs fp32 masters, a group of zeropg and tensors on the CPU. With error feedback each rank keeps up to 4
+        bytes per parameter more.
+      reshard_after_forward: stage 3: False keeps a unit whole from its forward to its backward (memory for speed).
+
+    Returns the same module, whose class is a subclass of both its own class and `zeropg.FullyShardedModule`.
+
+    Raises ValueError for a module without parameters, a stage other than 0 to 3, both mesh and process_group, or
+    models that differ between ranks, and what compression cannot serve; OSError on every rank for an offload directory
+    that one of them cannot use or fill; NotImplementedError for what is not available.
+    """
+    group = _group(mesh, process_group)
+    with _failing_together(group):
+        _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
+        offload = offload_of(offload_optimizer, "offload_optimizer")
+        if compression is not None:
+            check_codec(compression, "fully_shard")
+        _absorb_inner_calls(module)
+        device = next((p.device for p in module.parameters() if not p.is_meta), _default_device(group))
+        check_offload_params(offload_params, device)
+        materialize(module, device)
+        plans = plan_units(module, _inner_units(module) if units is None else units, ignored_params)
+        _check_parameters(module, plans)
+        if compression is not None:
+            _check_compression(compression, plans, reduce_dtype, group)
+    options = {
+        "stage": stage,
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+        "buffer_dtype": buffer_dtype,
+        "compression": None if compression is None else str(compression),
+        "reshard_after_forward": reshard_after_forward,
+        "offload_optimizer": offload and offload.device,  # each rank may have a disk of its own
+    }
+    _check_same_on_all_ranks(module, plans, options, group)
+    _prepare_buffers(module, buffer_dtype, group)
+    tier = open_offload(offload, device, group)
+    if tier is not None and group.rank() == 0:
+        print(_offload_plan(tier, plans, stage, param_dtype, group.size()), file=sys.stderr)
+    renormalized = renormalized_parameters(module)
+    core = _C.ShardedModule(
+        [(plan.name, [(names, p, id(p) in renormalized) for names, p in plan.parameters]) for plan in plans],
+        group,
+        _reduction_group(group, stage, device),
+        stage=stage,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        codec=None if compression is None else compression.make_compressor(),
+        residuals=None if compression is None else compression.make_residuals(),
+        reshard_after_forward=reshard_after_forward,
+        optimizer_offload=tier,
+    )
+    vars(module).update(_zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype))
+    for plan in plans:
+        vars(plan.module)["_zeropg_is_unit"] = True
+        _swap_class(plan.module)
+    if core.rank == 0:
+        print(_summary(core, plans, reduce_dtype, compression), file=sys.stderr)
+        if units is None and core.fetch_name == "gathered":
+            _say_what_the_root_holds(plans)
+    return module
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Lets a method other than `forward` be called on a sharded model or one of its units, after `fully_shard`.
+
+    Parameters are whole while it runs, as in a call of the module. Not collective; all ranks should register alike.
+
+    Raises:
+        ValueError: the module is neither sharded nor a unit, or has no such method.
+    """
+    if "_zeropg_unit" not in vars(module):
+        raise ValueError(
+            f"[zeropg] register_forward_method: this {type(module).__name__} is neither a sharded model nor a unit of "
+            "one; call zeropg.fully_shard first, and name the module in units."
+        )
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"[zeropg] register_forward_method: {type(module).__name__} has no method {method_name!r}.")
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        state, index = vars(module)["_zeropg_unit"]
+        return state.run(index, method, args, kwargs)
+
+    setattr(module, method_name, run)
+
+
+def _check(module: nn.Module, stage: int, *dtypes: torch.dtype | None) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"[zeropg] fully_shard: expected a torch.nn.Module, got {type(module).__name__}.")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"[zeropg] fully_shard: a {type(module).__name__} has no forward, so nothing would make its parameters "
+            "whole; shard the model that contains it, or its children one by one."
+        )
+    if getattr(module, "_zeropg_state", None) is not None:
+        raise ValueError(f"[zeropg] fully_shard: this {type(module).__name__} is sharded already; call it once.")
+    if stage not in _STAGES:
+        raise ValueError(f"[zeropg] fully_shard: stage is {stage!r}; expected 0, 1, 2 or 3.")
+    for dtype in dtypes:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"[zeropg] fully_shard: got dtype {dtype!r}; expected a floating dtype such as torch.bfloat16."
+            )
+    lazy = [name for name, tensor in chain(module.named_parameters(), module.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(
+            f"[zeropg] fully_shard: {', '.join(map(repr, lazy))} of a lazy module have no shape yet; expected them to "
+            "have one: run a forward on a small batch first."
+        )
+
+
+def _group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if mesh is not None and process_group is not None:
+        raise ValueError("[zeropg] fully_shard: got both mesh and process_group; pass one of them.")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"[zeropg] fully_shard: the mesh has {mesh.ndim} dimensions; expected one: pass a slice such as "
+                "mesh['dp']."
+            )
+        return mesh.get_group()
+    if process_group is not None:
+        return process_group
+    if not dist.is_initialized():
+        raise ValueError(
+            "[zeropg] fully_shard: torch.distributed is not initialised; call "
+            'torch.distributed.init_process_group("zeropg") first (under torchrun, also with one process).'
+        )
+    return dist.distributed_c10d._get_default_group()
+
+
+def _reduction_group(group: dist.ProcessGroup, stage: int, device: torch.device) -> dist.ProcessGroup:
+    """A second group of the same ranks where units are gathered: gradients must not queue up between gathers."""
+    if stage < 3 or group.size() == 1 or _shares_memory(group, device):
+        return group
+    return group_like(group, device)
+
+
+def _shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    backend = unwrapped_backend(group, device)
+    return device.type == "cpu" and isinstance(backend, _C.ProcessGroupZero) and len(backend.topology().nodes) == 1
+
+
+def _default_device(group: dist.ProcessGroup) -> torch.device:
+    devices = [device.type for device in group._device_types]
+    if "cuda" in devices and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _inner_units(module: nn.Module) -> list[nn.Module] | None:
+    """Submodules that a call of fully_shard on them has marked."""
+    marked = [child for child in module.modules() if child is not module and getattr(child, "_zeropg_is_unit", False)]
+    return marked or None
+
+
+def _absorb_inner_calls(module: nn.Module) -> None:
+    """Gives back the parameters of submodules that were sharded by themselves; this call shards them as units."""
+    for child in module.modules():
+        state = getattr(child, "_zeropg_state", None)
+        if state is not None:
+            state.core.dissolve()
+            del vars(child)["_zeropg_state"], vars(child)["_zeropg"]
+            for plan in state.plans:
+                del vars(plan.module)["_zeropg_unit"]
+
+
+def _check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
+    if not any(plan.parameters for plan in plans):
+        raise ValueError(
+            f"[zeropg] fully_shard: the {type(module).__name__} has no parameters to shard; expected at least one "
+            "(ignored_params do not count)."
+        )
+    devices: dict[torch.device, str] = {}
+    for plan in plans:
+        for names, parameter in plan.parameters:
+            devices.setdefault(parameter.device, names[0])
+            if len(devices) > 1:
+                raise ValueError(
+                    "[zeropg] fully_shard: parameters are on several devices: "
+                    f"{', '.join(f'{name!r} on {device}' for device, name in devices.items())}; expected one device "
+                    "per rank. Move the model there first (model.to(device)), or name the others in ignored_params."
+                )
+            if _C.is_sharded(parameter):
+                raise ValueError(
+                    f"[zeropg] fully_shard: parameter {names[0]!r} belongs to a sharded model already; shard a "
+                    "submodule before the model that contains it, and each model once."
+                )
+            if is_traceable_wrapper_subclass(parameter):
+                raise NotImplementedError(
+                    f"[zeropg] fully_shard: parameter {names[0]!r} is a {type(parameter).__name__}, expected a plain "
+                    "tensor: what tensor parallelism or quantization has wrapped cannot be sharded here. Name it in "
+                    "ignored_params, or use torch's FSDP2, which shards DTensors and runs over zeropg's groups."
+                )
+            if parameter.is_complex() and parameter.requires_grad:
+                raise NotImplementedError(
+                    f"[zeropg] fully_shard: parameter {names[0]!r} is complex; train its real view "
+                    "(torch.view_as_real), freeze it, or name it in ignored_params."
+                )
+
+
+@contextmanager
+def _failing_together(group: dist.ProcessGroup) -> Iterator[None]:
+    """What this rank raises in here, the others raise where they compare their models, instead of waiting for it."""
+    try:
+        yield
+    except Exception as error:
+        if group.size() > 1:
+            with suppress(Exception):  # the first error says more
+                _exchange(f"{type(error).__name__}: {error}", group)
+        raise
+
+
+def _exchange(mine: list[str] | str, group: dist.ProcessGroup) -> list[Any]:
+    everybodys: list[Any] = [None] * group.size()
+    dist.all_gather_object(everybodys, mine, group=group)
+    return everybodys
+
+
+def _check_compression(
+    compression: Codec, plans: list[UnitPlan], reduce_dtype: torch.dtype | None, group: dist.ProcessGroup
+) -> None:
+    backend_of(group, "fully_shard")
+    if reduce_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"[zeropg] fully_shard: reduce_dtype is {reduce_dtype}, but compression encodes fp32 gradients; leave "
+            "reduce_dtype as it is."
+        )
+    for plan in plans:
+        for names, parameter in plan.parameters:
+            if parameter.requires_grad and (parameter.dtype == torch.float64 or parameter.device.type != "cpu"):
+                raise ValueError(
+                    f"[zeropg] fully_shard: the gradient of {names[0]!r} ({parameter.dtype} on {parameter.device}) "
+                    "cannot be compressed; expected one that is averaged in fp32 on the CPU. Shard without compression."
+                )
+
+
+def _check_same_on_all_ranks(
+    module: nn.Module, plans: list[UnitPlan], options: dict[str, Any], group: dist.ProcessGroup
+) -> None:
+    """Ranks with different models would read each other's memory wrongly; say so before anything is shared."""
+    if group.size() == 1:
+        return
+    mine = [f"{key}={value}" for key, value in options.items()]
+    for plan in plans:
+        for names, parameter in plan.parameters:
+            mine.append(f"{_describe(names[0], parameter)}, names {names}, in unit {plan.name!r}")
+    mine += [f"buffer {_describe(name, buffer)}" for name, buffer in module.named_buffers()]
+    everybodys = _exchange(mine, group)
+    for rank, theirs in enumerate(everybodys):
+        if isinstance(theirs, str):
+            raise ValueError(
+                f"[zeropg rank {group.rank()}/{group.size()}] fully_shard: rank {rank} raised {theirs}; expected every "
+                "rank to pass a model that can be sharded."
+            )
+    for rank, theirs in enumerate(everybodys):
+        for a, b in zip_longest(theirs, everybodys[0], fillvalue="nothing more"):
+            if a != b:
+                raise ValueError(
+                    f"[zeropg rank {group.rank()}/{group.size()}] fully_shard: rank {rank} has {a} where rank 0 "
+                    f"has {b}; expected the same arguments, units, parameters and buffers on every rank."
+                )
+
+
+def _describe(name: str, tensor: torch.Tensor) -> str:
+    kind = "trainable" if tensor.requires_grad else "not trainable"
+    return f"{name!r} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {kind}"
+
+
+def _prepare_buffers(module: nn.Module, buffer_dtype: torch.dtype | None, group: dist.ProcessGroup) -> None:
+    """Casts floating buffers and gives all the values of rank 0; one with several names stays one."""
+    done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old one is kept, so that its id is not used again
+    for child in module.modules():
+        for key, buffer in child._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in done:
+                dtype = buffer_dtype if buffer_dtype is not None and buffer.is_floating_point() else buffer.dtype
+                prepared = buffer.to(dtype)
+                if group.size() > 1:
+                    prepared = prepared.contiguous()  # itself, but for a transposed or expanded one
+                    # As bytes: not every backend knows every dtype.
+                    dist.broadcast(prepared.view(-1).view(torch.uint8), group_src=0, group=group)
+                done[id(buffer)] = (buffer, prepared)
+            child._buffers[key] = done[id(buffer)][1]
+
+
+# By the user's class: torch.compile makes code for a class, and blocks of one class are to share it. A class of ours is
+# kept by its modules alone, and goes with the last of them; the user's then goes as if it had never been sharded.
+_SHARDED_CLASSES: WeakValueDictionary[type[nn.Module], type[nn.Module]] = WeakValueDictionary()
+
+
+def _swap_class(module: nn.Module) -> None:
+    cls = type(module)
+    if not issubclass(cls, FullyShardedModule):
+        module.__class__ = _SHARDED_CLASSES.get(cls) or _SHARDED_CLASSES.setdefault(cls, _sharded_class(cls))
+
+
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    sharded = type(cls.__name__, (FullyShardedModule, cls), {"__doc__": cls.__doc__})
+    sharded.__qualname__ = cls.__qualname__
+    sharded.__module__ = cls.__module__
+    return sharded
+
+
+def _summary(
+    core: _C.ShardedModule, plans: list[Any], reduce_dtype: torch.dtype | None, compression: Codec | None
+) -> str:
+    """One line with every setting that changes numbers."""
+    count = sum(parameter.numel() for plan in plans for _, parameter in plan.parameters)
+    computed = {parameter.dtype for plan in plans for _, parameter in plan.parameters}
+    masters = {group.master_dtype for group in core.flat_groups if group.is_trainable}
+    return (
+        f"[zeropg] stage {core.stage} over {core.world_size} ranks: {count:,} parameters in {len(plans)} units, "
+        f"computed in {_names(computed)}, masters in {_names(masters)}, gradients averaged in "
+        f"{_names({reduce_dtype} if reduce_dtype else masters)}{'' if compression is None else f' as {compression}'}; "
+        f"parameters {core.fetch_name}"
+    )
+
+
+def _say_what_the_root_holds(plans: list[UnitPlan]) -> None:
+    *others, root = (sum(p.nbytes for _, p in plan.parameters) for plan in plans)
+    if root > _LARGE_ROOT_BYTES and root > sum(others):
+        print(
+            f"[zeropg] stage 3: the root holds {human_bytes(root)} of {human_bytes(root + sum(others))}, which every "
+            "rank has whole from a forward to the end of its backward, since they are in no block of an nn.ModuleList, "
+            "nn.Sequential or nn.ModuleDict. Name modules that run one after the other in units=[...]: then one of "
+            "them is whole at a time.",
+            file=sys.stderr,
+        )
+
+
+def _offload_plan(
+    tier: _C.Offload, plans: list[UnitPlan], stage: int, param_dtype: torch.dtype | None, world_size: int
+) -> str:
+    """One line, before anything is allocated."""
+    apart = 0
+    for plan in plans:
+        for _, parameter in plan.parameters:
+            master = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            if parameter.is_floating_point() and (param_dtype or parameter.dtype) != master:
+                apart += parameter.numel() * master.itemsize
+    share = apart // (world_size if stage >= 1 else 1)
+    masters = f"about {human_bytes(share)} of masters per rank" if share else "no masters: parameters are their own"
+    buffers = human_bytes(tier.buffer_bytes)
+    return f"[zeropg] offload_optimizer: {masters}, to {tier.describe()}; steps pass through {buffers} of buffers"
+
+
+def _names(dtypes: set[torch.dtype]) -> str:
+    return "/".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"

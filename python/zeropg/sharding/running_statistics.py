@@ -1,0 +1,34 @@
+"""Running statistics of batch norms. Every rank's forwards update its own; at each step rank 0's win, as in DDP."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from zeropg.rank_io.agreement import collective_device
+
+_NAMES = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def modules_with_statistics(model: nn.Module) -> list[nn.Module]:
+    """Those whose statistics each rank updates from its own batches; SyncBatchNorm's are the same everywhere."""
+    return [m for m in model.modules() if isinstance(m, _NormBase) and not isinstance(m, nn.SyncBatchNorm)]
+
+
+def broadcast_running_statistics(modules: list[nn.Module], group: dist.ProcessGroup) -> None:
+    """Gives all ranks the statistics of rank 0, in one broadcast. All ranks must call; without any nothing is sent."""
+    buffers = [buffer for module in modules for name in _NAMES if (buffer := module._buffers.get(name)) is not None]
+    if group.size() == 1 or not buffers:
+        return
+    device = collective_device(group)
+    # As bytes: the dtypes differ.
+    flat = torch.cat([buffer.detach().reshape(-1).view(torch.uint8).to(device) for buffer in buffers])
+    dist.broadcast(flat, group=group, group_src=0)
+    if group.rank() == 0:
+        return
+    pieces = flat.split([buffer.nbytes for buffer in buffers])
+    for buffer, piece in zip(buffers, pieces, strict=True):
+        # A copy, since a piece may begin where its dtype must not.
+        buffer.detach().copy_(piece.clone().view(buffer.dtype).view(buffer.shape))

@@ -1,0 +1,228 @@
+"""`python -m zeropg bench optimizer`: the fused steps beside torch.optim, and beside what the memory allows."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeropg._native import _C
+from zeropg.tools import machine
+from zeropg.tools.bench import harness
+from zeropg.tools.bench.plot import plot_optimizer
+from zeropg.tools.quantities import count
+
+_DESCRIPTION = """
+Times one optimizer step over flat masters in one process. zeropg's fused kernel takes gradients, updates master and
+state and writes the computation's 16-bit parameters in one pass over memory; torch.optim steps the same values with its
+for-loop, foreach and fused forms, and casts 16-bit gradients and parameters as mixed precision must. Bytes are what any
+of them must read and write; the bound is adding a number to a tensor in place in the same rounds.
+"""
+_EXAMPLES = """
+examples:
+  python -m zeropg bench optimizer                             AdamW, 50 million parameters, 1 thread
+  python -m zeropg bench optimizer --threads 4 --numel 100M    more of both
+  python -m zeropg bench optimizer --optimizer sgd --only float32
+
+status: 0 measured; 1 a result was wrong; 2 wrong options; 3 others were using the CPUs
+"""
+_HYPERPARAMETERS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+_SGD = {"lr": 1e-3, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0}
+_STEPS = 3  # before the results are compared
+# Relative to the size of an update: one learning rate. Both compute in fp32, in another order.
+_TOLERANCE = 2e-2
+
+
+@dataclass
+class Contestant:
+    """`step()` does one whole optimizer step; `values()` are the fp32 parameters after it."""
+
+    step: Callable[[], Any]
+    values: Callable[[], torch.Tensor]
+    bytes_each: float  # read and written per parameter
+
+
+def main(arguments: list[str]) -> int:
+    """Measure as `arguments` say; returns the exit status. One process."""
+    options = _parse(arguments)
+    quiet = harness.Quiet(options.even_if_busy)
+    if quiet.refuses():
+        return harness.BUSY
+    torch.set_num_threads(options.threads)
+    load, own = machine.OthersLoad(), harness.own_cpu_seconds()
+    tables: dict[str, Any] = {}
+    for dtype in options.only or ("float32", "bfloat16"):
+        contestants = _contestants(options, getattr(torch, dtype))
+        wrong = _check(contestants)
+        if wrong:
+            print(f"zeropg bench: {wrong}; nothing is measured", file=sys.stderr)
+            return harness.WRONG
+        tables[dtype] = _time(contestants, options)
+    quiet.others_during = load.stop(harness.own_cpu_seconds() - own)
+    facts = harness.header(
+        harness.command_line("optimizer", arguments),
+        quiet,
+        optimizer=options.optimizer,
+        numel=options.numel,
+        threads=options.threads,
+        instruction_set=_C.reduction_instruction_sets()[-1],
+    )
+    harness.print_header(facts)
+    document = {"header": facts, "tables": tables}
+    if not quiet.may_claim:
+        for rows in tables.values():
+            for row in rows.values():
+                row["times_zeropgs"] = None
+    _print(tables, quiet)
+    return harness.finish(options, quiet, document, plot_optimizer)
+
+
+def _contestants(options: argparse.Namespace, param_dtype: torch.dtype) -> dict[str, Contestant]:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(options.numel, generator=generator)
+    gradient = torch.randn(options.numel, generator=generator).to(param_dtype)
+    slots = len(_kernel(options.optimizer)[0].state_slots(_kernel(options.optimizer)[1]))
+    # Masters and state are read and written, the gradient is read, 16-bit parameters are written.
+    width = param_dtype.itemsize
+    bytes_each = 8 + 8 * slots + width + (width if param_dtype != torch.float32 else 0)
+    contestants = {"zeropg fused": _ours(options.optimizer, start, gradient, bytes_each)}
+    for form, flags in (("fused", {"fused": True}), ("foreach", {"foreach": True}), ("for-loop", {"foreach": False})):
+        contestants[f"torch {form}"] = _theirs(options.optimizer, start, gradient, flags, bytes_each)
+    return contestants
+
+
+def _kernel(name: str) -> tuple[Any, dict[str, float]]:
+    kernel = _C.make_optimizer(name)
+    known = _SGD if name == "sgd" else _HYPERPARAMETERS
+    return kernel, {key: known.get(key, 0.0) for key in kernel.hyperparameters}
+
+
+def _ours(name: str, start: torch.Tensor, gradient: torch.Tensor, bytes_each: float) -> Contestant:
+    kernel, hyperparameters = _kernel(name)
+    master = start.clone()
+    state = [torch.zeros_like(master) for _ in kernel.state_slots(hyperparameters)]
+    parameter = None if gradient.dtype == torch.float32 else master.to(gradient.dtype)
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        kernel.step(
+            master,
+            gradient,
+            state,
+            parameter,
+            range=(0, master.numel()),
+            hyperparameters=hyperparameters,
+            step=steps,
+        )
+
+    return Contestant(step, lambda: master, bytes_each)
+
+
+def _theirs(
+    name: str, start: torch.Tensor, gradient: torch.Tensor, flags: dict[str, bool], bytes_each: float
+) -> Contestant:
+    master = torch.nn.Parameter(start.clone())
+    known: dict[str, Any] = {"lr": _HYPERPARAMETERS["lr"], **flags}
+    optimizer: torch.optim.Optimizer
+    if name == "sgd":
+        optimizer = torch.optim.SGD([master], momentum=_SGD["momentum"], **known)
+    elif name == "adam":
+        optimizer = torch.optim.Adam([master], weight_decay=_HYPERPARAMETERS["weight_decay"], **known)
+    else:
+        optimizer = torch.optim.AdamW([master], weight_decay=_HYPERPARAMETERS["weight_decay"], **known)
+    is_mixed = gradient.dtype != torch.float32
+    parameter = master.detach().to(gradient.dtype)
+    master.grad = torch.empty_like(start) if is_mixed else gradient.clone()
+
+    @torch.no_grad()
+    def step() -> None:
+        if is_mixed:
+            assert master.grad is not None
+            master.grad.copy_(gradient)
+        optimizer.step()
+        if is_mixed:
+            parameter.copy_(master)
+
+    return Contestant(step, lambda: master.detach(), bytes_each)
+
+
+def _check(contestants: dict[str, Contestant]) -> str:
+    """Runs a few steps of each from the same start; says who differs from torch's plain loop, "" for nobody."""
+    for contestant in contestants.values():
+        for _ in range(_STEPS):
+            contestant.step()
+    reference = contestants["torch for-loop"].values()
+    for name, contestant in contestants.items():
+        difference = (contestant.values() - reference).abs().max().item()
+        if not difference <= _TOLERANCE * _HYPERPARAMETERS["lr"]:
+            return f"{name} differs from torch's plain loop by {difference:.3g} after {_STEPS} steps"
+    return ""
+
+
+def _time(contestants: dict[str, Contestant], options: argparse.Namespace) -> dict[str, Any]:
+    ballast = torch.zeros(options.numel)
+    calls: dict[str, Callable[[], Any]] = {"": lambda: ballast.add_(1.0)}
+    calls |= {name: contestant.step for name, contestant in contestants.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(options.rounds):
+        for name in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
+            times = []
+            for _ in range(options.iterations):
+                start = time.perf_counter()
+                calls[name]()
+                times.append(time.perf_counter() - start)
+            seconds[name].append(statistics.median(times))
+    bound = 8 * options.numel / min(seconds.pop(""))  # bytes/s, the fastest round: a bound must be one
+    ours = seconds["zeropg fused"]
+    return {
+        name: {
+            "ms": 1000 * statistics.median(values),
+            "numel_per_s": options.numel / statistics.median(values),
+            "gbps": contestants[name].bytes_each * options.numel / statistics.median(values) / 1e9,
+            "percent_of_bound": 100 * contestants[name].bytes_each * options.numel / statistics.median(values) / bound,
+            "bound_gbps": bound / 1e9,
+            "times_zeropgs": vars(harness.ratios(values, ours)),
+        }
+        for name, values in seconds.items()
+    }
+
+
+def _print(tables: dict[str, Any], quiet: harness.Quiet) -> None:
+    for dtype, rows in tables.items():
+        what = "fp32 throughout" if dtype == "float32" else f"{dtype} gradients and parameters, fp32 masters and state"
+        print(f"#\n# {what}; bound {next(iter(rows.values()))['bound_gbps']:.1f} GB/s")
+        print(f"{'':16} {'ms':>9} {'M/s':>9} {'GB/s':>8} {'%bound':>7}  time / zeropg's")
+        for name, row in rows.items():
+            ratio = str(harness.Spread(**row["times_zeropgs"])) if row["times_zeropgs"] else "not claimed"
+            print(
+                f"{name:16} {row['ms']:9.3f} {row['numel_per_s'] / 1e6:9.1f} {row['gbps']:8.2f} "
+                f"{row['percent_of_bound']:7.1f}  {ratio}"
+            )
+    if not quiet.may_claim:
+        print(f"# ratios not claimed: {quiet.refusal()}")
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = harness.make_parser(
+        "optimizer", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/optimizer_1_thread.json"
+    )
+    parser.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="(default adamw)")
+    parser.add_argument("--numel", type=count, default=50_000_000, help="parameters, e.g. 100M (default 50M)")
+    parser.add_argument("--threads", type=int, default=1, help="of the process (default 1)")
+    parser.add_argument("--rounds", type=int, default=5, help="each contestant's turns (default 5)")
+    parser.add_argument("--iterations", type=int, default=3, help="steps per turn (default 3)")
+    parser.add_argument(
+        "--only", action="append", choices=("float32", "bfloat16"), help="dtype of parameters and gradients"
+    )
+    options = parser.parse_args(arguments)
+    if min(options.threads, options.rounds, options.iterations) < 1:
+        parser.error("--threads, --rounds and --iterations must be positive")
+    return options

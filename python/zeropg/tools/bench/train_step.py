@@ -1,0 +1,237 @@
+"""`python -m zeropg bench train`: a training step, its CPU time and its memory, beside DDP and FSDP2."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zeropg.tools import machine
+from zeropg.tools.bench import harness
+from zeropg.tools.bench.plot import plot_train
+
+# name: (process group, wrapper or ZeRO stage)
+IMPLEMENTATIONS: dict[str, tuple[str, str | int]] = {
+    "ddp gloo": ("gloo", "ddp"),
+    "ddp zeropg": ("zeropg", "ddp"),
+    "fsdp2 gloo": ("gloo", "fsdp2"),
+    "fsdp2 zeropg": ("zeropg", "fsdp2"),
+    "zeropg stage 0": ("zeropg", 0),
+    "zeropg stage 1": ("zeropg", 1),
+    "zeropg stage 2": ("zeropg", 2),
+    "zeropg stage 3": ("zeropg", 3),
+}
+BASELINE = "ddp gloo"
+_SAME_LOSS = 1e-3  # relative, after the last step
+
+_DESCRIPTION = """
+Trains one GPT on the same batches with each implementation, in processes of its own, `--rounds` times in turn. The
+losses must agree before any time is believed. Figures are of the slowest (largest) rank: the median step, CPU seconds
+of all its threads per step, and its memory, which is the proportional set size at the end minus that before the model
+exists, so that pages which ranks share count once. Ratios are to DDP over gloo with torch's fused AdamW.
+"""
+_EXAMPLES = """
+examples:
+  python -m zeropg bench train                                           8 implementations, 3 rounds: about 4 minutes
+  python -m zeropg bench train --only "zeropg stage 3" --rounds 1        that and the baseline, once
+  python -m zeropg bench train --layers 12 --width 1024 --batch 1        175 million parameters
+
+status: 0 measured; 1 losses differ or a rank failed; 2 wrong options; 3 others were using the CPUs
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Measure as `arguments` say; returns the exit status. Starts its own ranks."""
+    options = _parse(arguments)
+    if options.as_rank_of:
+        return _run_rank(options.as_rank_of, options)
+    quiet = harness.Quiet(options.even_if_busy)
+    if quiet.refuses():
+        return harness.BUSY
+    load, own = machine.OthersLoad(), harness.own_cpu_seconds()
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in _chosen(options)}
+    for round_number in range(options.rounds):
+        for name in runs:
+            print(f"round {round_number + 1}/{options.rounds}: {name}", file=sys.stderr, flush=True)
+            figures = _run_once(name, options)
+            if figures is None:
+                print(f"zeropg bench: {name} failed; nothing is measured", file=sys.stderr)
+                return harness.WRONG
+            runs[name].append(figures)
+    quiet.others_during = load.stop(harness.own_cpu_seconds() - own)
+    reference = runs[BASELINE][0]["loss"]
+    for name, figures_of_rounds in runs.items():
+        for figures in figures_of_rounds:
+            if abs(figures["loss"] - reference) > _SAME_LOSS * reference:
+                print(
+                    f"zeropg bench: {name} trains to loss {figures['loss']}, {BASELINE} to {reference}: "
+                    "nothing is measured",
+                    file=sys.stderr,
+                )
+                return harness.WRONG
+    return _report(options, arguments, quiet, runs)
+
+
+def _report(
+    options: argparse.Namespace,
+    arguments: list[str],
+    quiet: harness.Quiet,
+    runs: dict[str, list[dict[str, float]]],
+) -> int:
+    facts = harness.header(
+        harness.command_line("train", arguments),
+        quiet,
+        ranks=options.ranks,
+        rounds=options.rounds,
+        parameters=int(runs[BASELINE][0]["parameters"]),
+    )
+    table = {name: _row(figures, runs[BASELINE], facts["parameters"], quiet) for name, figures in runs.items()}
+    harness.print_header(facts)
+    print(f"{'':16} {'step / DDP':>18} {'CPU s / DDP':>18} {'step ms':>9} {'bytes/parameter':>16}")
+    for name, row in table.items():
+        step, cpu = (
+            str(harness.Spread(**row[key])) if row[key] else "not claimed" for key in ("step_over_ddp", "cpu_over_ddp")
+        )
+        print(f"{name:16} {step:>18} {cpu:>18} {row['step_ms']:9.1f} {row['memory_bytes_per_parameter']:16.1f}")
+    if not quiet.may_claim:
+        print(f"# ratios not claimed: {quiet.refusal()}")
+    document = {"header": facts, "table": table, "runs": runs}
+    return harness.finish(options, quiet, document, plot_train)
+
+
+def _row(
+    figures: list[dict[str, float]], baseline: list[dict[str, float]], parameters: int, quiet: harness.Quiet
+) -> dict[str, Any]:
+    def over_baseline(key: str) -> dict[str, float] | None:
+        if not quiet.may_claim:
+            return None
+        return vars(harness.ratios([run[key] for run in figures], [run[key] for run in baseline]))
+
+    return {
+        "step_over_ddp": over_baseline("step_s"),
+        "cpu_over_ddp": over_baseline("cpu_s"),
+        "step_ms": 1000 * statistics.median(run["step_s"] for run in figures),
+        "memory_bytes_per_parameter": statistics.median(run["memory_bytes"] for run in figures) / parameters,
+    }
+
+
+def _run_once(name: str, options: argparse.Namespace) -> dict[str, float] | None:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        shape = [
+            f"--{key.replace('_', '-')}={getattr(options, key)}" for key in ("steps", "warm_up", "layers", "width")
+        ]
+        arguments = ["bench", "train", *shape, f"--batch={options.batch}", "--as-rank-of", name]
+        status = harness.start_ranks(options.ranks, [*arguments, "--result", str(result)], quiet_output=True)
+        return harness.read_json(result) if status == 0 else None
+
+
+def _run_rank(name: str, options: argparse.Namespace) -> int:
+    """One rank of one run; rank 0 writes the figures of the slowest rank."""
+    import torch
+    import torch.distributed as dist
+
+    from zeropg.backend import leave_groups  # the import registers the backend where the package is not installed
+
+    backend, kind = IMPLEMENTATIONS[name]
+    torch.set_num_threads(1)
+    dist.init_process_group(backend)
+    _measure_rank(kind, options)
+    leave_groups()
+    return 0
+
+
+def _measure_rank(kind: str | int, options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from zeropg.tools.train.gpt import GPT, GPTConfig
+    from zeropg.tools.train.memory import resident_bytes
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    before = resident_bytes()
+    model = GPT(GPTConfig(layers=options.layers, width=options.width, heads=options.width // 64, context=128))
+    parameters = sum(p.numel() for p in model.parameters())
+    runner, optimizer, clip = _wrap(kind, model)
+    generator = torch.Generator().manual_seed(1)
+    seconds, cpu_seconds, loss_sum = [], [], torch.zeros(())
+    for step in range(options.warm_up + options.steps):
+        batch = torch.randint(256, (options.batch * world_size, 129), generator=generator)[rank::world_size]
+        start, cpu_start = time.perf_counter(), time.process_time()
+        logits = runner(batch[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_sum = loss.detach().clone()
+        dist.all_reduce(loss_sum)  # part of the step: nearly every user logs it
+        if step >= options.warm_up:
+            seconds.append(time.perf_counter() - start)
+            cpu_seconds.append(time.process_time() - cpu_start)
+    mine = torch.tensor([statistics.median(seconds), statistics.median(cpu_seconds), float(resident_bytes() - before)])
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        step_s, cpu_s, memory = mine.tolist()
+        figures = {"step_s": step_s, "cpu_s": cpu_s, "memory_bytes": memory, "parameters": parameters}
+        harness.write_json(options.result, figures | {"loss": loss_sum.item() / world_size})
+
+
+def _wrap(kind: str | int, model: Any) -> tuple[Any, Any, Callable[[], Any]]:
+    """The wrapped model, its optimizer, and clipping to norm 1 as its users do it."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    import zeropg
+
+    def fused() -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    if kind == "ddp":
+        optimizer = fused()
+        runner: Any = torch.nn.parallel.DistributedDataParallel(model)
+    elif kind == "fsdp2":
+        for block in model.blocks:
+            fully_shard(block)
+        runner = fully_shard(model)
+        optimizer = fused()
+    else:
+        runner = zeropg.fully_shard(model, stage=int(kind))
+        optimizer = zeropg.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), runner)
+        return runner, optimizer, lambda: zeropg.clip_grad_norm_(runner, 1.0)
+    return runner, optimizer, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _chosen(options: argparse.Namespace) -> list[str]:
+    return [name for name in IMPLEMENTATIONS if not options.only or name in (BASELINE, *options.only)]
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = harness.make_parser("train", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/train_step_2_ranks.json")
+    parser.add_argument("-n", "--ranks", type=int, default=2, help="processes to start (default 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="each implementation's turns (default 3)")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps per turn (default 8)")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before them (default 3)")
+    parser.add_argument("--layers", type=int, default=6, help="of the GPT (default 6)")
+    parser.add_argument("--width", type=int, default=512, help="its channels, a multiple of 64 (default 512)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences of 128 bytes per rank (default 2)")
+    parser.add_argument(
+        "--only", action="append", choices=IMPLEMENTATIONS, help="besides the baseline; may be repeated (default: all)"
+    )
+    parser.add_argument("--as-rank-of", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    for name in ("ranks", "rounds", "steps", "layers", "width", "batch"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be positive")
+    if options.width % 64 != 0:
+        parser.error(f"--width {options.width} is no multiple of 64, the width of a head")
+    if harness.is_a_rank() and not options.as_rank_of:
+        parser.error("this suite starts its own ranks: run it without torchrun, with --ranks")
+    return options

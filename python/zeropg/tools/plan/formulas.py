@@ -1,0 +1,260 @@
+"""Memory and traffic of sharded training per rank, from sizes alone. `zeropg plan` and the main job's table use these.
+
+Memory follows what sharding/ allocates (its README has the table): tests/tools/test_plan.py holds the figures against
+`memory_report()` and the proportional set size of real runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from zeropg.compression import Codec
+from zeropg.tools.plan.shape import Flat, ModelShape, Unit
+
+# Tensors per element that an optimizer keeps beside the master.
+OPTIMIZER_SLOTS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1}
+
+# Buckets of units that live at once: one on its way to the other ranks while the next is filled (kMaxInFlight).
+_BUCKETS_AT_ONCE = 2
+# Units that are whole at once: the next one is fetched when the last gradient of this one is still computed.
+_UNITS_AT_ONCE = 2
+_STAGING_BYTES = 2 << 20  # two banks of the default size, per group
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is to be trained; the names are `fully_shard`'s."""
+
+    stage: int = 3
+    ranks: int = 1
+    nodes: int = 1
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    optimizer: str = "adamw"
+    device: str = "cpu"
+    backend: str = "zeropg"
+    offload_optimizer: str | None = None  # None, "cpu" or "nvme"
+    compression: Codec | None = None  # of gradients between nodes
+    no_sync: bool = False  # gradients are accumulated over several backwards without communication
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of the fullest node."""
+        return -(-self.ranks // self.nodes)
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether the ranks of the (one) node hold the parameters together: SharedFetch."""
+        return self.stage == 3 and self.device == "cpu" and self.nodes == 1 and self.backend == "zeropg"
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes of one kind on one rank, and where: "device" (host memory for CPU tensors), "host" or "nvme".
+
+    is_shared: a part of memory that all ranks of the node map; it is counted once, with the rank that owns it.
+    """
+
+    kind: str
+    bytes: int
+    tier: str = "device"
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends in one step, to ranks of its node and to other nodes."""
+
+    what: str
+    inside_bytes: float
+    between_bytes: float
+
+
+def memory(shape: ModelShape, settings: Settings) -> list[Holding]:
+    """What one rank holds at the peak of a step, by kind. Activations are the model's, and not in here."""
+    flats = [flat for unit in shape.units for flat in unit.flats]
+    holdings = [
+        Holding("parameters", sum(_parameter_bytes(f, settings) for f in flats), is_shared=settings.shares_parameters)
+    ]
+    masters, state = (sum(part) for part in zip(*(_optimizer_bytes(f, settings) for f in flats), strict=True))
+    tier = {None: "device", "cpu": "host" if settings.device == "cuda" else "device", "nvme": "nvme"}
+    # Where the parameter is its own master, it stays for the computation, and only the state goes.
+    where = tier[settings.offload_optimizer]
+    holdings += [Holding("masters", masters, where), Holding("optimizer", state, where)]
+    holdings += [
+        Holding("gradients", sum(_gradient_bytes(f, settings) for f in flats)),
+        Holding("buckets", _bucket_bytes(shape, settings)),
+        Holding("gathered", _gathered_bytes(shape, settings)),
+        Holding("autograd", _largest_gradient_bytes(flats, settings)),
+        Holding("residuals", sum(_residual_bytes(f, settings) for f in flats)),
+        Holding("staging", _staging_bytes(settings), is_shared=settings.device == "cpu"),
+    ]
+    return holdings
+
+
+def bytes_per_kind(holdings: list[Holding]) -> dict[str, int]:
+    """The sum over tiers, by kind."""
+    sums: dict[str, int] = {}
+    for holding in holdings:
+        sums[holding.kind] = sums.get(holding.kind, 0) + holding.bytes
+    return sums
+
+
+def traffic(shape: ModelShape, settings: Settings) -> list[Traffic]:
+    """What one rank sends in one step (one backward), by the algorithms that reach the lower bounds.
+
+    Between nodes every transfer is hierarchical: in the node first, then each rank its share with the same rank of the
+    other nodes. Inside a node of CPUs "sent" means written for the others in shared memory.
+    """
+    trainable = [flat for unit in shape.units for flat in unit.flats if flat.is_trainable]
+    everything = [flat for unit in shape.units for flat in unit.flats]
+    gradients = sum(flat.total_numel(settings.ranks) * _reduce_dtype(flat, settings).itemsize for flat in trainable)
+    encoded = _encoded_bytes(trainable, settings)
+    updated = sum(flat.total_numel(settings.ranks) * _dtype(flat, settings).itemsize for flat in trainable)
+    whole = sum(flat.total_numel(settings.ranks) * _dtype(flat, settings).itemsize for flat in everything)
+    root = sum(flat.total_numel(settings.ranks) * _dtype(flat, settings).itemsize for flat in shape.units[-1].flats)
+    rows = []
+    if settings.stage <= 1:
+        rows.append(_both_ways("gradients: all-reduce", gradients, encoded, settings))
+    else:
+        rows.append(_one_way("gradients: reduce-scatter", gradients, encoded, settings))
+    if settings.stage in (1, 2):
+        rows.append(_one_way("parameters: all-gather after the step", updated, updated, settings))
+    if settings.stage == 3:
+        if settings.shares_parameters:
+            rows.append(Traffic("parameters: shared in the node", 0.0, 0.0))
+        else:
+            rows.append(_one_way("parameters: all-gather in forward", whole, whole, settings))
+            # The root stays whole between its forward and its backward.
+            rows.append(_one_way("parameters: all-gather in backward", whole - root, whole - root, settings))
+    return rows
+
+
+def paper_bytes(stage: int, ranks: int, parameters: int, param_dtype: torch.dtype) -> dict[str, int]:
+    """Bytes per rank of training `parameters` numbers with Adam, by class, as the ZeRO paper counts them.
+
+    arXiv:1910.02054, section 3. With 16-bit parameters: 2 bytes of weight and 2 of gradient, 12 of optimizer state
+    (float32 master, mean, variance). With float32: 4, 4 and 8, since the weight is its own master. What a stage shards
+    is divided by the ranks. No buffers, no padding; zeropg itself keeps 16-bit parameters' gradients in float32.
+    """
+    width = param_dtype.itemsize
+    bytes_each = {"parameters": width, "gradients": width, "optimizer": 12 if width == 2 else 2 * width}
+    sharded_from_stage = {"optimizer": 1, "gradients": 2, "parameters": 3}
+    return {
+        name: parameters * each // (ranks if stage >= sharded_from_stage[name] else 1)
+        for name, each in bytes_each.items()
+    }
+
+
+def with_ranks(settings: Settings, stage: int, ranks: int) -> Settings:
+    """`settings` for another stage and number of ranks; never fewer ranks than nodes."""
+    return replace(settings, stage=stage, ranks=ranks, nodes=min(settings.nodes, ranks))
+
+
+def _dtype(flat: Flat, settings: Settings) -> torch.dtype:
+    return settings.param_dtype if settings.param_dtype and flat.dtype.is_floating_point else flat.dtype
+
+
+def _master_dtype(flat: Flat) -> torch.dtype:
+    if not flat.is_trainable or not flat.dtype.is_floating_point:
+        return flat.dtype
+    return torch.float64 if flat.dtype == torch.float64 else torch.float32
+
+
+def _reduce_dtype(flat: Flat, settings: Settings) -> torch.dtype:
+    return settings.reduce_dtype or _master_dtype(flat)
+
+
+def _master_numel(flat: Flat, settings: Settings) -> int:
+    return flat.shard_numel(settings.ranks) if settings.stage >= 1 else flat.total_numel(settings.ranks)
+
+
+def _parameter_bytes(flat: Flat, settings: Settings) -> int:
+    numel = flat.shard_numel(settings.ranks) if settings.stage == 3 else flat.total_numel(settings.ranks)
+    return numel * _dtype(flat, settings).itemsize
+
+
+def _optimizer_bytes(flat: Flat, settings: Settings) -> tuple[int, int]:
+    """(masters beside the parameters, optimizer state)."""
+    numel, width = _master_numel(flat, settings), _master_dtype(flat).itemsize
+    masters = 0 if _dtype(flat, settings) == _master_dtype(flat) else numel * width
+    return masters, OPTIMIZER_SLOTS[settings.optimizer] * numel * width if flat.is_trainable else 0
+
+
+def _gradient_bytes(flat: Flat, settings: Settings) -> int:
+    if not flat.is_trainable:
+        return 0
+    numel = flat.shard_numel(settings.ranks) if settings.stage >= 2 else flat.total_numel(settings.ranks)
+    return numel * _master_dtype(flat).itemsize
+
+
+def _bucket_bytes(shape: ModelShape, settings: Settings) -> int:
+    def bucket(unit: Unit) -> int:
+        total = 0
+        for flat in unit.flats:
+            if not flat.is_trainable:
+                continue
+            reduce, master = _reduce_dtype(flat, settings), _master_dtype(flat)
+            numel = flat.total_numel(settings.ranks)
+            if settings.no_sync:
+                total += numel * master.itemsize
+            elif settings.stage >= 2 or reduce != master:
+                total += numel * reduce.itemsize
+                if settings.stage >= 2 and reduce != master and settings.ranks > 1:  # where the slice arrives
+                    total += flat.shard_numel(settings.ranks) * reduce.itemsize
+        return total
+
+    *blocks, root = (bucket(unit) for unit in shape.units)
+    if settings.no_sync and settings.stage < 2:
+        return 0  # they are the kept gradients
+    at_once = len(blocks) if settings.no_sync else _BUCKETS_AT_ONCE
+    return root + sum(sorted(blocks)[-at_once:] if at_once else [])
+
+
+def _gathered_bytes(shape: ModelShape, settings: Settings) -> int:
+    if settings.stage < 3 or settings.shares_parameters:
+        return 0
+
+    def whole(unit: Unit) -> int:
+        return sum(flat.total_numel(settings.ranks) * _dtype(flat, settings).itemsize for flat in unit.flats)
+
+    *blocks, root = (whole(unit) for unit in shape.units)
+    return root + sum(sorted(blocks)[-_UNITS_AT_ONCE:])
+
+
+def _largest_gradient_bytes(flats: list[Flat], settings: Settings) -> int:
+    """autograd makes each gradient anew; it is copied into its bucket and freed before the next one."""
+    sizes = [max(flat.numels, default=0) * _dtype(flat, settings).itemsize for flat in flats if flat.is_trainable]
+    return max(sizes, default=0)
+
+
+def _residual_bytes(flat: Flat, settings: Settings) -> int:
+    """Error feedback in fp32 of both hops: of the node's share that this rank sends, and of the slice that it owns."""
+    if settings.compression is None or settings.nodes == 1 or not flat.is_trainable:
+        return 0
+    return (flat.total_numel(settings.ranks) // settings.local_ranks + flat.shard_numel(settings.ranks)) * 4
+
+
+def _staging_bytes(settings: Settings) -> int:
+    return _STAGING_BYTES if settings.backend == "zeropg" and settings.device == "cpu" and settings.ranks > 1 else 0
+
+
+def _encoded_bytes(flats: list[Flat], settings: Settings) -> int:
+    """The gradients as they travel between nodes."""
+    if settings.compression is None:
+        return sum(f.total_numel(settings.ranks) * _reduce_dtype(f, settings).itemsize for f in flats)
+    compressor = settings.compression.make_compressor()
+    return sum(compressor.encoded_bytes(flat.total_numel(settings.ranks)) for flat in flats)
+
+
+def _one_way(what: str, inside: float, between: float, settings: Settings) -> Traffic:
+    """Reduce-scatter or all-gather of that many bytes; `between`: the size that counts between nodes."""
+    local, nodes = settings.local_ranks, settings.nodes
+    return Traffic(what, inside * (local - 1) / local, between / local * (nodes - 1) / nodes)
+
+
+def _both_ways(what: str, inside: float, between: float, settings: Settings) -> Traffic:
+    there = _one_way(what, inside, between, settings)
+    return Traffic(what, 2 * there.inside_bytes, 2 * there.between_bytes)
