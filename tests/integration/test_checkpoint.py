@@ -336,7 +336,7 @@ def test_a_save_in_the_background_writes_what_was_there(rank_pool: Any, tmp_path
 
 def snapshot(directory: Path) -> None:
     import zeropg
-    from zeropg.checkpoint.checkpoint import checkpoint
+    from zeropg.checkpoint import checkpoint
 
     take = checkpoint._Save._take_snapshot
     kept: list[bool] = []
