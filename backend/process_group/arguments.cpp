@@ -75,8 +75,8 @@ int32_t Call::root(int64_t rank) const {
   return static_cast<int32_t>(rank);
 }
 
-Reduction Call::reduction(const c10d::ReduceOp& op, at::ScalarType dtype) const {
-  Reduction reduction{reduce_op_of(op.op_), 1};
+ScaledReduceOp Call::reduction(const c10d::ReduceOp& op, at::ScalarType dtype) const {
+  ScaledReduceOp reduction{reduce_op_of(op.op_), 1};
   if (reduction.op == ReduceOp::kPremulSum) {
     reduction.factor = premul_factor(op);
   }

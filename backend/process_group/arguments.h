@@ -17,7 +17,7 @@
 
 namespace zeropg {
 
-struct Reduction {
+struct ScaledReduceOp {
   ReduceOp op = ReduceOp::kSum;
   std::complex<double> factor = 1;
 };
@@ -56,7 +56,7 @@ class Call {
   const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* what) const;
   const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& lists, const char* what) const;
   int32_t root(int64_t rank) const;
-  Reduction reduction(const c10d::ReduceOp& op, at::ScalarType dtype) const;
+  ScaledReduceOp reduction(const c10d::ReduceOp& op, at::ScalarType dtype) const;
   // world_size tensors, all like `pattern`.
   void check_list(const std::vector<at::Tensor>& tensors, const at::Tensor& pattern, const char* what) const;
   void check_same_dtype(const at::Tensor& one, const at::Tensor& other) const;

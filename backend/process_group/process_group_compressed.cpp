@@ -12,7 +12,7 @@ Request compressed_request(const Call& call, OpKind op, const at::Tensor& input,
                            const c10d::ReduceOp& reduce_op, Compression compression) {
   call.check_type(output.scalar_type() == at::ScalarType::Float, "the gradients are ", output.scalar_type(),
                   ", expected float32, which is what codecs encode; cast them, or leave reduce_dtype as it is.");
-  const Reduction reduction = call.reduction(reduce_op, output.scalar_type());
+  const ScaledReduceOp reduction = call.reduction(reduce_op, output.scalar_type());
   call.check_value(reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAverage, "got ",
                    reduce_op_name(reduction.op), ", expected sum or avg: other operations do not survive rounding.");
   call.check_value(compression.codec != nullptr, "got no codec; use the uncompressed operation.");

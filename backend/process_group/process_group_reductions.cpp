@@ -14,7 +14,7 @@ constexpr OpType kReduceScatterCoalesced = OpType::REDUCE_SCATTER_TENSOR_COALESC
 constexpr OpType kReduceScatterCoalesced = OpType::COALESCED;
 #endif
 
-Request reduce_request(OpKind op, const at::Tensor& input, const at::Tensor& output, const Reduction& reduction,
+Request reduce_request(OpKind op, const at::Tensor& input, const at::Tensor& output, const ScaledReduceOp& reduction,
                        int64_t block_numel) {
   Request request;
   request.op = op;
@@ -39,7 +39,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::allreduce(std::vector<at::Tensor>& te
   }
   Call call = make_call("zeropg:all_reduce");
   const at::Tensor& tensor = call.only(tensors, "input");
-  const Reduction reduction = call.reduction(opts.reduceOp, tensor.scalar_type());
+  const ScaledReduceOp reduction = call.reduction(opts.reduceOp, tensor.scalar_type());
   const at::Tensor data = call.in_place(tensor);
   call.add(reduce_request(OpKind::kAllReduce, data, data, reduction, data.numel()));
   return submit(std::move(call), OpType::ALLREDUCE, opts.timeout, opts.asyncOp);
@@ -53,7 +53,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::allreduce_coalesced(std::vector<at::T
   Call call = make_call("zeropg:all_reduce_coalesced");
   for (const at::Tensor& tensor : tensors) {
     call.only({tensor}, "input");
-    const Reduction reduction = call.reduction(opts.reduceOp, tensor.scalar_type());
+    const ScaledReduceOp reduction = call.reduction(opts.reduceOp, tensor.scalar_type());
     const at::Tensor data = call.in_place(tensor);
     call.add(reduce_request(OpKind::kAllReduce, data, data, reduction, data.numel()));
   }
@@ -66,7 +66,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::reduce(std::vector<at::Tensor>& tenso
   }
   Call call = make_call("zeropg:reduce");
   const at::Tensor& tensor = call.only(tensors, "input");
-  const Reduction reduction = call.reduction(opts.reduceOp, tensor.scalar_type());
+  const ScaledReduceOp reduction = call.reduction(opts.reduceOp, tensor.scalar_type());
   const at::Tensor data = call.in_place(tensor);
   Request request = reduce_request(OpKind::kReduce, data, data, reduction, data.numel());
   request.root = call.root(opts.rootRank);
@@ -84,7 +84,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::reduce_scatter(std::vector<at::Tensor
   const at::Tensor& output = call.only(outputs, "output");
   const std::vector<at::Tensor>& list = call.only(inputs, "input");
   call.check_list(list, output, "input");
-  const Reduction reduction = call.reduction(opts.reduceOp, output.scalar_type());
+  const ScaledReduceOp reduction = call.reduction(opts.reduceOp, output.scalar_type());
   Request request = reduce_request(OpKind::kReduceScatter, output, call.output(output), reduction, output.numel());
   request.inputs = call.inputs(list);
   request.input_is_list = true;
@@ -101,7 +101,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::_reduce_scatter_base(at::Tensor& outp
   call.only({input}, "input");
   call.check_same_dtype(input, output);
   call.check_blocks(input, output, "input");
-  const Reduction reduction = call.reduction(opts.reduceOp, input.scalar_type());
+  const ScaledReduceOp reduction = call.reduction(opts.reduceOp, input.scalar_type());
   call.add(reduce_request(OpKind::kReduceScatter, call.input(input), call.output(output), reduction, output.numel()));
   return submit(std::move(call), OpType::_REDUCE_SCATTER_BASE, opts.timeout, opts.asyncOp);
 }
@@ -119,7 +119,7 @@ c10::intrusive_ptr<Work> ProcessGroupZero::reduce_scatter_tensor_coalesced(std::
     call.only({inputs[i]}, "input");
     call.check_same_dtype(inputs[i], outputs[i]);
     call.check_blocks(inputs[i], outputs[i], "input");
-    const Reduction reduction = call.reduction(opts.reduceOp, inputs[i].scalar_type());
+    const ScaledReduceOp reduction = call.reduction(opts.reduceOp, inputs[i].scalar_type());
     call.add(reduce_request(OpKind::kReduceScatter, call.input(inputs[i]), call.output(outputs[i]), reduction,
                             outputs[i].numel()));
   }

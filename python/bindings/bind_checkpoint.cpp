@@ -1,5 +1,5 @@
-// Export and checkpoint files for Python: the layout, the parser and the writer. python/zeropg/rank_io/staged_files.py drives
-// them.
+// Export and checkpoint files for Python: the layout, the parser and the writer. python/zeropg/rank_io/staged_files.py
+// drives them.
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>

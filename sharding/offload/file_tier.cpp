@@ -48,7 +48,7 @@ class FileTier final : public Tier {
     if (is_forked()) static_cast<void>(queue_.release());  // its threads and their locks are the parent's
   }
 
-  std::byte* address(const Extent&) override { return nullptr; }
+  std::byte* address(const TierExtent&) override { return nullptr; }
 
   std::string describe() const override {
     return c10::str(options_.directory, " (",
@@ -102,7 +102,7 @@ class FileTier final : public Tier {
     return number;
   }
 
-  Extent reserve(uint64_t bytes, std::string_view what) override {
+  TierExtent reserve(uint64_t bytes, std::string_view what) override {
     check_process();
     const std::lock_guard lock(mutex_);
     for (auto [offset, size] : free_) {
@@ -142,7 +142,7 @@ class FileTier final : public Tier {
          "directory in offload_optimizer.");
   }
 
-  void release(const Extent& extent) override {
+  void release(const TierExtent& extent) override {
     if (is_forked()) return;
     const std::lock_guard lock(mutex_);
     written_.erase(written_.lower_bound(extent.offset), written_.lower_bound(extent.offset + extent.bytes));

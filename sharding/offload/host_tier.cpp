@@ -23,7 +23,7 @@ class HostTier final : public Tier {
   explicit HostTier(bool is_pinned)
       : Tier("cpu", kHostAlignment), pinned_(is_pinned ? at::getHostAllocator(at::kCUDA) : nullptr) {}
 
-  std::byte* address(const Extent& extent) override { return at(extent.offset); }
+  std::byte* address(const TierExtent& extent) override { return at(extent.offset); }
   std::string describe() const override { return pinned_ != nullptr ? "pinned host memory" : "host memory"; }
 
  private:
@@ -34,7 +34,7 @@ class HostTier final : public Tier {
 
   static std::byte* at(uint64_t offset) { return reinterpret_cast<std::byte*>(static_cast<uintptr_t>(offset)); }
 
-  Extent reserve(uint64_t bytes, std::string_view what) override {
+  TierExtent reserve(uint64_t bytes, std::string_view what) override {
     Block block;
     try {
       if (pinned_ != nullptr) {
@@ -49,13 +49,13 @@ class HostTier final : public Tier {
                       ENOMEM);
     }
     void* memory = pinned_ != nullptr ? block.pinned.get() : block.pages.data();
-    const Extent extent{reinterpret_cast<uintptr_t>(memory), bytes};
+    const TierExtent extent{reinterpret_cast<uintptr_t>(memory), bytes};
     const std::lock_guard lock(mutex_);
     blocks_[extent.offset] = std::move(block);
     return extent;
   }
 
-  void release(const Extent& extent) override {
+  void release(const TierExtent& extent) override {
     const std::lock_guard lock(mutex_);
     blocks_.erase(extent.offset);
   }

@@ -22,21 +22,21 @@ void Transfer::wait() {
   if (done_.valid()) done_.get();
 }
 
-Extent Tier::allocate(uint64_t bytes, std::string_view what) {
+TierExtent Tier::allocate(uint64_t bytes, std::string_view what) {
   const auto rounded = static_cast<uint64_t>(round_up(static_cast<int64_t>(bytes), static_cast<int64_t>(alignment_)));
   if (rounded == 0) return {};
-  const Extent extent = reserve(rounded, what);
+  const TierExtent extent = reserve(rounded, what);
   reserved_bytes_ += extent.bytes;
   return extent;
 }
 
-void Tier::free(const Extent& extent) {
+void Tier::free(const TierExtent& extent) {
   if (extent.bytes == 0) return;
   reserved_bytes_ -= extent.bytes;
   release(extent);
 }
 
-void Tier::check(const Extent& extent, uint64_t offset, const void* address, uint64_t bytes) const {
+void Tier::check(const TierExtent& extent, uint64_t offset, const void* address, uint64_t bytes) const {
   TORCH_CHECK_VALUE(offset <= extent.bytes && bytes <= extent.bytes - offset, "[zeropg] offload: bytes [", offset, ", ",
                     offset, " + ", bytes, ") of an extent of ", extent.bytes);
   TORCH_CHECK_VALUE(
@@ -45,12 +45,12 @@ void Tier::check(const Extent& extent, uint64_t offset, const void* address, uin
       alignment_);
 }
 
-Transfer Tier::read(const Extent& extent, uint64_t offset, std::span<std::byte> buffer) {
+Transfer Tier::read(const TierExtent& extent, uint64_t offset, std::span<std::byte> buffer) {
   check(extent, offset, buffer.data(), buffer.size());
   return buffer.empty() ? Transfer() : start_read(extent.offset + offset, buffer);
 }
 
-Transfer Tier::write(const Extent& extent, uint64_t offset, std::span<const std::byte> buffer) {
+Transfer Tier::write(const TierExtent& extent, uint64_t offset, std::span<const std::byte> buffer) {
   check(extent, offset, buffer.data(), buffer.size());
   return buffer.empty() ? Transfer() : start_write(extent.offset + offset, buffer);
 }

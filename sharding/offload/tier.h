@@ -24,7 +24,7 @@ class TierError : public FileError {
 };
 
 // A range of bytes that Tier::allocate has reserved. Plain data: copying one reserves nothing.
-struct Extent {
+struct TierExtent {
   uint64_t offset = 0;
   uint64_t bytes = 0;
 };
@@ -60,16 +60,16 @@ class Tier {
 
   // Reserves `bytes`, rounded up to the alignment, that read as zeros. Once it has returned, writes within it do not
   // fail for want of space. `what` is for messages. TierError where there is no room.
-  Extent allocate(uint64_t bytes, std::string_view what);
-  void free(const Extent& extent);  // no transfer of it may be under way
+  TierExtent allocate(uint64_t bytes, std::string_view what);
+  void free(const TierExtent& extent);  // no transfer of it may be under way
 
   // Moves bytes between `buffer` and [offset, offset + buffer.size()) of the extent. ValueError where that leaves the
   // extent or is not aligned.
-  Transfer read(const Extent& extent, uint64_t offset, std::span<std::byte> buffer);
-  Transfer write(const Extent& extent, uint64_t offset, std::span<const std::byte> buffer);
+  Transfer read(const TierExtent& extent, uint64_t offset, std::span<std::byte> buffer);
+  Transfer write(const TierExtent& extent, uint64_t offset, std::span<const std::byte> buffer);
 
   // The extent's bytes, where the CPU may use them in place instead of moving them; null elsewhere.
-  virtual std::byte* address(const Extent& extent) = 0;
+  virtual std::byte* address(const TierExtent& extent) = 0;
   // For people: "/nvme (O_DIRECT, 4 threads)".
   virtual std::string describe() const = 0;
 
@@ -78,11 +78,11 @@ class Tier {
 
  private:
   // As the public functions, with arguments that have been checked and rounded.
-  virtual Extent reserve(uint64_t bytes, std::string_view what) = 0;
-  virtual void release(const Extent& extent) = 0;
+  virtual TierExtent reserve(uint64_t bytes, std::string_view what) = 0;
+  virtual void release(const TierExtent& extent) = 0;
   virtual Transfer start_read(uint64_t offset, std::span<std::byte> buffer) = 0;
   virtual Transfer start_write(uint64_t offset, std::span<const std::byte> buffer) = 0;
-  void check(const Extent& extent, uint64_t offset, const void* address, uint64_t bytes) const;
+  void check(const TierExtent& extent, uint64_t offset, const void* address, uint64_t bytes) const;
 
   const std::string name_;
   const uint64_t alignment_;

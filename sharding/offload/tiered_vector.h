@@ -52,7 +52,7 @@ class TieredVector {
  private:
   struct Reservation {
     std::shared_ptr<Offload> offload;
-    Extent extent;
+    TierExtent extent;
     ~Reservation() { offload->tier().free(extent); }
   };
 

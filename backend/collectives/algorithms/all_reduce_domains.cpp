@@ -46,7 +46,7 @@ Schedule plan_all_reduce_domains(const CollectiveSpec& spec) {
     add_barrier(schedule);
     if (is_chunk(slot)) {
       const auto partial = [&](int32_t part, int64_t place) { return between.partial(slot, part, place); };
-      reduce_in_node(schedule, slot, extents(slot, input), layout, placement, partial, Reduction::kOfRanksOfDomain);
+      reduce_in_node(schedule, slot, extents(slot, input), layout, placement, partial, ReduceScope::kOfRanksOfDomain);
     }
     if (is_chunk(slot - 1)) {
       between.complete(schedule, slot - 1, extents(slot - 1, input),

@@ -107,7 +107,7 @@ class Exchange {
         add_copy(schedule_, sum(), mine, bytes);
       } else if (rank == spec_.rank) {
         const std::vector<Region> sources{sum(), mine};
-        add_reduce(schedule_, sum(), sources, bytes, Reduction::kOfRanks);
+        add_reduce(schedule_, sum(), sources, bytes, ReduceScope::kOfRanks);
       } else {
         add_receive(schedule_, rank, incoming(), encoded(bytes));
         if (rank == 0) {

@@ -30,7 +30,7 @@ Schedule plan_reduce_scatter_domains(const CollectiveSpec& spec) {
     add_barrier(schedule);
     if (is_chunk(slot)) {
       const auto partial = [&](int32_t part, int64_t place) { return between.partial(slot, part, place); };
-      reduce_in_node(schedule, slot, inputs(slot), layout, placement, partial, Reduction::kOfRanksOfDomain);
+      reduce_in_node(schedule, slot, inputs(slot), layout, placement, partial, ReduceScope::kOfRanksOfDomain);
     }
     if (is_chunk(slot - 1)) {
       const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;

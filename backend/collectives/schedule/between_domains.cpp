@@ -114,7 +114,7 @@ void BetweenDomains::complete(Schedule& schedule, int64_t chunk, const std::vect
         sources[domain] = partial_of(domain, owner, chunk, part, place);
         next = std::min(next, slice.offset_bytes + slice.bytes);
       }
-      add_reduce(schedule, destination(place), sources, next - place, Reduction::kOfDomains);
+      add_reduce(schedule, destination(place), sources, next - place, ReduceScope::kOfDomains);
     }
   }
 }

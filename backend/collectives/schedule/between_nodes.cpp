@@ -180,7 +180,7 @@ void BetweenNodes::complete(Schedule& schedule, int64_t chunk, const std::vector
     for (int32_t node = 0; node < placement_.node_count(); ++node) {
       sources[node] = node == placement_.node() ? partial(chunk, part, place) : incoming(node, place);
     }
-    add_reduce(schedule, destination(place), sources, bytes, Reduction::kOfNodes);
+    add_reduce(schedule, destination(place), sources, bytes, ReduceScope::kOfNodes);
   }
 }
 

@@ -20,7 +20,7 @@ void stage_inputs(Schedule& schedule, int64_t chunk, const std::vector<Extent>& 
 }
 
 void reduce_in_node(Schedule& schedule, int64_t chunk, const std::vector<Extent>& inputs, const ChunkLayout& layout,
-                    const Placement& placement, const PartialOfPlace& partial, Reduction reduction) {
+                    const Placement& placement, const PartialOfPlace& partial, ReduceScope scope) {
   const std::vector<int32_t>& ranks = placement.local_ranks();
   std::vector<Region> sources(ranks.size());
   for (int32_t part = 0; part < layout.part_count(); ++part) {
@@ -30,7 +30,7 @@ void reduce_in_node(Schedule& schedule, int64_t chunk, const std::vector<Extent>
         const bool is_own = static_cast<int32_t>(i) == placement.local_rank();
         sources[i] = is_own ? extent.tensor : staging(ranks[i], chunk, place);
       }
-      add_reduce(schedule, partial(part, place), sources, bytes, reduction);
+      add_reduce(schedule, partial(part, place), sources, bytes, scope);
     }
   }
 }

@@ -24,7 +24,7 @@ void stage_inputs(Schedule& schedule, int64_t chunk, const std::vector<Extent>& 
 using PartialOfPlace = std::function<Region(int32_t part, int64_t place)>;
 void reduce_in_node(Schedule& schedule, int64_t chunk, const std::vector<Extent>& inputs, const ChunkLayout& layout,
                     const Placement& placement, const PartialOfPlace& partial,
-                    Reduction reduction = Reduction::kOfRanks);
+                    ReduceScope scope = ReduceScope::kOfRanks);
 
 // Copies the slices of all ranks of the node, complete in their slots, to the own output (`is_streaming`: schedule.h).
 void copy_out(Schedule& schedule, int64_t chunk, const std::vector<Extent>& outputs, const ChunkLayout& layout,

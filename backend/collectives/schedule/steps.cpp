@@ -78,20 +78,19 @@ void add_copy(Schedule& schedule, Region destination, Region source, int64_t byt
 }
 
 void add_reduce(Schedule& schedule, Region destination, std::span<const Region> sources, int64_t bytes,
-                Reduction reduction) {
+                ReduceScope scope) {
   if (bytes == 0) return;
-  const bool is_of_ranks = reduction == Reduction::kOfRanks || reduction == Reduction::kOfRanksOfDomain;
-  schedule.steps.push_back(
-      {.kind = StepKind::kReduce,
-       .is_final = !is_of_ranks,
-       .has_partial_sources = reduction == Reduction::kOfNodes || reduction == Reduction::kOfDomains,
-       .form = reduction == Reduction::kOfRanksOfDomain ? ReduceForm::kToAccumulators
-               : reduction == Reduction::kOfDomains     ? ReduceForm::kFromAccumulators
-                                                        : ReduceForm::kWhole,
-       .destination = destination,
-       .bytes = bytes,
-       .first_source = static_cast<int32_t>(schedule.sources.size()),
-       .source_count = static_cast<int32_t>(sources.size())});
+  const bool is_of_ranks = scope == ReduceScope::kOfRanks || scope == ReduceScope::kOfRanksOfDomain;
+  schedule.steps.push_back({.kind = StepKind::kReduce,
+                            .is_final = !is_of_ranks,
+                            .has_partial_sources = scope == ReduceScope::kOfNodes || scope == ReduceScope::kOfDomains,
+                            .form = scope == ReduceScope::kOfRanksOfDomain ? ReduceForm::kToAccumulators
+                                    : scope == ReduceScope::kOfDomains     ? ReduceForm::kFromAccumulators
+                                                                           : ReduceForm::kWhole,
+                            .destination = destination,
+                            .bytes = bytes,
+                            .first_source = static_cast<int32_t>(schedule.sources.size()),
+                            .source_count = static_cast<int32_t>(sources.size())});
   schedule.sources.insert(schedule.sources.end(), sources.begin(), sources.end());
 }
 

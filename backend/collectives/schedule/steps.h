@@ -48,7 +48,7 @@ Region advance(Region region, int64_t offset_bytes);
 Region residual(const CollectiveSpec& spec, int32_t hop, int64_t offset_bytes);  // none, where there are none
 
 // Which part of a reduction over several levels a step is.
-enum class Reduction : uint8_t {
+enum class ReduceScope : uint8_t {
   kComplete,  // of all ranks' inputs
   kOfRanks,   // of inputs; the results of other nodes are still to come
   kOfNodes,   // of such results, and complete
@@ -60,7 +60,7 @@ enum class Reduction : uint8_t {
 // Each adds one step; those without bytes are left out.
 void add_copy(Schedule& schedule, Region destination, Region source, int64_t bytes);
 void add_reduce(Schedule& schedule, Region destination, std::span<const Region> sources, int64_t bytes,
-                Reduction reduction = Reduction::kComplete);
+                ReduceScope scope = ReduceScope::kComplete);
 // The same result to several places.
 void add_reduce_for_all(Schedule& schedule, Region destination, std::span<const Region> echoes,
                         std::span<const Region> sources, int64_t bytes);

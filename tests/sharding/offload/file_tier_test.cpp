@@ -84,8 +84,8 @@ TEST(FileTier, two_jobs_in_one_directory_do_not_meet) {
   const Directory directory(disk());
   const auto first = make_file_tier({.directory = directory.path()});
   const auto second = make_file_tier({.directory = directory.path()});
-  const Extent a = first->allocate(kPageBytes, "a test");
-  const Extent b = second->allocate(kPageBytes, "a test");
+  const TierExtent a = first->allocate(kPageBytes, "a test");
+  const TierExtent b = second->allocate(kPageBytes, "a test");
   const AlignedBuffer ones = pattern(kPageBytes, 1);
   const AlignedBuffer twos = pattern(kPageBytes, 2);
   first->write(a, 0, ones.part(0, kPageBytes)).wait();
@@ -115,7 +115,7 @@ TEST(FileTier, a_killed_process_leaves_nothing) {
 
 TEST(FileTier, a_forked_child_may_let_it_go) {
   std::unique_ptr<Tier> tier = on(disk());
-  const Extent extent = tier->allocate(kPageBytes, "a test");
+  const TierExtent extent = tier->allocate(kPageBytes, "a test");
   const AlignedBuffer written = pattern(kPageBytes, 1);
   tier->write(extent, 0, written.part(0, kPageBytes)).wait();
   const pid_t child = ::fork();
@@ -183,7 +183,7 @@ class Meddled : public ::testing::Test {
 
   Directory directory_{disk()};
   std::unique_ptr<Tier> tier_ = make_file_tier({.directory = directory_.path(), .rank = 1, .world_size = 2});
-  Extent extent_;
+  TierExtent extent_;
   AlignedBuffer written_ = pattern(kBytes, 1);
   int other_ = -1;
 };

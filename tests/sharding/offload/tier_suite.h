@@ -46,7 +46,7 @@ class TierSuite : public ::testing::TestWithParam<MakeTier> {
 };
 
 TEST_P(TierSuite, what_is_allocated_reads_as_zeros) {
-  const Extent extent = tier_->allocate(5 * kUnit, "a test");
+  const TierExtent extent = tier_->allocate(5 * kUnit, "a test");
   AlignedBuffer read = pattern(5 * kUnit, 1);
   tier_->read(extent, 0, read.part(0, 5 * kUnit)).wait();
   EXPECT_TRUE(same(read, AlignedBuffer(5 * kUnit), 5 * kUnit));
@@ -56,7 +56,7 @@ TEST_P(TierSuite, sizes_are_rounded_up_to_the_alignment) {
   EXPECT_EQ(tier_->alignment() & (tier_->alignment() - 1), 0U);
   uint64_t total = 0;
   for (const uint64_t bytes : {uint64_t{1}, uint64_t{63}, uint64_t{4095}, uint64_t{4097}, uint64_t{1000003}}) {
-    const Extent extent = tier_->allocate(bytes, "a test");
+    const TierExtent extent = tier_->allocate(bytes, "a test");
     EXPECT_GE(extent.bytes, bytes);
     EXPECT_EQ(extent.bytes % tier_->alignment(), 0U);
     EXPECT_LT(extent.bytes - bytes, tier_->alignment());
@@ -66,7 +66,7 @@ TEST_P(TierSuite, sizes_are_rounded_up_to_the_alignment) {
 }
 
 TEST_P(TierSuite, nothing_may_be_allocated) {
-  const Extent extent = tier_->allocate(0, "nothing");
+  const TierExtent extent = tier_->allocate(0, "nothing");
   EXPECT_EQ(extent.bytes, 0U);
   tier_->read(extent, 0, {}).wait();
   tier_->free(extent);
@@ -74,7 +74,7 @@ TEST_P(TierSuite, nothing_may_be_allocated) {
 
 TEST_P(TierSuite, random_ranges_of_many_extents_keep_their_bytes) {
   std::mt19937 random(7);
-  std::vector<Extent> extents;
+  std::vector<TierExtent> extents;
   std::vector<AlignedBuffer> expected;
   for (int i = 0; i < 24; ++i) {
     const uint64_t bytes = (random() % 40 + 1) * kUnit;
@@ -100,7 +100,7 @@ TEST_P(TierSuite, random_ranges_of_many_extents_keep_their_bytes) {
 
 TEST_P(TierSuite, many_transfers_run_at_once) {
   constexpr uint64_t kCount = 200;
-  const Extent extent = tier_->allocate(kCount * 2 * kUnit, "a test");
+  const TierExtent extent = tier_->allocate(kCount * 2 * kUnit, "a test");
   const AlignedBuffer written = pattern(kCount * 2 * kUnit, 3);
   AlignedBuffer read(kCount * 2 * kUnit);
   {
@@ -118,7 +118,7 @@ TEST_P(TierSuite, many_transfers_run_at_once) {
 
 TEST_P(TierSuite, overlapping_transfers_run_in_the_order_of_the_calls) {
   constexpr uint64_t kBytes = 64 * kUnit;
-  const Extent extent = tier_->allocate(kBytes, "a test");
+  const TierExtent extent = tier_->allocate(kBytes, "a test");
   std::vector<AlignedBuffer> written;
   std::vector<AlignedBuffer> read;
   std::vector<Transfer> transfers;
@@ -145,7 +145,7 @@ TEST_P(TierSuite, threads_may_use_it_at_the_same_time) {
     threads.emplace_back([&, id] {
       for (uint64_t round = 0; round < 20; ++round) {
         const uint64_t bytes = (round % 5 + 1) * kUnit;
-        const Extent extent = tier_->allocate(bytes, "a test");
+        const TierExtent extent = tier_->allocate(bytes, "a test");
         const AlignedBuffer written = pattern(bytes, id * 1000 + round);
         AlignedBuffer read(bytes);
         tier_->write(extent, 0, written.part(0, bytes)).wait();
@@ -161,9 +161,9 @@ TEST_P(TierSuite, threads_may_use_it_at_the_same_time) {
 }
 
 TEST_P(TierSuite, freed_space_is_used_again_and_reads_as_zeros) {
-  const Extent before = tier_->allocate(8 * kUnit, "a neighbour");
+  const TierExtent before = tier_->allocate(8 * kUnit, "a neighbour");
   for (uint64_t round = 0; round < 50; ++round) {
-    const Extent extent = tier_->allocate((round % 7 + 1) * kUnit, "a test");
+    const TierExtent extent = tier_->allocate((round % 7 + 1) * kUnit, "a test");
     AlignedBuffer read = pattern(extent.bytes, 5);
     tier_->read(extent, 0, read.part(0, extent.bytes)).wait();
     EXPECT_TRUE(same(read, AlignedBuffer(extent.bytes), extent.bytes)) << round;
@@ -175,7 +175,7 @@ TEST_P(TierSuite, freed_space_is_used_again_and_reads_as_zeros) {
 }
 
 TEST_P(TierSuite, a_range_outside_of_the_extent_is_refused) {
-  const Extent extent = tier_->allocate(2 * kUnit, "a test");
+  const TierExtent extent = tier_->allocate(2 * kUnit, "a test");
   AlignedBuffer buffer(4 * kUnit);
   EXPECT_THROW(tier_->read(extent, kUnit, buffer.part(0, 2 * kUnit)), c10::ValueError);
   EXPECT_THROW(tier_->write(extent, 3 * kUnit, buffer.part(0, kUnit)), c10::ValueError);
@@ -183,7 +183,7 @@ TEST_P(TierSuite, a_range_outside_of_the_extent_is_refused) {
 }
 
 TEST_P(TierSuite, what_is_not_aligned_is_refused) {
-  const Extent extent = tier_->allocate(4 * kUnit, "a test");
+  const TierExtent extent = tier_->allocate(4 * kUnit, "a test");
   AlignedBuffer buffer(4 * kUnit);
   EXPECT_THROW(tier_->read(extent, 8, buffer.part(0, kUnit)), c10::ValueError);
   EXPECT_THROW(tier_->read(extent, 0, buffer.part(8, kUnit)), c10::ValueError);
@@ -200,13 +200,13 @@ TEST_P(TierSuite, more_than_there_is_is_an_error_that_says_what_for) {
     EXPECT_NE(error.code(), 0);
   }
   EXPECT_EQ(tier_->reserved_bytes(), before);
-  const Extent extent = tier_->allocate(kUnit, "a test");  // and it still works
+  const TierExtent extent = tier_->allocate(kUnit, "a test");  // and it still works
   AlignedBuffer buffer(kUnit);
   tier_->write(extent, 0, buffer.part(0, kUnit)).wait();
 }
 
 TEST_P(TierSuite, bytes_in_place_are_those_that_transfers_move) {
-  const Extent extent = tier_->allocate(2 * kUnit, "a test");
+  const TierExtent extent = tier_->allocate(2 * kUnit, "a test");
   std::byte* const address = tier_->address(extent);
   if (address == nullptr) return;  // it has no addresses
   const AlignedBuffer written = pattern(kUnit, 9);
