@@ -55,8 +55,6 @@ class ProcessGroupZero : public c10d::Backend {
   bool is_one_node() const { return group().is_one_node(); }
   std::map<std::string, OperationStatistics> statistics() const { return group().statistics(); }
   std::chrono::milliseconds default_timeout() const { return timeouts_.get(); }
-  // Registered memory of ranks on other nodes, null where there are none. Lives as long as the group is open.
-  RemoteMemory* remote_memory() { return group().network(); }
   // Collective: memory that all ranks map, nullptr when they span nodes. DistBackendError when the sizes differ.
   std::shared_ptr<SharedSegment> allocate_shared(int64_t bytes_per_rank);
   // Collective. Reductions whose bytes travel encoded by `compression.codec`, which must be the same on every rank, as

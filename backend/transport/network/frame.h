@@ -10,15 +10,12 @@
 namespace zeropg {
 
 enum class FrameKind : uint8_t {
-  kData = 1,    // bytes of a stream; index: lane
-  kCredit,      // value: how many bytes of the stream the receiver has taken so far; index: lane
-  kState,       // value: RankState; payload: its text
-  kPing,        // asks for a kPong
-  kPong,        // a sign of life; payload: the call that its sender waits in (index: 1, or 0 for none) and the ranks
-                // that it waits for (value: how many of them in lane 0)
-  kGet,         // value: ticket; payload: GetRequest
-  kGetReply,    // value: ticket; payload: the next bytes
-  kGetRefused,  // value: ticket; payload: why
+  kData = 1,  // bytes of a stream; index: lane
+  kCredit,    // value: how many bytes of the stream the receiver has taken so far; index: lane
+  kState,     // value: RankState; payload: its text
+  kPing,      // asks for a kPong
+  kPong,      // a sign of life; payload: the call that its sender waits in (index: 1, or 0 for none) and the ranks
+              // that it waits for (value: how many of them in lane 0)
 };
 
 constexpr size_t kMaxNamedWaits = 64;  // ranks of a lane in a kPong
@@ -37,12 +34,6 @@ struct FrameHeader {
   uint64_t value = 0;
 };
 static_assert(sizeof(FrameHeader) == 16);
-
-struct GetRequest {
-  uint64_t region = 0;
-  uint64_t offset = 0;
-  uint64_t bytes = 0;
-};
 
 // The payload of a frame that has come, with its owner.
 struct Payload {

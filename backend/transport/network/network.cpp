@@ -13,12 +13,10 @@
 namespace zeropg {
 namespace {
 
-constexpr uint64_t kHeaderRoom = 64 << 10;  // Note [Windows]
+constexpr uint64_t kHeaderRoom = 64 << 10;  // Note [Stream windows]
 constexpr std::chrono::milliseconds kAskInterval{500};
 constexpr std::chrono::milliseconds kOwnWaitLife{500};  // Note [Waits]
 constexpr std::chrono::milliseconds kWaitLife{1'500};   // of a peer's, which is asked every kAskInterval
-constexpr size_t kMaxGetsPerPeer = 1024;                // that wait to be served
-constexpr size_t kMaxRepliesPerPeer = 16 << 10;         // of those, and of refusals
 
 std::span<const std::byte> as_bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
 
@@ -240,9 +238,7 @@ void Network::send_small(int32_t peer, FrameKind kind, uint8_t index, uint64_t v
 bool Network::progress() {
   const std::lock_guard lock(mutex_);
   if (is_closed_) return false;
-  bool has_moved = read_from(-1);
-  has_moved |= serve_gets();
-  return has_moved;
+  return read_from(-1);
 }
 
 bool Network::arm() {
@@ -266,7 +262,6 @@ void Network::check_frame(int32_t peer_rank, const FrameHeader& header) {
       if (header.index >= kLaneCount || header.payload_bytes != 0) throw_senseless("a damaged credit");
       return;
     case FrameKind::kState:
-    case FrameKind::kGetRefused:
       if (header.payload_bytes > kFailureBytes) throw_senseless("a text that is too long");
       return;
     case FrameKind::kPing:
@@ -280,11 +275,6 @@ void Network::check_frame(int32_t peer_rank, const FrameHeader& header) {
       if (!is_whole || header.value > count) throw_senseless("a damaged sign of life");
       return;
     }
-    case FrameKind::kGet:
-      if (header.payload_bytes != sizeof(GetRequest)) throw_senseless("a damaged question for memory");
-      return;
-    case FrameKind::kGetReply:
-      return;  // compared with the question in take_get_reply
   }
   throw_senseless("a frame of an unknown kind");
 }
@@ -311,17 +301,6 @@ void Network::take_frame(int32_t peer_rank, const FrameHeader& header, Payload p
     case FrameKind::kPong:
       take_pong(peer_rank, header, payload);
       break;
-    case FrameKind::kGet:
-      take_get(peer_rank, header.value, payload);
-      break;
-    case FrameKind::kGetReply:
-      take_get_reply(peer_rank, header.value, payload);
-      break;
-    case FrameKind::kGetRefused:
-      if (auto get = gets_.find(header.value); get != gets_.end() && get->second.peer == peer_rank) {
-        get->second.failure = printable(as_text(payload), kFailureBytes);
-      }
-      break;
   }
 }
 
@@ -346,7 +325,6 @@ void Network::take_state(int32_t peer_rank, uint64_t state, const Payload& paylo
 
 void Network::lose_peer(int32_t peer_rank, const std::string& reason) {
   Peer& peer = peers_[static_cast<size_t>(peer_rank)];
-  peer.replies.clear();
   ++events_;
   if (!is_gone(peer)) {
     peer.remote.is_lost = true;
@@ -356,129 +334,6 @@ void Network::lose_peer(int32_t peer_rank, const std::string& reason) {
 }
 
 void Network::note_sign_of_life(int32_t peer_rank) { peers_[static_cast<size_t>(peer_rank)].asked = {}; }
-
-void Network::register_region(uint64_t region, std::span<const std::byte> memory) {
-  const std::lock_guard lock(mutex_);
-  TORCH_CHECK_VALUE(regions_.emplace(region, memory).second, wire_->name(), " transport: region ", region,
-                    " is registered already; unregister it first, or give another number.");
-}
-
-void Network::unregister_region(uint64_t region) {
-  const std::lock_guard lock(mutex_);
-  regions_.erase(region);
-  for (const int32_t rank : options_.peers) {
-    for (Reply& reply : peers_[static_cast<size_t>(rank)].replies) {
-      if (reply.region == region && reply.refusal.empty()) {
-        reply = {.ticket = reply.ticket, .refusal = "the region was unregistered during the read"};
-      }
-    }
-  }
-}
-
-uint64_t Network::start_get(int32_t peer_rank, uint64_t region, uint64_t offset, std::span<std::byte> destination) {
-  const std::lock_guard lock(mutex_);
-  const Peer& peer = peer_at(peer_rank);
-  if (is_gone(peer)) throw_gone(peer_rank);
-  const uint64_t ticket = ++last_ticket_;
-  gets_[ticket] = {peer_rank, destination, {}};
-  const GetRequest request{region, offset, destination.size()};
-  send_small(peer_rank, FrameKind::kGet, 0, ticket, std::as_bytes(std::span(&request, 1)));
-  return ticket;
-}
-
-bool Network::is_complete(uint64_t ticket) {
-  const std::lock_guard lock(mutex_);
-  const auto get = gets_.find(ticket);
-  TORCH_INTERNAL_ASSERT(get != gets_.end(), "ticket ", ticket, " was used up");
-  const int32_t peer_rank = get->second.peer;
-  if (!get->second.rest.empty() && get->second.failure.empty() && !is_closed_) {
-    const uint64_t events_before = events_;
-    wanted_ = {FrameKind::kGetReply, peer_rank, 0};
-    read_from(peer_rank);
-    if (events_ != events_before) ring_doorbell(process_doorbell());
-  }
-  if (get->second.rest.empty()) {
-    gets_.erase(get);
-    return true;
-  }
-  if (!get->second.failure.empty()) {
-    const std::string failure = get->second.failure;
-    gets_.erase(get);
-    C10_THROW_ERROR(DistBackendError,
-                    c10::str(wire_->name(), " transport: rank ", peer_rank, " gives nothing: ", failure));
-  }
-  if (is_gone(peers_[static_cast<size_t>(peer_rank)])) {
-    gets_.erase(get);
-    throw_gone(peer_rank);
-  }
-  return false;
-}
-
-void Network::cancel_get(uint64_t ticket) {
-  const std::lock_guard lock(mutex_);
-  gets_.erase(ticket);
-}
-
-void Network::take_get(int32_t peer_rank, uint64_t ticket, const Payload& payload) {
-  GetRequest request;
-  std::memcpy(&request, payload.data.get(), sizeof request);
-  const auto region = regions_.find(request.region);
-  if (region == regions_.end()) return refuse_get(peer_rank, ticket, "no such region is registered there");
-  const uint64_t size = region->second.size();
-  if (request.offset > size || request.bytes > size - request.offset) {
-    return refuse_get(peer_rank, ticket,
-                      c10::str("bytes ", request.offset, " to ", request.offset, " + ", request.bytes,
-                               " of a region of ", size, " bytes"));
-  }
-  Peer& peer = peers_[static_cast<size_t>(peer_rank)];
-  if (peer.replies.size() >= kMaxGetsPerPeer) return refuse_get(peer_rank, ticket, "too many reads at a time");
-  if (request.bytes > 0) {
-    peer.replies.push_back({ticket, request.region, region->second.data() + request.offset, request.bytes, {}});
-  }
-}
-
-void Network::refuse_get(int32_t peer_rank, uint64_t ticket, std::string reason) {
-  std::deque<Reply>& replies = peers_[static_cast<size_t>(peer_rank)].replies;
-  if (replies.size() >= kMaxRepliesPerPeer) throw_senseless("questions without end for memory, and reads no answer");
-  replies.push_back({.ticket = ticket, .refusal = std::move(reason)});
-}
-
-bool Network::serve_gets() {
-  bool has_moved = false;
-  for (const int32_t rank : options_.peers) {
-    std::deque<Reply>& replies = peers_[static_cast<size_t>(rank)].replies;
-    if (replies.empty()) continue;
-    // One piece per round, so that streams and other peers have their turn.
-    Reply& reply = replies.front();
-    if (!reply.refusal.empty()) {
-      const auto text = as_bytes_of(std::string_view(reply.refusal).substr(0, kFailureBytes));
-      const FrameHeader refused{FrameKind::kGetRefused, 0, 0, static_cast<uint32_t>(text.size()), reply.ticket};
-      if (wire_->send(rank, refused, text, Urgency::kCanWait)) {
-        has_moved = true;
-        replies.pop_front();
-      }
-      continue;
-    }
-    const size_t bytes = std::min<uint64_t>(reply.rest, kMaxPayloadBytes);
-    const FrameHeader header{FrameKind::kGetReply, 0, 0, static_cast<uint32_t>(bytes), reply.ticket};
-    if (!wire_->send(rank, header, {reply.next, bytes}, Urgency::kCanWait)) continue;
-    has_moved = true;
-    reply.next += bytes;
-    reply.rest -= bytes;
-    if (reply.rest == 0) replies.pop_front();
-  }
-  return has_moved;
-}
-
-void Network::take_get_reply(int32_t peer_rank, uint64_t ticket, const Payload& payload) {
-  const auto get = gets_.find(ticket);
-  if (get == gets_.end() && ticket <= last_ticket_) return;  // was cancelled
-  if (get == gets_.end() || get->second.peer != peer_rank || payload.bytes > get->second.rest.size()) {
-    throw_senseless("memory that nobody asked for");
-  }
-  if (payload.bytes > 0) std::memcpy(get->second.rest.data(), payload.data.get(), payload.bytes);
-  get->second.rest = get->second.rest.subspan(payload.bytes);
-}
 
 void Network::tell_state(RankState state, std::string_view text) {
   const std::lock_guard lock(mutex_);

@@ -1,7 +1,7 @@
-// The ranks of a group on other nodes: byte streams with flow control, what they say of themselves, and one-sided reads
-// of the memory that they registered. One protocol over any Wire.
+// The ranks of a group on other nodes: byte streams with flow control, and what they say of themselves. One protocol
+// over any Wire.
 //
-// Note [Windows]
+// Note [Stream windows]
 // A rank may send `window_bytes` of a stream before its peer takes any. The receiver tells now and then how much it has
 // taken so far. Since it does so only after half a window, a sender's limit is a window and a half and some room for
 // the headers that operations put in front of their bytes; what comes beyond that is not stored but loses the peer.
@@ -14,7 +14,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -23,7 +22,6 @@
 
 #include "backend/transport/network/wire.h"
 #include "backend/transport/rank_state.h"
-#include "backend/transport/remote_memory.h"
 #include "backend/transport/transport.h"
 
 namespace zeropg {
@@ -44,7 +42,7 @@ struct RemoteState {
 };
 
 // Any thread; none of the calls waits, except close().
-class Network final : public Transport, public RemoteMemory, private FrameSink {
+class Network final : public Transport, private FrameSink {
  public:
   Network(std::unique_ptr<Wire> wire, NetworkOptions options);
   ~Network() override;
@@ -53,12 +51,6 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   bool can_reach(int32_t peer) const override;
   size_t try_send(int32_t peer, Lane lane, std::span<const std::byte> data) override;
   size_t try_receive(int32_t peer, Lane lane, std::span<std::byte> data) override;
-
-  void register_region(uint64_t region, std::span<const std::byte> memory) override;
-  void unregister_region(uint64_t region) override;
-  uint64_t start_get(int32_t peer, uint64_t region, uint64_t offset, std::span<std::byte> destination) override;
-  bool is_complete(uint64_t ticket) override;
-  void cancel_get(uint64_t ticket) override;
 
   // For the progress thread: moves what waits in both directions and serves the peers' reads. True when anything moved.
   bool progress();
@@ -108,13 +100,6 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
     uint64_t taken = 0;     // by the caller
     uint64_t told = 0;
   };
-  struct Reply {
-    uint64_t ticket = 0;
-    uint64_t region = 0;
-    const std::byte* next = nullptr;
-    uint64_t rest = 0;
-    std::string refusal;  // "": none, and the fields above say what is sent
-  };
   struct Wait {
     std::vector<int32_t> awaited;
     std::optional<WaitingCall> call;
@@ -126,7 +111,6 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
     RemoteState remote;
     Outgoing outgoing[kLaneCount];
     Incoming incoming[kLaneCount];
-    std::deque<Reply> replies;
     Clock::time_point asked{};  // zero: no question is open
     Clock::time_point last_asked{};
     Wait waits[kLaneCount];  // as it said itself
@@ -136,11 +120,6 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
     int32_t peer = -1;
     uint8_t index = 0;
     bool operator==(const Wanted&) const = default;
-  };
-  struct Get {
-    int32_t peer = -1;
-    std::span<std::byte> rest;
-    std::string failure;
   };
 
   void check_frame(int32_t peer, const FrameHeader& header) override;
@@ -153,10 +132,6 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   [[noreturn]] void throw_gone(int32_t peer) const;
   void take_credit(int32_t peer, size_t lane, uint64_t taken);
   void take_state(int32_t peer, uint64_t state, const Payload& payload);
-  void take_get(int32_t peer, uint64_t ticket, const Payload& payload);
-  void take_get_reply(int32_t peer, uint64_t ticket, const Payload& payload);
-  void refuse_get(int32_t peer, uint64_t ticket, std::string reason);
-  bool serve_gets();
   bool read_from(int32_t peer);  // what the wire has, of one or, with -1, of all
   void answer_pings();
   Wait own_wait(Lane lane) const;
@@ -173,12 +148,9 @@ class Network final : public Transport, public RemoteMemory, private FrameSink {
   mutable std::mutex mutex_;  // guards all below, and the wire
   std::vector<Peer> peers_;   // by rank
   Wait waits_[kLaneCount];    // this rank's
-  std::map<uint64_t, std::span<const std::byte>> regions_;
-  std::map<uint64_t, Get> gets_;
-  uint64_t last_ticket_ = 0;
-  Wanted wanted_;            // what the thread that reads waits for itself
-  uint64_t events_ = 0;      // counts all else that came: Note [Other people's frames]
-  bool owes_pongs_ = false;  // some Peer::owes_pong
+  Wanted wanted_;             // what the thread that reads waits for itself
+  uint64_t events_ = 0;       // counts all else that came: Note [Other people's frames]
+  bool owes_pongs_ = false;   // some Peer::owes_pong
   bool is_closed_ = false;
 };
 

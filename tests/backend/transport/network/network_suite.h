@@ -5,18 +5,16 @@
 
 #include <poll.h>
 
-#include <map>
 #include <numeric>
 #include <string>
 
 #include "backend/transport/network/network.h"
-#include "tests/backend/transport/remote_memory_suite.h"
 #include "tests/backend/transport/transport_suite.h"
 
 namespace zeropg {
 
 // Ranks that are all on nodes of their own, with a progress thread each.
-class NetworkWorld : public TransportWorld, public RemoteMemoryWorld {
+class NetworkWorld : public TransportWorld {
  public:
   static constexpr int64_t kWindowBytes = 8192;
 
@@ -24,8 +22,6 @@ class NetworkWorld : public TransportWorld, public RemoteMemoryWorld {
     for (size_t rank = 0; rank < threads_.size(); ++rank) stop(static_cast<int32_t>(rank));
   }
   Network& rank(int32_t rank) override { return *networks_[rank]; }
-  RemoteMemory& memory_of(int32_t rank) override { return *networks_[rank]; }
-  std::span<std::byte> allocate(int32_t rank, size_t bytes) override { return allocated_[rank].emplace_back(bytes); }
   void depart(int32_t rank) override {
     networks_[rank]->tell_state(RankState::kDeparted);
     stop(rank);
@@ -75,7 +71,6 @@ class NetworkWorld : public TransportWorld, public RemoteMemoryWorld {
   std::vector<std::unique_ptr<Network>> networks_;
   std::vector<std::thread> threads_;
   std::deque<std::atomic<bool>> is_over_;
-  std::map<int32_t, std::deque<std::vector<std::byte>>> allocated_;
 };
 
 using MakeNetworkWorld = std::unique_ptr<NetworkWorld> (*)(int32_t world_size);

@@ -47,13 +47,9 @@ class TcpWorld final : public NetworkWorld {
 };
 
 std::unique_ptr<TransportWorld> make_tcp_world(int32_t world_size) { return std::make_unique<TcpWorld>(world_size); }
-std::unique_ptr<RemoteMemoryWorld> make_tcp_memory(int32_t world_size) {
-  return std::make_unique<TcpWorld>(world_size);
-}
 std::unique_ptr<NetworkWorld> make_tcp_network(int32_t world_size) { return std::make_unique<TcpWorld>(world_size); }
 
 INSTANTIATE_TEST_SUITE_P(Tcp, TransportSuite, ::testing::Values(make_tcp_world));
-INSTANTIATE_TEST_SUITE_P(Tcp, RemoteMemorySuite, ::testing::Values(make_tcp_memory));
 INSTANTIATE_TEST_SUITE_P(Tcp, NetworkSuite, ::testing::Values(make_tcp_network));
 
 // A network whose one peer is this test, which writes what it likes.
@@ -90,8 +86,6 @@ TEST(TcpWire, FramesThatMakeNoSenseLoseThePeerAndNothingElse) {
       {FrameKind::kCredit, 7, 0, 0, 0},
       {FrameKind::kCredit, 0, 0, 8, 0},
       {FrameKind::kState, 0, 0, 100'000, 2},
-      {FrameKind::kGet, 0, 0, 7, 1},
-      {FrameKind::kGetReply, 0, 0, 0, 99},  // nobody asked
       {FrameKind::kPing, 0, 0, 1, 0},
   };
   for (const FrameHeader& lie : lies) {

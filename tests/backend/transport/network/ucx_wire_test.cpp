@@ -50,9 +50,6 @@ class UcxWorld final : public NetworkWorld {
 };
 
 std::unique_ptr<TransportWorld> make_ucx_world(int32_t world_size) { return std::make_unique<UcxWorld>(world_size); }
-std::unique_ptr<RemoteMemoryWorld> make_ucx_memory(int32_t world_size) {
-  return std::make_unique<UcxWorld>(world_size);
-}
 std::unique_ptr<NetworkWorld> make_ucx_network(int32_t world_size) { return std::make_unique<UcxWorld>(world_size); }
 
 // Without UCX its suites have nothing to run on.
@@ -64,12 +61,9 @@ std::vector<Make> where_there_is_one(Make make) {
 
 INSTANTIATE_TEST_SUITE_P(Ucx, TransportSuite,
                          ::testing::ValuesIn(where_there_is_one<MakeTransportWorld>(make_ucx_world)));
-INSTANTIATE_TEST_SUITE_P(Ucx, RemoteMemorySuite,
-                         ::testing::ValuesIn(where_there_is_one<MakeRemoteMemoryWorld>(make_ucx_memory)));
 INSTANTIATE_TEST_SUITE_P(Ucx, NetworkSuite,
                          ::testing::ValuesIn(where_there_is_one<MakeNetworkWorld>(make_ucx_network)));
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(TransportSuite);
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(RemoteMemorySuite);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(NetworkSuite);
 
 TEST(UcxWire, SaysWhatToInstallWhereThereIsNone) {
