@@ -7,16 +7,16 @@
 #include <string>
 #include <utility>
 
-#include "backend/bootstrap/admission.h"
 #include "backend/bootstrap/authentication.h"
-#include "backend/bootstrap/rendezvous.h"
+#include "backend/bootstrap/node_admission.h"
+#include "backend/bootstrap/store_exchange.h"
 #include "backend/bootstrap/tcp_mesh.h"
+#include "backend/diagnostics/format_ranks.h"
 #include "backend/diagnostics/notices.h"
 #include "backend/diagnostics/peer_lost.h"
-#include "backend/diagnostics/rank_names.h"
 #include "backend/platform/memory/pages.h"
 #include "backend/platform/process/doorbell.h"
-#include "backend/topology/domain_probe.h"
+#include "backend/topology/cpu_domain_probe.h"
 #include "backend/topology/topology.h"
 #include "backend/topology/topology_probe.h"
 #include "backend/transport/network/tcp_wire.h"
@@ -120,7 +120,7 @@ std::function<void()> tick_for(int32_t peer, const Session& session) {
 }
 
 // Leader: lets the members in, hands out arena and doorbells, and waits until everybody has mapped them.
-void host(const Session& session, Rendezvous& rendezvous, const Descriptor& listener, BootstrapResult* result) {
+void host(const Session& session, StoreExchange& store_exchange, const Descriptor& listener, BootstrapResult* result) {
   std::vector<int32_t> others = session.node;
   std::erase(others, session.rank);
   std::vector<Member> members = admit_members(listener, session.place, others, session.deadline, session.tick);
@@ -140,7 +140,7 @@ void host(const Session& session, Rendezvous& rendezvous, const Descriptor& list
       return member.connection.receive(MessageKind::kReady, 0, session.deadline, tick_for(member.rank, session));
     });
   }
-  if (session.rank == 0) rendezvous.clean_up();  // rank 0 leads its node, and is connected to all other nodes
+  if (session.rank == 0) store_exchange.clean_up();  // rank 0 leads its node, and is connected to all other nodes
   for (Member& member : members) {
     with_peer(member.rank, [&] { member.connection.send(MessageKind::kGo, "", {}, session.deadline); });
   }
@@ -175,7 +175,7 @@ void join(const Session& session, BootstrapResult* result) {
 }
 
 // TCP to every rank of another node; those with a lower rank listen.
-std::unique_ptr<Wire> join_tcp(Rendezvous& rendezvous, const std::vector<int32_t>& peers, const Session& session,
+std::unique_ptr<Wire> join_tcp(StoreExchange& store_exchange, const std::vector<int32_t>& peers, const Session& session,
                                const BootstrapOptions& options) {
   MeshPlan plan{.rank = session.rank,
                 .group = session.group,
@@ -188,7 +188,7 @@ std::unique_ptr<Wire> join_tcp(Rendezvous& rendezvous, const std::vector<int32_t
   TcpAddress own{.port = 0, .network_id = plan.network_id, .hosts = local_addresses(options.interfaces)};
   const Descriptor listener = listen_tcp(&own.port);
   const AddressKey key{session.group, session.place.secret};
-  const std::vector<std::string> addresses = rendezvous.exchange_addresses(encode(own), plan.to, key);
+  const std::vector<std::string> addresses = store_exchange.exchange_addresses(encode(own), plan.to, key);
   for (const int32_t peer : plan.to) plan.addresses[peer] = decode_tcp_address(addresses[peer]);
   return std::make_unique<TcpWire>(connect_mesh(listener, plan, session.deadline, session.tick));
 }
@@ -208,7 +208,7 @@ Seal seal_with(const std::string& key, std::span<const std::byte> message) {
   return seal;
 }
 
-std::unique_ptr<Wire> join_ucx(Rendezvous& rendezvous, const std::vector<int32_t>& peers, const Session& session,
+std::unique_ptr<Wire> join_ucx(StoreExchange& store_exchange, const std::vector<int32_t>& peers, const Session& session,
                                const BootstrapOptions& options) {
   const auto keys = std::make_shared<std::vector<std::string>>(session.world_size);  // by peer; shared with the wire
   auto wire =
@@ -221,7 +221,7 @@ std::unique_ptr<Wire> join_ucx(Rendezvous& rendezvous, const std::vector<int32_t
   const Nonce nonce = random_nonce();
   const std::string own(nonce.data(), nonce.size());
   const AddressKey key{session.group, session.place.secret};
-  const std::vector<std::string> addresses = rendezvous.exchange_addresses(own + wire->address(), peers, key);
+  const std::vector<std::string> addresses = store_exchange.exchange_addresses(own + wire->address(), peers, key);
   for (const int32_t peer : peers) {
     const std::string& address = addresses[static_cast<size_t>(peer)];
     TORCH_CHECK_WITH(DistBackendError, address.size() > sizeof(Nonce), "the address of rank ", peer,
@@ -235,7 +235,7 @@ std::unique_ptr<Wire> join_ucx(Rendezvous& rendezvous, const std::vector<int32_t
 }
 
 // Until every peer answered: then they all have what this rank left in the store for them.
-void greet_peers(Network& network, const Session& session) {
+void greet_peers(RemoteTransport& network, const Session& session) {
   network.greet();
   auto next_tick = Clock::now() + kTick;
   constexpr std::chrono::milliseconds kNow{0};
@@ -260,23 +260,23 @@ void greet_peers(Network& network, const Session& session) {
   }
 }
 
-void join_network(Rendezvous& rendezvous, NetworkKind kind, const Session& session, const BootstrapOptions& options,
-                  BootstrapResult* result) {
+void join_network(StoreExchange& store_exchange, NetworkKind kind, const Session& session,
+                  const BootstrapOptions& options, BootstrapResult* result) {
   const Topology& topology = result->topology;
-  NetworkOptions network{
+  RemoteTransportOptions network{
       .rank = session.rank, .world_size = session.world_size, .peers = {}, .window_bytes = options.window_bytes};
   for (int32_t peer = 0; peer < session.world_size; ++peer) {
     if (topology.node_rank[peer] != topology.node_rank[session.rank]) network.peers.push_back(peer);
   }
-  auto wire = kind == NetworkKind::kUcx ? join_ucx(rendezvous, network.peers, session, options)
-                                        : join_tcp(rendezvous, network.peers, session, options);
+  auto wire = kind == NetworkKind::kUcx ? join_ucx(store_exchange, network.peers, session, options)
+                                        : join_tcp(store_exchange, network.peers, session, options);
   // Peers that this rank has answered may go on while it still waits for others. Should it fail here, they hear why.
-  result->network = std::make_unique<Network>(std::move(wire), std::move(network));
+  result->network = std::make_unique<RemoteTransport>(std::move(wire), std::move(network));
   greet_peers(*result->network, session);
-  rendezvous.withdraw_address();
+  store_exchange.withdraw_address();
 }
 
-void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const BootstrapOptions& options,
+void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, const BootstrapOptions& options,
              Clock::time_point deadline, BootstrapResult* result) {
   RankRecord own;
   own.world_size = world_size;
@@ -291,13 +291,13 @@ void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const Boo
   own.domain_id = options.domain_id.empty() ? probe_domain_id() : options.domain_id;
   own.socket_name = "zeropg-" + random_hex(16);
   // Everybody listens before anybody knows who leads, so no member ever knocks at a door that is not there yet.
-  Descriptor listener = listen_local(own.socket_name);
+  Descriptor listener = listen_unix(own.socket_name);
   GroupMap map = [&] {
     try {
-      return rendezvous.exchange(own);
+      return store_exchange.exchange(own);
     } catch (const c10::DistNetworkError& error) {
       C10_THROW_ERROR(DistBackendError,
-                      c10::str("the rendezvous store: ", error.what_without_backtrace(),
+                      c10::str("the store_exchange store: ", error.what_without_backtrace(),
                                "; the process that serves it (rank 0 or the launcher) may have ended"));
     }
   }();
@@ -310,7 +310,7 @@ void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const Boo
                   .group = map.socket_names[0],
                   .node = node,
                   .deadline = deadline,
-                  .tick = [&](const std::vector<int32_t>& awaited) { rendezvous.look_around(awaited); },
+                  .tick = [&](const std::vector<int32_t>& awaited) { store_exchange.look_around(awaited); },
                   .place = {map.socket_names[node[0]], options.secret.empty() ? map.secret : options.secret},
                   .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes, options.mailbox_bytes},
                   .pool_bytes = options.pool_bytes};
@@ -331,10 +331,10 @@ void connect(Rendezvous& rendezvous, int32_t rank, int32_t world_size, const Boo
                                  "), so bytes between nodes go over TCP; `python -m zeropg doctor` says what to do, "
                                  "BackendOptions(network=\"tcp\") that it is meant so."));
     }
-    join_network(rendezvous, kind, session, options, result);
+    join_network(store_exchange, kind, session, options, result);
   }
   if (session.local_rank == 0) {
-    host(session, rendezvous, listener, result);
+    host(session, store_exchange, listener, result);
   } else {
     listener.reset();
     join(session, result);
@@ -363,10 +363,10 @@ BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank
   ArenaGeometry{world_size, options.bank_bytes, options.mailbox_bytes}.total_bytes();  // throws ValueError
   if (world_size == 1) return bootstrap_alone(options);
   const auto deadline = deadline_after(options.timeout);
-  Rendezvous rendezvous(store, rank, world_size, deadline);
+  StoreExchange store_exchange(store, rank, world_size, deadline);
   BootstrapResult result;
   // Others may wait for this rank's answer, and in their first operation for this rank, while it still meets its node.
-  rendezvous.set_meanwhile([&](const std::vector<int32_t>& awaited) {
+  store_exchange.set_meanwhile([&](const std::vector<int32_t>& awaited) {
     if (result.network) {
       result.network->note_wait(Lane::kCollective, awaited);
       result.network->progress();
@@ -376,7 +376,7 @@ BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank
   std::string failure;
   std::optional<int32_t> lost;
   try {
-    connect(rendezvous, rank, world_size, options, deadline, &result);
+    connect(store_exchange, rank, world_size, options, deadline, &result);
     return result;
   } catch (const PeerLost& error) {
     failure = error.what_without_backtrace();
@@ -388,11 +388,11 @@ BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank
     failure = error.what_without_backtrace();
   } catch (const std::exception& error) {  // what a signal's handler threw, or no memory
     const std::string text = error.what();
-    rendezvous.report_failure("interrupted: " + text.substr(0, text.find('\n')));
+    store_exchange.report_failure("interrupted: " + text.substr(0, text.find('\n')));
     throw;
   }
-  failure = rendezvous.find_cause(failure, lost);
-  rendezvous.report_failure(failure);
+  failure = store_exchange.find_cause(failure, lost);
+  store_exchange.report_failure(failure);
   const std::string text = c10::str("[zeropg rank ", rank, "/", world_size, "] bootstrap: ", failure);
   // Peers that were told to go on already wait for this rank in their first operation.
   if (result.arena) result.arena->set_state(RankState::kFailed, text);

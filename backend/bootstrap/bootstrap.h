@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "backend/topology/topology.h"
-#include "backend/transport/network/network.h"
 #include "backend/transport/network/network_kind.h"
+#include "backend/transport/network/remote_transport.h"
 #include "backend/transport/shm/shm_arena.h"
 #include "backend/transport/shm/tensor_pool.h"
 
@@ -41,7 +41,7 @@ struct BootstrapResult {
   std::unique_ptr<ShmArena> arena;   // of the ranks of this node
   std::shared_ptr<TensorPool> pool;  // as the arena; life shared with the tensors in it
   std::shared_ptr<DescriptorChannel> channel;
-  std::unique_ptr<Network> network;  // to the ranks of other nodes; null when there are none
+  std::unique_ptr<RemoteTransport> network;  // to the ranks of other nodes; null when there are none
 };
 
 // Collective over all ranks of `store`'s prefix. Throws DistBackendError naming the ranks that did not come in time.

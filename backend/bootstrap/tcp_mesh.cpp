@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "backend/bootstrap/authentication.h"
+#include "backend/diagnostics/format_ranks.h"
 #include "backend/diagnostics/peer_lost.h"
-#include "backend/diagnostics/rank_names.h"
 
 namespace zeropg {
 namespace {

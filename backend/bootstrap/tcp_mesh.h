@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "backend/bootstrap/local_socket.h"
 #include "backend/bootstrap/tcp_socket.h"
+#include "backend/bootstrap/unix_socket.h"
 
 namespace zeropg {
 

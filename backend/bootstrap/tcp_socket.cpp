@@ -15,7 +15,7 @@
 #include <memory>
 #include <span>
 
-#include "backend/bootstrap/local_socket.h"
+#include "backend/bootstrap/unix_socket.h"
 
 namespace zeropg {
 namespace {

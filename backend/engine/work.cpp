@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "backend/platform/process/interrupts.h"
-#include "backend/platform/process/waiting_threads.h"
+#include "backend/platform/process/interpreter_shutdown.h"
+#include "backend/platform/process/signal_check.h"
 
 namespace zeropg {
 
@@ -116,14 +116,14 @@ bool ZeroWork::wait(std::chrono::milliseconds timeout) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!completed_) {
     const auto now = Clock::now();
-    if (cv_.wait_until(lock, std::min(until, now + kInterruptInterval), [&] { return completed_; })) {
+    if (cv_.wait_until(lock, std::min(until, now + kSignalCheckInterval), [&] { return completed_; })) {
       break;
     }
     lock.unlock();
     TORCH_CHECK_WITH(DistBackendError, Clock::now() < until, label_.prefix(), ": not complete after the ",
                      timeout.count(), " ms that wait() was given", describe_late(),
                      "; wait again with more time, or abort the group.");
-    check_interrupts();
+    check_signals();
     lock.lock();
   }
   if (exception_) {

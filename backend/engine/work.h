@@ -3,8 +3,8 @@
 // Note [Tensor references]
 // Destroying a tensor may need Python's GIL (its PyObject goes with it), and the progress thread must never wait for
 // the GIL: a thread that holds it may be waiting for that thread. So a Work owns the tensors of its operation, a thread
-// that waits for it takes them out and destroys them, and what nobody waited for is handed to Group::retire and is
-// destroyed by the next thread that calls into the group.
+// that waits for it takes them out and destroys them, and what nobody waited for is handed to GroupContext::retire and
+// is destroyed by the next thread that calls into the group.
 #pragma once
 
 #include <torch/version.h>
@@ -16,9 +16,9 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "backend/group/request.h"
+#include "backend/group/collective_args.h"
 #include "backend/group/timeouts.h"
-#include "backend/platform/process/callback_threads.h"
+#include "backend/platform/process/callback_pool.h"
 
 namespace zeropg {
 
@@ -35,7 +35,7 @@ class OperationHost {
   virtual void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) = 0;
   // "waiting for rank 2", for messages only.
   virtual std::string who_is_late() = 0;
-  virtual CallbackThreads& callback_threads() = 0;
+  virtual CallbackPool& callback_threads() = 0;
 };
 
 class ZeroWork final : public c10d::Work {

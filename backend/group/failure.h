@@ -1,5 +1,5 @@
-// What ended an operation, and with it its group (Note [Failure] in group.h), as a record: nobody reads its text but
-// people.
+// What ended an operation, and with it its group (Note [Failure] in group_context.h), as a record: nobody reads its
+// text but people.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-#include "backend/group/request.h"
+#include "backend/group/collective_args.h"
 
 namespace zeropg {
 

@@ -108,8 +108,8 @@ Planner::Planner(PlannerOptions options) : options_(std::move(options)) {
   }
 }
 
-Collective Planner::plan(const Request& request) {
-  Collective collective;
+PlannedCollective Planner::plan(const CollectiveArgs& request) {
+  PlannedCollective collective;
   collective.spec = CollectiveSpec{
       .op = request.op,
       .rank = options_.rank,
@@ -151,7 +151,7 @@ Collective Planner::plan(const Request& request) {
   return collective;
 }
 
-void Planner::offer_direct(Collective& collective, const Request& request) const {
+void Planner::offer_direct(PlannedCollective& collective, const CollectiveArgs& request) const {
   const auto offset_of = [&](const std::vector<std::byte*>& addresses, const std::vector<at::Tensor>& tensors) {
     return addresses.empty() ? -1 : pool_->offset_of(addresses[0], static_cast<int64_t>(tensors[0].nbytes()));
   };

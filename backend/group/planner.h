@@ -11,15 +11,15 @@
 #include <vector>
 
 #include "backend/collectives/reduce/reduce.h"
-#include "backend/collectives/schedule/collective.h"
+#include "backend/collectives/schedule/collective_spec.h"
 #include "backend/collectives/schedule/schedule.h"
-#include "backend/group/request.h"
+#include "backend/group/collective_args.h"
 #include "backend/transport/shm/tensor_pool.h"
 
 namespace zeropg {
 
 // A planned request without its tensors: the progress thread must not own any (Note [Tensor references] in work.h).
-struct Collective {
+struct PlannedCollective {
   std::shared_ptr<const Schedule> schedule;  // life shared with the planner's cache
   // What runs instead if the tensors of all ranks that it reaches lie in the group's pool; null: nothing does.
   std::shared_ptr<const Schedule> direct;
@@ -61,7 +61,7 @@ class Planner {
   void set_domains(std::vector<std::vector<int32_t>> domains) { domains_ = std::move(domains); }
   // Where tensors may lie that direct algorithms can reach. Before the first plan; must outlive the planner's use.
   void set_pool(const TensorPool& pool) { pool_ = &pool; }
-  Collective plan(const Request& request);
+  PlannedCollective plan(const CollectiveArgs& request);
 
  private:
   struct Plan {
@@ -71,7 +71,7 @@ class Planner {
   };
   Plan plan_for(const CollectiveSpec& spec);
   Plan make_plan(const CollectiveSpec& spec) const;
-  void offer_direct(Collective& collective, const Request& request) const;
+  void offer_direct(PlannedCollective& collective, const CollectiveArgs& request) const;
 
   const PlannerOptions options_;
   std::vector<std::vector<int32_t>> nodes_;

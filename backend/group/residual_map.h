@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "backend/collectives/schedule/schedule.h"
-#include "backend/group/request.h"
+#include "backend/group/collective_args.h"
 #include "compression/error_feedback.h"
 
 namespace zeropg {

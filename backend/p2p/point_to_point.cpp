@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <cstring>
 
-#include "backend/diagnostics/rank_names.h"
-#include "backend/engine/collective_channel.h"
+#include "backend/diagnostics/format_ranks.h"
+#include "backend/engine/collective_queue.h"
 #include "backend/platform/cpu/waiter.h"
-#include "backend/platform/process/interrupts.h"
+#include "backend/platform/process/signal_check.h"
 
 namespace zeropg {
 
@@ -18,12 +18,12 @@ constexpr int64_t kInlineBytes = 256 << 10;  // what a call may take of messages
 
 // Of a message that has moved: also of one from anybody.
 int32_t peer_of(const PostedMessage& posted) {
-  const Message& message = posted.message;
-  return message.peer == Message::kAnySource ? message.work->sourceRank() : message.peer;
+  const P2pMessage& message = posted.message;
+  return message.peer == P2pMessage::kAnySource ? message.work->sourceRank() : message.peer;
 }
 
 // Of those from `first` on.
-void end_waits(FinishedMessages& finished, size_t first, std::vector<Standstill>& standstills) {
+void end_waits(FinishedMessages& finished, size_t first, std::vector<WaitTimer>& standstills) {
   for (size_t i = first; i < finished.size(); ++i) {
     PostedMessage& posted = finished[i].first;
     posted.waiting_seconds = standstills[static_cast<size_t>(peer_of(posted))].take(posted.start);
@@ -32,23 +32,23 @@ void end_waits(FinishedMessages& finished, size_t first, std::vector<Standstill>
 
 }  // namespace
 
-PointToPoint::PointToPoint(std::shared_ptr<Group> group, Engine& engine, bool may_use_cma)
+PointToPoint::PointToPoint(std::shared_ptr<GroupContext> group, ProgressEngine& engine, bool may_use_cma)
     : group_(std::move(group)),
       engine_(engine),
       sends_(static_cast<size_t>(group_->world_size())),
       receives_(static_cast<size_t>(group_->world_size())) {
   for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
-    outboxes_.emplace_back(*group_, peer, may_use_cma);
-    inboxes_.emplace_back(*group_, peer, may_use_cma);
+    senders_.emplace_back(*group_, peer, may_use_cma);
+    receivers_.emplace_back(*group_, peer, may_use_cma);
   }
 }
 
-void PointToPoint::send(Message message) { start(std::move(message), /*is_send=*/true); }
-void PointToPoint::receive(Message message) { start(std::move(message), /*is_send=*/false); }
+void PointToPoint::send(P2pMessage message) { start(std::move(message), /*is_send=*/true); }
+void PointToPoint::receive(P2pMessage message) { start(std::move(message), /*is_send=*/false); }
 
-void PointToPoint::start(Message message, bool is_send) {
+void PointToPoint::start(P2pMessage message, bool is_send) {
   group_->release_retired();
-  const Group::Use use(*group_);
+  const GroupContext::Use use(*group_);
   const c10::intrusive_ptr<ZeroWork> work = message.work;
   FinishedMessages finished;
   bool is_pending = false;
@@ -59,7 +59,7 @@ void PointToPoint::start(Message message, bool is_send) {
     const OperationLabel label = message.work->label();
     PostedMessage posted{std::move(message), ++order_, std::chrono::steady_clock::now()};
     if (is_send) {
-      outboxes_[peer].push(std::move(posted));
+      senders_[peer].push(std::move(posted));
     } else {
       posted_.push(std::move(posted));
     }
@@ -104,13 +104,13 @@ Activity PointToPoint::advance(const ZeroWork* own) {
 
 void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_point until) {
   using Clock = std::chrono::steady_clock;
-  Group::Use use(*group_, /*must_succeed=*/false);
+  GroupContext::Use use(*group_, /*must_succeed=*/false);
   if (!use) {
     return;  // the work has failed, or is just failing
   }
   helpers_.fetch_add(1);
   Waiter waiter(engine_.ranks_on_node(), kCallersPatience);
-  auto next_check = Clock::now() + kInterruptInterval;
+  auto next_check = Clock::now() + kSignalCheckInterval;
   while (!work.is_complete()) {
     const Activity activity = advance(&work);
     if (work.is_complete()) {
@@ -120,7 +120,7 @@ void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_po
       waiter.reset();
     } else if (!waiter.should_sleep()) {
       waiter.pause();
-      group_->cpu_spread().look(Clock::now());
+      group_->cpu_balancer().look(Clock::now());
     } else if (group_->is_one_node()) {
       group_->arena().doze(std::min(until, next_check),
                            [&] { return advance(&work) == Activity::kMoved || work.is_complete(); });
@@ -133,11 +133,11 @@ void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_po
       break;
     }
     if (now >= next_check) {
-      next_check = now + kInterruptInterval;
+      next_check = now + kSignalCheckInterval;
       check(&work);
       leave();
       use.leave();
-      check_interrupts();  // which may abort the group
+      check_signals();  // which may abort the group
       if (!use.enter()) {
         return;
       }
@@ -171,9 +171,9 @@ Activity PointToPoint::advance_locked(FinishedMessages& finished) {
     }
     const bool has_sent = advance_sends_locked(peer, finished);
     first = finished.size();
-    const bool has_received = inboxes_[peer].advance(posted_, finished, order_);
+    const bool has_received = receivers_[peer].advance(posted_, finished, order_);
     end_waits(finished, first, receives_);
-    receives_[peer].look(inboxes_[peer].target().has_value() || posted_.wants_from(peer), has_received);
+    receives_[peer].look(receivers_[peer].target().has_value() || posted_.wants_from(peer), has_received);
     has_moved |= has_sent || has_received;
   }
   return has_moved ? Activity::kMoved : has_pending() ? Activity::kBlocked : Activity::kIdle;
@@ -182,9 +182,9 @@ Activity PointToPoint::advance_locked(FinishedMessages& finished) {
 // Never more than a ring, or a window between nodes, takes.
 bool PointToPoint::advance_sends_locked(int32_t peer, FinishedMessages& finished) {
   const size_t first = finished.size();
-  const bool has_sent = outboxes_[peer].advance(finished);
+  const bool has_sent = senders_[peer].advance(finished);
   end_waits(finished, first, sends_);
-  sends_[peer].look(!outboxes_[peer].queue().empty(), has_sent);
+  sends_[peer].look(!senders_[peer].queue().empty(), has_sent);
   return has_sent;
 }
 
@@ -194,23 +194,23 @@ int64_t PointToPoint::wanted_bytes() const {
   for (const PostedMessage& posted : posted_.queue()) {
     bytes += posted.message.bytes;
   }
-  for (const MessageInbox& inbox : inboxes_) {
-    bytes += inbox.target() ? inbox.target()->message.bytes : 0;
+  for (const MessageReceiver& receiver : receivers_) {
+    bytes += receiver.target() ? receiver.target()->message.bytes : 0;
   }
   return bytes;
 }
 
 // Serves a receive from the messages that were set aside, if the earliest one with its tag is there in full.
 bool PointToPoint::serve_from_set_aside(const PostedMessage& posted) {
-  const Message& message = posted.message;
+  const P2pMessage& message = posted.message;
   std::deque<SetAside>* messages = nullptr;
   std::deque<SetAside>::iterator found;
   int32_t source = -1;
   for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
-    if (message.peer != peer && message.peer != Message::kAnySource) {
+    if (message.peer != peer && message.peer != P2pMessage::kAnySource) {
       continue;
     }
-    auto& candidates = inboxes_[peer].set_aside();
+    auto& candidates = receivers_[peer].set_aside();
     auto it = std::find_if(candidates.begin(), candidates.end(),
                            [&](const SetAside& candidate) { return candidate.tag == message.tag; });
     if (it != candidates.end() && (messages == nullptr || it->order < found->order)) {
@@ -236,21 +236,22 @@ bool PointToPoint::serve_from_set_aside(const PostedMessage& posted) {
 
 bool PointToPoint::has_pending() const {
   return !posted_.queue().empty() ||
-         std::any_of(outboxes_.begin(), outboxes_.end(), [](const auto& outbox) { return !outbox.queue().empty(); }) ||
-         std::any_of(inboxes_.begin(), inboxes_.end(), [](const auto& inbox) { return inbox.target().has_value(); });
+         std::any_of(senders_.begin(), senders_.end(), [](const auto& sender) { return !sender.queue().empty(); }) ||
+         std::any_of(receivers_.begin(), receivers_.end(),
+                     [](const auto& receiver) { return receiver.target().has_value(); });
 }
 
 void PointToPoint::fail_locked(const std::exception_ptr& error, FinishedMessages& finished) {
   for (PostedMessage& posted : posted_.take_all()) {
     finished.emplace_back(std::move(posted), error);
   }
-  for (MessageOutbox& outbox : outboxes_) {
-    for (PostedMessage& posted : outbox.take_all()) {
+  for (MessageSender& sender : senders_) {
+    for (PostedMessage& posted : sender.take_all()) {
       finished.emplace_back(std::move(posted), error);
     }
   }
-  for (MessageInbox& inbox : inboxes_) {
-    if (auto target = inbox.take_target()) {
+  for (MessageReceiver& receiver : receivers_) {
+    if (auto target = receiver.take_target()) {
       finished.emplace_back(std::move(*target), error);
     }
   }
@@ -285,17 +286,18 @@ void PointToPoint::check(const ZeroWork* own) {
 void PointToPoint::check_all_locked(const PeerStates& peers) {
   if (const PostedMessage* posted = oldest_locked()) {
     const int32_t peer = posted->message.peer;
-    group_->note_wait(Lane::kPointToPoint, peer == Message::kAnySource ? Group::kAnybody : peer, awaited_by(*posted));
+    group_->note_wait(Lane::kPointToPoint, peer == P2pMessage::kAnySource ? GroupContext::kAnybody : peer,
+                      awaited_by(*posted));
   }
   for (const PostedMessage& posted : posted_.queue()) {
     check_locked(posted, peers);
   }
   for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
-    for (const PostedMessage& posted : outboxes_[peer].queue()) {
+    for (const PostedMessage& posted : senders_[peer].queue()) {
       check_locked(posted, peers);
     }
-    if (inboxes_[peer].target()) {
-      check_locked(*inboxes_[peer].target(), peers);
+    if (receivers_[peer].target()) {
+      check_locked(*receivers_[peer].target(), peers);
     }
   }
 }
@@ -308,10 +310,10 @@ const PostedMessage* PointToPoint::oldest_locked() const {
     }
   };
   std::for_each(posted_.queue().begin(), posted_.queue().end(), look);
-  for (size_t i = 0; i < outboxes_.size(); ++i) {
-    std::for_each(outboxes_[i].queue().begin(), outboxes_[i].queue().end(), look);
-    if (inboxes_[i].target()) {
-      look(*inboxes_[i].target());
+  for (size_t i = 0; i < senders_.size(); ++i) {
+    std::for_each(senders_[i].queue().begin(), senders_[i].queue().end(), look);
+    if (receivers_[i].target()) {
+      look(*receivers_[i].target());
     }
   }
   return oldest;
@@ -319,31 +321,31 @@ const PostedMessage* PointToPoint::oldest_locked() const {
 
 std::vector<int32_t> PointToPoint::awaited_by(const PostedMessage& posted) const {
   const int32_t peer = posted.message.peer;
-  return peer == Message::kAnySource ? group_->others_than(group_->rank()) : std::vector<int32_t>{peer};
+  return peer == P2pMessage::kAnySource ? group_->others_than(group_->rank()) : std::vector<int32_t>{peer};
 }
 
 void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& peers) {
   const OperationLabel& label = posted.message.work->label();
   std::vector<int32_t> awaited = awaited_by(posted);
   // A receive from anybody goes on as long as anybody is left.
-  const bool is_any = posted.message.peer == Message::kAnySource;
+  const bool is_any = posted.message.peer == P2pMessage::kAnySource;
   const bool is_alone = peers.departed.size() + peers.dead.size() + 1 == static_cast<size_t>(group_->world_size());
   if (!is_any || peers.failed >= 0 || !peers.dead.empty() || is_alone) {
     throw_if_lost(label, peers, awaited);
   }
   const auto now = std::chrono::steady_clock::now();
-  if (!stall_watch_.may_blame(now, posted.start) || now - posted.start < posted.message.work->timeout()) {
+  if (!pause_detector_.may_blame(now, posted.start) || now - posted.start < posted.message.work->timeout()) {
     return;
   }
   for (const int32_t peer : peers.departed) {
     std::erase(awaited, peer);
   }
-  const HeldUp held_up = group_->held_up(Lane::kPointToPoint, awaited);
+  const WaitCulprits found = group_->culprits_of(Lane::kPointToPoint, awaited);
   throw OperationError({__func__, __FILE__, __LINE__},
                        {.kind = FailureKind::kTimeout,
                         .text = c10::str(label.prefix(), ": timed out after ", posted.message.work->timeout().count(),
                                          " ms waiting for ", awaited.size() > 1 ? "any of " : "", format_ranks(awaited),
-                                         held_up.chain, group_->silence(), "; ", advise_to_look_at(held_up.culprits),
+                                         found.chain, group_->silence(), "; ", advise_to_look_at(found.culprits),
                                          ", or raise the timeout of the group.")});
 }
 

@@ -16,13 +16,13 @@
 #include <mutex>
 #include <vector>
 
-#include "backend/diagnostics/stall.h"
-#include "backend/diagnostics/standstill.h"
-#include "backend/engine/engine.h"
-#include "backend/group/group.h"
-#include "backend/p2p/message.h"
-#include "backend/p2p/message_inbox.h"
-#include "backend/p2p/message_outbox.h"
+#include "backend/diagnostics/pause_detector.h"
+#include "backend/diagnostics/wait_timer.h"
+#include "backend/engine/progress_engine.h"
+#include "backend/group/group_context.h"
+#include "backend/p2p/message_receiver.h"
+#include "backend/p2p/message_sender.h"
+#include "backend/p2p/p2p_message.h"
 #include "backend/p2p/posted_receives.h"
 
 namespace zeropg {
@@ -30,12 +30,12 @@ namespace zeropg {
 class PointToPoint final : public Channel {
  public:
   // `may_use_cma`: large messages are read from the sender's memory where that works (Note [Offers]).
-  PointToPoint(std::shared_ptr<Group> group, Engine& engine, bool may_use_cma);
+  PointToPoint(std::shared_ptr<GroupContext> group, ProgressEngine& engine, bool may_use_cma);
 
   // What can be moved at once, and is little, is moved in the calling thread; the rest by a thread that waits, or the
   // progress thread.
-  void send(Message message);
-  void receive(Message message);  // peer may be kAnySource
+  void send(P2pMessage message);
+  void receive(P2pMessage message);  // peer may be kAnySource
 
   // See OperationHost::help. Only in the process that made the group.
   void help(const ZeroWork& work, std::chrono::steady_clock::time_point until);
@@ -48,7 +48,7 @@ class PointToPoint final : public Channel {
   int32_t local_world_size() const override;
 
  private:
-  void start(Message message, bool is_send);
+  void start(P2pMessage message, bool is_send);
   Activity advance(const ZeroWork* own);
   Activity advance_locked(FinishedMessages& finished);
   bool advance_sends_locked(int32_t peer, FinishedMessages& finished);
@@ -64,18 +64,18 @@ class PointToPoint final : public Channel {
   void finish(FinishedMessages finished, const ZeroWork* own);  // `own` has an owner: its caller, or who waits for it
   void leave();
 
-  std::shared_ptr<Group> group_;  // life shared with the process group
-  Engine& engine_;
+  std::shared_ptr<GroupContext> group_;  // life shared with the process group
+  ProgressEngine& engine_;
   std::atomic<int32_t> helpers_{0};  // threads inside help(): the progress thread leaves the messages to them
   mutable std::mutex mutex_;
   std::condition_variable idle_;
-  std::vector<MessageOutbox> outboxes_;  // per peer; guarded by mutex_
-  std::vector<MessageInbox> inboxes_;    // per peer; guarded by mutex_
-  std::vector<Standstill> sends_;        // per peer; guarded by mutex_
-  std::vector<Standstill> receives_;     // per peer; guarded by mutex_
-  PostedReceives posted_;                // guarded by mutex_
-  uint64_t order_ = 0;                   // guarded by mutex_
-  StallWatch stall_watch_;               // guarded by mutex_
+  std::vector<MessageSender> senders_;      // per peer; guarded by mutex_
+  std::vector<MessageReceiver> receivers_;  // per peer; guarded by mutex_
+  std::vector<WaitTimer> sends_;            // per peer; guarded by mutex_
+  std::vector<WaitTimer> receives_;         // per peer; guarded by mutex_
+  PostedReceives posted_;                   // guarded by mutex_
+  uint64_t order_ = 0;                      // guarded by mutex_
+  PauseDetector pause_detector_;            // guarded by mutex_
 };
 
 }  // namespace zeropg

@@ -6,8 +6,8 @@ namespace zeropg {
 
 std::optional<PostedMessage> PostedReceives::take(int32_t peer, int32_t tag) {
   const auto found = std::find_if(queue_.begin(), queue_.end(), [&](const PostedMessage& posted) {
-    const Message& message = posted.message;
-    return message.tag == tag && (message.peer == peer || message.peer == Message::kAnySource);
+    const P2pMessage& message = posted.message;
+    return message.tag == tag && (message.peer == peer || message.peer == P2pMessage::kAnySource);
   });
   if (found == queue_.end()) {
     return std::nullopt;
@@ -19,7 +19,7 @@ std::optional<PostedMessage> PostedReceives::take(int32_t peer, int32_t tag) {
 
 bool PostedReceives::wants_from(int32_t peer) const {
   return std::any_of(queue_.begin(), queue_.end(), [&](const PostedMessage& posted) {
-    return posted.message.peer == peer || posted.message.peer == Message::kAnySource;
+    return posted.message.peer == peer || posted.message.peer == P2pMessage::kAnySource;
   });
 }
 

@@ -5,7 +5,7 @@
 #include <optional>
 #include <utility>
 
-#include "backend/p2p/message.h"
+#include "backend/p2p/p2p_message.h"
 
 namespace zeropg {
 

@@ -178,7 +178,7 @@ std::vector<at::Tensor> Call::outputs(const std::vector<at::Tensor>& tensors) {
 }
 
 // Note [Overlaps].
-void Call::separate(Request& request) {
+void Call::separate(CollectiveArgs& request) {
   const bool is_one_tensor =
       (request.op == OpKind::kAllReduce || request.op == OpKind::kReduce || request.op == OpKind::kBroadcast) &&
       request.inputs[0].is_same(request.outputs[0]);
@@ -204,7 +204,7 @@ void Call::separate(Request& request) {
   }
 }
 
-bool Call::is_in_place(const Request& request, size_t input) const {
+bool Call::is_in_place(const CollectiveArgs& request, size_t input) const {
   const auto own = static_cast<size_t>(label_.rank);
   const auto address = [](const at::Tensor& tensor) { return static_cast<const std::byte*>(tensor.const_data_ptr()); };
   const auto block = [&](const std::vector<at::Tensor>& tensors, bool is_list) {
@@ -225,7 +225,7 @@ bool Call::is_in_place(const Request& request, size_t input) const {
   }
 }
 
-void Call::add(Request request) {
+void Call::add(CollectiveArgs request) {
   separate(request);
   label_.bytes += counted_bytes(request);
   requests_.push_back(std::move(request));

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "backend/engine/work.h"
-#include "backend/group/request.h"
+#include "backend/group/collective_args.h"
 #include "backend/platform/memory/memory_ranges.h"
 
 namespace zeropg {
@@ -73,17 +73,17 @@ class Call {
   std::vector<at::Tensor> inputs(const std::vector<at::Tensor>& tensors);
   std::vector<at::Tensor> outputs(const std::vector<at::Tensor>& tensors);
 
-  void add(Request request);
-  std::vector<Request>& requests() { return requests_; }
+  void add(CollectiveArgs request);
+  std::vector<CollectiveArgs>& requests() { return requests_; }
   ZeroWork::Tensors take_tensors() { return std::move(tensors_); }
 
  private:
   void check_tensor(const at::Tensor& tensor) const;
-  void separate(Request& request);
-  bool is_in_place(const Request& request, size_t input) const;
+  void separate(CollectiveArgs& request);
+  bool is_in_place(const CollectiveArgs& request, size_t input) const;
 
   OperationLabel label_;
-  std::vector<Request> requests_;
+  std::vector<CollectiveArgs> requests_;
   MemoryRanges written_;  // by all requests but the last
   ZeroWork::Tensors tensors_;
 };

@@ -5,8 +5,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "backend/bootstrap/bootstrap.h"
-#include "backend/platform/process/interrupts.h"
-#include "backend/platform/process/waiting_threads.h"
+#include "backend/platform/process/interpreter_shutdown.h"
+#include "backend/platform/process/signal_check.h"
 
 namespace zeropg {
 
@@ -22,9 +22,9 @@ c10::intrusive_ptr<BackendOptions> resolved(const c10::intrusive_ptr<BackendOpti
   return copy;
 }
 
-std::shared_ptr<Group> join_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                  const BackendOptions& options, std::chrono::milliseconds timeout,
-                                  std::shared_ptr<const Hooks> hooks) {
+std::shared_ptr<GroupContext> join_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                         const BackendOptions& options, std::chrono::milliseconds timeout,
+                                         std::shared_ptr<const Hooks> hooks) {
   BootstrapResult joined = bootstrap(store, rank, size,
                                      BootstrapOptions{.timeout = timeout,
                                                       .secret = options.secret,
@@ -37,7 +37,7 @@ std::shared_ptr<Group> join_group(const c10::intrusive_ptr<c10d::Store>& store, 
                                                       .network = options.network,
                                                       .ucx_root = options.ucx_root,
                                                       .interfaces = options.interfaces});
-  return std::make_shared<Group>(std::move(joined), std::move(hooks));
+  return std::make_shared<GroupContext>(std::move(joined), std::move(hooks));
 }
 
 // Whether the ranks meet only when torch.distributed's reconfigure is called.
@@ -75,7 +75,7 @@ void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
                                                           .window_bytes = options_->window_bytes,
                                                           .cma = options_->cma,
                                                           .algorithms = options_->algorithms});
-  auto channels = GroupChannels::open(
+  auto channels = GroupRuntime::open(
       join_group(c10::make_intrusive<c10d::PrefixStore>("zeropg", store_), rank_, size_, *options_, timeout, hooks_),
       options_->cma);
   const Topology& topology = channels->group().topology();
@@ -92,13 +92,13 @@ void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
   messages_ = 0;
 }
 
-Group& ProcessGroupZero::group() const {
+GroupContext& ProcessGroupZero::group() const {
   TORCH_CHECK_WITH(DistBackendError, channels_ != nullptr, "[zeropg rank ", rank_, "/", size_,
                    "] the group was made with enable_reconfigure and has no members yet; call reconfigure first.");
   return channels_->group();
 }
 
-std::shared_ptr<GroupChannels> ProcessGroupZero::current_channels() const {
+std::shared_ptr<GroupRuntime> ProcessGroupZero::current_channels() const {
   std::lock_guard<std::mutex> lock(membership_mutex_);
   return channels_;
 }
@@ -123,12 +123,12 @@ void ProcessGroupZero::shutdown() {
 
 void ProcessGroupZero::shutdown_all() {
   // Somebody may also wait for a future of what still runs.
-  const bool may_somebody_wait = has_waiting_threads() || !GroupChannels::are_all_idle();
-  GroupChannels::close_all(kExitPatience);
+  const bool may_somebody_wait = has_waiting_threads() || !GroupRuntime::are_all_idle();
+  GroupRuntime::close_all(kExitPatience);
   if (may_somebody_wait || has_waiting_threads()) {
-    let_waiting_threads_out(kExitPatience);
+    release_waiting_threads(kExitPatience);
   }
-  let_runs_end(kHookPatience);
+  wait_for_runs_before_shutdown(kHookPatience);
 }
 
 void ProcessGroupZero::abort() {
@@ -209,7 +209,7 @@ void ProcessGroupZero::unregisterCompletionHook(int64_t id) { hooks_->set_comple
 #endif
 
 void ProcessGroupZero::check_peer(const char* title, int32_t peer) {
-  const Group::Use use(group());
+  const GroupContext::Use use(group());
   group().throw_if_failed();
   throw_if_lost(OperationLabel{.rank = rank_, .world_size = size_, .title = title}, group().peer_states(), {peer});
 }
@@ -221,9 +221,9 @@ std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_p
   const std::chrono::milliseconds timeout = timeouts_.get();
   run_barrier("zeropg:allocate_shared", bytes_per_rank, timeout, /*is_asynchronous=*/false);  // compares the sizes
   OperationLabel label{.rank = rank_, .world_size = size_, .title = "zeropg:shared_segment"};
-  const Group::Use use(group());
+  const GroupContext::Use use(group());
   const auto look_after_leader = [&] {
-    check_interrupts();
+    check_signals();
     group().throw_if_failed();
     PeerStates peers = group().peer_states();
     peers.departed.clear();  // it may have sent the memory before it left
@@ -233,8 +233,8 @@ std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_p
       group().descriptors(), [&] { return SharedSegment::create(size_, bytes_per_rank); }, timeout, look_after_leader);
   return std::make_shared<SharedSegment>(
       fd, rank_, size_, bytes_per_rank, [group = channels_->shared_group(), label](int32_t awaited) {
-        check_interrupts();
-        const Group::Use use(*group);
+        check_signals();
+        const GroupContext::Use use(*group);
         group->throw_if_failed();
         const PeerStates peers = group->peer_states();
         std::vector<int32_t> needed = peers.dead;  // others may leave while ranks still read what they published

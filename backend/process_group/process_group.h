@@ -25,7 +25,7 @@
 #include "backend/group/timeouts.h"
 #include "backend/process_group/arguments.h"
 #include "backend/process_group/flight_recorder.h"
-#include "backend/process_group/group_channels.h"
+#include "backend/process_group/group_runtime.h"
 #include "backend/process_group/options.h"
 #include "backend/topology/topology.h"
 #include "backend/transport/shm/shared_segment.h"
@@ -188,7 +188,7 @@ class ProcessGroupZero : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
 #endif
 #ifdef C10D_BACKEND_HAS_WINDOW
-  // Inside a node. Collective where a tensor is given. See window.h.
+  // Inside a node. Collective where a tensor is given. See c10d_window.h.
   bool supportsWindow() const override { return is_one_node(); }
   c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
 #endif
@@ -212,18 +212,18 @@ class ProcessGroupZero : public c10d::Backend {
  private:
   // Meets the other ranks in store_. Replaces the group that there was, which must be closed.
   void join(std::chrono::milliseconds timeout);
-  Group& group() const;  // DistBackendError before the first reconfiguration
-  std::shared_ptr<GroupChannels> current_channels() const;
+  GroupContext& group() const;  // DistBackendError before the first reconfiguration
+  std::shared_ptr<GroupRuntime> current_channels() const;
   c10::intrusive_ptr<BackendOptions> child_options(const c10::intrusive_ptr<Options>& given) const;
 
   Call make_call(const char* title);
   c10::intrusive_ptr<c10d::Work> submit(Call call, c10d::OpType type, std::chrono::milliseconds timeout,
                                         bool is_asynchronous);
   c10::intrusive_ptr<ZeroWork> make_work(Call& call, c10d::OpType type, std::chrono::milliseconds timeout);
-  void record_collective(const std::vector<Request>& requests, const ZeroWork& work);
+  void record_collective(const std::vector<CollectiveArgs>& requests, const ZeroWork& work);
   void record_message(const at::Tensor& data, bool is_send, int peer, const ZeroWork& work);
   c10::intrusive_ptr<c10d::Work> coalesce(c10::intrusive_ptr<c10d::Work> work);
-  Message make_message(Call& call, const at::Tensor& tensor, bool is_send, int peer, int tag);
+  P2pMessage make_message(Call& call, const at::Tensor& tensor, bool is_send, int peer, int tag);
   c10::intrusive_ptr<c10d::Work> run_barrier(const char* title, int64_t bytes, std::chrono::milliseconds timeout,
                                              bool is_asynchronous);
   // Null for CPU tensors and for none. The one place that decides by device.
@@ -242,11 +242,11 @@ class ProcessGroupZero : public c10d::Backend {
   // Both null until the first reconfiguration where that is asked for. Written under membership_mutex_, which only
   // those take who may run beside a reconfiguration.
   std::unique_ptr<Planner> planner_;
-  std::shared_ptr<GroupChannels> channels_;  // life shared with close_all, which may be closing it
-  mutable std::string handle_;               // guarded by membership_mutex_
-  std::set<int64_t> uuids_;                  // of reconfigurations
-  std::atomic<uint64_t> sequence_{0};        // of collectives
-  std::atomic<uint64_t> messages_{0};        // of this rank
+  std::shared_ptr<GroupRuntime> channels_;  // life shared with close_all, which may be closing it
+  mutable std::string handle_;              // guarded by membership_mutex_
+  std::set<int64_t> uuids_;                 // of reconfigurations
+  std::atomic<uint64_t> sequence_{0};       // of collectives
+  std::atomic<uint64_t> messages_{0};       // of this rank
   std::atomic<uint64_t> split_count_{0};
   std::atomic<uint64_t> shrink_count_{0};
 

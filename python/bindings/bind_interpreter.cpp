@@ -3,8 +3,8 @@
 #include <pthread.h>
 
 #include "backend/diagnostics/notices.h"
-#include "backend/platform/process/interrupts.h"
-#include "backend/platform/process/waiting_threads.h"
+#include "backend/platform/process/interpreter_shutdown.h"
+#include "backend/platform/process/signal_check.h"
 #include "python/bindings/bindings.h"
 
 namespace zeropg {
@@ -73,8 +73,8 @@ void begin_child() {
 
 void bind_interpreter(py::module_& m) {
   main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
-  set_interrupt_check(&run_signal_handlers);
-  set_end_check(&has_begun_to_end);
+  set_signal_check(&run_signal_handlers);
+  set_shutdown_check(&has_begun_to_end);
   ::pthread_atfork(nullptr, nullptr, &begin_child);
   m.def("listen_to_notices", &listen_to_notices, py::arg("listener"),
         "The function that gets each line for people that the core says, on the main thread; None: they go to stderr.");

@@ -2,7 +2,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "backend/simulator/estimate.h"
+#include "backend/simulator/cost_estimate.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/release_gil.h"
 

@@ -5,7 +5,7 @@
 #include "backend/collectives/reduce/reduce_kernels.h"
 #include "backend/collectives/select/registry.h"
 #include "backend/platform/cpu/copy.h"
-#include "backend/topology/domain_probe.h"
+#include "backend/topology/cpu_domain_probe.h"
 #include "backend/topology/topology_probe.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/release_gil.h"

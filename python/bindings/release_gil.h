@@ -3,7 +3,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include "backend/platform/process/waiting_threads.h"
+#include "backend/platform/process/interpreter_shutdown.h"
 
 namespace zeropg {
 

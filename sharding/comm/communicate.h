@@ -7,7 +7,7 @@
 #include <chrono>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "backend/group/request.h"
+#include "backend/group/collective_args.h"
 
 namespace zeropg {
 

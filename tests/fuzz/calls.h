@@ -13,9 +13,9 @@
 #include <string_view>
 
 #include "backend/collectives/reduce/reduce_op.h"
-#include "backend/collectives/schedule/collective.h"
+#include "backend/collectives/schedule/collective_spec.h"
 #include "backend/diagnostics/printable.h"
-#include "backend/group/call_description.h"
+#include "backend/group/call_fingerprint.h"
 
 namespace zeropg::fuzz {
 

@@ -14,7 +14,7 @@
 #include <string_view>
 
 #include "backend/transport/network/frame_decoder.h"
-#include "backend/transport/network/network.h"
+#include "backend/transport/network/remote_transport.h"
 
 namespace zeropg::fuzz {
 
@@ -61,8 +61,8 @@ class ScriptedWire final : public Wire {
 inline void frames(std::span<const uint8_t> input) {
   if (input.empty()) return;
   constexpr int64_t kWindowBytes = 4096;
-  Network network(std::make_unique<ScriptedWire>(input.subspan(1), size_t{1} + input[0]),
-                  {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = kWindowBytes});
+  RemoteTransport network(std::make_unique<ScriptedWire>(input.subspan(1), size_t{1} + input[0]),
+                          {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = kWindowBytes});
   std::array<std::byte, 300> heard{};
   try {
     const std::array<std::byte, 64> words{};

@@ -9,7 +9,7 @@
 #include <string>
 #include <string_view>
 
-#include "backend/bootstrap/rendezvous_records.h"
+#include "backend/bootstrap/store_records.h"
 #include "backend/bootstrap/tcp_socket.h"
 
 namespace zeropg::fuzz {

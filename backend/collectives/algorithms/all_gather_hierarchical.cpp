@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/between_nodes.h"
 #include "backend/collectives/schedule/chunk_layout.h"
-#include "backend/collectives/schedule/in_node.h"
+#include "backend/collectives/schedule/internode_phases.h"
+#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/steps.h"
 
@@ -30,7 +30,7 @@ Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec) {
   const BlockPieces pieces = cut_blocks(spec, kMessagesUnderWay);
   const Placement placement(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
-  const BetweenNodes between(spec, placement, layout);
+  const InternodePhases between(spec, placement, layout);
   Schedule schedule = make_schedule("all_gather_hierarchical", pieces.chunks.count);
   if (pieces.chunks.count == 0) return schedule;
   const auto is_chunk = [&](int64_t chunk) { return chunk >= 0 && chunk < pieces.chunks.count; };

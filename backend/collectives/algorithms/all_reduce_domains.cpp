@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/between_domains.h"
-#include "backend/collectives/schedule/in_node.h"
+#include "backend/collectives/schedule/domain_phases.h"
+#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/steps.h"
 
 namespace zeropg {
@@ -33,7 +33,7 @@ Schedule plan_all_reduce_domains(const CollectiveSpec& spec) {
   const DomainPieces pieces = cut_over_domains(spec);
   const Placement placement = Placement::over_domains(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
-  const BetweenDomains between(spec, placement, layout);
+  const DomainPhases between(spec, placement, layout);
   Schedule schedule = make_schedule("all_reduce_domains", pieces.chunks.count);
   if (pieces.chunks.count == 0) return schedule;
   const auto is_chunk = [&](int64_t chunk) { return chunk >= 0 && chunk < pieces.chunks.count; };

@@ -20,9 +20,9 @@
 #include <vector>
 
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/between_nodes.h"
 #include "backend/collectives/schedule/chunk_layout.h"
-#include "backend/collectives/schedule/in_node.h"
+#include "backend/collectives/schedule/internode_phases.h"
+#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/steps.h"
 
@@ -125,7 +125,7 @@ class Plan {
   const Sizes sizes_;
   const Placement placement_;
   const ChunkLayout layout_;
-  const BetweenNodes between_;
+  const InternodePhases between_;
   Schedule schedule_;
 };
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/between_domains.h"
-#include "backend/collectives/schedule/in_node.h"
+#include "backend/collectives/schedule/domain_phases.h"
+#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/steps.h"
 #include "backend/platform/cpu/copy.h"
 

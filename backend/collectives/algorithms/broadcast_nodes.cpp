@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/between_nodes.h"
 #include "backend/collectives/schedule/chunk_layout.h"
+#include "backend/collectives/schedule/internode_phases.h"
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/steps.h"
 
@@ -63,7 +63,7 @@ Schedule plan(std::string_view name, const CollectiveSpec& spec, Tree (*tree_of)
   const bool is_at_root = placement.node() == root_node;
   const auto absolute = [&](int32_t node) { return (node + root_node) % nodes; };
   const Tree tree = tree_of((placement.node() - root_node + nodes) % nodes, nodes);
-  const BetweenNodes between(spec, placement, layout);
+  const InternodePhases between(spec, placement, layout);
   Schedule schedule = make_schedule(name, sizes.chunks.count);
   const auto chunk_range = [&](int64_t chunk) { return part_of(spec.bytes, sizes.chunks.bytes, chunk); };
   const auto extents = [&](int64_t chunk) {

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/between_nodes.h"
 #include "backend/collectives/schedule/chunk_layout.h"
-#include "backend/collectives/schedule/in_node.h"
+#include "backend/collectives/schedule/internode_phases.h"
+#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/steps.h"
 
@@ -29,7 +29,7 @@ Schedule plan_reduce_scatter_hierarchical(const CollectiveSpec& spec) {
   const BlockPieces pieces = cut_blocks(spec, kMessagesUnderWay);
   const Placement placement(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
-  const BetweenNodes between(spec, placement, layout);
+  const InternodePhases between(spec, placement, layout);
   Schedule schedule = make_schedule("reduce_scatter_hierarchical", pieces.chunks.count);
   if (pieces.chunks.count == 0) return schedule;
   schedule.scratch_bytes = between.scratch_bytes();

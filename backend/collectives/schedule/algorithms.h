@@ -1,7 +1,7 @@
 // Every algorithm: a pure planner function and its cost, both defined in <op>_<algorithm>.cpp.
 #pragma once
 
-#include "backend/collectives/schedule/collective.h"
+#include "backend/collectives/schedule/collective_spec.h"
 #include "backend/collectives/schedule/schedule.h"
 
 namespace zeropg {

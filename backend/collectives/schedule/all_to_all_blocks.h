@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "backend/collectives/schedule/collective.h"
+#include "backend/collectives/schedule/collective_spec.h"
 #include "backend/collectives/schedule/schedule.h"
 
 namespace zeropg {

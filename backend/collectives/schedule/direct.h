@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "backend/collectives/schedule/collective.h"
+#include "backend/collectives/schedule/collective_spec.h"
 
 namespace zeropg {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "backend/collectives/schedule/collective.h"
+#include "backend/collectives/schedule/collective_spec.h"
 
 namespace zeropg {
 

@@ -23,7 +23,7 @@ enum class Space : uint8_t {
   kStaging,  // memory that all ranks of the node share: one slot per rank (Region::index, its rank in the group) and
              // two banks of CollectiveSpec::bank_bytes each (Region::bank). Slots of other nodes cannot be reached
   // The tensor of another rank of the node (Region::index), where it lies in memory that all of them share: in
-  // schedules of direct algorithms only, which all ranks run or none (Note [Direct schedules] in peer_tensors.h).
+  // schedules of direct algorithms only, which all ranks run or none (Note [Direct schedules] in direct_access.h).
   kPeerInput,  // in all_to_all, from the start of the block for this rank
   kPeerOutput,
   kResidual,  // what this rank's encodings have lost so far (error feedback): Region::index is the hop, the offset

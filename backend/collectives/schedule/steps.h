@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "backend/collectives/schedule/collective.h"
+#include "backend/collectives/schedule/collective_spec.h"
 #include "backend/collectives/schedule/schedule.h"
 
 namespace zeropg {

@@ -48,14 +48,14 @@ int32_t usable_cpus() {
 }
 
 // Static data, not a static of the function: see cpus_of_this_process.
-Contention& Contention::of_this_process() {
-  static constinit Contention contention;
-  return contention;
+YieldCost& YieldCost::of_this_process() {
+  static constinit YieldCost yield_cost;
+  return yield_cost;
 }
 
-Waiter::Waiter(int32_t local_world_size, std::chrono::microseconds patience, int32_t cpus, Contention& contention)
+Waiter::Waiter(int32_t local_world_size, std::chrono::microseconds patience, int32_t cpus, YieldCost& yield_cost)
     : patience_(patience),
-      contention_(&contention),
+      yield_cost_(&yield_cost),
       first_round_(local_world_size <= cpus ? 0 : kSpins),
       round_(first_round_) {}
 
@@ -70,9 +70,9 @@ void Waiter::pause() {
     ++round_;
     first_yield_ = now;
   } else {
-    contention_->note_yield(last_yield_, now);
+    yield_cost_->note_yield(last_yield_, now);
   }
-  is_out_of_patience_ = now - first_yield_ >= patience_ || contention_->is_seen(now);
+  is_out_of_patience_ = now - first_yield_ >= patience_ || yield_cost_->is_seen(now);
   if (is_out_of_patience_) return shorten_slice();
   last_yield_ = now;
   sched_yield();

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cstdint>
 
-#include "backend/platform/cpu/contention.h"
+#include "backend/platform/cpu/yield_cost.h"
 
 namespace zeropg {
 
@@ -38,7 +38,7 @@ class Waiter {
  public:
   // `contention` must outlive it.
   Waiter(int32_t local_world_size, std::chrono::microseconds patience, int32_t cpus = usable_cpus(),
-         Contention& contention = Contention::of_this_process());
+         YieldCost& yield_cost = YieldCost::of_this_process());
 
   void pause();  // one round: a CPU pause, then sched_yield
   bool should_sleep() const { return is_out_of_patience_; }
@@ -49,7 +49,7 @@ class Waiter {
   static constexpr int32_t kSpins = 100;  // some microseconds, less than a wake-up costs
 
   std::chrono::microseconds patience_;
-  Contention* contention_;
+  YieldCost* yield_cost_;
   int32_t first_round_ = 0;
   int32_t round_ = 0;
   Clock::time_point first_yield_{};

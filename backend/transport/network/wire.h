@@ -1,4 +1,5 @@
-// How frames get from one process to another. A wire knows no stream, no credit and no collective: see network.h.
+// How frames get from one process to another. A wire knows no stream, no credit and no collective: see
+// remote_transport.h.
 #pragma once
 
 #include <chrono>

@@ -8,7 +8,7 @@
 #include <limits>
 #include <utility>
 
-#include "backend/diagnostics/rank_names.h"
+#include "backend/diagnostics/format_ranks.h"
 #include "backend/platform/cpu/waiter.h"
 #include "backend/platform/memory/pages.h"
 #include "backend/platform/memory/round_up.h"

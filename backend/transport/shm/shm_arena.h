@@ -101,7 +101,7 @@ class ShmArena {
   std::optional<int32_t> wait_of(int32_t rank, Lane lane) const;  // what was noted last, unless that is too long ago
   std::vector<int32_t> missing_for(int32_t rank) const;           // at the barrier that `rank` reached last
 
-  // On which CPU this rank waits, for Note [Ranks that share CPUs] in cpu_spread.h.
+  // On which CPU this rank waits, for Note [Ranks that share CPUs] in cpu_balancer.h.
   static constexpr std::chrono::milliseconds kCpuNoteLife{20};
   void note_cpu(int32_t cpu);
   std::optional<int32_t> cpu_of(int32_t rank) const;  // what was noted last, unless that is too long ago

@@ -245,7 +245,7 @@ void expect_connected(std::vector<Outcome>& outcomes) {
   }
   for (int32_t rank = 0; rank < world_size; ++rank) {
     for (int32_t peer = 0; peer < world_size; ++peer) {
-      Network& network = *outcomes[rank].result.network;
+      RemoteTransport& network = *outcomes[rank].result.network;
       std::byte byte{255};
       while (network.can_reach(peer) && network.try_receive(peer, Lane::kCollective, {&byte, 1}) == 0) {
       }

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "backend/collectives/select/registry.h"
-#include "backend/simulator/simulate.h"
+#include "backend/simulator/schedule_simulator.h"
 
 namespace zeropg {
 

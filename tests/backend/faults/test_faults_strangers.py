@@ -1,7 +1,7 @@
 """Strangers at the doors of a group: who does not prove its secret learns nothing and harms nobody.
 
-The doors are those of backend/bootstrap: admission.h (a socket of the node) and tcp_mesh.h (a port between nodes). They
-are open while a group is made, so one rank of the tests is slow to read who is there.
+The doors are those of backend/bootstrap: node_admission.h (a socket of the node) and tcp_mesh.h (a port between
+nodes). They are open while a group is made, so one rank of the tests is slow to read who is there.
 """
 
 from __future__ import annotations

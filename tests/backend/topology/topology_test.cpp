@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "backend/diagnostics/rank_names.h"
+#include "backend/diagnostics/format_ranks.h"
 #include "backend/topology/topology_probe.h"
 
 namespace zeropg {

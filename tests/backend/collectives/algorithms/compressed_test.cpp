@@ -11,7 +11,7 @@
 
 #include "backend/collectives/schedule/steps.h"
 #include "backend/collectives/select/registry.h"
-#include "backend/simulator/simulate.h"
+#include "backend/simulator/schedule_simulator.h"
 #include "compression/error_feedback.h"
 #include "compression/registry.h"
 

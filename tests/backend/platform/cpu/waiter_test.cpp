@@ -12,7 +12,7 @@ using std::chrono::microseconds;
 using std::chrono::steady_clock;
 
 constexpr microseconds kPatience{2000};
-Contention never(std::chrono::hours(1));
+YieldCost never(std::chrono::hours(1));
 
 int rounds_until_sleep(Waiter& waiter) {
   int rounds = 0;
@@ -48,40 +48,40 @@ TEST(Waiter, StaysAsleepUntilReset) {
 }
 
 TEST(Waiter, SleepsAtOnceWhileOthersWantTheCpus) {
-  Contention contention(microseconds(1));
+  YieldCost yield_cost(microseconds(1));
   const auto now = steady_clock::now();
-  contention.note_yield(now - microseconds(2), now);
-  Waiter waiter(64, std::chrono::hours(1), 1, contention);
+  yield_cost.note_yield(now - microseconds(2), now);
+  Waiter waiter(64, std::chrono::hours(1), 1, yield_cost);
   EXPECT_EQ(rounds_until_sleep(waiter), 1);
 }
 
-TEST(Contention, IsForgottenAfterAWhile) {
-  Contention contention;
+TEST(YieldCost, IsForgottenAfterAWhile) {
+  YieldCost yield_cost;
   const auto now = steady_clock::now();
-  EXPECT_FALSE(contention.is_seen(now));
-  contention.note_yield(now - Contention::kLongYield / 2, now);
-  EXPECT_FALSE(contention.is_seen(now));
-  contention.note_yield(now - Contention::kLongYield, now);
-  EXPECT_TRUE(contention.is_seen(now));
-  EXPECT_TRUE(contention.is_seen(now + Contention::kShortest / 2));
-  EXPECT_FALSE(contention.is_seen(now + Contention::kShortest));
+  EXPECT_FALSE(yield_cost.is_seen(now));
+  yield_cost.note_yield(now - YieldCost::kLongYield / 2, now);
+  EXPECT_FALSE(yield_cost.is_seen(now));
+  yield_cost.note_yield(now - YieldCost::kLongYield, now);
+  EXPECT_TRUE(yield_cost.is_seen(now));
+  EXPECT_TRUE(yield_cost.is_seen(now + YieldCost::kShortest / 2));
+  EXPECT_FALSE(yield_cost.is_seen(now + YieldCost::kShortest));
 }
 
-TEST(Contention, LastsLongerTheOftenerItIsFound) {
-  Contention contention;
+TEST(YieldCost, LastsLongerTheOftenerItIsFound) {
+  YieldCost yield_cost;
   auto now = steady_clock::now();
   const auto find = [&] {
-    contention.note_yield(now - Contention::kLongYield, now);
+    yield_cost.note_yield(now - YieldCost::kLongYield, now);
     const auto start = now;
-    while (contention.is_seen(now)) now += microseconds(500);
+    while (yield_cost.is_seen(now)) now += microseconds(500);
     return now - start;
   };
-  EXPECT_EQ(find(), Contention::kShortest);
-  EXPECT_EQ(find(), 2 * Contention::kShortest);
+  EXPECT_EQ(find(), YieldCost::kShortest);
+  EXPECT_EQ(find(), 2 * YieldCost::kShortest);
   for (int i = 0; i < 10; ++i) find();
-  EXPECT_EQ(find(), Contention::kLongest);
-  now += 3 * Contention::kLongest;  // calm
-  EXPECT_EQ(find(), Contention::kShortest);
+  EXPECT_EQ(find(), YieldCost::kLongest);
+  now += 3 * YieldCost::kLongest;  // calm
+  EXPECT_EQ(find(), YieldCost::kShortest);
 }
 
 TEST(UsableCpus, IsTheLesserOfAffinityAndQuota) {

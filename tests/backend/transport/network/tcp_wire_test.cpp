@@ -7,7 +7,7 @@
 #include <sys/wait.h>
 
 #include "tests/backend/child_process.h"
-#include "tests/backend/transport/network/network_suite.h"
+#include "tests/backend/transport/network/remote_transport_suite.h"
 
 namespace zeropg {
 namespace {
@@ -55,14 +55,15 @@ INSTANTIATE_TEST_SUITE_P(Tcp, NetworkSuite, ::testing::Values(make_tcp_network))
 // A network whose one peer is this test, which writes what it likes.
 struct Victim {
   Descriptor attacker;
-  std::unique_ptr<Network> network;
+  std::unique_ptr<RemoteTransport> network;
 
   Victim() {
     std::vector<Descriptor> connections(2);
     std::tie(attacker, connections[1]) = tcp_pair();
     ::fcntl(attacker.get(), F_SETFL, 0);
-    network = std::make_unique<Network>(std::make_unique<TcpWire>(std::move(connections)),
-                                        NetworkOptions{.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = 4096});
+    network = std::make_unique<RemoteTransport>(
+        std::make_unique<TcpWire>(std::move(connections)),
+        RemoteTransportOptions{.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = 4096});
   }
   void write(const void* data, size_t bytes) { ::send(attacker.get(), data, bytes, MSG_NOSIGNAL); }
   RemoteState after(std::chrono::milliseconds limit = milliseconds(60'000)) {
@@ -114,8 +115,8 @@ TEST(TcpWire, AKilledProcessIsLostAlsoWhenItsChildrenLiveOn) {
   auto [here, there] = tcp_pair();
   std::vector<Descriptor> connections(2);
   connections[1] = std::move(here);
-  Network network(std::make_unique<TcpWire>(std::move(connections)),
-                  {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = 4096});
+  RemoteTransport network(std::make_unique<TcpWire>(std::move(connections)),
+                          {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = 4096});
   int ends[2];
   ASSERT_EQ(::pipe(ends), 0);
   const Descriptor reader(ends[0]);
@@ -124,8 +125,8 @@ TEST(TcpWire, AKilledProcessIsLostAlsoWhenItsChildrenLiveOn) {
     writer.reset();
     std::vector<Descriptor> own(2);
     own[0] = std::move(there);
-    const Network peer(std::make_unique<TcpWire>(std::move(own)),
-                       {.rank = 1, .world_size = 2, .peers = {0}, .window_bytes = 4096});
+    const RemoteTransport peer(std::make_unique<TcpWire>(std::move(own)),
+                               {.rank = 1, .world_size = 2, .peers = {0}, .window_bytes = 4096});
     if (::fork() == 0) {  // as a data loader's worker; lives until this test ends
       ::alarm(60);
       char byte = 0;
@@ -152,8 +153,8 @@ TEST(TcpWire, APeerThatTakesNothingIsNotLost) {
   std::vector<Descriptor> connections(2);
   connections[1] = std::move(here);
   constexpr int64_t kWindow = 64 << 20;
-  Network network(std::make_unique<TcpWire>(std::move(connections), milliseconds(600)),
-                  {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = kWindow});
+  RemoteTransport network(std::make_unique<TcpWire>(std::move(connections), milliseconds(600)),
+                          {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = kWindow});
   const std::vector<std::byte> data(1 << 20);
   size_t sent = 0;
   const auto start = std::chrono::steady_clock::now();

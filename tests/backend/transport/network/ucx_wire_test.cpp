@@ -2,7 +2,7 @@
 
 #include <csignal>
 
-#include "tests/backend/transport/network/network_suite.h"
+#include "tests/backend/transport/network/remote_transport_suite.h"
 
 namespace zeropg {
 namespace {
@@ -107,9 +107,9 @@ TEST(UcxWire, WhoDoesNotKnowTheSecretIsNotHeard) {
   friendly->connect(0, wire->address());
   wire->connect(1, friendly->address());
   const UcxWire* own = wire.get();
-  Network network(std::move(wire), {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = 4096});
-  Network liar(std::move(stranger), {.rank = 1, .world_size = 2, .peers = {0}, .window_bytes = 4096});
-  Network honest(std::move(friendly), {.rank = 1, .world_size = 2, .peers = {0}, .window_bytes = 4096});
+  RemoteTransport network(std::move(wire), {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = 4096});
+  RemoteTransport liar(std::move(stranger), {.rank = 1, .world_size = 2, .peers = {0}, .window_bytes = 4096});
+  RemoteTransport honest(std::move(friendly), {.rank = 1, .world_size = 2, .peers = {0}, .window_bytes = 4096});
   liar.tell_state(RankState::kFailed, "I am not who I say");
   std::byte lie{13};
   liar.try_send(0, Lane::kCollective, {&lie, 1});

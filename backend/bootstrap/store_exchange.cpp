@@ -1,0 +1,332 @@
+#include "backend/bootstrap/store_exchange.h"
+
+#include <c10/util/Exception.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <thread>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "backend/bootstrap/authentication.h"
+#include "backend/diagnostics/format_ranks.h"
+#include "backend/diagnostics/notices.h"
+#include "backend/diagnostics/printable.h"
+#include "backend/diagnostics/wait_graph.h"
+#include "backend/platform/process/signal_check.h"
+#include "backend/transport/network/network_kind.h"
+
+namespace zeropg {
+namespace {
+
+constexpr std::chrono::microseconds kShortestPause{100};  // between two questions to the store
+constexpr std::chrono::milliseconds kLongestPause{10};
+constexpr std::chrono::microseconds kPausePerRank{50};  // many ranks share one store
+constexpr std::chrono::milliseconds kPause{20};         // between two looks for what others say of a failure
+constexpr size_t kMaxFailureBytes = 1 << 16;
+const char* const kMapKey = "zeropg/map";
+const char* const kFailureKey = "zeropg/failure";
+const char* const kRollCallKey = "zeropg/roll_call";
+constexpr std::chrono::milliseconds kLookInterval{250};  // at the store; many ranks share one
+constexpr std::chrono::milliseconds kRollCall{1'000};    // for everybody to come by
+// For the rank that broke a connection to say why: at most this, and half of the time for all, since others may already
+// be waiting for this rank.
+constexpr std::chrono::milliseconds kCausePatience{5'000};
+
+std::string address_key(int32_t rank) { return "zeropg/address/" + std::to_string(rank); }
+std::string rank_key(int32_t rank) { return "zeropg/rank/" + std::to_string(rank); }
+std::string present_key(int32_t rank) { return "zeropg/present/" + std::to_string(rank); }
+std::string broken_key(int32_t rank) { return "zeropg/broken/" + std::to_string(rank); }
+
+struct SharedField {
+  const char* name;
+  int64_t RankRecord::*value;
+};
+
+// These must be the same on every rank; `records` are in rank order.
+void check_same(const std::vector<RankRecord>& records) {
+  static constexpr SharedField kFields[] = {{"the version of zeropg's bootstrap", &RankRecord::protocol},
+                                            {"world_size", &RankRecord::world_size},
+                                            {"bank_bytes", &RankRecord::bank_bytes},
+                                            {"mailbox_bytes", &RankRecord::mailbox_bytes},
+                                            {"window_bytes", &RankRecord::window_bytes},
+                                            {"network", &RankRecord::network},
+                                            {"whether a secret is given", &RankRecord::has_secret}};
+  for (const auto& [name, value] : kFields) {
+    std::vector<int32_t> differing;
+    for (size_t rank = 1; rank < records.size(); ++rank) {
+      if (records[rank].*value != records[0].*value) differing.push_back(static_cast<int32_t>(rank));
+    }
+    if (differing.empty()) continue;
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str(name, " is ", records[0].*value, " on rank 0 but ", records[differing[0]].*value, " on ",
+                             format_ranks(differing), "; give every rank the same options"));
+  }
+}
+
+GroupMap make_map(std::vector<RankRecord> records) {
+  check_same(records);
+  GroupMap map;
+  if (records[0].has_secret == 0) map.secret = random_hex(32);
+  const bool have_all_rdma =
+      std::all_of(records.begin(), records.end(), [](const RankRecord& record) { return record.has_rdma != 0; });
+  map.network = records[0].network;
+  if (map.network == static_cast<int64_t>(NetworkKind::kAutomatic)) {
+    map.network = static_cast<int64_t>(have_all_rdma ? NetworkKind::kUcx : NetworkKind::kTcp);
+  }
+  for (RankRecord& record : records) {
+    map.host_ids.push_back(std::move(record.host_id));
+    map.domain_ids.push_back(std::move(record.domain_id));
+    map.socket_names.push_back(std::move(record.socket_name));
+  }
+  return map;
+}
+
+std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+
+// A FileStore only ever appends, so what was in it stays in its file, which torch lets everybody read. Ranks write to
+// it: who may read and not write is none, and loses the right to read.
+void close_to_readers(c10::intrusive_ptr<c10d::Store> store, int32_t world_size) {
+  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) store = prefixed->getUnderlyingNonPrefixStore();
+  const auto* file = dynamic_cast<c10d::FileStore*>(store.get());
+  struct stat status {};
+  if (file == nullptr || ::stat(file->getPath().c_str(), &status) != 0) return;
+  const mode_t readers = status.st_mode & (S_IRGRP | S_IROTH);
+  const mode_t writers = (status.st_mode & (S_IWGRP | S_IWOTH)) << 1;  // as the bits that let them read
+  const mode_t strangers = readers & ~writers;
+  const bool are_out = strangers == 0 || ::chmod(file->getPath().c_str(), status.st_mode & 07777 & ~strangers) == 0;
+  if (are_out && (readers & writers) == 0) return;
+  notice("store", c10::str("[zeropg rank 0/", world_size, "] other users may read ", file->getPath(),
+                           ", where the ranks meet, and with it the group's secret; chmod 600 it, or give every rank "
+                           "a secret of your own (ZEROPG_SECRET_FILE)."));
+}
+
+}  // namespace
+
+StoreExchange::StoreExchange(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t world_size,
+                             Clock::time_point deadline)
+    : store_(std::move(store)),
+      rank_(rank),
+      world_size_(world_size),
+      deadline_(deadline),
+      patience_(std::min<Clock::duration>(kCausePatience, (deadline - Clock::now()) / 2)) {}
+
+GroupMap StoreExchange::exchange(const RankRecord& own) {
+  GroupMap map;
+  if (rank_ == 0) {
+    store_->set(rank_key(0), "");  // so that the others know who came, should there be no map
+    try {
+      map = make_map(collect(own));
+    } catch (const c10::Error& error) {
+      map.error = error.what_without_backtrace();
+    }
+    if (!map.secret.empty()) close_to_readers(store_, world_size_);
+    store_->set(kMapKey, encode(map));
+    store_->deleteKey(rank_key(0));
+  } else {
+    store_->set(rank_key(rank_), encode(own));
+    wait_for({{0, kMapKey}});
+    store_->deleteKey(rank_key(rank_));  // rank 0 has read it, or there would be no map
+    map = decode_map(to_text(store_->get(kMapKey)), world_size_);
+  }
+  if (!map.error.empty()) C10_THROW_ERROR(DistBackendError, map.error);
+  return map;
+}
+
+std::vector<RankRecord> StoreExchange::collect(const RankRecord& own) {
+  std::vector<Awaited> awaited;
+  for (int32_t rank = 1; rank < world_size_; ++rank) awaited.push_back({rank, rank_key(rank)});
+  wait_for(awaited);
+  const std::vector<std::string> keys = keys_of(awaited);
+  std::vector<std::vector<uint8_t>> values;
+  if (store_->hasExtendedApi()) {
+    values = store_->multiGet(keys);
+  } else {
+    for (const std::string& key : keys) values.push_back(store_->get(key));
+  }
+  std::vector<RankRecord> records{own};
+  for (const auto& value : values) records.push_back(decode_record(to_text(value)));
+  return records;
+}
+
+std::vector<std::string> StoreExchange::keys_of(const std::vector<Awaited>& awaited) {
+  std::vector<std::string> keys;
+  for (const Awaited& entry : awaited) keys.push_back(entry.key);
+  return keys;
+}
+
+// Asks instead of Store::wait: that one cannot be interrupted by a failure elsewhere, and a TCPStore writes warnings to
+// the log whenever a wait runs out. The pauses grow with the time waited, so they add a quarter to it at most.
+void StoreExchange::wait_for(const std::vector<Awaited>& awaited) {
+  const std::vector<std::string> keys = keys_of(awaited);
+  const auto start = Clock::now();
+  const auto longest_pause = kLongestPause + world_size_ * kPausePerRank;
+  next_look_ = start + kLookInterval;
+  while (!store_->check(keys)) {
+    look([&] { return missing_of(awaited); });
+    const auto now = Clock::now();
+    if (now >= deadline_) {
+      const std::vector<int32_t> missing = missing_of(awaited);
+      if (!missing.empty()) throw_late(missing);
+      return;
+    }
+    const auto pause = std::clamp<Clock::duration>((now - start) / 4, kShortestPause, longest_pause);
+    std::this_thread::sleep_for(std::min<Clock::duration>(pause, deadline_ - now));
+  }
+}
+
+std::vector<int32_t> StoreExchange::missing_of(const std::vector<Awaited>& awaited) {
+  std::vector<int32_t> missing;
+  if (awaited.size() == 1 && awaited[0].key == kMapKey) {  // rank 0 cannot write it before it has heard from everybody
+    for (int32_t rank = 0; rank < world_size_; ++rank) {
+      if (!store_->check({rank_key(rank)})) missing.push_back(rank);
+    }
+    if (missing.empty()) missing.push_back(0);
+  } else {
+    for (const Awaited& entry : awaited) {
+      if (!store_->check({entry.key})) missing.push_back(entry.rank);
+    }
+  }
+  // Once all is there, ranks go on, and take back what they wrote.
+  if (store_->check(keys_of(awaited))) missing.clear();
+  return missing;
+}
+
+void StoreExchange::throw_late(const std::vector<int32_t>& missing) {
+  names_the_late_ = true;
+  C10_THROW_ERROR(DistBackendError, c10::str(format_ranks(missing),
+                                             " did not come to the store in time; look at what those ranks were"
+                                             " doing, or raise the timeout"));
+}
+
+std::vector<std::string> StoreExchange::exchange_addresses(const std::string& own, const std::vector<int32_t>& peers,
+                                                           const AddressKey& key) {
+  store_->set(address_key(rank_), sign_address(key, rank_, own));
+  std::vector<Awaited> awaited;
+  for (const int32_t peer : peers) awaited.push_back({peer, address_key(peer)});
+  if (!awaited.empty()) wait_for(awaited);
+  std::vector<std::string> addresses(static_cast<size_t>(world_size_));
+  for (const Awaited& entry : awaited) {
+    addresses[static_cast<size_t>(entry.rank)] = verify_address(key, entry.rank, to_text(store_->get(entry.key)));
+  }
+  return addresses;
+}
+
+void StoreExchange::withdraw_address() { store_->deleteKey(address_key(rank_)); }
+
+void StoreExchange::look_around(const std::vector<int32_t>& awaited) {
+  awaited_ = awaited;
+  meanwhile_(awaited_);
+  look([&] { return awaited_; });
+}
+
+void StoreExchange::look(const std::function<std::vector<int32_t>()>& awaited) {
+  check_signals();
+  const auto now = Clock::now();
+  if (now < next_look_) return;
+  next_look_ = now + kLookInterval;
+  const std::string failure = reported_failure();
+  if (!failure.empty()) {
+    names_the_late_ = true;
+    C10_THROW_ERROR(DistBackendError, failure);
+  }
+  if (answered_ ? *answered_ != awaited() : store_->check({kRollCallKey})) answer_roll_call(awaited());
+}
+
+std::string StoreExchange::reported_failure() {
+  return store_->check({kFailureKey}) ? printable(to_text(store_->get(kFailureKey)), kMaxFailureBytes) : "";
+}
+
+void StoreExchange::answer_roll_call(const std::vector<int32_t>& awaited) {
+  answered_ = awaited;
+  store_->set(present_key(rank_), encode_ranks(awaited));
+}
+
+std::string StoreExchange::call_roll(const std::string& failure) {
+  if (awaited_.empty()) return failure;
+  store_->set(kRollCallKey, "");
+  answer_roll_call(awaited_);
+  std::vector<int32_t> silent;
+  const WaitsOf waits_of = [&](int32_t rank) -> std::vector<int32_t> {
+    if (store_->check({present_key(rank)})) return decode_ranks(to_text(store_->get(present_key(rank))), world_size_);
+    silent.push_back(rank);
+    return {};
+  };
+  const auto end = Clock::now() + kRollCall;
+  while (true) {
+    const bool is_last = Clock::now() >= end;  // before the look: on a busy machine a pause may outlast the time
+    if (const std::string cause = reported_failure(); !cause.empty()) return cause;  // and its rank may be gone by now
+    silent.clear();
+    const WaitCulprits found = find_culprits(rank_, awaited_, waits_of);
+    if (silent.empty() || is_last) {
+      const std::string absent = silent.empty() ? "" : "; no sign of life from " + format_ranks(silent);
+      return failure + found.chain + absent + "; " + advise_to_look_at(found.culprits);
+    }
+    meanwhile_(awaited_);
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+std::string StoreExchange::find_cause(const std::string& failure, std::optional<int32_t> lost) noexcept {
+  try {
+    if (lost && *lost >= 0) awaited_ = {*lost};
+    if (names_the_late_) return failure;
+    if (Clock::now() >= deadline_) return call_roll(failure);
+    if (!lost) return failure;
+    store_->set(broken_key(rank_), encode(BreakRecord{*lost, failure}));
+    const auto start = Clock::now();
+    const auto end = std::min(start + patience_, std::max(deadline_, start + kRollCall));
+    for (bool is_last = false; !is_last; std::this_thread::sleep_for(kPause)) {
+      is_last = Clock::now() >= end;
+      if (const std::string cause = reported_failure(); !cause.empty()) return cause;
+      meanwhile_(awaited_);
+      if (!answered_ && store_->check({kRollCallKey})) answer_roll_call(awaited_);
+    }
+    // The rank that is lost may have left at its deadline.
+    return store_->check({kRollCallKey}) ? call_roll(failure) : first_break({*lost, failure});
+  } catch (const std::exception&) {
+    // The store is what failed, or it is gone.
+  }
+  return failure;
+}
+
+// A rank that loses a peer lets go of its own peers, who lose it. Nobody gives a cause where a process died: then it is
+// the rank that is said to be lost and does not itself say whom it lost.
+std::string StoreExchange::first_break(BreakRecord first) {
+  std::set<int64_t> known{rank_, first.lost};
+  while (first.lost >= 0 && first.lost < world_size_) {
+    const std::string key = broken_key(static_cast<int32_t>(first.lost));
+    if (!store_->check({key})) break;
+    BreakRecord next = decode_break(to_text(store_->get(key)));
+    if (!known.insert(next.lost).second) break;
+    first = std::move(next);
+  }
+  const std::string text = printable(first.text, kMaxFailureBytes);
+  return first.lost < 0
+             ? text
+             : text + "; look for the error of rank " + std::to_string(first.lost) + " or a kill (out of memory?)";
+}
+
+// The map is written over, so that no secret stays, and not deleted: a rank that saw it may just be going to read it.
+void StoreExchange::report_failure(const std::string& error) noexcept {
+  try {
+    const std::string text = "rank " + std::to_string(rank_) + ": " + error;
+    try {
+      store_->compareSet(kFailureKey, "", text);  // the first one stays
+    } catch (const std::exception&) {             // a store that cannot
+      if (!store_->check({kFailureKey})) store_->set(kFailureKey, text);
+    }
+    GroupMap map;
+    map.error = text;
+    if (rank_ == 0) store_->set(kMapKey, encode(map));
+  } catch (const std::exception&) {
+    // The store is what failed, or it is gone; the others have their deadlines.
+  }
+}
+
+void StoreExchange::clean_up() { store_->deleteKey(kMapKey); }
+
+}  // namespace zeropg

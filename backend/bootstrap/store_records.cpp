@@ -1,0 +1,170 @@
+#include "backend/bootstrap/store_records.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "backend/bootstrap/authentication.h"
+#include "backend/diagnostics/printable.h"
+
+namespace zeropg {
+namespace {
+
+constexpr size_t kMaxTextBytes = 1 << 16;
+
+class Writer {
+ public:
+  Writer& put(int64_t number) {
+    bytes_.append(reinterpret_cast<const char*>(&number), sizeof number);
+    return *this;
+  }
+  Writer& put(std::string_view text) {
+    put(static_cast<int64_t>(text.size()));
+    bytes_.append(text);
+    return *this;
+  }
+  const std::string& bytes() const { return bytes_; }
+
+ private:
+  std::string bytes_;
+};
+
+class Reader {
+ public:
+  explicit Reader(std::string_view bytes) : bytes_(bytes) {}
+  int64_t number() {
+    int64_t value = 0;
+    const std::string_view field = take(sizeof value);
+    std::memcpy(&value, field.data(), sizeof value);
+    return value;
+  }
+  std::string text() {
+    const int64_t bytes = number();
+    if (bytes < 0 || static_cast<size_t>(bytes) > kMaxTextBytes) fail();
+    return std::string(take(static_cast<size_t>(bytes)));
+  }
+  void finish() const {
+    if (!bytes_.empty()) fail();
+  }
+  [[noreturn]] static void fail() {
+    C10_THROW_ERROR(DistBackendError, "a record in the store is damaged; do all ranks run the same version of zeropg?");
+  }
+
+ private:
+  std::string_view take(size_t bytes) {
+    if (bytes > bytes_.size()) fail();
+    const std::string_view field = bytes_.substr(0, bytes);
+    bytes_.remove_prefix(bytes);
+    return field;
+  }
+
+  std::string_view bytes_;
+};
+
+Digest signature_of(const AddressKey& key, int32_t rank, std::string_view address) {
+  return hmac_sha256(key.secret, Writer().put("zeropg address1").put(key.group).put(rank).put(address).bytes());
+}
+
+}  // namespace
+
+std::string encode(const RankRecord& record) {
+  Writer writer;
+  writer.put(record.protocol).put(record.world_size).put(record.bank_bytes).put(record.mailbox_bytes);
+  writer.put(record.window_bytes).put(record.network).put(record.has_rdma);
+  writer.put(record.has_secret).put(record.host_id).put(record.domain_id);
+  return writer.put(record.socket_name).bytes();
+}
+
+RankRecord decode_record(std::string_view bytes) {
+  Reader reader(bytes);
+  RankRecord record;
+  record.protocol = reader.number();
+  record.world_size = reader.number();
+  record.bank_bytes = reader.number();
+  record.mailbox_bytes = reader.number();
+  record.window_bytes = reader.number();
+  record.network = reader.number();
+  record.has_rdma = reader.number();
+  record.has_secret = reader.number();
+  record.host_id = reader.text();
+  record.domain_id = reader.text();
+  record.socket_name = reader.text();
+  reader.finish();
+  return record;
+}
+
+std::string encode(const GroupMap& map) {
+  Writer writer;
+  writer.put(map.error).put(map.secret).put(map.network);
+  for (const std::string& host : map.host_ids) writer.put(host);
+  for (const std::string& domain : map.domain_ids) writer.put(domain);
+  for (const std::string& name : map.socket_names) writer.put(name);
+  return writer.bytes();
+}
+
+GroupMap decode_map(std::string_view bytes, int32_t world_size) {
+  Reader reader(bytes);
+  GroupMap map;
+  map.error = printable(reader.text(), kMaxTextBytes);
+  map.secret = reader.text();
+  map.network = reader.number();
+  if (!map.error.empty()) return map;
+  for (int32_t rank = 0; rank < world_size; ++rank) map.host_ids.push_back(reader.text());
+  for (int32_t rank = 0; rank < world_size; ++rank) map.domain_ids.push_back(reader.text());
+  for (int32_t rank = 0; rank < world_size; ++rank) map.socket_names.push_back(reader.text());
+  reader.finish();
+  return map;
+}
+
+std::string encode(const BreakRecord& record) { return Writer().put(record.lost).put(record.text).bytes(); }
+
+BreakRecord decode_break(std::string_view bytes) {
+  Reader reader(bytes);
+  BreakRecord record;
+  record.lost = reader.number();
+  record.text = reader.text();
+  reader.finish();
+  return record;
+}
+
+std::string encode_ranks(const std::vector<int32_t>& ranks) {
+  Writer writer;
+  writer.put(static_cast<int64_t>(ranks.size()));
+  for (const int32_t rank : ranks) writer.put(static_cast<int64_t>(rank));
+  return writer.bytes();
+}
+
+std::vector<int32_t> decode_ranks(std::string_view bytes, int32_t world_size) {
+  Reader reader(bytes);
+  const int64_t count = reader.number();
+  if (count < 0 || count > world_size) Reader::fail();
+  std::vector<int32_t> ranks;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t rank = reader.number();
+    if (rank < 0 || rank >= world_size) Reader::fail();
+    ranks.push_back(static_cast<int32_t>(rank));
+  }
+  reader.finish();
+  return ranks;
+}
+
+std::string sign_address(const AddressKey& key, int32_t rank, std::string_view address) {
+  const Digest signature = signature_of(key, rank, address);
+  return std::string(signature.begin(), signature.end()).append(address);
+}
+
+std::string verify_address(const AddressKey& key, int32_t rank, std::string_view signed_address) {
+  Digest signature{};
+  const size_t signature_bytes = std::min(signed_address.size(), signature.size());
+  std::memcpy(signature.data(), signed_address.data(), signature_bytes);
+  const std::string_view address = signed_address.substr(signature_bytes);
+  if (!is_same_digest(signature, signature_of(key, rank, address))) {
+    C10_THROW_ERROR(DistBackendError, c10::str("the address of rank ", rank,
+                                               " in the store does not prove the group's secret; set the same "
+                                               "ZEROPG_SECRET on every rank"));
+  }
+  return std::string(address);
+}
+
+}  // namespace zeropg

@@ -1,0 +1,207 @@
+#include "backend/collectives/schedule/internode_phases.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "backend/collectives/schedule/steps.h"
+#include "compression/error_feedback.h"
+
+namespace zeropg {
+
+namespace {
+
+// Open MPI's HAN pipelines segments of 512 KiB between nodes; 64 KiB take 0.5 ms at 1 Gb/s, ten times a hop's latency.
+constexpr int64_t kMostChunkBytes = 512 << 10;
+constexpr int64_t kLeastChunkBytes = 64 << 10;
+constexpr int64_t kChunksToOverlap = 4;
+
+constexpr int64_t kFloatBytes = 4;
+
+int64_t whole_lines(int64_t bytes) { return part_count(bytes, kCacheLineBytes) * kCacheLineBytes; }
+
+Region scratch(int64_t offset_bytes) { return {.space = Space::kScratch, .offset_bytes = offset_bytes}; }
+
+}  // namespace
+
+bool can_exchange(const CollectiveSpec& spec, int32_t piece_count, int32_t messages_under_way) {
+  if (spec.codec != nullptr) {
+    const int64_t alignment = exchange_alignment(spec, piece_count, messages_under_way);
+    return spec.bank_bytes >= piece_count * alignment && spec.window_bytes >= messages_under_way * alignment;
+  }
+  return can_cut_chunk(spec, piece_count) && spec.window_bytes >= int64_t{messages_under_way} * spec.element_bytes;
+}
+
+int64_t exchange_alignment(const CollectiveSpec& spec, int32_t piece_count, int32_t messages_under_way) {
+  // Whole blocks of a codec, in memory and on the way: a slice may be sent in parts.
+  if (spec.codec != nullptr) return std::lcm(kCacheLineBytes, kFloatBytes * spec.codec->block_elements());
+  const bool has_lines =
+      spec.bank_bytes >= piece_count * kCacheLineBytes && spec.window_bytes >= messages_under_way * kCacheLineBytes;
+  return has_lines ? kCacheLineBytes : spec.element_bytes;
+}
+
+int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment) {
+  const int64_t wanted = std::clamp(total_bytes / kChunksToOverlap, kLeastChunkBytes, kMostChunkBytes);
+  return std::min(spec.bank_bytes, wanted) / alignment * alignment;
+}
+
+int64_t largest_message_bytes(const CollectiveSpec& spec, int32_t messages_under_way, int64_t alignment) {
+  return spec.window_bytes / messages_under_way / alignment * alignment;
+}
+
+BlockPieces cut_blocks(const CollectiveSpec& spec, int32_t messages_under_way) {
+  const int64_t alignment = exchange_alignment(spec, spec.world_size, messages_under_way);
+  const int64_t slot_bytes = network_chunk_bytes(spec, spec.world_size * spec.bytes, alignment);
+  const int64_t most = std::min(std::max(slot_bytes / spec.world_size / alignment, int64_t{1}) * alignment,
+                                largest_message_bytes(spec, messages_under_way, alignment));
+  return {alignment, equal_chunks(spec.bytes, most, alignment)};
+}
+
+InternodePhases::InternodePhases(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout)
+    : spec_(spec),
+      placement_(placement),
+      layout_(layout),
+      slice_bytes_(whole_lines(layout.largest_own_slice_bytes())) {}
+
+// Scratch, in slices: partial sums of two chunks, what comes in from each node, completed slices of two chunks. Behind
+// them, with a codec, an encoding on its way out and one on its way in.
+int64_t InternodePhases::scratch_bytes() const {
+  const int64_t slices = (2 * layout_.part_count() + placement_.node_count() + 2) * slice_bytes_;
+  return is_encoded() ? slices + 2 * whole_lines(encoded_bytes(slice_bytes_)) : slices;
+}
+
+int64_t InternodePhases::encoded_bytes(int64_t bytes) const { return spec_.codec->encoded_bytes(bytes / kFloatBytes); }
+
+Region InternodePhases::outgoing_encoding() const {
+  return scratch((2 * layout_.part_count() + placement_.node_count() + 2) * slice_bytes_);
+}
+
+Region InternodePhases::incoming_encoding() const {
+  return advance(outgoing_encoding(), whole_lines(encoded_bytes(slice_bytes_)));
+}
+
+// Residuals are counted over the whole input: blocks of a list as if they were packed.
+Region InternodePhases::residual_of(int32_t hop, const Extent& extent) const {
+  return residual(spec_, hop, extent.tensor.index * spec_.bytes + extent.tensor.offset_bytes);
+}
+
+Region InternodePhases::partial(int64_t chunk, int32_t part, int64_t place) const {
+  const int64_t slice = chunk % 2 * layout_.part_count() + part;
+  return scratch(slice * slice_bytes_ + place - layout_.own_slice(part).offset_bytes);
+}
+
+Region InternodePhases::incoming(int32_t node, int64_t place) const {
+  const int64_t slice = 2 * layout_.part_count() + node;
+  return scratch(slice * slice_bytes_ + place - layout_.own_slice(own_part()).offset_bytes);
+}
+
+Region InternodePhases::completed(int64_t chunk, int64_t place) const {
+  const int64_t slice = 2 * layout_.part_count() + placement_.node_count() + chunk % 2;
+  return scratch(slice * slice_bytes_ + place - layout_.own_slice(own_part()).offset_bytes);
+}
+
+// Both ends walk the overlaps of a pair of ranks in the order of places, so their streams of bytes agree.
+void InternodePhases::send_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+                                 const RegionOfPlace& source) const {
+  for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
+    const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
+    for (const Extent& extent : cut(extents, common)) {
+      const auto [place, bytes] = extent.places;
+      add_send(schedule, placement_.rank_at(node, peer), source(place), is_encoded() ? encoded_bytes(bytes) : bytes);
+    }
+  }
+}
+
+// Each message is an encoding of its own.
+void InternodePhases::send_encoded(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+                                   const RegionOfPlace& source) const {
+  for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
+    const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
+    for (const Extent& extent : cut(extents, common)) {
+      const auto [place, bytes] = extent.places;
+      add_encode(schedule, outgoing_encoding(), source(place), residual_of(kContributionHop, extent), bytes);
+      add_send(schedule, placement_.rank_at(node, peer), outgoing_encoding(), encoded_bytes(bytes));
+    }
+  }
+}
+
+// One encoding for all: what each peer gets of it begins at whole blocks (exchange_alignment).
+void InternodePhases::send_completed_encoded(Schedule& schedule, const std::vector<int32_t>& nodes,
+                                             const std::vector<Extent>& extents, const RegionOfPlace& source) const {
+  for (const Extent& own : cut(extents, layout_.own_slice(own_part()))) {
+    const auto [start, bytes] = own.places;
+    add_encode(schedule, outgoing_encoding(), source(start), residual_of(kResultHop, own), bytes);
+    const RegionOfPlace encoded = [&, start = start](int64_t place) {
+      return advance(outgoing_encoding(), encoded_bytes(place - start));
+    };
+    for (const int32_t node : nodes) {
+      if (node != placement_.node()) send_slice(schedule, own_part(), node, {own}, encoded);
+    }
+    add_decode(schedule, source(start), outgoing_encoding(), bytes);
+  }
+}
+
+void InternodePhases::receive_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+                                    const RegionOfPlace& destination) const {
+  for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
+    const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
+    for (const Extent& extent : cut(extents, common)) {
+      const auto [place, bytes] = extent.places;
+      if (!is_encoded()) {
+        add_receive(schedule, placement_.rank_at(node, peer), destination(place), bytes);
+        continue;
+      }
+      add_receive(schedule, placement_.rank_at(node, peer), incoming_encoding(), encoded_bytes(bytes));
+      add_decode(schedule, destination(place), incoming_encoding(), bytes);
+    }
+  }
+}
+
+void InternodePhases::send_partials(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents) const {
+  for (const int32_t node : placement_.other_nodes()) {
+    const int32_t part = layout_.part_of_node(node);
+    const RegionOfPlace source = [&](int64_t place) { return partial(chunk, part, place); };
+    if (is_encoded()) {
+      send_encoded(schedule, part, node, extents, source);
+    } else {
+      send_slice(schedule, part, node, extents, source);
+    }
+  }
+}
+
+void InternodePhases::complete(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents,
+                               const RegionOfPlace& destination) const {
+  const int32_t part = own_part();
+  for (auto node = placement_.other_nodes().rbegin(); node != placement_.other_nodes().rend(); ++node) {
+    receive_slice(schedule, part, *node, extents, [&](int64_t place) { return incoming(*node, place); });
+  }
+  std::vector<Region> sources(placement_.node_count());
+  for (const Extent& extent : cut(extents, layout_.own_slice(part))) {
+    const auto [place, bytes] = extent.places;
+    for (int32_t node = 0; node < placement_.node_count(); ++node) {
+      sources[node] = node == placement_.node() ? partial(chunk, part, place) : incoming(node, place);
+    }
+    add_reduce(schedule, destination(place), sources, bytes, ReduceScope::kOfNodes);
+  }
+}
+
+void InternodePhases::send_completed(Schedule& schedule, const std::vector<int32_t>& nodes,
+                                     const std::vector<Extent>& extents, const RegionOfPlace& source) const {
+  if (is_encoded()) return send_completed_encoded(schedule, nodes, extents, source);
+  for (const int32_t node : nodes) {
+    if (node != placement_.node()) send_slice(schedule, own_part(), node, extents, source);
+  }
+}
+
+void InternodePhases::receive_completed(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
+                                        const RegionOfPlace& destination) const {
+  receive_slice(schedule, layout_.part_of_node(node), node, extents, destination);
+}
+
+void InternodePhases::receive_completed(Schedule& schedule, const std::vector<Extent>& extents,
+                                        const RegionOfPlace& destination) const {
+  for (auto node = placement_.other_nodes().rbegin(); node != placement_.other_nodes().rend(); ++node) {
+    receive_completed(schedule, *node, extents, destination);
+  }
+}
+
+}  // namespace zeropg

@@ -1,0 +1,92 @@
+// The phase between nodes: what the ranks of different nodes exchange for one chunk, whichever collective it serves.
+//
+// Each rank has its slice of every part (chunk_layout.h). In a reduction, the sums over a node's ranks go to the node
+// that completes the part, which adds them in node order (send_partials, complete); what a node has completed goes to
+// the nodes that want it (send_completed, receive_completed). The exchange is direct, every node with every other: two
+// messages deep whatever the number of nodes, each byte 2 (m - 1) / m times on each node's link, and one rounding more
+// than within a node for 16-bit floats, not one per hop.
+//
+// With a codec all of that travels encoded: partial sums by kContributionHop, and what was completed by kResultHop,
+// once for all nodes; the node that completed it decodes its own encoding again, so that all ranks get the same bits.
+// What a node adds of its own stays exact.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "backend/collectives/schedule/chunk_layout.h"
+#include "backend/collectives/schedule/collective_spec.h"
+#include "backend/collectives/schedule/placement.h"
+#include "backend/collectives/schedule/schedule.h"
+
+namespace zeropg {
+
+// Sizes. Several messages of a pair of ranks are under way at once: sent in one slot of a pipeline and received in a
+// later one. All of them have to fit the window, else two ranks might wait for each other's room.
+
+// Whether banks hold an element for each of `piece_count` pieces, and the window one for each message.
+bool can_exchange(const CollectiveSpec& spec, int32_t piece_count, int32_t messages_under_way);
+// A cache line where lines fit banks and window, else the element.
+int64_t exchange_alignment(const CollectiveSpec& spec, int32_t piece_count, int32_t messages_under_way);
+// The most bytes of a staging slot for one chunk: longer than within a node, as a message costs more than a barrier,
+// but such that a large tensor has several chunks to overlap.
+int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment);
+int64_t largest_message_bytes(const CollectiveSpec& spec, int32_t messages_under_way, int64_t alignment);
+
+// The cut of collectives whose chunks hold a piece of every rank's block.
+struct BlockPieces {
+  int64_t alignment = 0;
+  Chunks chunks{};  // of one block
+};
+BlockPieces cut_blocks(const CollectiveSpec& spec, int32_t messages_under_way);
+
+class InternodePhases {
+ public:
+  // All must outlive this object. `extents` in the following are those of the chunk, at input or output alike.
+  InternodePhases(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout);
+
+  int64_t scratch_bytes() const;
+
+  // Scratch for this rank's slice of a part, summed over its node; two chunks may be under way.
+  Region partial(int64_t chunk, int32_t part, int64_t place) const;
+  // Scratch for this rank's slice of its node's part, summed over all nodes; two chunks may be under way.
+  Region completed(int64_t chunk, int64_t place) const;
+
+  // Sends the partial sums of each other node's part to that node.
+  void send_partials(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents) const;
+  // Receives the other nodes' partial sums of this node's part and adds all in node order.
+  void complete(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents,
+                const RegionOfPlace& destination) const;
+  // Sends this rank's slice of its node's part to `nodes`; with a codec `source` becomes what they will decode.
+  void send_completed(Schedule& schedule, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents,
+                      const RegionOfPlace& source) const;
+  // Receives this rank's slice of the part of another node, or of all other nodes.
+  void receive_completed(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
+                         const RegionOfPlace& destination) const;
+  void receive_completed(Schedule& schedule, const std::vector<Extent>& extents,
+                         const RegionOfPlace& destination) const;
+
+ private:
+  Region incoming(int32_t node, int64_t place) const;
+  bool is_encoded() const { return spec_.codec != nullptr; }
+  int64_t encoded_bytes(int64_t bytes) const;  // of floats
+  Region outgoing_encoding() const;
+  Region incoming_encoding() const;
+  Region residual_of(int32_t hop, const Extent& extent) const;
+  void send_encoded(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+                    const RegionOfPlace& source) const;
+  void send_completed_encoded(Schedule& schedule, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents,
+                              const RegionOfPlace& source) const;
+  void send_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+                  const RegionOfPlace& source) const;
+  void receive_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+                     const RegionOfPlace& destination) const;
+  int32_t own_part() const { return layout_.part_of_node(placement_.node()); }
+
+  const CollectiveSpec& spec_;
+  const Placement& placement_;
+  const ChunkLayout& layout_;
+  const int64_t slice_bytes_;  // room for any slice of this rank
+};
+
+}  // namespace zeropg

@@ -1,0 +1,357 @@
+#include "backend/engine/collective_queue.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "backend/diagnostics/format_ranks.h"
+#include "backend/platform/cpu/waiter.h"
+#include "backend/platform/process/signal_check.h"
+
+namespace zeropg {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kInlineBytes = 64 << 10;  // what a call may copy before it returns: some microseconds
+
+std::exception_ptr error_of(const OperationLabel& label, const char* text) {
+  return std::make_exception_ptr(
+      OperationError({__func__, __FILE__, __LINE__}, {.text = c10::str(label.prefix(), ": ", text)}));
+}
+
+// What people and tools look for in the error of a monitored barrier, in gloo's words.
+std::string describe_monitored(const OperationLabel& label, const ZeroWork& work,
+                               const std::vector<int32_t>& culprits) {
+  if (std::string_view(label.title) != kMonitoredBarrierTitle) {
+    return "";
+  }
+  std::string ranks = format_ranks(culprits);
+  ranks[0] = 'R';
+  return c10::str(ranks, " failed to pass monitoredBarrier in ", work.timeout().count(), " ms; ");
+}
+
+}  // namespace
+
+std::exception_ptr describe_error(GroupContext& group, const OperationLabel& label, const std::exception_ptr& error,
+                                  const std::vector<int32_t>& awaited) {
+  try {
+    try {
+      std::rethrow_exception(error);
+    } catch (const c10::DistNetworkError& lost) {
+      std::vector<int32_t> everybody(static_cast<size_t>(group.world_size()));
+      std::iota(everybody.begin(), everybody.end(), 0);
+      throw_if_lost(label, group.peer_states(), awaited);  // others may well have left, having done their part
+      throw_if_lost(label, group.peer_states(), everybody);
+      throw;
+    }
+  } catch (const OperationError&) {
+    return std::current_exception();
+  } catch (const c10::Error& other) {
+    return error_of(label, other.what_without_backtrace());
+  } catch (const std::exception& other) {
+    return error_of(label, other.what());
+  }
+}
+
+Failure failure_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const OperationError& known) {
+    return known.failure();
+  }
+}
+
+int64_t CollectiveJob::copied_bytes() const {
+  return std::accumulate(
+      collectives.begin(), collectives.end(), int64_t{0},
+      [](int64_t bytes, const PlannedCollective& collective) { return bytes + collective.copied_bytes; });
+}
+
+// A thread's stay in help(): what it holds, it lets go of, and what it leaves undone is the progress thread's.
+class CollectiveQueue::Turn {
+ public:
+  explicit Turn(CollectiveQueue& channel) : channel_(channel) { enter(); }
+  ~Turn() {
+    if (is_inside_) {
+      leave();
+    }
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  void enter() {
+    is_inside_ = true;
+    channel_.helpers_.fetch_add(1);
+  }
+  bool try_hold() { return is_held_ || (is_held_ = channel_.try_hold()); }
+  void leave() {
+    const bool is_empty = std::exchange(is_held_, false) ? channel_.let_go() : channel_.head() == nullptr;
+    is_inside_ = false;
+    channel_.helpers_.fetch_sub(1);  // before the bell: the progress thread keeps away from who is inside
+    if (!is_empty) {
+      channel_.engine_.wake();
+    }
+  }
+
+ private:
+  CollectiveQueue& channel_;
+  bool is_inside_ = false;
+  bool is_held_ = false;
+};
+
+CollectiveQueue::CollectiveQueue(std::shared_ptr<GroupContext> group, ProgressEngine& engine)
+    : group_(std::move(group)), engine_(engine) {}
+
+void CollectiveQueue::submit(std::unique_ptr<CollectiveJob> job, bool is_synchronous) {
+  group_->release_retired();
+  const GroupContext::Use use(*group_);
+  const c10::intrusive_ptr<ZeroWork> work = job->work;
+  bool is_quick = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    group_->throw_if_failed();
+    queued_bytes_ += job->copied_bytes();
+    is_quick = queued_bytes_ <= kInlineBytes;
+    queue_.push_back(std::move(job));
+  }
+  if (is_synchronous) {
+    return;
+  }
+  if (!is_quick || !try_hold()) {
+    engine_.wake();
+    return;
+  }
+  advance_held(work.get());
+  if (!let_go()) {
+    engine_.wake_soon();  // what its peers need is done: now it is they who are awaited
+  }
+}
+
+bool CollectiveQueue::try_hold() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !std::exchange(is_held_, true);
+}
+
+bool CollectiveQueue::let_go() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_held_ = false;
+  if (queue_.empty()) {
+    idle_.notify_all();
+  }
+  return queue_.empty();
+}
+
+void CollectiveQueue::help(const ZeroWork& work, Clock::time_point until) {
+  GroupContext::Use use(*group_, /*must_succeed=*/false);
+  if (!use) {
+    return;  // the work has failed, or is just failing
+  }
+  Turn turn(*this);
+  Waiter waiter(engine_.ranks_on_node(), kCallersPatience);
+  auto next_check = Clock::now() + kSignalCheckInterval;
+  while (!work.is_complete()) {
+    Activity activity = Activity::kBlocked;
+    if (turn.try_hold()) {
+      activity = advance_held(&work);
+      if (work.is_complete()) {
+        return;
+      }
+    }
+    if (activity == Activity::kMoved) {
+      waiter.reset();
+    } else if (!waiter.should_sleep()) {
+      waiter.pause();
+      group_->cpu_balancer().look(Clock::now());
+    } else if (group_->is_one_node() && turn.try_hold()) {
+      group_->arena().doze(std::min(until, next_check),
+                           [&] { return advance_held(&work) != Activity::kBlocked || work.is_complete(); });
+      waiter.reset();
+    } else {
+      return;  // the progress thread sleeps for this one too: it hears the network, and others who hold the queue
+    }
+    const auto now = Clock::now();
+    if (now >= until) {
+      return;
+    }
+    if (now >= next_check) {  // bytes that keep coming must not hide the deadline, a rank that died or a signal
+      next_check = now + kSignalCheckInterval;
+      if (turn.try_hold()) {
+        check_held(&work);
+      }
+      turn.leave();
+      use.leave();
+      check_signals();  // which may abort the group
+      if (!use.enter()) {
+        return;
+      }
+      turn.enter();
+    }
+  }
+}
+
+Progress CollectiveQueue::run(CollectiveJob& job) {
+  group_->throw_if_failed();
+  if (!job.start) {
+    job.start = std::chrono::steady_clock::now();
+    group_->throw_if_peer_failed(job.work->label());
+  }
+  bool has_moved = false;
+  while (job.current < job.collectives.size()) {
+    if (!job.executor) {
+      job.executor.emplace(*group_, job.collectives[job.current], job.work->label());
+    }
+    const Progress progress = job.executor->advance();
+    if (progress != Progress::kDone) {
+      return has_moved ? Progress::kMoved : progress;
+    }
+    has_moved = true;
+    if (++job.current < job.collectives.size()) {
+      job.executor.reset();
+    }
+  }
+  return Progress::kDone;
+}
+
+void CollectiveQueue::finish(std::unique_ptr<CollectiveJob> job, const std::exception_ptr& error, const ZeroWork* own) {
+  c10::intrusive_ptr<ZeroWork> work = std::move(job->work);
+  if (error) {
+    group_->fail(failure_of(error));
+  } else {
+    const auto now = Clock::now();
+    group_->count(work->label(), job->start ? std::chrono::duration<double>(now - *job->start).count() : 0.0,
+                  job->executor ? job->executor->waiting_seconds() : std::vector<double>());
+  }
+  job.reset();  // with it the last use of the tensors' addresses
+  if (!error) {
+    group_->notify_complete(work->completion_key(), work->elapsed_ms());
+  }
+  work->complete(error);
+  if (work.get() != own) {
+    group_->retire(std::move(work));
+  }
+}
+
+CollectiveJob* CollectiveQueue::head() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return queue_.empty() ? nullptr : queue_.front().get();
+}
+
+Activity CollectiveQueue::advance_on_engine_thread() {
+  if (is_waited_for() || head() == nullptr || !try_hold()) {
+    return Activity::kIdle;
+  }
+  const Activity activity = advance_held(nullptr);
+  let_go();
+  return activity;
+}
+
+Activity CollectiveQueue::advance_held(const ZeroWork* own) {
+  Activity activity = Activity::kIdle;
+  while (CollectiveJob* job = head()) {
+    Progress progress = Progress::kBlocked;
+    try {
+      progress = run(*job);
+    } catch (...) {
+      fail_all_held(*job, std::current_exception(), own);
+      return Activity::kMoved;
+    }
+    if (progress != Progress::kDone) {
+      return progress == Progress::kMoved || activity == Activity::kMoved ? Activity::kMoved : Activity::kBlocked;
+    }
+    activity = Activity::kMoved;
+    std::unique_ptr<CollectiveJob> done;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      done = std::move(queue_.front());
+      queue_.pop_front();
+      queued_bytes_ -= done->copied_bytes();
+    }
+    const bool is_own = done->work.get() == own;
+    finish(std::move(done), nullptr, own);
+    if (is_own) {
+      break;  // what is behind it is for whoever waits for that
+    }
+  }
+  return activity;
+}
+
+void CollectiveQueue::fail_all_held(const CollectiveJob& job, const std::exception_ptr& reason, const ZeroWork* own) {
+  const std::exception_ptr error = describe_error(*group_, job.work->label(), reason,
+                                                  job.executor ? job.executor->awaited() : std::vector<int32_t>());
+  std::deque<std::unique_ptr<CollectiveJob>> failed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    failed.swap(queue_);
+    queued_bytes_ = 0;
+  }
+  for (auto& one : failed) {
+    finish(std::move(one), error, own);
+  }
+}
+
+void CollectiveQueue::check_on_engine_thread() {
+  if (!is_waited_for() && head() != nullptr && try_hold()) {
+    check_held(nullptr);
+    let_go();
+  }
+}
+
+void CollectiveQueue::check_held(const ZeroWork* own) {
+  CollectiveJob* job = head();
+  if (job == nullptr || !job->start) {
+    return;
+  }
+  try {
+    check(*job);
+  } catch (...) {
+    fail_all_held(*job, std::current_exception(), own);
+  }
+}
+
+void CollectiveQueue::check(CollectiveJob& job) {
+  group_->throw_if_failed();
+  if (!job.executor) {
+    return;
+  }
+  const OperationLabel& label = job.work->label();
+  // In this order: what a peer did before it left, or died, still counts.
+  const PeerStates peers = group_->peer_states();
+  const bool has_moved = run(job) != Progress::kBlocked;
+  const std::vector<int32_t> awaited = job.executor->awaited();
+  if (awaited.empty()) {
+    return;
+  }
+  throw_if_lost(label, has_moved ? PeerStates{} : peers, awaited);
+  job.executor->note_wait();
+  const auto now = Clock::now();
+  if (!pause_detector_.may_blame(now, *job.start) || now - *job.start < job.work->timeout()) {
+    return;
+  }
+  const WaitCulprits found = group_->culprits_of(Lane::kCollective, awaited);
+  throw OperationError(
+      {__func__, __FILE__, __LINE__},
+      {.kind = FailureKind::kTimeout,
+       .text = c10::str(label.prefix(), ": ", describe_monitored(label, *job.work, found.culprits), "timed out after ",
+                        job.work->timeout().count(), " ms ", job.executor->describe_wait(), ", waiting for ",
+                        format_ranks(awaited), found.chain, group_->silence(), "; ", advise_to_look_at(found.culprits),
+                        " (a stopped process, another collective, a slow step) or raise the timeout of the group.")});
+}
+
+bool CollectiveQueue::wait_until_idle(std::chrono::milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return idle_.wait_for(lock, limit, [&] { return queue_.empty() && !is_held_; });
+}
+
+void CollectiveQueue::set_sleeping(bool is_sleeping) {
+  if (!is_sleeping || (!is_waited_for() && head() != nullptr)) {
+    group_->arena().set_sleeping(is_sleeping);
+  }
+}
+
+int32_t CollectiveQueue::local_world_size() const { return static_cast<int32_t>(group_->node().size()); }
+
+}  // namespace zeropg

@@ -1,0 +1,73 @@
+// Runs one rank's schedule, step by step, as far as it goes without waiting.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "backend/engine/direct_access.h"
+#include "backend/engine/fingerprint_between_nodes.h"
+#include "backend/engine/fingerprint_in_node.h"
+#include "backend/group/group_context.h"
+#include "backend/group/planner.h"
+#include "backend/group/residual_map.h"
+
+namespace zeropg {
+
+enum class Progress : uint8_t { kBlocked, kMoved, kDone };
+
+// One collective of one group; at most one exists per group at a time, since it takes part in the group's counters.
+class ScheduleExecutor {
+ public:
+  // Both must outlive the execution.
+  ScheduleExecutor(GroupContext& group, const PlannedCollective& collective, const OperationLabel& label);
+
+  // Throws DistBackendError when the ranks called different collectives, DistNetworkError when a peer is gone.
+  Progress advance();
+
+  std::vector<int32_t> awaited() const;  // the ranks that this one waits for
+  // For other ranks: GroupContext::note_wait. Throws DistBackendError when one of another node waits in a different
+  // call.
+  void note_wait() const;
+  std::string describe_wait() const;                                               // "at step 3 of 12 (barrier)"
+  const std::vector<double>& waiting_seconds() const { return waiting_seconds_; }  // per rank
+
+ private:
+  bool run(const Step& step);  // false: blocked
+  bool run_barrier();
+  bool run_send(const Step& step);
+  bool run_receive(const Step& step);
+  void encode(const Step& step);
+  void decode(const Step& step);
+  void choose_schedule();
+  bool is_direct() const { return schedule_ == collective_.direct.get(); }
+  std::byte* address(const Region& region) const;
+  void reduce_step(const Step& step);
+  void note_blocked();
+  void note_moved();
+
+  GroupContext& group_;
+  const PlannedCollective& collective_;
+  const OperationLabel& label_;
+  const uint64_t sequence_;
+  const NodeFingerprints in_node_;
+  InternodeFingerprints between_nodes_;
+  DirectAccess direct_access_;
+  const Schedule* schedule_ = nullptr;  // one of the two of collective_: Note [Direct schedules] in direct_access.h
+  std::byte* scratch_ = nullptr;
+  ResidualMap residuals_;
+
+  size_t step_ = 0;
+  int64_t moved_bytes_ = 0;  // of the current send or receive
+  uint64_t barrier_ = 0;     // the count that the current barrier waits for; 0: not arrived yet
+  bool is_announced_ = false;
+  bool is_to_restart_ = false;
+  bool has_given_banks_ = false;
+  std::vector<double> waiting_seconds_;
+  std::vector<int32_t> waiting_for_;                    // since wait_start_
+  std::chrono::steady_clock::time_point wait_start_{};  // zero: not waiting
+};
+
+}  // namespace zeropg

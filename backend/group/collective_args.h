@@ -1,0 +1,77 @@
+// One collective, as a user's call or the sharded module asks for it. Plain data, free of c10d's option types.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <complex>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backend/collectives/reduce/reduce.h"
+#include "backend/collectives/schedule/collective_spec.h"
+#include "compression/compressor.h"
+
+namespace zeropg {
+
+class ResidualStore;
+
+// Whose residuals the next `numel` elements of a request's data have: elements from `start` of what `name` names, e.g.
+// of a parameter. An empty name: none, as for padding.
+struct ResidualRange {
+  std::string name;
+  int64_t start = 0;
+  int64_t numel = 0;
+};
+
+// How a request's bytes may be compressed on the way. c10d's calls carry none; the sharded module and hooks submit it.
+struct Compression {
+  std::shared_ptr<const Compressor> codec;   // life shared with whoever configured it
+  std::shared_ptr<ResidualStore> residuals;  // life shared with the model; null: no error feedback
+  std::vector<ResidualRange> ranges;         // with residuals: of all elements of the input, in order
+};
+
+// Tensors are contiguous, on the CPU, laid out as CollectiveSpec says; `dtype` is that of the data that is reduced.
+struct CollectiveArgs {
+  OpKind op = OpKind::kBarrier;
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> outputs;
+  at::ScalarType dtype = at::ScalarType::Byte;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  std::complex<double> factor = 1;  // kPremulSum: multiplies every input before the sum
+  int32_t root = 0;
+  int64_t bytes = 0;  // of one block
+  bool input_is_list = false;
+  bool output_is_list = false;
+  std::vector<int64_t> send_bytes;     // all_to_all
+  std::vector<int64_t> receive_bytes;  // all_to_all
+  Compression compression;             // codec is null: bytes travel as they are
+};
+
+// What the operation is counted with: a block, or all that this rank sends in an all-to-all.
+int64_t counted_bytes(const CollectiveArgs& request);
+
+// Whom a message goes to or comes from.
+struct MessageRoute {
+  bool is_send = false;
+  int32_t peer = 0;  // negative: from any rank
+  int32_t tag = 0;
+};
+
+// How an operation is called in errors, statistics and traces.
+struct OperationLabel {
+  int32_t rank = 0;
+  int32_t world_size = 1;
+  const char* title = "zeropg:operation";  // a literal: the profiler keeps the pointer
+  uint64_t sequence = 0;                   // of the group's collectives, or of this rank's messages; 0: not counted yet
+  int64_t bytes = 0;
+  std::optional<MessageRoute> route{};  // of a message
+
+  const char* name() const;  // the title without "zeropg:"
+  // "[zeropg rank 3/8] reduce_scatter #41 (4096 bytes)"; of a message "... recv #7 from rank 1 with tag 0 (4096 bytes)"
+  std::string prefix() const;
+};
+
+}  // namespace zeropg

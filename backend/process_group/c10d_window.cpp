@@ -1,0 +1,198 @@
+#include "backend/process_group/c10d_window.h"
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "backend/engine/completed_work.h"
+#include "backend/platform/cpu/waiter.h"
+#include "backend/platform/memory/round_up.h"
+#include "backend/platform/process/interpreter_shutdown.h"
+#include "backend/platform/process/signal_check.h"
+
+namespace zeropg {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+int64_t padded(int64_t bytes) {
+  constexpr int64_t kAlignment = 64;
+  return round_up(bytes, kAlignment);
+}
+
+template <typename... Text>
+void check(bool condition, const std::string& prefix, const Text&... text) {
+  if (!condition) {
+    C10_THROW_ERROR(ValueError, c10::str(prefix, ": ", text...));
+  }
+}
+
+// Done when the counter of signals gets to `target`; whoever waits looks at it.
+class SignalWork final : public c10d::Work {
+ public:
+  SignalWork(c10::intrusive_ptr<ProcessGroupZero> group, std::shared_ptr<SharedSegment> segment,
+             const std::atomic<uint64_t>& signals, uint64_t target, int32_t peer, std::chrono::milliseconds timeout)
+      : Work(group->getRank(), c10d::OpType::UNKNOWN, "zeropg:wait_signal"),
+        group_(std::move(group)),
+        segment_(std::move(segment)),
+        signals_(signals),
+        target_(target),
+        peer_(peer),
+        timeout_(timeout) {}
+
+  bool isCompleted() override { return has_come(); }
+  bool isSuccess() const override { return has_come(); }
+  void synchronize() override {}
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    constexpr std::chrono::microseconds kNap{50};
+    constexpr std::chrono::milliseconds kCheckInterval{20};
+    const WaitingThread thread;
+    const auto limit = timeout == kNoTimeout || timeout.count() < 0 ? timeout_ : timeout;
+    const auto start = Clock::now();
+    auto next_check = start + kCheckInterval;
+    Waiter waiter(group_->getSize(), kCallersPatience);
+    while (!has_come()) {
+      const auto now = Clock::now();
+      if (now >= next_check) {
+        next_check = now + kCheckInterval;
+        check_signals();
+        try {
+          group_->check_peer("zeropg:wait_signal", peer_);
+        } catch (const c10::DistBackendError&) {
+          if (!has_come()) throw;  // it signalled, and then it left
+        }
+        TORCH_CHECK_WITH(DistBackendError, now - start < limit || has_come(), group_->prefix("zeropg:wait_signal"),
+                         ": timed out after ", limit.count(), " ms waiting for a signal of rank ", peer_,
+                         "; see what it does, or give more time.");
+      }
+      if (waiter.should_sleep()) {
+        std::this_thread::sleep_for(kNap);
+      } else {
+        waiter.pause();
+      }
+    }
+    return true;
+  }
+
+ private:
+  bool has_come() const { return signals_.load(std::memory_order_acquire) >= target_; }
+
+  const c10::intrusive_ptr<ProcessGroupZero> group_;
+  const std::shared_ptr<SharedSegment> segment_;  // life shared with the window: signals_ lies there
+  const std::atomic<uint64_t>& signals_;
+  const uint64_t target_;
+  const int32_t peer_;
+  const std::chrono::milliseconds timeout_;
+};
+
+}  // namespace
+
+C10dWindow::C10dWindow(c10::intrusive_ptr<ProcessGroupZero> group) : group_(std::move(group)) {}
+
+std::byte* C10dWindow::part_of(int64_t rank) const { return segment_->data() + rank * segment_->bytes_per_rank(); }
+
+// Behind the receiver's data, one counter per sender.
+std::atomic<uint64_t>& C10dWindow::signals(int64_t receiver, int64_t sender) const {
+  static_assert(std::atomic<uint64_t>::is_always_lock_free);
+  return reinterpret_cast<std::atomic<uint64_t>*>(part_of(receiver) + padded(bytes_))[sender];
+}
+
+int32_t C10dWindow::check_peer(const char* title, int64_t rank) const {
+  check(segment_ != nullptr, group_->prefix(title), "no tensor is registered; call tensor_register on every rank.");
+  check(rank >= 0 && rank < group_->getSize(), group_->prefix(title), "the peer is rank ", rank, ", expected 0 to ",
+        group_->getSize() - 1, ".");
+  return static_cast<int32_t>(rank);
+}
+
+void C10dWindow::tensor_register(const at::Tensor& tensor, bool owning) {
+  const std::string prefix = group_->prefix("zeropg:tensor_register");
+  check(segment_ == nullptr, prefix, "the window has a tensor; call tensor_deregister on every rank before.");
+  check(tensor.defined() && tensor.device().is_cpu() && tensor.layout() == c10::kStrided && tensor.is_contiguous(),
+        prefix, "expected a contiguous dense tensor on the CPU.");
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  check(tensor.storage_offset() == 0 && storage.resizable(), prefix,
+        "the tensor is a later part of a storage, or its memory belongs to numpy or another library; expected a tensor"
+        " at the beginning of memory that torch allocated.");
+  const auto bytes = static_cast<int64_t>(storage.nbytes());
+  const auto counters = static_cast<int64_t>(sizeof(uint64_t)) * group_->getSize();
+  segment_ = group_->allocate_shared(padded(bytes) + padded(counters));
+  bytes_ = bytes;
+  sizes_ = tensor.sizes().vec();
+  dtype_ = tensor.scalar_type();
+  taken_.assign(static_cast<size_t>(group_->getSize()), 0);
+  std::byte* own = part_of(group_->getRank());
+  std::memcpy(own, storage.data(), storage.nbytes());
+  // Note [Windows]: the old memory is given back here, the new one lives as long as the storage.
+  storage.set_data_ptr(at::DataPtr(
+      own, new std::shared_ptr<SharedSegment>(segment_),
+      [](void* context) { delete static_cast<std::shared_ptr<SharedSegment>*>(context); }, at::kCPU));
+  storage.set_resizable(false);  // a resize would leave the window
+  tensor_ = owning ? tensor : at::Tensor();
+  group_->barrier()->wait();  // nobody writes before the contents have moved
+}
+
+void C10dWindow::tensor_deregister() {
+  check_peer("zeropg:tensor_deregister", group_->getRank());
+  group_->barrier()->wait();
+  segment_.reset();
+  tensor_ = at::Tensor();
+}
+
+c10::intrusive_ptr<c10d::Work> C10dWindow::put(const at::Tensor& tensor, int64_t destination, int64_t offset,
+                                               bool /*is_asynchronous*/, const c10d::PutOptions& /*opts*/) {
+  const int32_t peer = check_peer("zeropg:put", destination);
+  const std::string prefix = group_->prefix("zeropg:put");
+  check(tensor.defined() && tensor.device().is_cpu() && tensor.scalar_type() == dtype_, prefix, "the tensor is ",
+        tensor.toString(), ", expected a CPU tensor of the window's dtype ", dtype_, ".");
+  const auto item = static_cast<int64_t>(tensor.element_size());
+  check(offset >= 0 && offset <= bytes_ / item && tensor.numel() <= bytes_ / item - offset, prefix, tensor.numel(),
+        " elements at ", offset, " do not fit into a window of ", bytes_ / item, ".");
+  group_->check_peer("zeropg:put", peer);
+  const at::Tensor source = tensor.resolve_conj().resolve_neg().contiguous();
+  std::memcpy(part_of(peer) + offset * item, source.const_data_ptr(), source.nbytes());
+  return c10::make_intrusive<CompletedWork>(group_->getRank());
+}
+
+at::Tensor C10dWindow::map_remote_tensor(int64_t rank) {
+  const int32_t peer = check_peer("zeropg:map_remote_tensor", rank);
+  return at::from_blob(
+      part_of(peer), sizes_, [segment = segment_](void*) {}, at::TensorOptions().dtype(dtype_));
+}
+
+c10::intrusive_ptr<c10d::Work> C10dWindow::signal(int64_t peer, bool /*is_asynchronous*/,
+                                                  const c10d::SignalOptions& /*opts*/) {
+  signals(check_peer("zeropg:signal", peer), group_->getRank()).fetch_add(1, std::memory_order_release);
+  return c10::make_intrusive<CompletedWork>(group_->getRank());
+}
+
+c10::intrusive_ptr<c10d::Work> C10dWindow::wait_signal(int64_t peer, bool is_asynchronous,
+                                                       const c10d::WaitSignalOptions& opts) {
+  const int32_t sender = check_peer("zeropg:wait_signal", peer);
+  const uint64_t target = ++taken_[static_cast<size_t>(sender)];
+  const auto timeout = opts.timeout.count() > 0 ? opts.timeout : group_->default_timeout();
+  auto work =
+      c10::make_intrusive<SignalWork>(group_, segment_, signals(group_->getRank(), sender), target, sender, timeout);
+  if (!is_asynchronous) {
+    try {
+      work->wait(timeout);
+    } catch (...) {
+      --taken_[static_cast<size_t>(sender)];  // the signal is for whoever waits next
+      throw;
+    }
+  }
+  return work;
+}
+
+c10d::WindowAttr C10dWindow::get_attr(int64_t peer) {
+  check_peer("zeropg:get_attr", peer);
+  return c10d::WindowAttr{.access_type = c10d::WindowAccessType::UNIFIED};
+}
+
+}  // namespace zeropg
+#endif

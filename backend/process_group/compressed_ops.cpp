@@ -1,0 +1,70 @@
+// Reductions whose bytes travel encoded: what c10d has no call for.
+#include <limits>
+
+#include "backend/process_group/process_group.h"
+#include "compression/error_feedback.h"
+
+namespace zeropg {
+
+namespace {
+
+CollectiveArgs compressed_request(const Call& call, OpKind op, const at::Tensor& input, const at::Tensor& output,
+                                  const c10d::ReduceOp& reduce_op, Compression compression) {
+  call.check_type(output.scalar_type() == at::ScalarType::Float, "the gradients are ", output.scalar_type(),
+                  ", expected float32, which is what codecs encode; cast them, or leave reduce_dtype as it is.");
+  const ScaledReduceOp reduction = call.reduction(reduce_op, output.scalar_type());
+  call.check_value(reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAverage, "got ",
+                   reduce_op_name(reduction.op), ", expected sum or avg: other operations do not survive rounding.");
+  call.check_value(compression.codec != nullptr, "got no codec; use the uncompressed operation.");
+  if (compression.residuals != nullptr) {
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+    int64_t numel = 0;
+    for (const ResidualRange& range : compression.ranges) {
+      call.check_value(range.numel >= 0 && range.start >= 0, "a range of residuals has start ", range.start, " and ",
+                       range.numel, " elements, expected neither below 0.");
+      call.check_value(range.numel <= input.numel() - numel && range.start <= kMost - range.numel,
+                       "a range of residuals has start ", range.start, " and ", range.numel,
+                       " elements, expected all ranges to have those of the input: ", input.numel(), ".");
+      numel += range.numel;
+    }
+    call.check_value(numel == input.numel(), "the ranges of residuals have ", numel,
+                     " elements, expected those of the ", "input: ", input.numel(), ".");
+  }
+  CollectiveArgs request;
+  request.op = op;
+  request.inputs = {input};
+  request.outputs = {output};
+  request.dtype = output.scalar_type();
+  request.reduce_op = reduction.op;
+  request.factor = reduction.factor;
+  request.bytes = output.numel() * static_cast<int64_t>(output.element_size());
+  request.compression = std::move(compression);
+  return request;
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_all_reduce(const at::Tensor& tensor,
+                                                                       Compression compression,
+                                                                       const c10d::ReduceOp& op, bool is_asynchronous) {
+  Call call = make_call("zeropg:compressed_all_reduce");
+  const at::Tensor data = call.in_place(call.only({tensor}, "input"));
+  call.add(compressed_request(call, OpKind::kAllReduce, data, data, op, std::move(compression)));
+  return submit(std::move(call), c10d::OpType::ALLREDUCE, c10d::kUnsetTimeout, is_asynchronous);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_reduce_scatter(const at::Tensor& output,
+                                                                           const at::Tensor& input,
+                                                                           Compression compression,
+                                                                           const c10d::ReduceOp& op,
+                                                                           bool is_asynchronous) {
+  Call call = make_call("zeropg:compressed_reduce_scatter");
+  call.only({input}, "input");
+  call.check_same_dtype(input, output);
+  call.check_blocks(input, output, "input");
+  call.add(compressed_request(call, OpKind::kReduceScatter, call.input(input), call.output(output), op,
+                              std::move(compression)));
+  return submit(std::move(call), c10d::OpType::_REDUCE_SCATTER_BASE, c10d::kUnsetTimeout, is_asynchronous);
+}
+
+}  // namespace zeropg

@@ -1,0 +1,156 @@
+#include "backend/process_group/group_runtime.h"
+
+#include <c10/util/Exception.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <system_error>
+#include <vector>
+
+namespace zeropg {
+
+namespace {
+
+constexpr std::chrono::milliseconds kNow{0};
+constexpr std::chrono::milliseconds kFailPatience{2'000};     // for operations to fail once their group is closed
+constexpr std::chrono::milliseconds kGoodbyePatience{2'000};  // for the last bytes to reach other nodes
+constexpr std::chrono::milliseconds kAbortGoodbyePatience{500};
+
+// What is open in this process, so that the interpreter's exit can join what it runs; nothing else reads it.
+struct OpenChannels {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<GroupRuntime>> channels;  // guarded by mutex
+};
+
+OpenChannels& open_channels() {
+  static auto* open = new OpenChannels();  // never destroyed: groups may outlive static destructors
+  return *open;
+}
+
+}  // namespace
+
+GroupRuntime::GroupRuntime(std::shared_ptr<GroupContext> group, bool may_use_cma)
+    : group_(std::move(group)),
+      engine_(ProgressEngine::of_this_process()),
+      collectives_(group_, engine_),
+      messages_(group_, engine_, may_use_cma),
+      network_(group_, engine_) {
+  engine_.add(&collectives_);
+  engine_.add(&messages_);
+  callbacks_ = engine_.callbacks();
+  group_->set_background([callbacks = callbacks_](std::function<void()> run) { callbacks->post(std::move(run)); });
+}
+
+std::shared_ptr<GroupRuntime> GroupRuntime::open(std::shared_ptr<GroupContext> group, bool may_use_cma) {
+  std::shared_ptr<GroupRuntime> channels;
+  try {
+    channels.reset(new GroupRuntime(group, may_use_cma));
+  } catch (const std::system_error& error) {
+    rlimit limit{};
+    ::getrlimit(RLIMIT_NPROC, &limit);
+    const std::string own = limit.rlim_cur == RLIM_INFINITY ? "any number" : std::to_string(limit.rlim_cur);
+    const std::string text = c10::str(
+        "[zeropg rank ", group->rank(), "/", group->world_size(),
+        "] the group needs a thread that runs its operations,"
+        " and this process can start none (",
+        error.what(), "): its user may have ", own,
+        " of processes and threads (ulimit -u), its container as many as pids.max in its control group says, and one of"
+        " the two is used up; raise that limit, or end what takes so many, and make the group again.");
+    group->fail({.text = text});  // the others have the group and would wait for this rank
+    if (group->network() != nullptr) {
+      group->network()->close(kGoodbyePatience);
+    }
+    C10_THROW_ERROR(DistBackendError, text);
+  }
+  std::lock_guard<std::mutex> lock(open_channels().mutex);
+  std::erase_if(open_channels().channels, [](const auto& known) { return known.expired(); });
+  open_channels().channels.push_back(channels);
+  return channels;
+}
+
+void GroupRuntime::help(const ZeroWork& work, std::chrono::steady_clock::time_point until) {
+  TORCH_CHECK_WITH(DistBackendError, group_->is_own_process(), work.label().prefix(),
+                   ": this operation belongs to the parent of this forked process; wait for it there.");
+  if (work.is_message()) {
+    messages_.help(work, until);
+  } else {
+    collectives_.help(work, until);
+  }
+}
+
+bool GroupRuntime::wait_until_idle(std::chrono::milliseconds limit) {
+  return collectives_.wait_until_idle(limit) && messages_.wait_until_idle(limit);
+}
+
+void GroupRuntime::close(std::chrono::milliseconds patience) {
+  close(patience, kGoodbyePatience, /*waits_for_callbacks=*/true);
+}
+
+void GroupRuntime::abort() {
+  if (!is_closed_) {
+    is_aborted_ = true;
+  }
+  close(kNow, kAbortGoodbyePatience, /*waits_for_callbacks=*/false);
+  group_->let_go();
+}
+
+void GroupRuntime::close(std::chrono::milliseconds patience, std::chrono::milliseconds goodbye,
+                         bool waits_for_callbacks) {
+  if (!group_->is_own_process()) {
+    return;
+  }
+  const GroupContext::Use use(*group_, /*must_succeed=*/false);  // before others find it closed: an abort then lets go
+  if (is_closed_.exchange(true)) {
+    return;
+  }
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  const auto time_left = [&] {
+    return std::max(std::chrono::milliseconds(0),
+                    std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()));
+  };
+  if (!group_->has_failed()) {
+    collectives_.wait_until_idle(time_left());
+    messages_.wait_until_idle(time_left());
+  }
+  group_->depart();
+  if (!wait_until_idle(kNow)) {
+    engine_.wake();  // fails what is left
+    collectives_.wait_until_idle(kFailPatience);
+    messages_.wait_until_idle(kFailPatience);
+  }
+  engine_.remove(&collectives_, waits_for_callbacks);
+  engine_.remove(&messages_, waits_for_callbacks);
+  // What is left when the thread was busy for a long time with another group: nobody else fails it any more.
+  collectives_.advance_on_engine_thread();
+  messages_.advance_on_engine_thread();
+  network_.close(goodbye, waits_for_callbacks);
+  group_->release_retired();
+}
+
+std::vector<std::shared_ptr<GroupRuntime>> GroupRuntime::all_open() {
+  std::vector<std::shared_ptr<GroupRuntime>> open;
+  std::lock_guard<std::mutex> lock(open_channels().mutex);
+  for (const auto& known : open_channels().channels) {
+    const auto channels = known.lock();
+    if (channels != nullptr && channels->group_->is_own_process() && !channels->is_closed()) {
+      open.push_back(channels);
+    }
+  }
+  return open;
+}
+
+bool GroupRuntime::are_all_idle() {
+  const auto open = all_open();
+  return std::all_of(open.begin(), open.end(), [](const auto& channels) { return channels->wait_until_idle(kNow); });
+}
+
+// Without the lock while it closes: a callback that is waited for may itself make or drop a group.
+void GroupRuntime::close_all(std::chrono::milliseconds patience) {
+  for (const auto& channels : all_open()) {
+    channels->close(patience);
+  }
+}
+
+}  // namespace zeropg

@@ -1,0 +1,67 @@
+// What runs the operations of one process group, and how that ends.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "backend/engine/collective_queue.h"
+#include "backend/engine/network_progress.h"
+#include "backend/engine/progress_engine.h"
+#include "backend/group/group_context.h"
+#include "backend/p2p/point_to_point.h"
+#include "backend/platform/process/callback_pool.h"
+
+namespace zeropg {
+
+// The group, its channels on the engine, and the threads for its futures' callbacks.
+class GroupRuntime final : public OperationHost {
+ public:
+  // Joins the engine. The result must be closed before its last owner lets it go; works that outlive their process
+  // group are owners too. DistBackendError, here and on the peers, when the engine cannot start its thread.
+  static std::shared_ptr<GroupRuntime> open(std::shared_ptr<GroupContext> group, bool may_use_cma);
+  GroupRuntime(const GroupRuntime&) = delete;
+  GroupRuntime& operator=(const GroupRuntime&) = delete;
+
+  GroupContext& group() { return *group_; }
+  const std::shared_ptr<GroupContext>& shared_group() { return group_; }
+  ProgressEngine& engine() { return engine_; }
+  CollectiveQueue& collectives() { return collectives_; }
+  PointToPoint& messages() { return messages_; }
+
+  // The one place where a thread enters a channel in order to wait: it keeps forked children out.
+  void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) override;
+  std::string who_is_late() override { return group_->who_is_late(); }
+  CallbackPool& callback_threads() override { return *callbacks_; }
+
+  // Waits at most `limit` for the collectives, then at most as long for the messages; whether nothing runs any more.
+  bool wait_until_idle(std::chrono::milliseconds limit);
+  // Gives running operations `patience` to end, leaves the group, fails what is left and leaves the engine. Joins
+  // threads that may run Python: the GIL must not be held. Only the first call does anything.
+  void close(std::chrono::milliseconds patience);
+  // Of a group that has failed: closes it without a wait for callbacks, and lets go of its memory, connections and
+  // descriptors (Note [Use] in group_context.h).
+  void abort();
+  bool is_closed() const { return is_closed_; }
+  bool was_shut_down() const { return is_closed_ && !is_aborted_; }
+  // Closes what is open in this process, for the interpreter's exit.
+  static void close_all(std::chrono::milliseconds patience);
+  static bool are_all_idle();  // of this process
+
+ private:
+  static std::vector<std::shared_ptr<GroupRuntime>> all_open();
+  GroupRuntime(std::shared_ptr<GroupContext> group, bool may_use_cma);
+  void close(std::chrono::milliseconds patience, std::chrono::milliseconds goodbye, bool waits_for_callbacks);
+
+  const std::shared_ptr<GroupContext> group_;  // life shared with the process group, and with segments that check it
+  ProgressEngine& engine_;
+  CollectiveQueue collectives_;
+  PointToPoint messages_;
+  NetworkProgress network_;
+  std::shared_ptr<CallbackPool> callbacks_;  // life shared with the engine and the works
+  std::atomic<bool> is_closed_{false};
+  std::atomic<bool> is_aborted_{false};
+};
+
+}  // namespace zeropg

@@ -1,0 +1,78 @@
+// Estimates agree with closed formulas where there are any, and refuse what is not a question.
+#include "backend/simulator/cost_estimate.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <stdexcept>
+
+namespace zeropg {
+namespace {
+
+std::vector<std::vector<int32_t>> even_nodes(int32_t node_count, int32_t node_size) {
+  std::vector<std::vector<int32_t>> nodes(node_count, std::vector<int32_t>(node_size));
+  for (int32_t node = 0; node < node_count; ++node) std::iota(nodes[node].begin(), nodes[node].end(), node * node_size);
+  return nodes;
+}
+
+TEST(EstimateTest, ALargeAllReduceTakesTheTimeOfItsSlowLink) {
+  EstimateRequest request{.bytes = 64 << 20, .nodes = even_nodes(4, 2)};
+  request.model.network_bytes_per_us = 100;
+  const Estimate result = estimate(request);
+  EXPECT_EQ(result.algorithm, "all_reduce_hierarchical");
+  EXPECT_TRUE(result.is_simulated);
+  const double bound_us = 2 * 3.0 / 4 * request.bytes / 100;
+  EXPECT_GE(result.time_us, bound_us);
+  EXPECT_LT(result.time_us, 1.1 * bound_us);
+  for (int32_t from = 0; from < 4; ++from) {
+    for (int32_t to = 0; to < 4; ++to) {
+      EXPECT_NEAR(result.link_bytes[from][to], from == to ? 0 : request.bytes / 2.0, 100'000);
+    }
+  }
+}
+
+TEST(EstimateTest, ASlowNodeSlowsAllDown) {
+  EstimateRequest request{.bytes = 16 << 20, .nodes = even_nodes(3, 1)};
+  const double fast_us = estimate(request).time_us;
+  request.node_bytes_per_us = {1'250, 1'250, 125};
+  EXPECT_GT(estimate(request).time_us, 4 * fast_us);
+}
+
+TEST(EstimateTest, EveryOperationHasOneOnOneNodeAndOnMany) {
+  for (int op = 0; op <= static_cast<int>(OpKind::kBarrier); ++op) {
+    for (const auto& nodes : {even_nodes(1, 4), even_nodes(4, 1), even_nodes(3, 3), even_nodes(1, 1)}) {
+      const Estimate result = estimate({.op = static_cast<OpKind>(op), .bytes = 4096, .nodes = nodes});
+      EXPECT_TRUE(result.is_simulated);
+      EXPECT_TRUE(result.time_us > 0 || nodes.size() * nodes[0].size() == 1) << result.algorithm;
+    }
+  }
+}
+
+TEST(EstimateTest, WhatIsTooLargeToSimulateGetsTheFormula) {
+  const Estimate result = estimate({.bytes = 1 << 30, .nodes = even_nodes(128, 8)});
+  EXPECT_FALSE(result.is_simulated);
+  EXPECT_GT(result.time_us, 2.0 * 127 / 128 * (1 << 30) / 1'250);
+  EXPECT_TRUE(result.link_bytes.empty());
+}
+
+TEST(EstimateTest, RefusesWhatIsNotAQuestion) {
+  const auto nodes = even_nodes(2, 2);
+  const std::vector<EstimateRequest> wrong{
+      {.bytes = 4},
+      {.bytes = 5, .nodes = nodes},
+      {.bytes = -4, .nodes = nodes},
+      {.bytes = 4, .element_bytes = 0, .nodes = nodes},
+      {.bytes = 4, .root = 4, .nodes = nodes},
+      {.bytes = 4, .nodes = {{0, 1}, {}}},
+      {.bytes = 4, .nodes = {{0, 1}, {1}}},
+      {.bytes = 4, .nodes = nodes, .algorithm = "all_reduce_rign"},
+      {.bytes = 4, .nodes = nodes, .algorithm = "all_reduce_staged"},
+      {.bytes = 4, .nodes = nodes, .model = {.network_bytes_per_us = 0}},
+      {.bytes = 4, .nodes = nodes, .node_bytes_per_us = {1}},
+      {.bytes = 4, .nodes = nodes, .node_bytes_per_us = {1, -1}},
+  };
+  for (const EstimateRequest& request : wrong) EXPECT_THROW(estimate(request), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace zeropg
