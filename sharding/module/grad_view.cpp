@@ -60,7 +60,7 @@ bool GradView::is_shown(const at::Tensor& parameter) const {
   const at::Tensor& gradient = parameter.grad();
   return gradient.defined() && !shown_.expired() && gradient.unsafeGetTensorImpl() == shown_._unsafe_get_target() &&
          gradient.has_storage() && gradient.storage().unsafeGetStorageImpl() == storage_ &&
-         gradient.storage_offset() == offset_;
+         gradient.storage_offset() == offset_ && gradient.sizes() == parameter.sizes() && gradient.is_contiguous();
 }
 
 void GradView::move_to(const at::Tensor& values) const {

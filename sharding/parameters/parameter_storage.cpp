@@ -64,8 +64,21 @@ bool ParameterStorage::is_used_by(const at::Tensor& parameter) const {
          parameter.storage_offset() == 0;
 }
 
-void ParameterStorage::take_back(const at::Tensor& parameter) const {
+void ParameterStorage::leave_to_aliases() {
+  const WatchedStorage::Target target = storage_->target();
+  const bool is_watched = storage_->is_watched();
+  const at::TensorOptions options = at::TensorOptions().dtype(dtype_).device(storage_->device());
+  const at::Tensor copy = tensor_over(storage_, sizes_, options).clone();
+  storage_->point_at(target_in(copy, 0), nullptr);
+  storage_ = c10::make_intrusive<WatchedStorage>(bytes_of(sizes_, dtype_), storage_->device());
+  storage_->point_at(target, is_watched ? before_write_.get() : nullptr);
+}
+
+void ParameterStorage::take_back(const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
+  if (is_attached_ && storage_.use_count() > 1) {
+    leave_to_aliases();
+  }
   parameter.set_data(tensor_over(storage_, sizes_, parameter.options().dtype(dtype_)));
 }
 

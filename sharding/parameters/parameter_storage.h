@@ -1,9 +1,9 @@
 // The storage of one parameter, which points into a flat buffer while the parameter is whole and at nothing while it is
 // sharded.
 //
-// The parameter keeps its identity, shape and storage object for ever, so saved tensors, views and user code stay valid
-// across unshard and reshard. While sharded, every read raises a message: the storage keeps its size and throws on
-// access (freeing by resize_(0) would let kernels read through a null pointer).
+// The parameter keeps its identity and shape for ever and its storage object until users assign other data, so saved
+// tensors, views and user code stay valid across unshard and reshard. While sharded, every read raises a message: the
+// storage keeps its size and throws on access (freeing by resize_(0) would let kernels read through a null pointer).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,10 +39,13 @@ class ParameterStorage {
   // Whether `parameter` still uses this storage and its memory, in its own shape and order (false after .to(), .data =
   // ..., share_memory_()).
   bool is_used_by(const at::Tensor& parameter) const;
-  // Makes `parameter`, whose data was replaced, use this storage again; the replacement is dropped.
-  void take_back(const at::Tensor& parameter) const;
+  // Makes `parameter`, whose data was replaced, use this memory again; the replacement is dropped. What else shows the
+  // data from before (`backup = p.data`, a graph) keeps it, in a copy.
+  void take_back(const at::Tensor& parameter);
 
  private:
+  void leave_to_aliases();
+
   c10::intrusive_ptr<WatchedStorage> storage_;
   c10::ScalarType dtype_;
   std::vector<int64_t> sizes_;

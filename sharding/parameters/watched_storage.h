@@ -45,6 +45,8 @@ class WatchedStorage final : public c10::StorageImpl {
   // Writes are nobody's business from now on.
   void stop_watching() { before_write_ = nullptr; }
 
+  const Target& target() const { return target_; }
+  bool is_watched() const { return before_write_ != nullptr; }
   // Whether the data is still where the owner, or `before_write`, has put it.
   bool is_in_place() { return _mutable_data_ptr_no_checks().get() == target_.address; }
 

@@ -160,7 +160,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in self.param_groups
         ]
-        if any(flat.is_trainable for flat in self._frozen) and self._make_updaters():
+        has_more = self._count_held() != self._held_count  # `param_groups[0]["params"] += ...`
+        if has_more:
+            for group in self.param_groups:
+                self._check_group(group)
+        if (has_more or any(flat.is_trainable for flat in self._frozen)) and self._make_updaters():
             self._reserve()
         self._take_over_edits()
         if self._failure:
@@ -329,6 +333,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Returns whether there were any. Frozen parameters get theirs when they have been unfrozen.
         """
         count = len(self._updaters)
+        self._held_count = self._count_held()
         self._frozen = [flat for flat in self._core.flat_groups if not flat.is_trainable]
         held = self._owners().keys() - self._taken
         sharded: set[int] = set()
@@ -397,6 +402,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     entries[key] = values.new_empty(segment.numel)
                 entries[key][start : start + values.numel()] = values
             state[numbers[id(segment.parameter)]] = entries
+
+    def _count_held(self) -> int:
+        return sum(len(group["params"]) for group in self.param_groups)
 
     def _owners(self) -> dict[int, int]:
         return {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}

@@ -22,6 +22,7 @@ from zeropg.backend import group_like, unwrapped_backend
 from zeropg.compression import Codec, backend_of, check_codec
 from zeropg.sharding.load_state_dict import load_into
 from zeropg.sharding.offload import check_offload_params, human_bytes, offload_of, open_offload
+from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
 from zeropg.sharding.units import UnitChoice, UnitPlan, materialize, plan_units, renormalized_parameters
 
@@ -148,6 +149,7 @@ def fully_shard(
         materialize(module, device)
         plans = plan_units(module, _inner_units(module) if units is None else units, ignored_params)
         _check_parameters(module, plans)
+        check_shared_memory(module, plans)
         if compression is not None:
             _check_compression(compression, plans, reduce_dtype, group)
     options = {

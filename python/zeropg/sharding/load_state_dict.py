@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from zeropg._native import _C
@@ -17,9 +18,11 @@ def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_p
     """load_state_dict of a sharded model: torch's own for buffers, checks and reports, then the masters themselves."""
     core: _C.ShardedModule = state_of(model, "load_state_dict").core
     failure: Exception | None = None
+    exact: list[tuple[Any, int, torch.Tensor]] = []
     with full_parameters(model, writable=True):
         try:
             result = load_plain(state_dict, strict=strict)
+            exact = list(_loaded_as_they_are(core, state_dict))
         except Exception as error:
             failure = error
 
@@ -30,15 +33,33 @@ def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_p
     together(core.process_group, "load_state_dict", check)  # a key may be missing on one rank alone
     core.begin_step()
     try:  # a disk that fails on one rank (masters in a tier) is an error on all
-        together(core.process_group, "load_state_dict", lambda: _load_masters(core, state_dict))
+        together(core.process_group, "load_state_dict", lambda: _load_masters(exact))
     finally:
         core.end_step()
     return result
 
 
-def _load_masters(core: _C.ShardedModule, state_dict: Mapping[str, Any]) -> None:
+def _loaded_as_they_are(
+    core: _C.ShardedModule, state_dict: Mapping[str, Any]
+) -> Iterator[tuple[Any, int, torch.Tensor]]:
+    """Yields (flat group, slot, value) of the parameters that show the dictionary's values, rounded to their dtype.
+
+    Others have what a module's own loading code or hooks made of them, and keep it.
+    """
     for group in core.flat_groups:
         for slot, (names, parameter, _, _) in enumerate(group.slots):
-            value = next((state_dict[name] for name in names if name in state_dict), None)
-            if value is not None and value.shape == parameter.shape:
-                group.load(slot, value)
+            # As torch does, which copies name after name: the last one stays.
+            value = next((state_dict[name] for name in reversed(names) if name in state_dict), None)
+            if value is not None and value.shape == parameter.shape and _is_same(parameter.detach(), value.detach()):
+                yield group, slot, value
+
+
+def _is_same(shown: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `shown` is, bit for bit, what copy_ makes of `value`."""
+    rounded = torch.empty_like(shown).copy_(value)
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (shown, rounded)))
+
+
+def _load_masters(exact: list[tuple[Any, int, torch.Tensor]]) -> None:
+    for group, slot, value in exact:
+        group.load(slot, value)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,66 +32,121 @@ _ATOMS = (
 _MOST_VISITED = 2000
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Replaces the tensors in nested tuples, lists, dicts (also Hugging Face's outputs), dataclasses and pytrees.
+class Replacement:
+    """Other tensors in place of some in nested arguments, as long as a unit runs with them.
 
-    Other objects stay as they are: a copy of them could miss what a module writes to them. See hidden_tensors_in.
+    Lists, dicts (also Hugging Face's outputs) and dataclasses get them in place, since what a module writes to such an
+    object must reach whoever else holds it; tuples, which nobody writes to, are made anew. A tensor that is found twice
+    gets one replacement.
     """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, _ATOMS):
-        return value
-    if type(value) in _pytree.SUPPORTED_NODES and not isinstance(value, tuple | list | dict):
-        node = _pytree.SUPPORTED_NODES[type(value)]
-        children, context = node.flatten_fn(value)
-        items = [map_tensors(item, function) for item in children]
-        return value if _same(items, children) else node.unflatten_fn(items, context)
-    if isinstance(value, tuple):
-        items = [map_tensors(item, function) for item in value]
-        if _same(items, value):
+
+    def __init__(self, value: Any, replacements: Mapping[int, torch.Tensor]) -> None:
+        """`replacements`: by id of the tensor, which the caller keeps alive."""
+        self._new = replacements
+        self._originals: dict[int, torch.Tensor] = {}  # by id of the replacement
+        self._done: dict[int, Any] = {}
+        self._changed: list[Any] = []
+        self.value = self._put(value)
+
+    def undo(self) -> None:
+        """Puts the tensors back that are still where they were replaced."""
+        for container in self._changed:
+            for key, item in _items_of(container):
+                if isinstance(item, torch.Tensor) and id(item) in self._originals:
+                    _set_item(container, key, self._originals[id(item)])
+                elif type(item) is tuple or hasattr(item, "_fields"):
+                    _set_item(container, key, self._restored(item))
+
+    def _put(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            new = self._new.get(id(value), value)
+            if new is not value:
+                self._originals[id(new)] = value
+            return new
+        if not _is_walked(value):
             return value
-        if hasattr(value, "_make"):
-            return value._make(items)  # a named tuple
-        return type(value)(items) if hasattr(value, "n_sequence_fields") else tuple(items)
-    if isinstance(value, list):
-        items = [map_tensors(item, function) for item in value]
-        if _same(items, value):
-            return value
-        value = copy.copy(value)  # keeps the class
-        value[:] = items
+        if id(value) in self._done:
+            return self._done[id(value)]
+        self._done[id(value)] = value  # for a container that holds itself
+        if isinstance(value, tuple):
+            self._done[id(value)] = _rebuilt(value, [self._put(item) for item in value])
+            return self._done[id(value)]
+        is_changed = False
+        for key, item in _items_of(value):
+            new = self._put(item)
+            if new is not item:
+                _set_item(value, key, new)
+                is_changed = True
+        if is_changed:
+            self._changed.append(value)
         return value
-    if isinstance(value, dict):
-        changed = {key: new for key, old in value.items() if (new := map_tensors(old, function)) is not old}
-        if changed:
-            value = copy.copy(value)
-            for key, new in changed.items():
-                value[key] = new
+
+    def _restored(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._originals.get(id(value), value)
+        if isinstance(value, tuple) and _is_walked(value):
+            return _rebuilt(value, [self._restored(item) for item in value])
         return value
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changed = {key: new for key, old in fields.items() if (new := map_tensors(old, function)) is not old}
-        if changed:
-            value = copy.copy(value)
-            for key, new in changed.items():
-                object.__setattr__(value, key, new)  # also where the class is frozen
-    return value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors that map_tensors would replace, in its order."""
-    tensors: list[torch.Tensor] = []
+    """The tensors that a Replacement reaches, each once."""
+    tensors: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
+    def walk(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            tensors[id(value)] = value
+        elif _is_walked(value) and id(value) not in seen:
+            seen.add(id(value))
+            for _, item in _items_of(value):
+                walk(item)
 
-    map_tensors(value, note)
-    return tensors
+    walk(value)
+    return list(tensors.values())
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether an alias made by the core can stand for it: no subclass, and nothing that users have hung on it."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not vars(tensor)
+
+
+def _is_walked(value: Any) -> bool:
+    if isinstance(value, _ATOMS):
+        return False
+    if isinstance(value, tuple):  # other subclasses may have constructors of any kind
+        return type(value) is tuple or hasattr(value, "_make") or hasattr(value, "n_sequence_fields")
+    return isinstance(value, list | dict) or dataclasses.is_dataclass(value)
+
+
+def _items_of(value: Any) -> list[tuple[Any, Any]]:
+    """(key, item) of what _is_walked, in order."""
+    if isinstance(value, tuple | list):
+        return list(enumerate(value))
+    if isinstance(value, dict):
+        return list(value.items())
+    names = (field.name for field in dataclasses.fields(value))
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def _set_item(container: Any, key: Any, item: Any) -> None:
+    if isinstance(container, list | dict):
+        container[key] = item
+    else:
+        object.__setattr__(container, key, item)  # also where the dataclass is frozen
+
+
+def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> Any:
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if hasattr(value, "_make"):
+        return value._make(items)  # a named tuple
+    return type(value)(items)
 
 
 def hidden_tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors that map_tensors does not reach: attributes of other objects and members of sets, where the first
-    couple of thousand objects lead to them.
+    """The tensors that a Replacement does not reach: in pytrees of users' classes, attributes of other objects and
+    members of sets, where the first couple of thousand objects lead to them.
     """
     tensors: list[torch.Tensor] = []
     seen: set[int] = set()
@@ -114,15 +168,13 @@ def hidden_tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _children(value: Any) -> tuple[Iterable[Any], bool]:
-    """What is in `value`, and whether map_tensors leaves it there."""
-    if isinstance(value, tuple | list):
-        return list(value), False
-    if isinstance(value, dict):
-        return list(value.values()), False
+    """What is in `value`, and whether a Replacement leaves it there."""
+    if _is_walked(value):
+        return [item for _, item in _items_of(value)], False
+    if isinstance(value, tuple):
+        return [*value, *getattr(value, "__dict__", {}).values()], True
     if type(value) in _pytree.SUPPORTED_NODES:
-        return _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0], False
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)], False
+        return _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0], True
     if isinstance(value, set | frozenset):
         return list(value), True
     slots = [name for cls in type(value).__mro__ for name in _names_of(getattr(cls, "__slots__", ()))]
@@ -132,7 +184,3 @@ def _children(value: Any) -> tuple[Iterable[Any], bool]:
 
 def _names_of(slots: str | Iterable[str]) -> Iterable[str]:
     return (slots,) if isinstance(slots, str) else slots
-
-
-def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
-    return all(a is b for a, b in zip(new, old, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import stateless
 
 from zeropg._native import _C
-from zeropg.sharding.nested import hidden_tensors_in, map_tensors, tensors_in
+from zeropg.sharding.nested import Replacement, hidden_tensors_in, is_plain, tensors_in
 from zeropg.sharding.running_statistics import modules_with_statistics
 from zeropg.sharding.units import UnitPlan
 
@@ -52,29 +52,38 @@ class ShardedState:
         is_root = index == len(self.plans) - 1
         if self._is_functional or (is_root and self._replaces_everything()):
             return self._run_functional(call, args, kwargs)
-        if is_root and self.param_dtype is not None:
-            args, kwargs = map_tensors((args, kwargs), self._to_param_dtype)
-        args, kwargs = self._before(index, args, kwargs)
+        replaced: list[Replacement] = []
         try:
-            output = call(*args, **kwargs)
-        except BaseException:
-            self.core.abandon_forward(index)
-            raise
-        outputs = [*tensors_in(output), *hidden_tensors_in(output)] if torch.is_grad_enabled() else []
+            if is_root and self.param_dtype is not None:
+                floating = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+                replaced.append(_replace((args, kwargs), floating, [t.to(self.param_dtype) for t in floating]))
+                args, kwargs = replaced[-1].value
+            if (aliased := self._before(index, args, kwargs)) is not None:
+                replaced.append(aliased)
+                args, kwargs = aliased.value
+            try:
+                output = call(*args, **kwargs)
+            except BaseException:
+                self.core.abandon_forward(index)
+                raise
+            outputs = [*tensors_in(output), *hidden_tensors_in(output)] if torch.is_grad_enabled() else []
+        finally:
+            for replacement in reversed(replaced):
+                replacement.undo()
         self.core.post_forward(index, outputs)
         return output
 
-    def _before(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replacement | None:
+        """Makes the unit whole; in stage 3 its inputs tell when their gradients are there."""
         if self.core.stage < 3 or not torch.is_grad_enabled():
             self.core.pre_forward(index, [], False)
-            return args, kwargs
-        tensors = tensors_in((args, kwargs))
-        has_hidden = any(tensor.requires_grad for tensor in hidden_tensors_in((args, kwargs)))
-        if not any(tensor.requires_grad for tensor in tensors):
-            self.core.pre_forward(index, [], has_hidden)
-            return args, kwargs
-        aliases = iter(self.core.pre_forward(index, tensors, has_hidden))
-        return map_tensors((args, kwargs), lambda tensor: next(aliases))
+            return None
+        wanted = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        tensors = [tensor for tensor in wanted if is_plain(tensor)]
+        has_others = len(tensors) < len(wanted)
+        has_others = has_others or any(tensor.requires_grad for tensor in hidden_tensors_in((args, kwargs)))
+        aliases = self.core.pre_forward(index, tensors, has_others)
+        return _replace((args, kwargs), tensors, aliases) if tensors else None
 
     def _run_functional(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside torch.func.functional_call with tensors for all parameters: ours are not used."""
@@ -109,16 +118,32 @@ class ShardedState:
         if replaced and _is_in_functional_call():
             return {name for name, _ in self.model.named_parameters()} <= set(replaced)
         if changed := replaced or self.core.changed_parameters():
-            raise RuntimeError(
-                f"[zeropg rank {self.core.rank}/{self.core.world_size}] forward: {', '.join(map(repr, changed))} "
-                "changed after fully_shard (replaced, added, moved, cast or resized); expected the parameters that "
-                "were sharded. Make such changes before fully_shard; to set values use "
-                "`with zeropg.full_parameters(model, writable=True):` or zeropg.load_full_state_dict."
-            )
+            raise self._changed("forward", changed)
         return False
 
-    def _to_param_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.param_dtype) if tensor.is_floating_point() else tensor
+    def check_modules(self, operation: str) -> None:
+        """Raises RuntimeError where parameters are not those, or not where, they were at fully_shard.
+
+        A further name for one of them (`model.head = model.layers[0]`) does no harm outside of a forward.
+        """
+        if _is_in_functional_call() or not (changed := self._replaced()):
+            return
+        before = {
+            ".".join(filter(None, (prefix, key))): parameter
+            for prefix, _, parameters, _ in self.contents
+            for key, parameter in parameters.items()
+        }
+        known = {id(parameter) for parameter in before.values()}
+        now = dict(self.model.named_parameters(remove_duplicate=False))
+        if changed := [name for name in changed if name in before or id(now.get(name)) not in known]:
+            raise self._changed(operation, changed)
+
+    def _changed(self, operation: str, names: list[str]) -> RuntimeError:
+        return RuntimeError(
+            f"{self._context(operation)} {', '.join(map(repr, names))} changed after fully_shard (replaced, added, "
+            "moved, cast or resized); expected the parameters that were sharded. Make such changes before fully_shard; "
+            "to set values use `with zeropg.full_parameters(model, writable=True):` or zeropg.load_full_state_dict."
+        )
 
     def _replaced(self) -> list[str]:
         names: list[str] = []
@@ -135,6 +160,10 @@ class ShardedState:
     def ignored_parameters(self) -> Iterator[nn.Parameter]:
         known = {id(parameter) for plan in self.plans for _, parameter in plan.parameters}
         return (parameter for parameter in self.model.parameters() if id(parameter) not in known)
+
+
+def _replace(value: Any, tensors: list[torch.Tensor], new: Sequence[torch.Tensor]) -> Replacement:
+    return Replacement(value, {id(old): other for old, other in zip(tensors, new, strict=True)})
 
 
 def _is_in_functional_call() -> bool:
@@ -154,6 +183,7 @@ def state_of(model: nn.Module, operation: str) -> ShardedState:
     """Returns the state of a sharded model. Raises ValueError naming `operation` where the model is not one's root."""
     state = getattr(model, "_zeropg_state", None)
     if isinstance(state, ShardedState):
+        state.check_modules(operation)
         return state
     if not isinstance(model, nn.Module):
         raise TypeError(f"[zeropg] {operation}: expected a module, got {type(model).__name__}.")

@@ -1177,6 +1177,191 @@ def a_sequence_of_blocks(run: Run) -> None:
     train(run, run.model(shape=Sequence))
 
 
+class Remembering(nn.Module):
+    """Adds what it gets to a list of its caller, and sees whether two arguments are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, again: torch.Tensor, memory: dict[str, Any]) -> torch.Tensor:
+        memory["seen"].append(x)
+        memory["count"] += 1
+        return torch.tanh(self.linear(x)) * (2.0 if x is again else 1.0)
+
+
+class RememberingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(Remembering() for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        x = self.table(batch["tokens"]).mean(1)
+        memory: dict[str, Any] = {"seen": [x], "count": 0}
+        for block in self.blocks:
+            x = block(x, x, memory)
+        batch["auxiliary"] = x.square().mean()
+        return self.head(sum(memory["seen"]) * memory["count"] / 4)
+
+
+def units_that_write_to_their_arguments(run: Run) -> None:
+    """Lists and dictionaries of hidden states, a cache, an auxiliary loss: the caller finds what was written."""
+    model = run.model(shape=RememberingNet)
+    optimizer = run.optimizer(model)
+    for tokens, targets in run.batches():
+        batch = {"tokens": tokens, "scale": torch.ones((), dtype=torch.float64)}
+        before = dict(batch)
+        loss = (model(batch).to(targets.dtype) - targets).square().mean() + batch["auxiliary"].to(targets.dtype)
+        assert all(batch[key] is value for key, value in before.items())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- data that changes hands ---
+
+
+def swap_data_and_back(run: Run) -> None:
+    """Evaluation with averaged weights, whose values come and go by assignment."""
+    model = run.model()
+    swap_by_data(run, model, lambda: contextlib.nullcontext())
+
+
+def swap_data_inside_full_parameters(run: Run) -> None:
+    model = run.model()
+    swap_by_data(run, model, lambda: run.whole(model, writable=True))
+
+
+def swap_by_data(run: Run, model: nn.Module, whole: Callable[[], Any]) -> None:
+    tokens, _ = run.batches()[0]
+
+    def evaluate() -> None:
+        with torch.no_grad(), whole():
+            backup = [parameter.data for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.data = torch.zeros_like(parameter)
+            assert model(tokens).count_nonzero() == 0
+            for parameter, data in zip(model.parameters(), backup, strict=True):
+                parameter.data = data
+
+    train(run, model, evaluate)
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 3)
+        self.mix = nn.Linear(3, 3, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.table(tokens).mean(1))
+
+
+def transpose_grad_in_place(run: Run) -> None:
+    model = run.model(shape=Squares)
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        model.mix.weight.grad.t_()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def append_to_a_param_group(run: Run) -> None:
+    model = run.model()
+    optimizer = run.optimizer(model, list(model.head.parameters()))
+    for index, batch in enumerate(run.batches(4)):
+        if index == 1:
+            optimizer.param_groups[0]["params"] += list(model.blocks.parameters())
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Converting(nn.Linear):
+    """Loads what an older version has saved: other values, and a key that it leaves alone."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        converted = {key: 3 * value for key, value in state_dict.items() if key != prefix + "bias"}
+        converted[prefix + "bias"] = self.bias.detach().clone()
+        super()._load_from_state_dict(converted, prefix, *rest)
+
+
+class ConvertingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.head = Converting(6, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens).mean(1))
+
+
+def loading_code_of_a_module(run: Run) -> None:
+    model = run.model(shape=ConvertingNet)
+    old = torch.Generator().manual_seed(5)
+    values = {name: torch.randn(tensor.shape, generator=old) for name, tensor in model.state_dict().items()}
+    model.load_state_dict(values)
+    train(run, model)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(torch.tanh(self.first(self.table(tokens).mean(1)))))
+
+
+def two_values_for_tied_weights(run: Run) -> None:
+    model = run.model(shape=Tied)
+    model.load_state_dict(
+        {"first.weight": torch.full((6, 6), 0.1), "second.weight": torch.full((6, 6), 0.3)}, strict=False
+    )
+    train(run, model)
+
+
+def save_after_modules_changed_places(run: Run) -> None:
+    model = run.model()
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+
+
+def parameters_over_one_storage(run: Run) -> None:
+    model = Net()
+    model.blocks[1].linear.weight = nn.Parameter(model.blocks[0].linear.weight.data)
+    run.shard(model)
+
+
+def a_buffer_over_a_parameter(run: Run) -> None:
+    model = Net()
+    model.register_buffer("lower_rows", model.head.weight.data[1:])
+    run.shard(model)
+
+
+def columns_of_one_tensor(run: Run) -> None:
+    """They lie between each other, but share no element."""
+    model = run.model(shape=Columns)
+    train(run, model)
+
+
+class Columns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(11, 6)
+        self.left = nn.Parameter(both[:, :3])
+        self.right = nn.Parameter(both[:, 3:])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.left).mean(1) * nn.functional.embedding(tokens, self.right).mean(1)
+
+
 # --- calls in the middle of a backward ---
 
 

@@ -72,6 +72,11 @@ REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
     "error_in_the_second_backward": (STAGES, "an earlier backward raised an error"),
     "read_all_in_a_backward_hook": ((3,), "full_parameters: called inside a backward"),
     "save_in_a_backward_hook": (STAGES, "full_state_dict: called inside a backward"),
+    "swap_data_and_back": ((3,), "changed after fully_shard"),
+    "transpose_grad_in_place": ((2, 3), SHARDED_GRADIENT),
+    "save_after_modules_changed_places": (STAGES, "changed after fully_shard"),
+    "parameters_over_one_storage": (STAGES, "share memory but are not one parameter"),
+    "a_buffer_over_a_parameter": (STAGES, "share memory but are not one parameter"),
     "replaced_parameter": (STAGES, "'head.bias' changed after fully_shard"),
 }
 
