@@ -297,7 +297,7 @@ void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, co
       return store_exchange.exchange(own);
     } catch (const c10::DistNetworkError& error) {
       C10_THROW_ERROR(DistBackendError,
-                      c10::str("the store_exchange store: ", error.what_without_backtrace(),
+                      c10::str("the rendezvous store: ", error.what_without_backtrace(),
                                "; the process that serves it (rank 0 or the launcher) may have ended"));
     }
   }();

@@ -132,7 +132,7 @@ class GroupContext : public std::enable_shared_from_this<GroupContext> {
 
   // Used only by the one thread that runs the head of the collective channel.
   uint64_t next_barrier() { return barriers_.fetch_add(1, std::memory_order_relaxed) + 1; }
-  uint64_t next_announcement() { return ++in_node_; }
+  uint64_t next_announcement() { return ++announcements_; }
   uint8_t physical_bank(uint8_t logical_bank) const { return (first_bank_ + logical_bank) % 2; }
   void finish_banks(int32_t banks_used) { first_bank_ = (first_bank_ + banks_used) % 2; }
   std::byte* scratch(int64_t bytes);  // kept and reused; 64-byte aligned
@@ -171,7 +171,7 @@ class GroupContext : public std::enable_shared_from_this<GroupContext> {
   std::vector<int32_t> dead_;                          // guarded by liveness_mutex_
 
   std::atomic<uint64_t> barriers_{0};
-  uint64_t in_node_ = 0;
+  uint64_t announcements_ = 0;
   uint8_t first_bank_ = 0;
   std::vector<std::byte> scratch_;
 };
