@@ -1,11 +1,8 @@
 // Where a unit's parameters live between steps and how a rank gets them whole.
 //
-// Implementations: ReplicatedFetch (stages 0 to 2: every rank keeps the whole), SharedFetch (stage 3, all ranks in one
-// node on zeropg: one copy for the node, any rank reads it in any order), GatheredFetch (stage 3 elsewhere: all-gather,
-// all ranks in the same order).
+// The implementations are in registry.cpp.
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "sharding/comm/communicate.h"
@@ -40,10 +37,5 @@ class Fetch {
   };
   virtual Memory memory() const = 0;
 };
-
-std::unique_ptr<Fetch> make_replicated_fetch(Communicator& communicator, const ShardingOptions& options);
-std::unique_ptr<Fetch> make_gathered_fetch(Communicator& communicator);
-// Null when the ranks of the group do not share a node or the group is not zeropg's.
-std::unique_ptr<Fetch> make_shared_fetch(Communicator& communicator, const std::vector<FlatParameter*>& flats);
 
 }  // namespace zeropg

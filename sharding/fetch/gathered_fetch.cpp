@@ -2,7 +2,7 @@
 
 #include <unordered_map>
 
-#include "sharding/fetch/fetch.h"
+#include "sharding/fetch/registry.h"
 #include "sharding/parameters/buffer_pool.h"
 #include "sharding/parameters/master.h"
 
@@ -76,7 +76,11 @@ class GatheredFetch final : public Fetch {
 
 }  // namespace
 
-std::unique_ptr<Fetch> make_gathered_fetch(Communicator& communicator) {
+std::unique_ptr<Fetch> make_gathered_fetch(Communicator& communicator, const ShardingOptions& options,
+                                           const std::vector<FlatParameter*>& /*flats*/) {
+  if (!options.stage.shards_parameters) {
+    return nullptr;
+  }
   return std::make_unique<GatheredFetch>(communicator);
 }
 

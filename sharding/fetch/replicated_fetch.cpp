@@ -1,6 +1,6 @@
 #include <ATen/ops/empty.h>
 
-#include "sharding/fetch/fetch.h"
+#include "sharding/fetch/registry.h"
 #include "sharding/parameters/master.h"
 
 namespace zeropg {
@@ -63,7 +63,11 @@ class ReplicatedFetch final : public Fetch {
 
 }  // namespace
 
-std::unique_ptr<Fetch> make_replicated_fetch(Communicator& communicator, const ShardingOptions& options) {
+std::unique_ptr<Fetch> make_replicated_fetch(Communicator& communicator, const ShardingOptions& options,
+                                             const std::vector<FlatParameter*>& /*flats*/) {
+  if (options.stage.shards_parameters) {
+    return nullptr;
+  }
   return std::make_unique<ReplicatedFetch>(communicator, options);
 }
 

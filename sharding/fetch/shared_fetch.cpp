@@ -4,7 +4,7 @@
 #include <unordered_map>
 
 #include "backend/process_group/process_group.h"
-#include "sharding/fetch/fetch.h"
+#include "sharding/fetch/registry.h"
 #include "sharding/parameters/buffer_pool.h"
 #include "sharding/parameters/master.h"
 
@@ -115,7 +115,11 @@ class SharedFetch final : public Fetch {
 
 }  // namespace
 
-std::unique_ptr<Fetch> make_shared_fetch(Communicator& communicator, const std::vector<FlatParameter*>& flats) {
+std::unique_ptr<Fetch> make_shared_fetch(Communicator& communicator, const ShardingOptions& options,
+                                         const std::vector<FlatParameter*>& flats) {
+  if (!options.stage.shards_parameters) {
+    return nullptr;
+  }
   int64_t bytes = 0;
   for (const FlatParameter* flat : flats) {
     if (!flat->device().is_cpu()) {

@@ -17,6 +17,7 @@
 #include <tuple>
 #include <utility>
 
+#include "sharding/fetch/registry.h"
 #include "sharding/module/clip.h"
 
 namespace zeropg {
@@ -99,14 +100,7 @@ void ShardedModule::build(const std::vector<UnitSource>& sources) {
       communicator_.wait(communicator_.broadcast(flat->initial_values(), /*root=*/0));
     }
   }
-  if (!options_.stage.shards_parameters) {
-    fetch_ = make_replicated_fetch(communicator_, options_);
-  } else {
-    fetch_ = make_shared_fetch(communicator_, all);
-    if (fetch_ == nullptr) {
-      fetch_ = make_gathered_fetch(communicator_);
-    }
-  }
+  fetch_ = make_fetch(communicator_, options_, all);
   ledger_ = std::make_unique<WriteLedger>(communicator_, all, [this] { return answer_to_write(); });
   fetch_->adopt(all);
   using DuringBackward = GradientReducer::DuringBackward;
