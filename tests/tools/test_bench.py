@@ -372,3 +372,13 @@ def test_a_file_of_another_form_is_named(tmp_path, capsys, content):
     (tmp_path / "other.json").write_text(content)
     assert program.main(["bench", "table", "--folder", str(tmp_path)]) == 2
     assert "other.json: no file of a benchmark suite" in capsys.readouterr().err
+
+
+def test_published_files_are_small_and_give_the_published_table(capsys):
+    """Raw rounds stay out of git."""
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert sum(sizes.values()) < 1_000_000
+    assert not [name for name, size in sizes.items() if name.endswith(".svg") and size >= 100_000]
+    assert program.main(["bench", "table", "--folder", str(folder)]) == 0
+    assert capsys.readouterr().out == (folder / "table.md").read_text()
