@@ -42,12 +42,14 @@ def make_parser(suite: str, description: str, examples: str, *, output: str) -> 
         allow_abbrev=False,
     )
     common = parser.add_argument_group("output")
-    common.add_argument("--output", type=Path, metavar="FILE", help=f"write the figures as JSON, e.g. {output}")
-    common.add_argument("--plot", type=Path, metavar="FILE", help="draw them too (.svg or .png); needs matplotlib")
+    common.add_argument("--output", type=Path, metavar="FILE", help=f"write the figures as JSON to FILE, e.g. {output}")
+    common.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the figures into FILE (.svg or .png); needs matplotlib"
+    )
     common.add_argument(
         "--even-if-busy",
         action="store_true",
-        help="measure and claim ratios although others use the CPUs; the output is marked",
+        help="measure and claim ratios although other programs use the CPUs; the output is marked",
     )
     return parser
 
