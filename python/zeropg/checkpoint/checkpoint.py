@@ -57,7 +57,7 @@ def save_checkpoint(
     rank_extra: Any = None,
     async_save: bool = False,
 ) -> PendingCheckpoint | None:
-    """Writes what `load_checkpoint` needs to go on at any world size and stage. Collective.
+    """Writes what `load_checkpoint` needs to go on at any world size and stage. All ranks must call.
 
     The directory holds safetensors files with whole tensors under the model's own names: parameters (the masters, in
     their precision), persistent buffers, and each optimizer state under "name/key"; what each rank's compression still
@@ -112,7 +112,7 @@ def save_checkpoint(
 def load_checkpoint(
     directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None
 ) -> tuple[Any, Any]:
-    """Sets model and optimizer from what `save_checkpoint` wrote, at whatever world size and stage. Collective.
+    """Sets model and optimizer from what `save_checkpoint` wrote, at any world size and stage. All ranks must call.
 
     Each rank reads its own byte ranges, and checks the checksums of the chunks that they lie in. Masters, parameters,
     persistent buffers, the optimizer's state and param groups (learning rate and so on) become what they were. So do
