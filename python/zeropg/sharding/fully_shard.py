@@ -61,7 +61,11 @@ class FullyShardedModule(nn.Module):
                     parameter.grad = torch.zeros_like(parameter.grad)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, from full tensors, in every stage; masters take the values at full precision. Collective."""
+        """Sets parameters and buffers from whole tensors, in every stage, as nn.Module's does. All ranks must call.
+
+        Masters take the values in the dictionary's own precision. Raises NotImplementedError with assign=True, and on a
+        unit of a sharded model.
+        """
         if assign:
             raise NotImplementedError(
                 "[zeropg] load_state_dict(assign=True) would replace sharded parameters; use assign=False."
