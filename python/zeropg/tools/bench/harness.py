@@ -42,7 +42,7 @@ def make_parser(suite: str, description: str, examples: str, *, output: str) -> 
         allow_abbrev=False,
     )
     common = parser.add_argument_group("output")
-    common.add_argument("--output", type=Path, metavar="FILE", help=f"write the figures as JSON to FILE, e.g. {output}")
+    common.add_argument("--output", type=Path, metavar="FILE", help=f"write the figures as JSON, e.g. {output}")
     common.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the figures into FILE (.svg or .png); needs matplotlib"
     )
