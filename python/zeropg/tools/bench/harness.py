@@ -43,9 +43,7 @@ def make_parser(suite: str, description: str, examples: str, *, output: str) -> 
     )
     common = parser.add_argument_group("output")
     common.add_argument("--output", type=Path, metavar="FILE", help=f"write the figures as JSON, e.g. {output}")
-    common.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the figures into FILE (.svg or .png); needs matplotlib"
-    )
+    common.add_argument("--plot", type=Path, metavar="FILE", help="draw them too (.svg or .png); needs matplotlib")
     common.add_argument(
         "--even-if-busy",
         action="store_true",
