@@ -11,11 +11,14 @@ import sys
 
 # name: (module, what it does in one line)
 COMMANDS = {
-    "bench": ("zeropg.tools.bench.command", "measure collectives and training steps beside their peers"),
-    "doctor": ("zeropg.tools.doctor.command", "say what is built, what this machine can use, and why not"),
-    "plan": ("zeropg.tools.plan.command", "memory and traffic of a run per rank, before anything is allocated"),
-    "simulate": ("zeropg.tools.simulate", "a collective on nodes and links that are only numbers: time and bytes"),
-    "topo": ("zeropg.tools.topo", "which ranks share a node, and what the links between them carry"),
+    "bench": (
+        "zeropg.tools.bench.command",
+        "measure collectives, optimizers, codecs and training steps beside their peers",
+    ),
+    "doctor": ("zeropg.tools.doctor.command", "show what is built, what this machine can use, and why not"),
+    "plan": ("zeropg.tools.plan.command", "compute memory and traffic of a run per rank, before anything is allocated"),
+    "simulate": ("zeropg.tools.simulate", "compute time and bytes of a collective on nodes that need not exist"),
+    "topo": ("zeropg.tools.topo", "show which ranks share a node, and what the links between them carry"),
     "train": (
         "zeropg.tools.train.command",
         "train a small GPT on real text with ZeRO-0 to 3, and export it in 16 bits",
@@ -26,10 +29,13 @@ _EXAMPLES = """
 examples:
   python -m zeropg doctor                                                what this machine can use, and why not
   python -m zeropg plan --params 7e9 --ranks 8 --stage 0,1,2,3           what each stage would hold and send
+  python -m zeropg simulate --ranks 8 --nodes 2 --size 64M               what an all-reduce would cost on two nodes
+  torchrun --standalone --nproc-per-node 4 -m zeropg topo --measure      latency and bandwidth between four ranks
   python -m zeropg bench collectives -n 2                                all-reduce from 8 B to 64 MiB, beside gloo
-  python -m zeropg train --help                                          what train does, and all its options
   torchrun --standalone --nproc-per-node 2 -m zeropg train               ZeRO-3 on two processes of this machine
   torchrun --standalone --nproc-per-node 2 -m zeropg train --stage 1     the same with the optimizer sharded only
+
+python -m zeropg COMMAND --help explains a command and lists its options.
 """
 
 

@@ -117,17 +117,22 @@ def _make_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Backen
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: ProcessGroup | None = None) -> Tensor:
-    """Returns an uninitialised CPU tensor in memory that all ranks of the node share.
+    """Returns an uninitialised CPU tensor in memory that all ranks of the node share. Does not communicate.
 
-    Collectives of `group` (default: the world) read and write such tensors where they lie: an all-reduce then moves the
-    least bytes there are. All ranks' tensors must be made so for that; a call where some are not gives the same result,
-    slower. Views work as well; copies (`clone`, `to`) are ordinary tensors.
+    Collectives of `group` read and write such tensors where they lie: an all-reduce then moves the fewest bytes there
+    can be. For that the tensors of all ranks must be made here; a call with other tensors among them gives the same
+    result, slower. Views work as well; copies (`clone`, `to`) are ordinary tensors. The memory lives as long as the
+    tensor, also when the group is gone; freed memory is kept for the next tensors of the group.
 
-    size: as for torch.empty. dtype: default torch's default.
-    No communication. The memory lives as long as the tensor, also when the group is gone; freed memory is kept for the
-    next tensors of the group.
-    Raises ValueError for a size that no tensor can have, DistBackendError when there is no room
-    (`BackendOptions(pool_bytes=...)`), TypeError when the group's CPU backend is not zeropg.
+    Args:
+        size: the shape, as for torch.empty.
+        dtype: default: torch's default dtype.
+        group: whose ranks share the memory; default: the world.
+
+    Raises:
+        ValueError: no tensor can have that size, or there is no process group.
+        DistBackendError: the pool has no room (`BackendOptions(pool_bytes=...)`).
+        TypeError: the group's CPU backend is not zeropg.
     """
     shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
     dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -139,21 +144,25 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: P
 
 
 def topology(group: ProcessGroup | None = None) -> Any:
-    """Returns the `Topology` of `group` (default: the world): which ranks share a node. No communication.
+    """Returns the `Topology` of `group` (default: the world): which ranks share a node. Does not communicate.
 
-    Raises TypeError when the group's CPU backend is not zeropg.
+    Raises TypeError when the group's CPU backend is not zeropg, ValueError when there is no process group.
     """
     return _backend_of(group).topology()
 
 
 def stats(group: ProcessGroup | None = None) -> dict[str, dict[str, Any]]:
-    """Returns this rank's counters of `group` per operation: calls, bytes, seconds, and waiting_seconds per peer.
+    """Returns this rank's counters of `group` (default: the world), by operation. Does not communicate.
 
-    `direct_calls` counts those collectives that used all tensors where they lie: in shared memory (`zeropg.empty`), in
-    a large all-to-all also in the memory of other ranks.
-    `waiting_seconds[peer]` sums the time in which this rank waited and `peer` had not arrived; it is sampled, and
-    counts a wait for several ranks for each of them. Of messages it is the time in which one was wanted of `peer`, or
-    for it, and nothing moved. CPU operations only. No communication.
+    Each operation on CPU tensors has `calls`, `direct_calls`, `bytes`, `seconds` and, per peer, `waiting_seconds`.
+
+    direct_calls: how many of the collectives used all tensors where they lie: in shared memory (`zeropg.empty`), and in
+      a large all-to-all also in the memory of other ranks.
+    waiting_seconds: how long this rank waited while the peer had not arrived. It is sampled; a wait for several ranks
+      counts for each of them. For messages it is the time in which a message from or to the peer was wanted and nothing
+      moved.
+
+    Raises TypeError when the group's CPU backend is not zeropg, ValueError when there is no process group.
     """
     return dict(_backend_of(group).stats())
 
@@ -163,14 +172,19 @@ def shrink_group(
 ) -> ProcessGroup:
     """Returns a group of the ranks of `group` that are left, in their order, and destroys `group`.
 
-    Called by every rank that stays, within the group's timeout, also after others died: the errors of what ran then are
-    raised by the operations' own waits. The store that the group was made with must still be there.
+    All ranks that stay must call, within the group's timeout. They may call after other ranks died; the waits of the
+    operations that ran then raise those operations' errors. The store that the group was made with must still be there.
 
-    ranks_to_exclude: ranks in `group`, at least one and not all; the same on every rank that stays.
-    group: default the world, and then the result is the new world; other groups are destroyed with it.
-    abort: ends what runs on the group with an error, instead of waiting for it.
-    Raises ValueError for wrong ranks, RuntimeError on an excluded rank, TypeError when the CPU backend is not zeropg or
-    TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it, DistBackendError naming the ranks that did not come.
+    Args:
+        ranks_to_exclude: ranks in `group`, at least one and not all; the same on every rank that stays.
+        group: default: the world; the result is then the new world, and all other groups are destroyed too.
+        abort: True ends the operations that run on the group with an error; False waits for them.
+
+    Raises:
+        ValueError: the ranks are wrong.
+        RuntimeError: this rank is excluded.
+        TypeError: the CPU backend is not zeropg, or TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
+        DistBackendError: some ranks did not come; the message names them.
     """
     world = dist.distributed_c10d._world
     group = dist.distributed_c10d._get_default_group() if group is None else group

@@ -1,13 +1,14 @@
 """Gradients in fewer bytes between ranks: codecs, and how DDP and FSDP2 use them.
 
 A codec is an argument: `zeropg.fully_shard(model, compression=BlockQuant(4))`, `ddp.register_comm_hook(
-State(BlockQuant(4)), ddp_hook)`, `fsdp_module.set_custom_reduce_scatter(Fsdp2ReduceScatter(BlockQuant(4)))`. Nothing
-else is ever compressed: no parameters, losses, metrics, broadcasts. fp32 gradients on the CPU, on groups of zeropg.
+State(BlockQuant(4)), ddp_hook)`, `fsdp_module.set_custom_reduce_scatter(Fsdp2ReduceScatter(State(BlockQuant(4),
+model=model), fsdp_module))`. Nothing else is ever compressed: no parameters, losses, metrics, broadcasts. Gradients
+must be fp32 on the CPU, and the group zeropg's.
 
 With error feedback (the default) what an encoding loses is added to the next gradient of the same parameter. Each rank
-keeps up to 4 bytes per element for it, which belong into checkpoints (`zeropg.save_checkpoint`, `State.state_dict`). A
-step that is skipped loses what its gradient carried of earlier residuals; after a change of the loss scale call
-`residuals.scale(new / old)`. A NaN or infinity anywhere makes the result NaN there, on every rank.
+keeps up to 4 bytes per element for that; they belong into checkpoints (`zeropg.save_checkpoint`, `State.state_dict`). A
+step that is skipped loses what its gradient carried of earlier residuals. After a change of the loss scale call
+`residuals.scale(new / old)`; `zeropg.GradScaler` does so itself. A NaN or infinity makes its block NaN, on every rank.
 """
 
 import warnings

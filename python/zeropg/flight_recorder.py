@@ -40,10 +40,11 @@ _NCCL_NAMES = {
 
 
 def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> str:
-    """Writes this rank's last operations on zeropg groups into a file and returns its path. No communication.
+    """Writes this rank's last operations on zeropg groups into a file and returns its path. Does not communicate.
 
-    path: the file, which is replaced. None: what TORCH_FR_DUMP_TEMP_FILE says, else `zeropg_trace_rank_` in the folder
-    for temporary files, with the rank behind it; torch's analyzer wants the rank at the end of each name.
+    path: the file, which is replaced. Default: the name in TORCH_FR_DUMP_TEMP_FILE, else `zeropg_trace_rank_` in the
+      folder for temporary files, followed by the rank: torch's analyzer wants the rank at the end of each name.
+
     Raises ValueError without a default process group, OSError when the file cannot be written.
     """
     if not dist.is_initialized():

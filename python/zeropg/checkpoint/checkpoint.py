@@ -57,7 +57,7 @@ def save_checkpoint(
     rank_extra: Any = None,
     async_save: bool = False,
 ) -> PendingCheckpoint | None:
-    """Writes what `load_checkpoint` needs to go on at any world size and stage. Collective.
+    """Writes what `load_checkpoint` needs to go on at any world size and stage. All ranks must call.
 
     The directory holds safetensors files with whole tensors under the model's own names: parameters (the masters, in
     their precision), persistent buffers, and each optimizer state under "name/key"; what each rank's compression still
@@ -71,19 +71,19 @@ def save_checkpoint(
     Args:
         directory: the same on every rank; made if it does not exist.
         model: a module that `fully_shard` has sharded, in any stage.
-        optimizer: what `shard_optimizer` returned for it; or a sequence or a dict by name of several, of the same or
-            of different classes, whose state then stands under "optimizer's name/name/key". Those of a sequence are
-            called "0", "1", ...; a sequence of one is as the one itself.
+        optimizer: what `shard_optimizer` returned for the model. Several optimizers, of the same or of different
+            classes, are given as a sequence or as a dict by name; their state then stands under "optimizer's
+            name/name/key". Those of a sequence are called "0", "1", ...; a sequence of one counts as that one.
         extra: scheduler, scaler, counters ...: nested dicts, lists and tuples of None, bool, int, float, str, tensors
-            and numpy arrays. Rank 0's is saved.
+            and numpy arrays. Rank 0's value is saved.
         rank_extra: the same kind of value, one per rank: random states, the sampler's position.
-        async_save: copy everything to host memory (as much as this rank's part of the files), return, and write in the
-            background. The directory must be shared by all ranks. The next save or load waits for it, and so does the
-            interpreter's exit. An error is raised by `wait`, or else by the next save or load. A rank without a sign of
-            life for 60 s, or for the group's timeout where that is shorter, is an error.
+        async_save: True: copy everything to host memory (as much as this rank's part of the files), return, and write
+            in the background. All ranks must see the directory. The next save or load waits for this one, and so does
+            the interpreter's exit. `wait` raises an error of it, or else the next save or load does. A rank without a
+            sign of life for 60 s, or for the group's timeout where that is shorter, is an error.
 
     Returns:
-        With async_save, the save that is going on; None otherwise.
+        With async_save the `PendingCheckpoint`, on which `wait` and `done` can be called; None otherwise.
 
     Raises:
         TypeError: an argument does not fit; for `extra` the message names the place in the structure.
@@ -112,7 +112,7 @@ def save_checkpoint(
 def load_checkpoint(
     directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None
 ) -> tuple[Any, Any]:
-    """Sets model and optimizer from what `save_checkpoint` wrote, at whatever world size and stage. Collective.
+    """Sets model and optimizer from what `save_checkpoint` wrote, at any world size and stage. All ranks must call.
 
     Each rank reads its own byte ranges, and checks the checksums of the chunks that they lie in. Masters, parameters,
     persistent buffers, the optimizer's state and param groups (learning rate and so on) become what they were. So do
@@ -120,14 +120,15 @@ def load_checkpoint(
 
     Args:
         directory: seen by every rank, with the same content.
-        model: sharded, of the same architecture: the same names and shapes. Other floating dtypes are cast.
-        optimizer: of the same class, with the same parameters in each param group; of several, each under the name that
-            it was saved by. None leaves the saved state alone; given where none was saved, it stays as it is, with a
-            warning.
+        model: a sharded model with the same names and shapes. Other floating dtypes are cast.
+        optimizer: an optimizer of the same class, with the same parameters in each param group; several, each under the
+            name by which it was saved. With None the saved state is not read. An optimizer of which nothing was saved
+            stays as it is, with a warning.
 
     Returns:
         (extra, rank_extra) as they were passed to `save_checkpoint`, tensors on the CPU. rank_extra is what the rank of
-        the same number saved; None on a rank that did not exist then. Rank 0 warns when the world size has changed.
+        the same number saved; None on a rank that did not exist then. Rank 0 warns when the world size has changed and
+        some rank had saved one.
 
     Raises:
         FileNotFoundError: no checkpoint there; the message says what is there instead.
@@ -177,7 +178,7 @@ def _together_own(group: dist.ProcessGroup, action: Callable[[], tuple[Any, Any]
 
 
 class PendingCheckpoint:
-    """A save that goes on in the background, from `save_checkpoint(async_save=True)`."""
+    """A save that goes on in the background; `save_checkpoint(async_save=True)` returns it."""
 
     def __init__(self, save: _Save) -> None:
         self._save = save
@@ -189,13 +190,13 @@ class PendingCheckpoint:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not. Never waits."""
+        """Returns whether the save has ended, with or without an error. Never waits."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until the checkpoint is committed, or raises what went wrong, once; the same error on every rank.
+        """Waits until the checkpoint is committed. Raises the save's error, once; it is the same on every rank.
 
-        timeout: seconds, after which TimeoutError is raised; the save goes on. Not collective.
+        Ranks may call it or not. timeout: seconds after which it raises TimeoutError; the save goes on.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():

@@ -16,10 +16,11 @@ from zeropg.sharding.state import state_of
 
 
 def ema(model: nn.Module, decay: float = 0.999) -> WeightAverage:
-    """Averages the weights of a sharded model exponentially, as torch.optim.swa_utils.AveragedModel does with
-    get_ema_multi_avg_fn(decay), which cannot copy a sharded model. All ranks must call.
+    """Returns an exponential average of a sharded model's weights. All ranks must call.
 
-    Each rank averages the masters that it owns: in every stage 1/world_size of the parameters, in their masters' dtype.
+    It does what torch.optim.swa_utils.AveragedModel does with get_ema_multi_avg_fn(decay), which cannot copy a sharded
+    model. Each rank averages the masters that it owns: in every stage 1/world_size of the parameters, in the masters'
+    dtype.
 
         average = zeropg.ema(model, 0.999)
         for batch in batches:
@@ -62,8 +63,8 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def average_parameters(self) -> Iterator[None]:
-        """Inside the `with` the model has the averaged weights, and afterwards its own, to the bit: to evaluate, export
-        or save it. What is written to parameters inside is written to the averages; buffers are the model's."""
+        """Gives the model the averaged weights inside the `with`, to evaluate, export or save it; afterwards it has its
+        own again, to the bit. A write to parameters inside is a write to the averages. Buffers stay the model's."""
         self._check_not_swapped("average_parameters")
         self._swap()
         self._is_swapped = True
@@ -74,10 +75,11 @@ class WeightAverage:
             self._is_swapped = False
 
     def state_dict(self, *, rank0_only: bool = True) -> dict[str, Any]:
-        """Returns what `load_state_dict` takes at any world size and stage, e.g. save_checkpoint(extra=...): averages
-        as whole tensors on the CPU, under the model's names.
+        """Returns what `load_state_dict` takes at any world size and stage, e.g. for save_checkpoint(extra=...).
 
-        rank0_only: the other ranks of the group get no tensors.
+        It holds the averages as whole tensors on the CPU, under the model's names, and the number of updates.
+
+        rank0_only: True: all ranks but rank 0 of the group get no tensors.
         """
         self._check_not_swapped("state_dict")
         with self.average_parameters():

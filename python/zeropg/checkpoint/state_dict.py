@@ -21,10 +21,14 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Returns the model's state dict with whole tensors on the CPU. All ranks must call.
 
-    Parameters come from the masters, in their dtype, or cast to `dtype` (floating tensors, buffers too). Tied
-    parameters share one tensor. One unit is gathered at a time.
+    Parameters come from the masters. Tied parameters share one tensor. One flat parameter is gathered at a time.
 
-    rank0_only: the other ranks of the group return {}.
+    Args:
+        model: a module that `fully_shard` has sharded, in any stage.
+        dtype: floating tensors, also buffers, are cast to it; default: the masters' dtypes, and the buffers' own.
+        rank0_only: True: all ranks but rank 0 of the group return {}. False: every rank returns everything.
+
+    Raises ValueError for a model that is not sharded.
     """
     state = state_of(model, "full_state_dict")
     state.core.settle_writes("full_state_dict")
@@ -57,10 +61,14 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: b
     """Returns the whole state of a sharded optimizer under the user's parameter names. All ranks must call.
 
     The layout is that of FSDP's full optimizer state dict: `{"state": {name: {key: value}}, "param_groups": [{"params":
-    [names], "lr": ...}]}`. State per element is a CPU tensor of the parameter's shape; parameters that never had a
+    [names], "lr": ...}]}`. State per element is a CPU tensor of the parameter's shape. Parameters that never had a
     gradient have no entry. One tensor is gathered at a time.
 
-    rank0_only: the other ranks of the group return {}.
+    Args:
+        optimizer: what `shard_optimizer` returned.
+        rank0_only: True: all ranks but rank 0 of the group return {}. False: every rank returns everything.
+
+    Raises TypeError for another optimizer.
     """
     operation = "full_optimizer_state_dict"
     if not isinstance(optimizer, ShardedOptimizer):
@@ -112,9 +120,16 @@ def load_full_state_dict(
 ) -> Any:
     """Sets parameters and buffers from whole tensors. All ranks must call. Returns (missing_keys, unexpected_keys).
 
-    broadcast_from_rank0: only rank 0's dict is read; the others may pass {}.
+    Args:
+        model: a module that `fully_shard` has sharded, in any stage.
+        state_dict: whole tensors under the model's names, the same on every rank.
+        strict: whether missing and unexpected entries are an error.
+        broadcast_from_rank0: only rank 0's dict is read, and must hold tensors only; the other ranks may pass {}.
 
-    Raises RuntimeError as nn.Module.load_state_dict does for missing, unexpected (strict) or misshapen entries.
+    Raises:
+        ValueError: `model` is not sharded.
+        TypeError: with broadcast_from_rank0, an entry is no tensor.
+        RuntimeError: an entry has another shape, or (strict) is missing or unexpected, as in nn.Module.load_state_dict.
     """
     state = state_of(model, "load_full_state_dict")
     if broadcast_from_rank0:

@@ -29,7 +29,7 @@ def save_16bit_weights(
     dtype: torch.dtype = torch.bfloat16,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Writes the model's weights in 16 bits in Hugging Face's safetensors layout. Collective.
+    """Writes the model's weights in 16 bits in Hugging Face's safetensors layout. All ranks must call.
 
     The result is `model.safetensors`, or `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. It
     holds what `module.to(dtype).state_dict()` would: floating parameters (from their masters) and persistent floating
@@ -42,7 +42,7 @@ def save_16bit_weights(
     one is complete, and stays when anything fails.
 
     Args:
-        model: a module that `fully_shard` has sharded, in any stage; to be called on every rank of its group.
+        model: a module that `fully_shard` has sharded, in any stage.
         directory: the same on every rank; made if it does not exist. Files get mode 0600.
         dtype: torch.bfloat16 or torch.float16.
         max_shard_size: most bytes of tensors in one file: a number, or text like "5GB" (1000s) or "5GiB" (1024s). A

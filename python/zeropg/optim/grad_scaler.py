@@ -20,9 +20,9 @@ _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth
 class GradScaler:
     """Keeps float16 gradients away from zero and infinity: `torch.amp.GradScaler` for sharded optimizers.
 
-    The loss is multiplied by a scale, the gradients are divided by it before the step. A step with a gradient that is
-    not finite on any rank is left out on all of them, and the scale shrinks; after `growth_interval` good steps it
-    grows. All ranks must call `unscale_` and `step` alike.
+    The loss is multiplied by a scale, and the gradients are divided by it before the step. If a gradient is not finite
+    on any rank, all ranks leave the step out and the scale shrinks; after `growth_interval` good steps it grows. All
+    ranks must call `unscale_` and `step`.
 
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)                # only if the gradients are read or clipped
@@ -32,9 +32,12 @@ class GradScaler:
 
     Args:
         init_scale: the scale to begin with.
-        growth_factor, backoff_factor: what the scale is multiplied by, > 1 and < 1.
-        growth_interval: steps.
-        enabled: False makes every call do as if there were no scaler.
+        growth_factor: what the scale is multiplied by to grow, more than 1.
+        backoff_factor: what the scale is multiplied by to shrink, between 0 and 1.
+        growth_interval: good steps in a row before the scale grows.
+        enabled: False makes every call behave as if there were no scaler.
+
+    Raises ValueError for numbers out of range.
     """
 
     def __init__(
@@ -113,7 +116,10 @@ class GradScaler:
             sharded.gradient_factor = 1.0  # also where the step did not come to use it
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapts the scale to what the steps since the last update have met, or sets it."""
+        """Adapts the scale to the gradients that the steps since the last update have met, or sets it to `new_scale`.
+
+        Does not communicate. Raises RuntimeError when there was no step() or unscale_() since the last update.
+        """
         if not self._enabled:
             return
         before = self._scale
@@ -139,14 +145,15 @@ class GradScaler:
         self._stepped.clear()
 
     def get_scale(self) -> float:
-        """The scale; 1.0 when not enabled."""
+        """Returns the scale; 1.0 when not enabled."""
         return self._scale if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
+        """Whether the scaler does anything."""
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: numbers only; {} when not enabled."""
+        """Returns what torch's GradScaler does: numbers only; {} when not enabled."""
         return {key: getattr(self, f"_{key.lstrip('_')}") for key in _KEYS} if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

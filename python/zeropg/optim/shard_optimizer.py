@@ -70,16 +70,20 @@ def shard_optimizer(
 ) -> torch.optim.Optimizer:
     """Makes an optimizer that steps only what this rank owns of a model that `fully_shard` has sharded.
 
-    Adam, AdamW and SGD on CPU run on zeropg's fused kernels (the result differs from torch's by rounding only); the
-    other elementwise classes of torch.optim run unchanged over flat views. A class of your own is taken if it says
-    `zeropg_elementwise = True`: an element's update then depends on its own parameter, gradient and state alone.
+    Adam, AdamW and SGD on CPU run on zeropg's fused kernels (the result differs from torch's by rounding only). The
+    other elementwise classes of torch.optim run unchanged over flat views. So does a class of your own that says
+    `zeropg_elementwise = True`: it promises that an element's update depends on the element's own parameter, gradient
+    and state alone.
 
     The returned optimizer shares the param_groups dictionaries, hooks and state of `optimizer`, so learning-rate
-    schedulers made before still act; `optimizer.step()` itself raises from then on. State that `optimizer` already
-    holds is cut up.
+    schedulers that were made before still act; `optimizer.step()` itself raises from then on. State that `optimizer`
+    already holds is cut into the ranks' shards.
+
+    With a model that has `offload_optimizer` all ranks must call, since they reserve room together; otherwise it does
+    not communicate. All ranks must call `step()` of the result.
 
     Args:
-        optimizer: over parameters of `model`, before or after `fully_shard`.
+        optimizer: made over parameters of `model`, before or after `fully_shard`.
         model: what `zeropg.fully_shard` returned.
         overlap_step: must be None or False.
 
@@ -88,9 +92,6 @@ def shard_optimizer(
         ValueError: the optimizer holds a parameter that is not the model's.
         NotImplementedError: the class, or `capturable`, `differentiable` or `overlap_step=True`, cannot work on shards.
         OSError: on every rank, where one has no room for the state in its offload directory.
-
-    Not collective, but for a model with `offload_optimizer`, whose ranks reserve room together. `step()` of the result
-    is: all ranks must call it.
     """
     if overlap_step not in (None, False, True):
         raise TypeError(f"[zeropg] shard_optimizer: overlap_step is {overlap_step!r}, expected None, False or True")

@@ -1,4 +1,4 @@
-"""The agreement of `_agreement.together` through the group's store: for a thread that must not start a collective.
+"""The agreement of `agreement.together` through the group's store: for a thread that must not start a collective.
 
 Collectives are matched by their order, which belongs to the thread that trains. A store has names instead: each step of
 each agreement has keys of its own. A rank that takes long shows that it lives by raising a counter.

@@ -19,15 +19,22 @@ Shard = tuple[str, torch.Tensor, int, int]
 
 @contextlib.contextmanager
 def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[None]:
-    """Makes every parameter whole on every rank inside the `with`. All ranks must enter and leave.
+    """Makes every parameter whole on every rank inside the `with`: its own shape and dtype. All ranks must enter and
+    leave.
 
-    writable: what is written inside becomes the parameters' value, also after an exception. Every rank must write the
-      same: RuntimeError on all of them otherwise. Elements that are not changed keep their masters' full precision.
-      Without it, write access raises RuntimeError in stage 3; in stages 0 to 2, where parameters are always whole, it
-      is a write like any other.
+    Needs memory for the whole model where parameters are not shared inside the node.
 
-    Needs memory for the whole model where parameters are not shared inside the node. Raises OSError on every rank where
-    one of them cannot write its masters to their file (offload_optimizer): make the model anew, from a checkpoint.
+    Args:
+        model: a module that `fully_shard` has sharded, in any stage.
+        writable: True: what is written inside becomes the parameters' value, also after an exception. Every rank must
+            write the same values. Elements that are not changed keep their masters' full precision. False: a write
+            raises RuntimeError in stage 3; in stages 0 to 2, where parameters are always whole, it counts as any other.
+
+    Raises:
+        ValueError: `model` is not sharded.
+        RuntimeError: on every rank, where ranks have written different values.
+        OSError: on every rank, where one cannot write its masters to their file (offload_optimizer). Make the model
+            anew, from a checkpoint.
     """
     core = state_of(model, "full_parameters").core
     depth = core.full_depth
@@ -41,12 +48,14 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
 
 @contextlib.contextmanager
 def full_gradients(model: nn.Module) -> Iterator[None]:
-    """Makes every `.grad` whole and readable on every rank inside the `with`: the averaged gradient, [shape of the
-    parameter] in the master's dtype. All ranks must enter.
+    """Makes every `.grad` whole on every rank inside the `with`. All ranks must enter.
 
-    What is written to it inside, alike on all ranks, is the gradient afterwards. In stages 2 and 3 that is so when the
-    outermost `with` ends: a backward that would add to it, and clip_grad_norm_, unscale_, step and
-    zero_grad(set_to_none=False) raise RuntimeError inside; forward and torch.autograd.grad may be called.
+    `.grad` is the averaged gradient then, in the parameter's shape and the master's dtype. What is written to it
+    inside, alike on all ranks, is the gradient afterwards; in stages 2 and 3 it is so from the end of the outermost
+    `with` on. Forward and torch.autograd.grad may be called inside.
+
+    Raises ValueError for a model that is not sharded. Inside, in stages 2 and 3, a backward that would add to `.grad`
+    raises RuntimeError, and so do clip_grad_norm_, unscale_, step and zero_grad(set_to_none=False).
     """
     state = state_of(model, "full_gradients")
     state.full_gradients_depth += 1
@@ -62,10 +71,13 @@ def full_gradients(model: nn.Module) -> Iterator[None]:
 def local_shards(model: nn.Module) -> Iterator[Shard]:
     """Yields (name, tensor, start, stop) for the part of each parameter that this rank owns. Does not communicate.
 
-    tensor: 1-D, the master's elements [start, stop) of the flattened parameter; a live view, which raises RuntimeError
-      when it is written: `writable_shards` is for that; numpy(), torch.save and collectives may read it. With masters
-      in a file (offload_optimizer) a copy on the CPU instead, read when it is asked for. Over all ranks every parameter
-      is covered exactly once, in every stage.
+    Over all ranks every parameter is covered exactly once, in every stage.
+
+    tensor: [stop - start] in the master's dtype: elements [start, stop) of the flattened parameter. It is a live view;
+      numpy(), torch.save and collectives may read it, and a write to it raises RuntimeError (`writable_shards` takes
+      writes). With masters in a file (offload_optimizer) it is a copy on the CPU, read when the iterator comes to it.
+
+    Raises ValueError for a model that is not sharded.
     """
     core = state_of(model, "local_shards").core
     core.refresh_own_masters()
@@ -79,13 +91,13 @@ def local_shards(model: nn.Module) -> Iterator[Shard]:
 
 @contextlib.contextmanager
 def writable_shards(model: nn.Module) -> Iterator[list[Shard]]:
-    """Gives what `local_shards` yields as a list of tensors to write to. All ranks must enter and leave.
+    """Gives the list of what `local_shards` yields, with tensors that may be written. All ranks must enter and leave.
 
-    What is written is published to all ranks when the `with` ends, also after an exception: masters, and in each
-    parameter's own dtype what forwards read. Each rank writes its own part, so ranks need not write alike. Forward,
-    full_parameters and steps raise RuntimeError inside.
+    When the `with` ends, also after an exception, what was written is published to all ranks: to the masters, and in
+    each parameter's own dtype to what forwards read. Each rank writes its own part, so ranks need not write alike. With
+    masters in a file (offload_optimizer) the list holds copies of all of this rank's masters in memory.
 
-    With masters in a file (offload_optimizer) the list holds copies of all of this rank's masters in memory.
+    Raises ValueError for a model that is not sharded. Inside, forward, full_parameters and steps raise RuntimeError.
     """
     state = state_of(model, "writable_shards")
     state.check_outside_writable_shards("writable_shards")
@@ -117,7 +129,9 @@ def _own_masters(core: _C.ShardedModule) -> Iterator[tuple[_C.FlatGroup, str, in
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulates gradients without communication inside the `with`; the first backward after it reduces the sum.
 
-    Stages 2 and 3 hold whole gradients meanwhile, which is said once. All ranks must run the same number of backwards.
+    Entering does not communicate, but all ranks must run the same number of backwards inside and after it. In stages 2
+    and 3 each rank holds whole gradients meanwhile (a warning on rank 0 says so once). Raises ValueError for a model
+    that is not sharded.
     """
     state = state_of(model, "no_sync")
     if state.core.stage >= 2 and not state.has_said_full_gradients:
@@ -141,11 +155,21 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales all gradients so that their total norm is at most max_norm; returns the norm before. All ranks must call.
 
-    The norm is that of the averaged gradient of the whole model, summed in fp64 in one order: the same bits on every
-    rank and in every stage.
+    The norm is that of the averaged gradient of the whole model. It is summed in fp64 in one order, so it has the same
+    bits on every rank and in every stage.
 
-    Returns a scalar tensor in the masters' dtype. Raises RuntimeError for a norm that is inf or nan with
-    error_if_nonfinite.
+    Args:
+        model: a module that `fully_shard` has sharded, in any stage.
+        max_norm: at least 0.
+        norm_type: p of the p-norm, more than 0; float("inf") for the largest magnitude.
+        error_if_nonfinite: raise instead of scaling by a norm that is inf or nan.
+
+    Returns:
+        A scalar tensor in the masters' dtype, on the CPU.
+
+    Raises:
+        ValueError: `model` is not sharded, or a number is out of range.
+        RuntimeError: called inside `full_gradients` (stages 2, 3); or the norm is inf or nan, with error_if_nonfinite.
     """
     state = state_of(model, "clip_grad_norm_")
     state.check_outside_full_gradients("clip_grad_norm_")

@@ -61,7 +61,11 @@ class FullyShardedModule(nn.Module):
                     parameter.grad = torch.zeros_like(parameter.grad)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, from full tensors, in every stage; masters take the values at full precision. Collective."""
+        """Sets parameters and buffers from whole tensors, in every stage, as nn.Module's does. All ranks must call.
+
+        Masters take the values in the dictionary's own precision. Raises NotImplementedError with assign=True, and on a
+        unit of a sharded model.
+        """
         if assign:
             raise NotImplementedError(
                 "[zeropg] load_state_dict(assign=True) would replace sharded parameters; use assign=False."
@@ -105,37 +109,43 @@ def fully_shard(
 ) -> nn.Module:
     """Shards a module over the ranks of a process group, in place. All ranks must call.
 
-    Afterwards the module is trained as before; its optimizer goes through `zeropg.shard_optimizer`. Parameters keep
-    identity, names and shapes. Rank 0's values win.
+    Afterwards the module is trained as before, with its optimizer from `zeropg.shard_optimizer`. Parameters keep
+    identity, names and shapes. All ranks get the values of rank 0.
 
     Args:
-      module: the model. Called on a submodule first, that submodule becomes a unit of the model that is sharded later.
-      stage: what is sharded. 0: nothing (as DDP); 1: masters and optimizer state; 2: gradients too; 3: parameters too.
-      mesh: a one-dimensional DeviceMesh, or
-      process_group: the group to shard over, of any backend; default: the world.
-      units: what is made whole together: submodules, their names or classes. Default: the children of every
-        nn.ModuleList, repeated blocks in nn.Sequential and nn.ModuleDict, and children of nn.Sequential with a million
-        elements or more; what remains belongs to the root.
-      ignored_params: left alone: neither sharded nor reduced.
-      param_dtype: dtype of computation, seen in `p.dtype`; default: each parameter's own. 16-bit parameters have fp32
-        masters, which are what is updated and saved. Floating inputs of the model are cast to it.
-      reduce_dtype: dtype of gradients on the wire; default: the masters' (fp32, or fp64).
-      buffer_dtype: floating buffers are cast to it; default: as they are.
-      offload_optimizer: where optimizer state, and masters that are apart from the parameters, are kept between steps:
-        "cpu" (host memory; on a CPU model nothing changes), a directory on a local disk, or a `zeropg.Offload`. Where
-        the parameter is the master (fp32 without param_dtype), only the state goes there. Losses stay the same to the
-        bit. With a disk: Adam, AdamW and SGD.
-      offload_params: "cpu" is legal on a CPU model, where it changes nothing; nothing else is available.
-      compression: how gradients are encoded between ranks, e.g. `zeropg.compression.BlockQuant(4)`; default: not at
-        all. Needs fp32 masters, a group of zeropg and tensors on the CPU. With error feedback each rank keeps up to 4
-        bytes per parameter more.
-      reshard_after_forward: stage 3: False keeps a unit whole from its forward to its backward (memory for speed).
+        module: the model. A submodule on which `fully_shard` was called before becomes a unit of the model.
+        stage: what is sharded. 0: nothing (as DDP); 1: masters and optimizer state; 2: gradients too; 3: parameters
+            too.
+        mesh: the group to shard over as a one-dimensional DeviceMesh; or
+        process_group: as a group of any backend. Default: the world.
+        units: what is made whole together: submodules, their names or classes. Default: the children of every
+            nn.ModuleList, repeated blocks in nn.Sequential and nn.ModuleDict, and children of nn.Sequential with a
+            million elements or more. All other parameters belong to the root.
+        ignored_params: parameters that are left alone, neither sharded nor reduced.
+        param_dtype: dtype of computation, seen in `p.dtype`; default: each parameter's own. 16-bit parameters have fp32
+            masters, which steps update and checkpoints save. Floating inputs of the model are cast to it.
+        reduce_dtype: dtype of gradients between ranks; default: the masters' (fp32, or fp64).
+        buffer_dtype: dtype to which floating buffers are cast; default: they stay as they are.
+        offload_optimizer: where optimizer state, and masters that are apart from the parameters, are kept between
+            steps: "cpu" (host memory; on a CPU model nothing changes), a directory on a local disk, or a
+            `zeropg.Offload`. Where the parameter is the master (fp32 without param_dtype), only the state goes there.
+            Losses stay the same to the bit. A disk serves Adam, AdamW and SGD.
+        offload_params: "cpu" is accepted on a CPU model, where it changes nothing; nothing else is available.
+        compression: how gradients are encoded between ranks, e.g. `zeropg.compression.BlockQuant(4)`; default: not at
+            all. It needs fp32 masters, a group of zeropg and tensors on the CPU. With error feedback each rank keeps up
+            to 4 bytes per parameter more.
+        reshard_after_forward: stage 3: False keeps a unit whole from its forward to its backward, which takes memory
+            and saves time.
 
-    Returns the same module, whose class is a subclass of both its own class and `zeropg.FullyShardedModule`.
+    Returns:
+        The same module. Its class becomes a subclass of both its own class and `zeropg.FullyShardedModule`.
 
-    Raises ValueError for a module without parameters, a stage other than 0 to 3, both mesh and process_group, or
-    models that differ between ranks, and what compression cannot serve; OSError on every rank for an offload directory
-    that one of them cannot use or fill; NotImplementedError for what is not available.
+    Raises:
+        TypeError: `module` is no module, or a dtype is not floating.
+        ValueError: the module has no parameters or is sharded already, the stage is not 0 to 3, both mesh and
+            process_group are given, models differ between ranks, or compression cannot serve the model.
+        OSError: on every rank, where one cannot use or fill its offload directory.
+        NotImplementedError: an argument or a kind of parameter is not available.
     """
     group = _group(mesh, process_group)
     with _failing_together(group):
@@ -193,7 +203,8 @@ def fully_shard(
 def register_forward_method(module: nn.Module, method_name: str) -> None:
     """Lets a method other than `forward` be called on a sharded model or one of its units, after `fully_shard`.
 
-    Parameters are whole while it runs, as in a call of the module. Not collective; all ranks should register alike.
+    Parameters are whole while the method runs, as in a call of the module. Registering does not communicate; all ranks
+    should register the same methods.
 
     Raises:
         ValueError: the module is neither sharded nor a unit, or has no such method.

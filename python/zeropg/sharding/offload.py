@@ -20,15 +20,17 @@ _MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """A place outside of the memory that computes.
+    """A place outside of the memory that computes: the value of `fully_shard(offload_optimizer=)`.
 
-    device: "cpu": host memory; on a model that computes on the CPU this changes nothing. "nvme": a file on a local
-      disk.
-    path: for "nvme": an existing directory of this rank; jobs and ranks may share one. The file has no name in it, mode
-      0600, and is gone when the process ends, however it ends.
-    buffer_bytes: memory through which a step passes what is in the file; it does not grow with the model.
-    threads: that read and write the file.
-    pin_memory: for "cpu" beside a GPU: page-locked, so that copies overlap.
+    Args:
+        device: "cpu": host memory; on a model that computes on the CPU it changes nothing. "nvme": a file on a local
+            disk.
+        path: for "nvme": an existing directory of this rank; jobs and ranks may share one. The file has no name in it
+            and mode 0600; it is gone when the process ends, however it ends.
+        buffer_bytes: bytes of memory through which a step passes what is in the file; at least 48 KiB. They do not grow
+            with the model.
+        threads: threads that read and write the file; at least 1.
+        pin_memory: for "cpu" beside a GPU: whether host memory is page-locked, so that copies overlap.
 
     Raises ValueError for other devices, a path that is missing or out of place, or numbers out of range.
     """

@@ -23,10 +23,11 @@ _OPERATIONS = (
 _IN_BLOCKS = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
 
 _DESCRIPTION = """
-Runs the schedules of all ranks of one collective in this process, over a model of nodes and links: the bytes on each
-link are counted, and the time is that of the model (latency + bytes / bandwidth per message, barriers and memory within
-a node). Every algorithm that serves the nodes is shown; * marks the planner's choice. What is too large to run gets the
-time of the planner's cost formula, and says so. It is how a cluster is judged before there is one.
+Computes what one collective would cost on nodes that need not exist. It runs the schedules of all ranks in this
+process, over a model of nodes and links. It counts the bytes on each link; the time is the model's: latency + bytes /
+bandwidth per message, and barriers and memory within a node. It shows every algorithm that serves these nodes; * marks
+the one that a group would choose. A schedule that is too large to run gets the time of the cost formula, and the output
+says so.
 """
 _EXAMPLES = """
 examples:
@@ -36,7 +37,8 @@ examples:
   python -m zeropg simulate --ranks 2048 --nodes 256 --size 1G             larger than any machine here
   python -m zeropg simulate --ranks 8 --nodes 2 --links                    bytes from each node to each other one
 
-sizes are nccl-tests': the whole buffer, of all blocks where an operation has blocks
+Sizes are nccl-tests': that of the whole buffer, of all blocks where an operation has blocks.
+
 status: 0; 2 wrong options
 """
 
@@ -163,25 +165,27 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
         allow_abbrev=False,
     )
     what = parser.add_argument_group("what")
-    what.add_argument("--op", choices=_OPERATIONS, default="all_reduce", help="(default all_reduce)")
-    what.add_argument("--size", type=byte_count, default=16 << 20, help="of the buffer: 64K, 16M (default 16M)")
+    what.add_argument("--op", choices=_OPERATIONS, default="all_reduce", help="operation (default all_reduce)")
+    what.add_argument("--size", type=byte_count, default=16 << 20, help="bytes of the buffer: 64K, 16M (default 16M)")
     where = parser.add_argument_group("where")
-    where.add_argument("--ranks", type=int, default=8, help="in all (default 8)")
-    where.add_argument("--nodes", type=int, default=2, help="that they are spread over evenly (default 2)")
-    where.add_argument("--placement", type=_numbers(int), help="instead: the ranks of each node, e.g. 4,4,2")
+    where.add_argument("-n", "--ranks", type=int, default=8, help="ranks in all (default 8)")
+    where.add_argument("--nodes", type=int, default=2, help="nodes, over which the ranks are spread evenly (default 2)")
+    where.add_argument(
+        "--placement", type=_numbers(int), help="ranks of each node, in place of --ranks and --nodes: 4,4,2"
+    )
     where.add_argument(
         "--node-gbps",
         type=_numbers(float),
         default=[1.25],
-        help="1e9 bytes/s of a node's link, or of each (default 1.25)",
+        help="1e9 bytes/s of a node's link; one for all, or one each: 1.25,0.6 (default 1.25)",
     )
-    where.add_argument("--hop-us", type=float, default=30.0, help="latency between nodes (default 30: TCP)")
+    where.add_argument("--hop-us", type=float, default=30.0, help="us of latency between nodes (default 30: TCP)")
     where.add_argument(
-        "--memory-gbps", type=float, default=20.0, help="a core's copying, read plus written (default 20)"
+        "--memory-gbps", type=float, default=20.0, help="1e9 bytes/s that a core copies, read plus written (default 20)"
     )
-    where.add_argument("--barrier-us", type=float, default=2.0, help="of a node's ranks (default 2)")
+    where.add_argument("--barrier-us", type=float, default=2.0, help="us of a barrier of a node's ranks (default 2)")
     output = parser.add_argument_group("output")
-    output.add_argument("--links", action="store_true", help="also bytes from each node to each other one")
+    output.add_argument("--links", action="store_true", help="also print the bytes from each node to each other node")
     output.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(arguments)
     if options.placement is None:

@@ -16,17 +16,21 @@ import zeropg
 from zeropg.tools import machine
 
 _DESCRIPTION = """
-Under torchrun: the topology of the group of all its ranks, as `zeropg.topology()` gives it; with --measure also the
-latency and bandwidth of messages between each pair of ranks, one pair at a time. Alone: this machine as one node.
+Shows which ranks share a node. Under torchrun it prints the topology of the group of all ranks, as zeropg.topology()
+gives it; with --measure it also times messages between each pair of ranks, one pair at a time. Without torchrun it
+shows this machine as one node.
 """
 _EXAMPLES = """
 examples:
-  python -m zeropg topo                                                     this machine's identity
+  python -m zeropg topo                                                     this machine as one node
   torchrun --standalone --nproc-per-node 4 -m zeropg topo --measure         four ranks of this machine
   torchrun --nnodes 2 --nproc-per-node 4 ... -m zeropg topo --measure       before a run: are the links as expected?
 
-ZEROPG_HOST_ID says which ranks share a node where the probe is wrong (containers that share a boot id), and
-ZEROPG_DOMAIN_ID which of those share a cache or the way to their memory; bars stand between domains.
+Where the probe is wrong (containers that share a boot id), set ZEROPG_HOST_ID: ranks with equal values share a node.
+ZEROPG_DOMAIN_ID does the same for ranks of a node that share a cache or the way to their memory (a domain). In the
+output bars stand between domains.
+
+status: 0; 2 wrong options
 """
 _SMALL_BYTES = 8
 _LARGE_BYTES = 1 << 20
@@ -126,6 +130,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--measure", action="store_true", help="time messages between each pair of ranks")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--measure", action="store_true", help="also time messages between each pair of ranks")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser.parse_args(arguments)

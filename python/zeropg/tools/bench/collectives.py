@@ -21,15 +21,22 @@ from zeropg.tools.quantities import byte_count
 _PLACES = ("out_of_place", "in_place")  # in this order in the file
 
 _DESCRIPTION = """
-Times the operations of the process group, zeropg beside its peers, on the CPUs of this machine (or, under torchrun, of
-all its ranks). Time is the slowest rank's, per iteration; the columns are nccl-tests', all sizes in bytes and all
-bandwidths in 1e9 bytes/s. Behind them, in place where there is that: the median, the 99th percentile, how near the
-median comes to the lower bound, and how many times as long as a copy of the whole size by all ranks at once it takes.
-Bound and copy are measured in the same rounds, by all ranks at once: the bound reads and writes as many bytes as the
-operation must, as fast as the fastest of three loops does (a copy, an update in place, a copy inside the buffer).
+Times the operations of the process group, zeropg beside its peers. It starts its ranks on this machine; under torchrun
+it uses torchrun's. Time is that of the slowest rank, per iteration. The columns are nccl-tests', with all sizes in
+bytes and all bandwidths in 1e9 bytes/s. Four more columns follow, of the operation in place where it has that:
 
-peers: zeropg, gloo; zeropg_arena: zeropg on tensors in the memory that ranks share; openmpi: Open MPI by mpi4py, whose
-mpirun then starts the ranks (requirements/bench.txt).
+  p50, p99  the median and the 99th percentile
+  %bound    how near the median comes to the lower bound: the time to read and write the bytes that the operation must,
+            at the speed of the fastest of three loops (a copy, an update in place, a copy inside the buffer)
+  x copy    the median over the time of a copy of the whole size
+
+All ranks at once measure bound and copy, in the same rounds.
+
+peers:
+  zeropg        on ordinary tensors
+  zeropg_arena  zeropg on tensors in the memory that ranks share
+  gloo          on ordinary tensors
+  openmpi       Open MPI by mpi4py, whose mpirun then starts the ranks (requirements/bench.txt)
 """
 _EXAMPLES = """
 examples:
@@ -41,7 +48,7 @@ examples:
   python -m zeropg bench collectives -n 1 --op dist_all_reduce -b 4 -e 4  latency through torch.distributed's Python
   torchrun --nnodes 2 --nproc-per-node 2 ... -m zeropg bench collectives  ranks on two machines
 
-status: 0 measured; 1 a result was wrong or a rank failed; 2 wrong options; 3 others were using the CPUs
+status: 0 measured; 1 a result was wrong or a rank failed; 2 wrong options; 3 other programs used the CPUs
 """
 
 
@@ -224,37 +231,54 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     what = parser.add_argument_group("what")
     what.add_argument(
-        "--op", type=harness.choice(tuple(CASES)), default=["all_reduce"], help=f"comma list or all: {', '.join(CASES)}"
+        "--op",
+        type=harness.choice(tuple(CASES)),
+        default=["all_reduce"],
+        help=f"operations, with commas, or all: {', '.join(CASES)} (default all_reduce)",
     )
     what.add_argument(
         "-d",
         "--datatype",
         type=harness.choice(tuple(DTYPES)),
         default=["float"],
-        help=f"in turn, as peers are: {', '.join(DTYPES)}",
+        help=f"dtypes, with commas, or all; they take turns: {', '.join(DTYPES)} (default float)",
     )
     what.add_argument(
-        "-o", "--redop", type=harness.choice(tuple(REDUCTIONS)), default=["sum"], help=", ".join(REDUCTIONS)
+        "-o",
+        "--redop",
+        type=harness.choice(tuple(REDUCTIONS)),
+        default=["sum"],
+        help=f"reductions, with commas, or all: {', '.join(REDUCTIONS)} (default sum)",
     )
-    what.add_argument("-b", "--minbytes", dest="b", type=byte_count, default=8, help="smallest size (default 8)")
-    what.add_argument("-e", "--maxbytes", dest="e", type=byte_count, default=64 << 20, help="largest (default 64M)")
-    what.add_argument("-f", "--stepfactor", dest="f", type=int, default=4, help="between two sizes (default 4)")
-    what.add_argument("-n", "--ranks", dest="n", type=int, default=2, help="processes to start (default 2)")
+    what.add_argument(
+        "-b", "--minbytes", dest="b", type=byte_count, default=8, help="smallest size in bytes (default 8)"
+    )
+    what.add_argument(
+        "-e", "--maxbytes", dest="e", type=byte_count, default=64 << 20, help="largest size in bytes (default 64M)"
+    )
+    what.add_argument("-f", "--stepfactor", dest="f", type=int, default=4, help="factor between two sizes (default 4)")
+    what.add_argument("-n", "--ranks", dest="n", type=int, default=2, help="ranks to start (default 2)")
     what.add_argument(
         "--peers",
         type=harness.choice(tuple(BACKENDS)),
         default=["zeropg", "gloo"],
-        help=f"in turn; the first is compared with the others: {', '.join(BACKENDS)} (default zeropg,gloo)",
+        help=f"with commas: {', '.join(BACKENDS)}; the first is compared with the others (default zeropg,gloo)",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--rounds", type=int, default=5, help="each peer's turns at each size (default 5)")
+    how.add_argument("--rounds", type=int, default=5, help="turns of each peer at each size (default 5)")
     how.add_argument("--iterations", type=int, default=20, help="timed calls per turn (default 20)")
-    how.add_argument("-w", "--warmup", dest="w", type=int, default=5, help="calls before each turn (default 5)")
     how.add_argument(
-        "--turn-seconds", type=float, default=1.0, help="fewer calls where a turn would take longer (default 1.0)"
+        "-w", "--warm-up", "--warmup", dest="w", type=int, default=5, help="calls before each turn (default 5)"
     )
     how.add_argument(
-        "--beside", type=int, default=0, metavar="N", help="N more processes that never wait, as data loaders may be"
+        "--turn-seconds", type=float, default=1.0, help="make fewer calls where a turn would take longer (default 1.0)"
+    )
+    how.add_argument(
+        "--beside",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also run N processes that keep CPUs busy, as data loaders may (default 0)",
     )
     how.add_argument("--raw", type=Path, metavar="FILE", help="write every round too, as nccl-tests' JSON")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

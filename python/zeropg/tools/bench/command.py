@@ -9,7 +9,7 @@ import sys
 SUITES = {
     "collectives": (
         "zeropg.tools.bench.collectives",
-        "operations of the process group beside gloo, in nccl-tests' columns",
+        "operations of the process group beside gloo and Open MPI, in nccl-tests' columns",
     ),
     "groups": ("zeropg.tools.bench.groups", "the time to make a process group, beside gloo"),
     "optimizer": (
@@ -23,16 +23,22 @@ SUITES = {
 }
 
 _HELP = """
-Every suite proves its results against a reference first, alternates the peers inside one run, prints medians with
-their spread, and puts versions, CPUs, limits and load above them. Where others keep the CPUs busy it claims no ratio
-and ends with status 3, unless --even-if-busy says otherwise; the output is then marked.
+Every suite first proves its results against a reference. It alternates the peers inside one run, prints medians with
+their spread, and puts versions, CPUs, limits and load above them. If other programs keep the CPUs busy, it claims no
+ratio and ends with status 3; with --even-if-busy it goes on, and marks the output.
 
 examples:
   python -m zeropg bench collectives -n 2                       all-reduce, 8 B to 64 MiB, zeropg beside gloo
   python -m zeropg bench collectives --op all -d all -e 1M      every operation and dtype
+  python -m zeropg bench groups -n 4                            the time until a new group works
   python -m zeropg bench optimizer --threads 2                  AdamW beside torch.optim's three forms
+  python -m zeropg bench offload --path /mnt/nvme               a disk, and a step whose state lies there
+  python -m zeropg bench compression                            what every codec costs, loses and saves
   python -m zeropg bench train --rounds 3                       stages 0 to 3 beside DDP and FSDP2
+  python -m zeropg bench table                                  the figures in benchmarks/results, as Markdown
   make bench                                                    the whole set, with plots, into benchmarks/results
+
+python -m zeropg bench SUITE --help explains a suite and lists its options.
 """
 
 

@@ -20,18 +20,18 @@ from zeropg.tools.bench.results import Row, Spread, ratios
 from zeropg.tools.quantities import byte_count
 
 _DESCRIPTION = """
-Times each codec on one core, beside copying the floats; int8 and int4 also beside the same rounding written in torch's
-operations. First these must decode to what block-wise rounding to the nearest code gives, and every codec's residual
-must be what it lost. Bandwidths are of the uncompressed floats, in 1e9 bytes/s. `pays below` is the link on which
-sending the codes, with encoding before and decoding after, takes as long as sending the floats: on a slower one
-compression wins.
+Times each codec on one core, beside copying the floats. int8 and int4 also stand beside the same rounding written in
+torch's operations; first they must decode to what block-wise rounding to the nearest code gives. The residual of every
+codec must be what the encoding lost. Bandwidths are of the uncompressed floats, in 1e9 bytes/s. `pays below` is the
+bandwidth of a link on which sending the codes, with encoding before and decoding after, takes as long as sending the
+floats: on a slower link compression wins.
 """
 _EXAMPLES = """
 examples:
   python -m zeropg bench compression                       every codec, 16 MiB of floats
-  python -m zeropg bench compression --codec int8,int4 --bytes 1M --block 64
+  python -m zeropg bench compression --codec int8,int4 --bytes 1M --block 64   blocks of 64
 
-status: 0 measured; 1 a result was wrong; 2 wrong options; 3 others were using the CPUs
+status: 0 measured; 1 a result was wrong; 2 wrong options; 3 other programs used the CPUs
 """
 
 
@@ -157,9 +157,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--codec",
         type=harness.choice(names),
         default=list(names),
-        help=f"comma list or all (default): {', '.join(names)}",
+        help=f"codecs, with commas, or all: {', '.join(names)} (default all)",
     )
-    parser.add_argument("--bytes", type=byte_count, default=16 << 20, help="of floats (default 16M)")
+    parser.add_argument("--bytes", type=byte_count, default=16 << 20, help="bytes of the floats (default 16M)")
     parser.add_argument("--block", type=int, default=256, help="elements per scale of int8 and int4 (default 256)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contestant (default 9)")
     options = parser.parse_args(arguments)

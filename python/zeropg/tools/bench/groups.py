@@ -20,16 +20,17 @@ STAGES = ("first", "further")  # the world's group, and another one beside it
 _TIMEOUT = timedelta(seconds=120)
 
 _DESCRIPTION = """
-Times on one machine how long ranks take to make a group that works: from the last rank's call to when the last rank has
-the result of a 4-byte all-reduce over the new group. First the world's group, as init_process_group makes it, then a
-further one, by new_group; the backends take turns, all is destroyed in between.
+Times how long the ranks of this machine take to make a group that works, zeropg beside gloo. The time runs from the
+last rank's call until the last rank has the result of a 4-byte all-reduce over the new group. The first group is the
+world's, by init_process_group; the further one is made by new_group. The backends take turns; all groups are destroyed
+in between.
 """
 _EXAMPLES = """
 examples:
   python -m zeropg bench groups                     16 ranks
-  python -m zeropg bench groups -n 4 --rounds 20
+  python -m zeropg bench groups -n 4 --rounds 20    4 ranks, more turns
 
-status: 0 measured; 1 a result was wrong or a rank failed; 2 wrong options; 3 others were using the CPUs
+status: 0 measured; 1 a result was wrong or a rank failed; 2 wrong options; 3 other programs used the CPUs
 """
 
 
@@ -150,9 +151,9 @@ def _time(make: Callable[[], Any], store: Any, rank: int, world_size: int) -> fl
 def _parse(arguments: list[str]) -> argparse.Namespace:
     output = "benchmarks/results/groups_16_ranks.json"
     parser = harness.make_parser("groups", _DESCRIPTION, _EXAMPLES, output=output)
-    parser.add_argument("-n", "--ranks", type=int, default=16, help="processes to start (default 16)")
-    parser.add_argument("--rounds", type=int, default=10, help="each backend's turns (default 10)")
-    parser.add_argument("--warm-up", type=int, default=2, help="turns before them (default 2)")
+    parser.add_argument("-n", "--ranks", type=int, default=16, help="ranks to start (default 16)")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each backend (default 10)")
+    parser.add_argument("-w", "--warm-up", type=int, default=2, help="turns before these (default 2)")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if min(options.ranks, options.rounds) < 1 or options.warm_up < 0:

@@ -47,7 +47,7 @@ def make_parser(suite: str, description: str, examples: str, *, output: str) -> 
     common.add_argument(
         "--even-if-busy",
         action="store_true",
-        help="measure and claim ratios although others use the CPUs; the output is marked",
+        help="measure and claim ratios although other programs use the CPUs; the output is marked",
     )
     return parser
 

@@ -25,16 +25,17 @@ from zeropg.tools.bench.results import Row, Spread, ratios
 from zeropg.tools.quantities import byte_count, count
 
 _DESCRIPTION = """
-Times the file tier at --path in one process. First its bandwidth: a vector is written and read back through it, beside
-plain pwrite and pread of one thread past the page cache. Then what it costs: an optimizer step with its state in the
-tier, beside the same step in memory; the parameters must come out the same to the bit before any time is believed.
+Times the file tier at --path in one process. First it measures the bandwidth: it writes a vector through the tier and
+reads it back, beside plain pwrite and pread of one thread past the page cache. Then it measures the cost: an optimizer
+step with its state in the tier, beside the same step in memory. Both steps must give the same parameters to the bit
+before any time is believed.
 """
 _EXAMPLES = """
 examples:
   python -m zeropg bench offload --path /mnt/nvme                          1 GiB, and 50 million parameters
-  python -m zeropg bench offload --path /mnt/nvme --threads 8 --buffer 256M
+  python -m zeropg bench offload --path /mnt/nvme --threads 8 --buffer 256M    more threads, larger buffers
 
-status: 0 measured; 1 a result was wrong; 2 wrong options; 3 others were using the CPUs
+status: 0 measured; 1 a result was wrong; 2 wrong options; 3 other programs used the CPUs
 """
 _PLAIN_PIECE = 4 << 20
 _BLOCKS = 8
@@ -215,10 +216,14 @@ def _model(numel: int, place: Any) -> tuple[Any, torch.optim.Optimizer]:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = harness.make_parser("offload", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/offload.json")
     parser.add_argument("--path", type=Path, required=True, help="an existing folder on the disk to measure")
-    parser.add_argument("--bytes", type=byte_count, default=1 << 30, help="of the vector (default 1G)")
-    parser.add_argument("--numel", type=count, default=50_000_000, help="parameters of the step (default 50M)")
-    parser.add_argument("--threads", type=int, default=4, help="that read and write (default 4)")
-    parser.add_argument("--buffer", type=byte_count, default=64 << 20, help="of the tier (default 64M)")
+    parser.add_argument("--bytes", type=byte_count, default=1 << 30, help="bytes of the vector (default 1G)")
+    parser.add_argument(
+        "--numel", type=count, default=50_000_000, help="number of parameters of the step: 100M (default 50M)"
+    )
+    parser.add_argument("--threads", type=int, default=4, help="threads that read and write the file (default 4)")
+    parser.add_argument(
+        "--buffer", type=byte_count, default=64 << 20, help="bytes of the tier's staging buffers (default 64M)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default 5)")
     options = parser.parse_args(arguments)
     if min(options.threads, options.rounds) < 1:

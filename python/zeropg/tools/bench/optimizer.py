@@ -20,18 +20,19 @@ from zeropg.tools.bench.results import Row, Spread, ratios
 from zeropg.tools.quantities import count
 
 _DESCRIPTION = """
-Times one optimizer step over flat masters in one process. zeropg's fused kernel takes gradients, updates master and
-state and writes the computation's 16-bit parameters in one pass over memory; torch.optim steps the same values with its
-for-loop, foreach and fused forms, and casts 16-bit gradients and parameters as mixed precision must. Bytes are what any
-of them must read and write; the bound is adding a number to a tensor in place in the same rounds.
+Times one optimizer step over flat masters in one process. zeropg's fused kernel takes the gradients, updates masters
+and state, and writes the 16-bit parameters of the computation, in one pass over memory. torch.optim steps the same
+values in its for-loop, foreach and fused forms; it casts 16-bit gradients and parameters, as mixed precision must.
+Bytes are those that any of them must read and write. The bound is adding a number to a tensor in place, in the same
+rounds.
 """
 _EXAMPLES = """
 examples:
   python -m zeropg bench optimizer                             AdamW, 50 million parameters, 1 thread
-  python -m zeropg bench optimizer --threads 4 --numel 100M    more of both
+  python -m zeropg bench optimizer --threads 4 --numel 100M    more threads and more parameters
   python -m zeropg bench optimizer --optimizer sgd --only float32
 
-status: 0 measured; 1 a result was wrong; 2 wrong options; 3 others were using the CPUs
+status: 0 measured; 1 a result was wrong; 2 wrong options; 3 other programs used the CPUs
 """
 _HYPERPARAMETERS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 _SGD = {"lr": 1e-3, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0}
@@ -218,13 +219,18 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = harness.make_parser(
         "optimizer", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/optimizer_1_thread.json"
     )
-    parser.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="(default adamw)")
-    parser.add_argument("--numel", type=count, default=50_000_000, help="parameters, e.g. 100M (default 50M)")
-    parser.add_argument("--threads", type=int, default=1, help="of the process (default 1)")
-    parser.add_argument("--rounds", type=int, default=5, help="each contestant's turns (default 5)")
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="optimizer (default adamw)"
+    )
+    parser.add_argument("--numel", type=count, default=50_000_000, help="number of parameters: 100M (default 50M)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the process (default 1)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default 5)")
     parser.add_argument("--iterations", type=int, default=3, help="steps per turn (default 3)")
     parser.add_argument(
-        "--only", action="append", choices=("float32", "bfloat16"), help="dtype of parameters and gradients"
+        "--only",
+        action="append",
+        choices=("float32", "bfloat16"),
+        help="dtype of parameters and gradients; may be repeated (default: both)",
     )
     options = parser.parse_args(arguments)
     if min(options.threads, options.rounds, options.iterations) < 1:

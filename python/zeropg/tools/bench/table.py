@@ -13,13 +13,14 @@ from zeropg.tools.bench.results import Row, read_results
 _Files = dict[str, tuple[dict[str, Any], list[Row]]]
 
 _DESCRIPTION = """
-Reads the files that the suites wrote into a folder and prints them as Markdown: how many times faster than gloo each
-operation is (median of the rounds; over a range of sizes the least and the largest median), and at the largest size the
-share of the lower bound and how many times a copy by all ranks it takes. Files that are not there are left out.
+Reads the files that the suites wrote into a folder, and prints them as Markdown. For each operation it says how many
+times as fast as gloo it is (the median of the rounds; over a range of sizes the least and the largest median). For the
+largest size it gives the share of the lower bound, and how many times as long as a copy by all ranks it takes. Files
+that are missing are left out.
 """
 _EXAMPLES = """
 examples:
-  python -m zeropg bench table                               benchmarks/results
+  python -m zeropg bench table                               the files in benchmarks/results
   python -m zeropg bench table --folder /tmp/mine
 
 status: 0 printed; 2 wrong options or no file
@@ -40,7 +41,12 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--folder", type=Path, default=Path("benchmarks/results"), help="(default benchmarks/results)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("benchmarks/results"),
+        help="folder with the JSON files (default benchmarks/results)",
+    )
     folder: Path = parser.parse_args(arguments).folder
     try:
         files = {file.stem: read_results(file) for file in sorted(folder.glob("*.json"))}

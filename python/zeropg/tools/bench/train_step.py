@@ -31,10 +31,10 @@ BASELINE = "ddp gloo"
 _SAME_LOSS = 1e-3  # relative, after the last step
 
 _DESCRIPTION = """
-Trains one GPT on the same batches with each implementation, in processes of its own, `--rounds` times in turn. The
-losses must agree before any time is believed. Figures are of the slowest (largest) rank: the median step, CPU seconds
-of all its threads per step, and its memory, which is the proportional set size at the end minus that before the model
-exists, so that pages which ranks share count once. Ratios are to DDP over gloo with torch's fused AdamW.
+Trains one GPT on the same batches with each implementation in turn, each time in processes of its own. The losses must
+agree before any time is believed. The figures are those of the slowest (for memory, the largest) rank: the median step;
+the CPU seconds of all its threads per step; and its memory, the proportional set size at the end minus that before the
+model exists, so that pages which ranks share count once. Ratios are to DDP over gloo with torch's fused AdamW.
 """
 _EXAMPLES = """
 examples:
@@ -42,7 +42,7 @@ examples:
   python -m zeropg bench train --only "zeropg stage 3" --rounds 1        that and the baseline, once
   python -m zeropg bench train --layers 12 --width 1024 --batch 1        175 million parameters
 
-status: 0 measured; 1 losses differ or a rank failed; 2 wrong options; 3 others were using the CPUs
+status: 0 measured; 1 losses differ or a rank failed; 2 wrong options; 3 other programs used the CPUs
 """
 
 
@@ -208,15 +208,18 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = harness.make_parser("train", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/train_step_2_ranks.json")
-    parser.add_argument("-n", "--ranks", type=int, default=2, help="processes to start (default 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="each implementation's turns (default 3)")
+    parser.add_argument("-n", "--ranks", type=int, default=2, help="ranks to start (default 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each implementation (default 3)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps per turn (default 8)")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before them (default 3)")
-    parser.add_argument("--layers", type=int, default=6, help="of the GPT (default 6)")
-    parser.add_argument("--width", type=int, default=512, help="its channels, a multiple of 64 (default 512)")
+    parser.add_argument("-w", "--warm-up", type=int, default=3, help="steps before these (default 3)")
+    parser.add_argument("--layers", type=int, default=6, help="blocks of the GPT (default 6)")
+    parser.add_argument("--width", type=int, default=512, help="channels of the GPT, a multiple of 64 (default 512)")
     parser.add_argument("--batch", type=int, default=2, help="sequences of 128 bytes per rank (default 2)")
     parser.add_argument(
-        "--only", action="append", choices=IMPLEMENTATIONS, help="besides the baseline; may be repeated (default: all)"
+        "--only",
+        action="append",
+        choices=IMPLEMENTATIONS,
+        help="run this one beside the baseline; may be repeated (default: all)",
     )
     parser.add_argument("--as-rank-of", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

@@ -13,13 +13,13 @@ from zeropg.tools.doctor import gpu, installation, network, node, self_test, sto
 from zeropg.tools.doctor.finding import Finding
 
 _DESCRIPTION = """
-Says what zeropg has been built with, what this machine lets it use, and why not. Each line is
+Shows what zeropg was built with, what this machine lets it use, and why not. Each line begins with
 
   ok    as it should be
   warn  works, but worse than it could or than one may expect
-  no    not available; the reason, and after -> what to do
+  no    not available; the reason follows, and after -> what to do
 
-It changes nothing: it writes and removes one block at --path, and starts two ranks that sum a tensor.
+It leaves nothing changed: it writes one block at --path and removes it, and starts two ranks that sum a tensor.
 """
 _EXAMPLES = """
 examples:
@@ -74,15 +74,17 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=int, default=ranks, help="to run on this machine (default here: %(default)s)")
+    parser.add_argument(
+        "-n", "--ranks", type=int, default=ranks, help="ranks that will run on this machine (default here: %(default)s)"
+    )
     parser.add_argument(
         "--path",
         type=Path,
         default=Path(),
         help="folder for checkpoints and offloaded state (default: the current one)",
     )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--no-self-test", action="store_true", help="start no ranks")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--no-self-test", action="store_true", help="do not start the two ranks")
     parser.add_argument("--self-test-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

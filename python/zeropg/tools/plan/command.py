@@ -16,14 +16,22 @@ from zeropg.tools.plan.shape import ModelShape, shape_of_config, shape_of_gpt
 from zeropg.tools.quantities import byte_count, count, size
 
 _DESCRIPTION = """
-Says what each rank of a training run will hold and send, from sizes alone: nothing is allocated, no rank is started.
-Memory is the peak of a step by kind and tier. Not in it: activations (the model's and the batch's), and about 300 MB of
-torch itself per process. Traffic is per step with one backward. Several values of --stage and --ranks make a table.
+Computes what each rank of a training run will hold and send. It needs sizes alone: it allocates nothing and starts no
+rank. Memory is the peak of a step, by kind and tier. Activations (of the model and the batch) and torch itself (about
+300 MB per process) are not in it. Traffic is that of a step with one backward. Several values of --stage or --ranks
+make a table.
 """
 _EXAMPLES = """
-kinds: parameters; masters (fp32, beside 16-bit parameters); optimizer (its state); gradients (kept for the step);
-  buckets (gradients on their way to other ranks); gathered (units that are whole, where ranks share no memory);
-  autograd (the largest single gradient); residuals (error feedback of compression); staging (the process group's own)
+kinds of memory:
+  parameters   what the forward reads
+  masters      fp32 parameters, beside 16-bit ones
+  optimizer    the optimizer's state
+  gradients    kept for the step
+  buckets      gradients on their way to other ranks
+  gathered     units that are whole, where ranks share no memory
+  autograd     the largest single gradient
+  residuals    error feedback of compression
+  staging      the process group's own
 
 examples:
   python -m zeropg plan --params 7e9 --ranks 8                             stage 3 in fp32 on one node of CPUs
@@ -32,7 +40,7 @@ examples:
   python -m zeropg plan --model ./Llama-3-8B --ranks 1,2,4,8 --memory 64G  does it fit? (a folder with a config.json)
   python -m zeropg plan --params 1e9 --ranks 8 --nodes 4 --compression int4 --node-gbps 1.25   seconds on 10 Gbit/s
 
-status: 0; 1 nothing of it fits into --memory; 2 wrong options
+status: 0; 1 none of the plans fits into --memory; 2 wrong options
 """
 _DTYPES = {
     "fp32": torch.float32,
@@ -188,25 +196,54 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
     )
     model = parser.add_argument_group("model")
     model.add_argument("--params", type=count, help="number of parameters: 7e9, 350M")
-    model.add_argument("--layers", type=int, help="with --params: units (default: as GPTs of that size have)")
-    model.add_argument("--model", help="a folder with a Hugging Face config.json, or a model's name")
-    run = parser.add_argument_group("run")
-    run.add_argument("--ranks", type=_list(1, 1 << 20), default=[2], help="processes; one or a list: 1,2,4 (default 2)")
-    run.add_argument("--nodes", type=int, default=1, help="that they are spread over evenly (default 1)")
-    run.add_argument("--stage", type=_list(0, 3), default=[3], help="0 to 3; one or a list (default 3)")
-    run.add_argument("--param-dtype", type=_dtype, help="of computation: bf16, fp16, fp32 (default: the parameters')")
-    run.add_argument("--reduce-dtype", type=_dtype, help="of gradients between ranks (default: the masters')")
-    run.add_argument("--optimizer", choices=OPTIMIZER_SLOTS, default="adamw", help="(default adamw)")
-    run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
-    run.add_argument("--backend", choices=("zeropg", "gloo", "nccl"), default="zeropg", help="(default zeropg)")
-    run.add_argument("--offload-optimizer", choices=("none", "cpu", "nvme"), default="none", help="masters and state")
-    run.add_argument(
-        "--compression", choices=("none", *named_codecs()), default="none", help="of gradients between nodes"
+    model.add_argument(
+        "--layers", type=int, help="units of the model of --params (default: as many as GPTs of that size have)"
     )
-    run.add_argument("--no-sync", action="store_true", help="accumulate gradients over several backwards")
+    model.add_argument(
+        "--model", help="instead of --params: a folder with a Hugging Face config.json, or a model's name"
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "-n", "--ranks", type=_list(1, 1 << 20), default=[2], help="ranks in all; one or a list: 1,2,4 (default 2)"
+    )
+    run.add_argument("--nodes", type=int, default=1, help="nodes, over which the ranks are spread evenly (default 1)")
+    run.add_argument(
+        "--stage",
+        type=_list(0, 3),
+        default=[3],
+        help="what is sharded: 0 nothing, 1 the optimizer, 2 also gradients, 3 also parameters; or a list (default 3)",
+    )
+    run.add_argument(
+        "--param-dtype", type=_dtype, help="dtype of computation: bf16, fp16, fp32 (default: the parameters')"
+    )
+    run.add_argument("--reduce-dtype", type=_dtype, help="dtype of gradients between ranks (default: the masters')")
+    run.add_argument("--optimizer", choices=OPTIMIZER_SLOTS, default="adamw", help="optimizer (default adamw)")
+    run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model computes (default cpu)")
+    run.add_argument(
+        "--backend", choices=("zeropg", "gloo", "nccl"), default="zeropg", help="process group (default zeropg)"
+    )
+    run.add_argument(
+        "--offload-optimizer",
+        choices=("none", "cpu", "nvme"),
+        default="none",
+        help="where masters and optimizer state lie between steps (default none: in memory)",
+    )
+    run.add_argument(
+        "--compression",
+        choices=("none", *named_codecs()),
+        default="none",
+        help="codec of gradients between nodes (default none)",
+    )
+    run.add_argument(
+        "--no-sync", action="store_true", help="gradients are accumulated over several backwards, inside no_sync"
+    )
     compare = parser.add_argument_group("beside it")
-    compare.add_argument("--memory", type=byte_count, help="of a node, or with --device cuda of a GPU: 64G")
-    compare.add_argument("--node-gbps", type=float, help="1e9 bytes/s that a node can send: adds seconds per step")
+    compare.add_argument(
+        "--memory",
+        type=byte_count,
+        help="memory of a node (with --device cuda: of a GPU), to say whether the plan fits: 64G",
+    )
+    compare.add_argument("--node-gbps", type=float, help="1e9 bytes/s that a node can send, to add seconds per step")
     compare.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(arguments)
     if (options.params is None) == (options.model is None):
