@@ -239,7 +239,8 @@ void greet_peers(RemoteTransport& network, const Session& session) {
   network.greet();
   auto next_tick = Clock::now() + kTick;
   constexpr std::chrono::milliseconds kNow{0};
-  for (std::vector<int32_t> silent = network.silent_for(kNow); !silent.empty(); silent = network.silent_for(kNow)) {
+  for (std::vector<int32_t> silent = network.liveness().silent_for(kNow); !silent.empty();
+       silent = network.liveness().silent_for(kNow)) {
     const auto now = Clock::now();
     if (now >= next_tick || now >= session.deadline) {
       session.tick(silent);
@@ -248,7 +249,7 @@ void greet_peers(RemoteTransport& network, const Session& session) {
     TORCH_CHECK_WITH(DistBackendError, now < session.deadline, network.name(), ": no answer from ",
                      format_ranks(silent), " in time; look at what those ranks were doing, or raise the timeout");
     for (const int32_t peer : silent) {
-      const RemoteState state = network.state_of(peer);
+      const RemoteState state = network.liveness().state_of(peer);
       if (state.is_lost || state.state == RankState::kFailed) {
         const std::string& why = state.is_lost ? state.loss : state.failure;
         throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", peer, ": ", why), peer);

@@ -126,7 +126,7 @@ TEST(UcxWire, WhoDoesNotKnowTheSecretIsNotHeard) {
     honest.progress();
   }
   EXPECT_EQ(heard, truth);
-  EXPECT_EQ(network.state_of(1).state, RankState::kAlive);
+  EXPECT_EQ(network.liveness().state_of(1).state, RankState::kAlive);
 }
 
 }  // namespace
