@@ -88,8 +88,8 @@ const auto handlers_at_load = signal_handlers();  // the default ones, or a sani
 TEST(UcxWire, SaysWhyDevicesCannotBeUsed) {
   if (machine_has_rdma()) GTEST_SKIP() << "this machine's devices may well be usable";
   EXPECT_EQ(UcxWire::probe_rdma("/nowhere", /*has_device=*/false).obstacle, "");
-  const RdmaProbe probe = UcxWire::probe_rdma("/nowhere", /*has_device=*/true);
-  EXPECT_FALSE(probe.is_usable);
+  const WireProbe probe = UcxWire::probe_rdma("/nowhere", /*has_device=*/true);
+  EXPECT_FALSE(probe.is_viable);
   EXPECT_NE(probe.obstacle.find("UCX"), std::string::npos) << probe.obstacle;
 }
 
