@@ -32,12 +32,14 @@ def test_cpp(binary: Path | None) -> None:
     assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
 
 
-def test_the_suites_of_ucx_run_where_its_wheel_is() -> None:
-    """Without UCX they have no instance, which nobody would miss."""
-    pytest.importorskip("libucx", reason="the wheel libucx-cu13 is not installed")
+def test_the_suites_of_transports_run_on_every_wire_that_can_be_used_here() -> None:
+    """Without its library a wire's suites have no instance, which nobody would miss."""
+    from tests.wires import USABLE_WIRES
+
     if not BINARIES:
         pytest.skip(f"no C++ tests in {BUILD}")
-    command = [BUILD / "tests" / "backend" / "transport" / "network" / "ucx_wire_test", "--gtest_list_tests"]
-    listed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout
-    for suite in ("Ucx/TransportSuite", "Ucx/NetworkSuite"):
-        assert suite in listed, listed
+    for name in USABLE_WIRES:
+        command = [BUILD / "tests" / "backend" / "transport" / "network" / f"{name}_wire_test", "--gtest_list_tests"]
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout
+        for suite in ("TransportSuite", "NetworkSuite"):
+            assert f"{name.capitalize()}/{suite}" in listed, listed

@@ -109,6 +109,7 @@ ALLOWED: dict[str, set[str]] = {
         "backend/platform/process",
         "backend/diagnostics",
         "backend/topology",
+        "backend/transport/network",
         "backend/collectives/reduce",
         "backend/collectives/select",
         "backend/simulator",
@@ -245,6 +246,22 @@ def test_no_folder_is_too_large_to_look_over() -> None:
     files = {path.relative_to(ROOT) for top in ("python/zeropg", "tests") for path in (ROOT / top).rglob("*.py")}
     counts = Counter(folder(path) for path in [*sources(), *files] if path.name != "__init__.py")
     assert not {name: count for name, count in counts.items() if count > MOST_FILES}
+
+
+def test_a_wire_is_its_source_a_line_of_the_registry_its_suites_and_a_row() -> None:
+    network = ROOT / "backend" / "transport" / "network"
+    names = {path.name.removesuffix("_wire.h") for path in network.glob("*_wire.h")}
+    registry = (network / "registry.cpp").read_text()
+    assert set(re.findall(r'^    \{"(\w+)", ', registry, re.MULTILINE)) == names
+    readme = (network.parent / "README.md").read_text()
+    assert set(re.findall(r"^\| `network/(\w+)_wire`", readme, re.MULTILINE)) == names
+    tests = {path.name.removesuffix("_wire_test.cpp") for path in (ROOT / "tests").rglob("*_wire_test.cpp")}
+    assert tests == names
+    headers = {f'"backend/transport/network/{name}_wire.h"' for name in names}
+    users = {path for path in sources() if headers & set(includes(path))}
+    assert users == {
+        (network / f"{name}.cpp").relative_to(ROOT) for name in ["registry", *(f"{n}_wire" for n in names)]
+    }
 
 
 def test_schedules_and_codecs_include_no_torch() -> None:

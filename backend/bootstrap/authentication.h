@@ -12,7 +12,7 @@
 #include <string>
 #include <string_view>
 
-#include "backend/bootstrap/hmac_sha256.h"
+#include "backend/transport/network/hmac_sha256.h"
 
 namespace zeropg {
 

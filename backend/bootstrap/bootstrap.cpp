@@ -8,19 +8,15 @@
 #include <utility>
 
 #include "backend/bootstrap/authentication.h"
+#include "backend/bootstrap/join_network.h"
 #include "backend/bootstrap/node_admission.h"
 #include "backend/bootstrap/store_exchange.h"
-#include "backend/bootstrap/tcp_mesh.h"
-#include "backend/diagnostics/format_ranks.h"
-#include "backend/diagnostics/notices.h"
 #include "backend/diagnostics/peer_lost.h"
 #include "backend/platform/memory/pages.h"
 #include "backend/platform/process/doorbell.h"
 #include "backend/topology/cpu_domain_probe.h"
 #include "backend/topology/topology.h"
 #include "backend/topology/topology_probe.h"
-#include "backend/transport/network/tcp_wire.h"
-#include "backend/transport/network/ucx_wire.h"
 
 namespace zeropg {
 
@@ -174,106 +170,21 @@ void join(const Session& session, BootstrapResult* result) {
   result->channel = std::make_shared<DescriptorChannel>(session.rank, session.world_size, std::move(peers), false);
 }
 
-// TCP to every rank of another node; those with a lower rank listen.
-std::unique_ptr<Wire> join_tcp(StoreExchange& store_exchange, const std::vector<int32_t>& peers, const Session& session,
-                               const BootstrapOptions& options) {
-  MeshPlan plan{.rank = session.rank,
-                .group = session.group,
-                .secret = session.place.secret,
-                .network_id = probe_network_id(),
-                .to = {},
-                .from = {},
-                .addresses = std::vector<TcpAddress>(static_cast<size_t>(session.world_size))};
-  for (const int32_t peer : peers) (peer < session.rank ? plan.to : plan.from).push_back(peer);
-  TcpAddress own{.port = 0, .network_id = plan.network_id, .hosts = local_addresses(options.interfaces)};
-  const Descriptor listener = listen_tcp(&own.port);
-  const AddressKey key{session.group, session.place.secret};
-  const std::vector<std::string> addresses = store_exchange.exchange_addresses(encode(own), plan.to, key);
-  for (const int32_t peer : plan.to) plan.addresses[peer] = decode_tcp_address(addresses[peer]);
-  return std::make_unique<TcpWire>(connect_mesh(listener, plan, session.deadline, session.tick));
-}
-
-// The key of a pair for this group's life: both nonces enter it, so nothing that was recorded earlier fits.
-std::string pair_key(const Session& session, int32_t lower, int32_t higher, const std::string& lower_nonce,
-                     const std::string& higher_nonce) {
-  const std::string pair = session.group + "/" + std::to_string(lower) + "<" + std::to_string(higher);
-  const Digest key = hmac_sha256(session.place.secret, "zeropg ucx key1" + lower_nonce + higher_nonce + pair);
-  return {key.begin(), key.end()};
-}
-
-Seal seal_with(const std::string& key, std::span<const std::byte> message) {
-  const Digest digest = hmac_sha256(key, {reinterpret_cast<const char*>(message.data()), message.size()});
-  Seal seal;
-  std::copy_n(digest.begin(), seal.size(), seal.begin());
-  return seal;
-}
-
-std::unique_ptr<Wire> join_ucx(StoreExchange& store_exchange, const std::vector<int32_t>& peers, const Session& session,
-                               const BootstrapOptions& options) {
-  const auto keys = std::make_shared<std::vector<std::string>>(session.world_size);  // by peer; shared with the wire
-  auto wire =
-      UcxWire::make({.root = options.ucx_root,
-                     .rank = session.rank,
-                     .world_size = session.world_size,
-                     .seal = [keys, rank = session.rank](int32_t from, int32_t to, std::span<const std::byte> message) {
-                       return seal_with((*keys)[static_cast<size_t>(from == rank ? to : from)], message);
-                     }});
-  const Nonce nonce = random_nonce();
-  const std::string own(nonce.data(), nonce.size());
-  const AddressKey key{session.group, session.place.secret};
-  const std::vector<std::string> addresses = store_exchange.exchange_addresses(own + wire->address(), peers, key);
-  for (const int32_t peer : peers) {
-    const std::string& address = addresses[static_cast<size_t>(peer)];
-    TORCH_CHECK_WITH(DistBackendError, address.size() > sizeof(Nonce), "the address of rank ", peer,
-                     " in the store is damaged");
-    const std::string theirs = address.substr(0, sizeof(Nonce));
-    (*keys)[static_cast<size_t>(peer)] = peer < session.rank ? pair_key(session, peer, session.rank, theirs, own)
-                                                             : pair_key(session, session.rank, peer, own, theirs);
-    wire->connect(peer, address.substr(sizeof(Nonce)));
-  }
-  return wire;
-}
-
-// Until every peer answered: then they all have what this rank left in the store for them.
-void greet_peers(RemoteTransport& network, const Session& session) {
-  network.greet();
-  auto next_tick = Clock::now() + kTick;
-  constexpr std::chrono::milliseconds kNow{0};
-  for (std::vector<int32_t> silent = network.silent_for(kNow); !silent.empty(); silent = network.silent_for(kNow)) {
-    const auto now = Clock::now();
-    if (now >= next_tick || now >= session.deadline) {
-      session.tick(silent);
-      next_tick = now + kTick;
-    }
-    TORCH_CHECK_WITH(DistBackendError, now < session.deadline, network.name(), ": no answer from ",
-                     format_ranks(silent), " in time; look at what those ranks were doing, or raise the timeout");
-    for (const int32_t peer : silent) {
-      const RemoteState state = network.state_of(peer);
-      if (state.is_lost || state.state == RankState::kFailed) {
-        const std::string& why = state.is_lost ? state.loss : state.failure;
-        throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", peer, ": ", why), peer);
-      }
-    }
-    if (network.progress() || !network.arm()) continue;
-    pollfd entry{network.descriptor(), POLLIN, 0};
-    poll_until({&entry, 1}, std::min(session.deadline, next_tick));
-  }
-}
-
-void join_network(StoreExchange& store_exchange, NetworkKind kind, const Session& session,
-                  const BootstrapOptions& options, BootstrapResult* result) {
-  const Topology& topology = result->topology;
-  RemoteTransportOptions network{
-      .rank = session.rank, .world_size = session.world_size, .peers = {}, .window_bytes = options.window_bytes};
+NetworkPlan plan_network(const Session& session, const Topology& topology, const BootstrapOptions& options) {
+  NetworkPlan plan{.rank = session.rank,
+                   .world_size = session.world_size,
+                   .peers = {},
+                   .window_bytes = options.window_bytes,
+                   .group = session.group,
+                   .secret = session.place.secret,
+                   .interfaces = options.interfaces,
+                   .library_root = options.library_root,
+                   .deadline = session.deadline,
+                   .tick = session.tick};
   for (int32_t peer = 0; peer < session.world_size; ++peer) {
-    if (topology.node_rank[peer] != topology.node_rank[session.rank]) network.peers.push_back(peer);
+    if (topology.node_rank[peer] != topology.node_rank[session.rank]) plan.peers.push_back(peer);
   }
-  auto wire = kind == NetworkKind::kUcx ? join_ucx(store_exchange, network.peers, session, options)
-                                        : join_tcp(store_exchange, network.peers, session, options);
-  // Peers that this rank has answered may go on while it still waits for others. Should it fail here, they hear why.
-  result->network = std::make_unique<RemoteTransport>(std::move(wire), std::move(network));
-  greet_peers(*result->network, session);
-  store_exchange.withdraw_address();
+  return plan;
 }
 
 void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, const BootstrapOptions& options,
@@ -283,9 +194,9 @@ void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, co
   own.bank_bytes = options.bank_bytes;
   own.mailbox_bytes = options.mailbox_bytes;
   own.window_bytes = options.window_bytes;
-  own.network = static_cast<int64_t>(options.network);
-  const RdmaProbe rdma = options.network == NetworkKind::kTcp ? RdmaProbe() : UcxWire::probe_rdma(options.ucx_root);
-  own.has_rdma = options.network == NetworkKind::kAutomatic && rdma.is_usable ? 1 : 0;
+  const WireOffer offer = offer_wires(options.network, options.library_root);
+  own.network = options.network;
+  own.wires = offer.names();
   own.has_secret = options.secret.empty() ? 0 : 1;
   own.host_id = options.host_id.empty() ? probe_host_id() : options.host_id;
   own.domain_id = options.domain_id.empty() ? probe_domain_id() : options.domain_id;
@@ -315,23 +226,8 @@ void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, co
                   .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes, options.mailbox_bytes},
                   .pool_bytes = options.pool_bytes};
   if (result->topology.node_count() > 1) {
-    const auto kind = static_cast<NetworkKind>(map.network);
-    // The map is not signed, and UCX opens a port that parses bytes before they are proven.
-    const bool is_offered = kind == NetworkKind::kUcx ? options.network == NetworkKind::kUcx || own.has_rdma != 0
-                                                      : options.network != NetworkKind::kUcx;
-    TORCH_CHECK_WITH(DistBackendError, is_offered,
-                     "the map in the store names a network that this rank did not offer; somebody else writes to it");
-    if (own.has_rdma != 0 && kind == NetworkKind::kTcp) {
-      notice("network", c10::str("[zeropg rank ", rank, "/", world_size,
-                                 "] this rank has RDMA but not every other one, so bytes between nodes go over TCP; "
-                                 "`python -m zeropg doctor` on each node says what is missing."));
-    } else if (!rdma.obstacle.empty()) {
-      notice("network", c10::str("[zeropg rank ", rank, "/", world_size, "] this machine has RDMA but cannot use it (",
-                                 rdma.obstacle,
-                                 "), so bytes between nodes go over TCP; `python -m zeropg doctor` says what to do, "
-                                 "BackendOptions(network=\"tcp\") that it is meant so."));
-    }
-    join_network(store_exchange, kind, session, options, result);
+    const WireEntry& wire = chosen_wire(map.network, offer, rank, world_size);
+    join_network(wire, plan_network(session, result->topology, options), store_exchange, &result->network);
   }
   if (session.local_rank == 0) {
     host(session, store_exchange, listener, result);

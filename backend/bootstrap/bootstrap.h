@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "backend/topology/topology.h"
-#include "backend/transport/network/network_kind.h"
+#include "backend/transport/network/registry.h"
 #include "backend/transport/network/remote_transport.h"
 #include "backend/transport/shm/shm_arena.h"
 #include "backend/transport/shm/tensor_pool.h"
@@ -28,8 +28,8 @@ struct BootstrapOptions {
   int64_t mailbox_bytes = 0;
   int64_t pool_bytes = kShareOfMemory;      // of the tensor pool, for each rank
   int64_t window_bytes = int64_t{1} << 20;  // per stream to a rank on another node
-  NetworkKind network = NetworkKind::kAutomatic;
-  std::string ucx_root;    // see ucx_library.h
+  std::string network{kAutomaticNetwork};   // or a wire's name
+  std::string library_root;                 // see WireOptions
   std::string interfaces;  // names (or their beginnings) of those to use between nodes, by commas; empty: all
 };
 

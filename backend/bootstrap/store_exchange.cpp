@@ -17,7 +17,7 @@
 #include "backend/diagnostics/printable.h"
 #include "backend/diagnostics/wait_graph.h"
 #include "backend/platform/process/signal_check.h"
-#include "backend/transport/network/network_kind.h"
+#include "backend/transport/network/registry.h"
 
 namespace zeropg {
 namespace {
@@ -41,42 +41,42 @@ std::string rank_key(int32_t rank) { return "zeropg/rank/" + std::to_string(rank
 std::string present_key(int32_t rank) { return "zeropg/present/" + std::to_string(rank); }
 std::string broken_key(int32_t rank) { return "zeropg/broken/" + std::to_string(rank); }
 
-struct SharedField {
-  const char* name;
-  int64_t RankRecord::*value;
-};
+std::string shown(int64_t value) { return std::to_string(value); }
+std::string shown(const std::string& text) {
+  constexpr size_t kMaxShownBytes = 64;
+  return printable(text, kMaxShownBytes);
+}
 
-// These must be the same on every rank; `records` are in rank order.
-void check_same(const std::vector<RankRecord>& records) {
-  static constexpr SharedField kFields[] = {{"the version of zeropg's bootstrap", &RankRecord::protocol},
-                                            {"world_size", &RankRecord::world_size},
-                                            {"bank_bytes", &RankRecord::bank_bytes},
-                                            {"mailbox_bytes", &RankRecord::mailbox_bytes},
-                                            {"window_bytes", &RankRecord::window_bytes},
-                                            {"network", &RankRecord::network},
-                                            {"whether a secret is given", &RankRecord::has_secret}};
-  for (const auto& [name, value] : kFields) {
-    std::vector<int32_t> differing;
-    for (size_t rank = 1; rank < records.size(); ++rank) {
-      if (records[rank].*value != records[0].*value) differing.push_back(static_cast<int32_t>(rank));
-    }
-    if (differing.empty()) continue;
-    C10_THROW_ERROR(DistBackendError,
-                    c10::str(name, " is ", records[0].*value, " on rank 0 but ", records[differing[0]].*value, " on ",
-                             format_ranks(differing), "; give every rank the same options"));
+// `records` are in rank order.
+template <typename Value>
+void check_same(const std::vector<RankRecord>& records, const char* name, Value RankRecord::*value) {
+  std::vector<int32_t> differing;
+  for (size_t rank = 1; rank < records.size(); ++rank) {
+    if (records[rank].*value != records[0].*value) differing.push_back(static_cast<int32_t>(rank));
   }
+  if (differing.empty()) return;
+  C10_THROW_ERROR(DistBackendError, c10::str(name, " is ", shown(records[0].*value), " on rank 0 but ",
+                                             shown(records[differing[0]].*value), " on ", format_ranks(differing),
+                                             "; give every rank the same options"));
+}
+
+void check_same(const std::vector<RankRecord>& records) {
+  check_same(records, "the version of zeropg's bootstrap", &RankRecord::protocol);
+  check_same(records, "world_size", &RankRecord::world_size);
+  check_same(records, "bank_bytes", &RankRecord::bank_bytes);
+  check_same(records, "mailbox_bytes", &RankRecord::mailbox_bytes);
+  check_same(records, "window_bytes", &RankRecord::window_bytes);
+  check_same(records, "network", &RankRecord::network);
+  check_same(records, "whether a secret is given", &RankRecord::has_secret);
 }
 
 GroupMap make_map(std::vector<RankRecord> records) {
   check_same(records);
   GroupMap map;
   if (records[0].has_secret == 0) map.secret = random_hex(32);
-  const bool have_all_rdma =
-      std::all_of(records.begin(), records.end(), [](const RankRecord& record) { return record.has_rdma != 0; });
-  map.network = records[0].network;
-  if (map.network == static_cast<int64_t>(NetworkKind::kAutomatic)) {
-    map.network = static_cast<int64_t>(have_all_rdma ? NetworkKind::kUcx : NetworkKind::kTcp);
-  }
+  std::vector<std::vector<std::string>> offers;
+  for (RankRecord& record : records) offers.push_back(std::move(record.wires));
+  if (const WireEntry* wire = common_wire(offers)) map.network = wire->name;
   for (RankRecord& record : records) {
     map.host_ids.push_back(std::move(record.host_id));
     map.domain_ids.push_back(std::move(record.domain_id));

@@ -12,6 +12,7 @@ namespace zeropg {
 namespace {
 
 constexpr size_t kMaxTextBytes = 1 << 16;
+constexpr int64_t kMaxWires = 64;
 
 class Writer {
  public:
@@ -22,6 +23,11 @@ class Writer {
   Writer& put(std::string_view text) {
     put(static_cast<int64_t>(text.size()));
     bytes_.append(text);
+    return *this;
+  }
+  Writer& put(const std::vector<std::string>& texts) {
+    put(static_cast<int64_t>(texts.size()));
+    for (const std::string& text : texts) put(text);
     return *this;
   }
   const std::string& bytes() const { return bytes_; }
@@ -43,6 +49,13 @@ class Reader {
     const int64_t bytes = number();
     if (bytes < 0 || static_cast<size_t>(bytes) > kMaxTextBytes) fail();
     return std::string(take(static_cast<size_t>(bytes)));
+  }
+  std::vector<std::string> texts(int64_t most) {
+    const int64_t count = number();
+    if (count < 0 || count > most) fail();
+    std::vector<std::string> texts;
+    for (int64_t i = 0; i < count; ++i) texts.push_back(text());
+    return texts;
   }
   void finish() const {
     if (!bytes_.empty()) fail();
@@ -71,8 +84,8 @@ Digest signature_of(const AddressKey& key, int32_t rank, std::string_view addres
 std::string encode(const RankRecord& record) {
   Writer writer;
   writer.put(record.protocol).put(record.world_size).put(record.bank_bytes).put(record.mailbox_bytes);
-  writer.put(record.window_bytes).put(record.network).put(record.has_rdma);
-  writer.put(record.has_secret).put(record.host_id).put(record.domain_id);
+  writer.put(record.window_bytes).put(record.has_secret).put(record.network).put(record.wires);
+  writer.put(record.host_id).put(record.domain_id);
   return writer.put(record.socket_name).bytes();
 }
 
@@ -84,9 +97,9 @@ RankRecord decode_record(std::string_view bytes) {
   record.bank_bytes = reader.number();
   record.mailbox_bytes = reader.number();
   record.window_bytes = reader.number();
-  record.network = reader.number();
-  record.has_rdma = reader.number();
   record.has_secret = reader.number();
+  record.network = reader.text();
+  record.wires = reader.texts(kMaxWires);
   record.host_id = reader.text();
   record.domain_id = reader.text();
   record.socket_name = reader.text();
@@ -108,7 +121,7 @@ GroupMap decode_map(std::string_view bytes, int32_t world_size) {
   GroupMap map;
   map.error = printable(reader.text(), kMaxTextBytes);
   map.secret = reader.text();
-  map.network = reader.number();
+  map.network = reader.text();
   if (!map.error.empty()) return map;
   for (int32_t rank = 0; rank < world_size; ++rank) map.host_ids.push_back(reader.text());
   for (int32_t rank = 0; rank < world_size; ++rank) map.domain_ids.push_back(reader.text());

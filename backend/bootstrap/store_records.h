@@ -11,14 +11,14 @@ namespace zeropg {
 
 // What a rank says of itself.
 struct RankRecord {
-  int64_t protocol = 4;  // of the bootstrap; all ranks must have the same
+  int64_t protocol = 5;  // of the bootstrap; all ranks must have the same
   int64_t world_size = 0;
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
   int64_t window_bytes = 0;
-  int64_t network = 0;     // NetworkKind: what the user asked for
-  int64_t has_rdma = 0;    // whether UCX with RDMA can be used here
-  int64_t has_secret = 0;  // whether the user gave one
+  int64_t has_secret = 0;          // whether the user gave one
+  std::string network;             // what the user asked for: "automatic" or a wire's name
+  std::vector<std::string> wires;  // names of those between nodes that can be used here
   std::string host_id;
   std::string domain_id;  // empty: none
   std::string socket_name;
@@ -31,7 +31,7 @@ struct GroupMap {
   std::vector<std::string> domain_ids;
   std::vector<std::string> socket_names;
   std::string secret;   // random, empty when the users gave theirs
-  int64_t network = 0;  // NetworkKind: what is used between nodes
+  std::string network;  // the name of the wire to use between nodes; empty: no wire can be used on all ranks
 };
 
 // How a rank lost another one.

@@ -49,7 +49,7 @@ WaitingCall InternodeFingerprints::of_this_rank() const { return std::bit_cast<W
 void InternodeFingerprints::compare_with_waiting() const {
   for (int32_t peer = 0; peer < static_cast<int32_t>(pairs_.size()); ++peer) {
     if (group_.is_on_this_node(peer)) continue;
-    const std::optional<WaitingCall> said = group_.network()->waiting_call_of(peer);
+    const std::optional<WaitingCall> said = group_.network()->liveness().waiting_call_of(peer);
     if (!said) continue;
     const auto theirs = std::bit_cast<CallHeader>(*said);
     if (theirs.sequence == sequence_) check_header(theirs, header(), group_.rank(), peer);

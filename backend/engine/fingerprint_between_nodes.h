@@ -8,7 +8,7 @@
 // takes any byte. So different calls are an error on every rank:
 // on those that compare at once, on the others when they hear of that failure or, where a rank expected nothing, when
 // it next receives from that peer. Where all would receive and none sends, their signs of life carry the headers (Note
-// [Waits] in remote_transport.h).
+// [Waits] in peer_liveness.h).
 #pragma once
 
 #include <cstddef>

@@ -109,7 +109,7 @@ void GroupContext::throw_if_failed() const {
 }
 
 void GroupContext::throw_if_peer_failed(const OperationLabel& label) {
-  bool has_news = network() != nullptr && network()->state_changes() > 0;
+  bool has_news = network() != nullptr && network()->liveness().state_changes() > 0;
   for (const int32_t peer : node()) {
     has_news = has_news || (peer != rank() && arena().state_of(local_rank(peer)) == RankState::kFailed);
   }
@@ -138,7 +138,7 @@ PeerStates GroupContext::peer_states() {
       add(peer, arena().state_of(local), [&] { return arena().failure_of(local); });
       continue;
     }
-    const RemoteState remote = network()->state_of(peer);
+    const RemoteState remote = network()->liveness().state_of(peer);
     add(peer, remote.state, [&] { return remote.failure; });
     if (remote.is_lost) {
       states.loss = states.dead.empty() ? remote.loss : states.loss;
@@ -241,7 +241,7 @@ std::string GroupContext::silence() const {
   if (bootstrap_.network == nullptr) {
     return "";
   }
-  const std::vector<int32_t> silent = bootstrap_.network->silent_for(kLimit);
+  const std::vector<int32_t> silent = bootstrap_.network->liveness().silent_for(kLimit);
   return silent.empty() ? "" : "; no sign of life from " + format_ranks(silent);
 }
 
@@ -265,8 +265,8 @@ WaitCulprits GroupContext::culprits_of(Lane lane, const std::vector<int32_t>& aw
   const Lane other = lane == Lane::kCollective ? Lane::kPointToPoint : Lane::kCollective;
   return find_culprits(rank(), awaited, [&](int32_t peer) -> std::vector<int32_t> {
     if (!is_on_this_node(peer)) {
-      const std::vector<int32_t> waits = network()->waits_of(peer, lane);
-      return waits.empty() ? network()->waits_of(peer, other) : waits;
+      const std::vector<int32_t> waits = network()->liveness().waits_of(peer, lane);
+      return waits.empty() ? network()->liveness().waits_of(peer, other) : waits;
     }
     const int32_t local = local_rank(peer);
     const std::optional<int32_t> here = arena().wait_of(local, lane);

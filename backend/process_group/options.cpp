@@ -58,6 +58,7 @@ void BackendOptions::resolve() {
   TORCH_CHECK_VALUE(window_bytes >= kPageBytes && window_bytes <= kLargestRegionBytes,
                     "[zeropg] BackendOptions: window_bytes is ", window_bytes, ", expected ", kPageBytes, " to ",
                     kLargestRegionBytes, ".");
+  check_network(network);
   if (secret.empty()) {
     secret = environment("ZEROPG_SECRET");
   }

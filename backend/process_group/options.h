@@ -9,7 +9,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "backend/transport/network/network_kind.h"
+#include "backend/transport/network/registry.h"
 
 namespace zeropg {
 
@@ -40,8 +40,8 @@ struct BackendOptions : c10d::Backend::Options {
   // Whether large messages between ranks of a node, and blocks of an all-to-all, may be read from the sender's memory
   // (process_vm_readv), where a trial shows that this works.
   bool cma = true;
-  // What carries bytes between nodes. Automatic: UCX where every rank has it with RDMA, else TCP.
-  NetworkKind network = NetworkKind::kAutomatic;
+  // What carries bytes between nodes: a name of the registry, or "automatic" for the best that every rank has.
+  std::string network{kAutomaticNetwork};
   // Names, or beginnings of names, of the network interfaces to use between nodes ("eth,ib0"). Empty: the
   // environment's, else all that are up.
   std::string interfaces;

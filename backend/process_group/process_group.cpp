@@ -35,7 +35,7 @@ std::shared_ptr<GroupContext> join_group(const c10::intrusive_ptr<c10d::Store>& 
                                                       .pool_bytes = options.pool_bytes,
                                                       .window_bytes = options.window_bytes,
                                                       .network = options.network,
-                                                      .ucx_root = options.ucx_root,
+                                                      .library_root = options.ucx_root,
                                                       .interfaces = options.interfaces});
   return std::make_shared<GroupContext>(std::move(joined), std::move(hooks));
 }

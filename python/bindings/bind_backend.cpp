@@ -8,6 +8,7 @@
 #include "backend/process_group/options.h"
 #include "backend/process_group/process_group.h"
 #include "backend/topology/topology.h"
+#include "backend/transport/network/registry.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/release_gil.h"
 
@@ -63,19 +64,22 @@ ProcessGroupZero::BackendFactory backend_factory(py::object function) {
   };
 }
 
-constexpr std::pair<const char*, NetworkKind> kNetworkKinds[] = {
-    {"automatic", NetworkKind::kAutomatic}, {"tcp", NetworkKind::kTcp}, {"ucx", NetworkKind::kUcx}};
-
-NetworkKind network_kind(const std::string& name) {
-  for (const auto& [known, kind] : kNetworkKinds) {
-    if (name == known) {
-      return kind;
-    }
+std::string checked_network(std::string name) {
+  try {
+    check_network(name);
+  } catch (const c10::ValueError& error) {
+    throw py::value_error(error.what_without_backtrace());
   }
-  throw py::value_error("[zeropg] BackendOptions: network is '" + name + "', expected automatic, tcp or ucx.");
+  return name;
 }
 
-std::string network_name(NetworkKind kind) { return kNetworkKinds[static_cast<size_t>(kind)].first; }
+std::map<std::string, std::string> wheels_of_wires() {
+  std::map<std::string, std::string> wheels;
+  for (const WireEntry& wire : wires()) {
+    wheels.emplace(wire.name, wire.wheel);
+  }
+  return wheels;
+}
 
 c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
   auto options = c10::make_intrusive<BackendOptions>();
@@ -97,7 +101,7 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
       } else if (name == "cma") {
         options->cma = value.cast<bool>();
       } else if (name == "network") {
-        options->network = network_kind(value.cast<std::string>());
+        options->network = checked_network(value.cast<std::string>());
       } else if (name == "interfaces") {
         options->interfaces = value.cast<std::string>();
       } else if (name == "ucx_root") {
@@ -185,8 +189,8 @@ domain_id: str, ranks of a node with equal ones share a cache or the way to thei
       .def_readwrite("window_bytes", &BackendOptions::window_bytes)
       .def_readwrite("cma", &BackendOptions::cma)
       .def_property(
-          "network", [](const BackendOptions& self) { return network_name(self.network); },
-          [](BackendOptions& self, const std::string& name) { self.network = network_kind(name); })
+          "network", [](const BackendOptions& self) { return self.network; },
+          [](BackendOptions& self, const std::string& name) { self.network = checked_network(name); })
       .def_readwrite("interfaces", &BackendOptions::interfaces)
       .def_readwrite("ucx_root", &BackendOptions::ucx_root)
       .def_readwrite("secret", &BackendOptions::secret)
@@ -249,6 +253,8 @@ void bind_backend(py::module_& m) {
       .def(
           "recorded_operations", [](const BoundProcessGroup& self) { return recorded_operations(self); },
           "The operations that were kept, oldest first; see flight_recorder.h for the fields.");
+  m.def("wires", &wheels_of_wires,
+        "Name of every wire between nodes -> the package that may bring its library; empty: it needs none.");
   m.def("shutdown_all", &ProcessGroupZero::shutdown_all, ReleaseGil(),
         "Shuts every group of this process down; called at the interpreter's exit.");
 }

@@ -423,6 +423,9 @@ def plan_layout(
 def shutdown_all() -> None:
     """Shuts every group of this process down; called at the interpreter's exit."""
 
+def wires() -> dict[str, str]:
+    """Name of every wire between nodes -> the package that may bring its library; empty: it needs none."""
+
 built_with_cuda: bool
 
 def collective_algorithms(operation: str) -> list[str]:

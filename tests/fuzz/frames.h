@@ -75,7 +75,7 @@ inline void frames(std::span<const uint8_t> input) {
   } catch (const c10::DistError&) {
     // The peer is lost, failed, left or refused: what it can reach by whatever it sends.
   }
-  if (network.state_of(1).failure.size() > kFailureBytes) std::abort();
+  if (network.liveness().state_of(1).failure.size() > kFailureBytes) std::abort();
 }
 
 }  // namespace zeropg::fuzz

@@ -25,6 +25,7 @@ from tests.lab.lab import Lab
 from tests.lab.place import HostsPlace
 from tests.small_gpt import loss_of, make_batches, make_model
 from tests.spawn import RankPool
+from tests.wires import WIRES, missing_library
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
 
@@ -89,10 +90,10 @@ def when_all_train(folder: Path, act: Callable[[], None]) -> Iterator[list[float
     thread.join()
 
 
-@pytest.fixture(params=["tcp", "ucx"])
+@pytest.fixture(params=WIRES)
 def network(request: pytest.FixtureRequest) -> str:
-    if request.param == "ucx":
-        pytest.importorskip("libucx", reason="the wheel libucx-cu13 is not installed")
+    if reason := missing_library(request.param):
+        pytest.skip(reason)
     return str(request.param)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -20,11 +19,10 @@ from tests.lab.lab import Lab
 from tests.sharding.module.test_same_losses import STAGES, Run, assert_same_bits, relative_difference, train_sharded
 from tests.small_gpt import LEARNING_RATE, loss_of, make_batches, make_model, train_plain
 from tests.spawn import RankPool
+from tests.wires import USABLE_WIRES
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
 
-# Where the wheel is, UCX must work.
-HAS_UCX = importlib.util.find_spec("libucx") is not None
 TINY = ["--steps", "8", "--batch", "8", "--context", "64", "--layers", "2", "--width", "32", "--heads", "2"]
 
 
@@ -56,7 +54,7 @@ def test_the_main_job_has_the_losses_of_one_host_and_of_gloo(lab: Lab, tmp_path:
     done = subprocess.run([*here, *job("here", "zeropg")], env=lab.environment(0), capture_output=True, timeout=180)
     assert done.returncode == 0, done.stderr
     (tmp_path / "over_ucx.py").write_text(OVER_UCX)
-    backends = {"gloo": "gloo", "zeropg": "zeropg"} | ({"ucx": "zeropg"} if HAS_UCX else {})
+    backends = {"gloo": "gloo", "zeropg": "zeropg"} | ({"ucx": "zeropg"} if "ucx" in USABLE_WIRES else {})
     for name, backend in backends.items():
         hosts = lab.torchrun(*job(name, backend), nproc_per_node=2).wait(timeout=180)
         assert [host.returncode for host in hosts] == [0, 0], [host.stderr for host in hosts]

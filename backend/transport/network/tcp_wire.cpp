@@ -245,4 +245,10 @@ void TcpWire::close(std::chrono::milliseconds patience) {
   epoll_.reset();
 }
 
+WireProbe probe_tcp(const std::string&) { return {.is_viable = true, .obstacle = ""}; }
+
+std::unique_ptr<Wire> join_tcp(const WireOptions&, OutOfBand& out_of_band) {
+  return std::make_unique<TcpWire>(out_of_band.connect_to_peers());
+}
+
 }  // namespace zeropg

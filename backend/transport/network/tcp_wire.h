@@ -2,11 +2,14 @@
 #pragma once
 
 #include <chrono>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "backend/platform/process/descriptor.h"
 #include "backend/transport/network/frame_decoder.h"
 #include "backend/transport/network/wire.h"
+#include "backend/transport/network/wire_setup.h"
 
 namespace zeropg {
 
@@ -54,5 +57,9 @@ class TcpWire final : public Wire {
   std::vector<Connection> connections_;  // by rank
   std::vector<std::byte> arriving_;      // where headers and small payloads are read to
 };
+
+// For the registry. It needs nothing that a machine might lack.
+WireProbe probe_tcp(const std::string& library_root);
+std::unique_ptr<Wire> join_tcp(const WireOptions& options, OutOfBand& out_of_band);
 
 }  // namespace zeropg

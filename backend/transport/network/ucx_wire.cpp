@@ -2,6 +2,13 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "backend/transport/network/hmac_sha256.h"
+
 #ifndef ZEROPG_WITH_UCX
 
 namespace zeropg {
@@ -11,20 +18,17 @@ std::unique_ptr<UcxWire> UcxWire::make(UcxWireOptions) {
                   "UCX: zeropg was built without its headers; run `pip install libucx-cu13` and build again, or choose "
                   "network=\"tcp\"");
 }
-RdmaProbe UcxWire::probe_rdma(const std::string&, bool has_device) {
-  return {.is_usable = false, .obstacle = has_device ? "zeropg was built without UCX's headers" : ""};
+WireProbe UcxWire::probe_rdma(const std::string&, bool has_device) {
+  return {.is_viable = false, .obstacle = has_device ? "zeropg was built without UCX's headers" : ""};
 }
 
 }  // namespace zeropg
 
 #else
 
-#include <algorithm>
 #include <cstring>
 #include <map>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "backend/transport/network/ucx_library.h"
 
@@ -332,17 +336,52 @@ std::unique_ptr<UcxWire> UcxWire::make(UcxWireOptions options) {
   return std::make_unique<UcxWireOverLibrary>(library, std::move(options));
 }
 
-RdmaProbe UcxWire::probe_rdma(const std::string& root, bool has_device) {
+WireProbe UcxWire::probe_rdma(const std::string& root, bool has_device) {
   if (!has_device) return {};
   try {
     const UcxLibrary& ucx = ucx_library(root);
-    if (ucx.has_rdma) return {.is_usable = true, .obstacle = ""};
-    return {.is_usable = false, .obstacle = "UCX at " + ucx.path + " can use none of its devices"};
+    if (ucx.has_rdma) return {.is_viable = true, .obstacle = ""};
+    return {.is_viable = false, .obstacle = "UCX at " + ucx.path + " can use none of its devices"};
   } catch (const c10::Error& error) {
-    return {.is_usable = false, .obstacle = error.what_without_backtrace()};
+    return {.is_viable = false, .obstacle = error.what_without_backtrace()};
   }
 }
 
 }  // namespace zeropg
 
 #endif
+
+namespace zeropg {
+namespace {
+
+Seal seal_with(std::string_view key, std::span<const std::byte> message) {
+  const Digest digest = hmac_sha256(key, {reinterpret_cast<const char*>(message.data()), message.size()});
+  Seal seal;
+  std::copy_n(digest.begin(), seal.size(), seal.begin());
+  return seal;
+}
+
+}  // namespace
+
+WireProbe probe_ucx(const std::string& library_root) { return UcxWire::probe_rdma(library_root); }
+
+std::unique_ptr<Wire> join_ucx(const WireOptions& options, OutOfBand& out_of_band) {
+  // By peer; life shared with the wire.
+  const auto keys = std::make_shared<std::vector<std::string>>(static_cast<size_t>(options.world_size));
+  std::unique_ptr<UcxWire> wire =
+      UcxWire::make({.root = options.library_root,
+                     .rank = options.rank,
+                     .world_size = options.world_size,
+                     .seal = [keys, rank = options.rank](int32_t from, int32_t to, std::span<const std::byte> message) {
+                       return seal_with((*keys)[static_cast<size_t>(from == rank ? to : from)], message);
+                     }});
+  std::vector<PeerContact> contacts = out_of_band.exchange_addresses(wire->address());
+  for (const int32_t peer : options.peers) {
+    PeerContact& contact = contacts.at(static_cast<size_t>(peer));
+    (*keys)[static_cast<size_t>(peer)] = std::move(contact.key);
+    wire->connect(peer, contact.address);
+  }
+  return wire;
+}
+
+}  // namespace zeropg

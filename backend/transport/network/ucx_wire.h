@@ -15,6 +15,7 @@
 
 #include "backend/transport/network/rdma.h"
 #include "backend/transport/network/wire.h"
+#include "backend/transport/network/wire_setup.h"
 
 namespace zeropg {
 
@@ -28,19 +29,14 @@ struct UcxWireOptions {
   std::function<Seal(int32_t from, int32_t to, std::span<const std::byte> message)> seal;
 };
 
-// Whether there is a UCX here that can use RDMA; where the machine has RDMA, and there is none, what is in the way.
-struct RdmaProbe {
-  bool is_usable = false;
-  std::string obstacle;
-};
-
 class UcxWire : public Wire {
  public:
   // DistBackendError where there is no UCX, or this was built without its headers. Uses RDMA only where this machine
   // has it, else TCP.
   static std::unique_ptr<UcxWire> make(UcxWireOptions options);
+  // Whether there is a UCX here that can use RDMA; where the machine has RDMA, and there is none, what is in the way.
   // Looks for devices before it loads anything.
-  static RdmaProbe probe_rdma(const std::string& root, bool has_device = machine_has_rdma());
+  static WireProbe probe_rdma(const std::string& root, bool has_device = machine_has_rdma());
 
   // What peers need to reach this rank.
   virtual std::string address() const = 0;
@@ -48,5 +44,9 @@ class UcxWire : public Wire {
   virtual void connect(int32_t peer, const std::string& address) = 0;
   virtual uint64_t dropped() const = 0;  // messages that were not sealed
 };
+
+// For the registry.
+WireProbe probe_ucx(const std::string& library_root);
+std::unique_ptr<Wire> join_ucx(const WireOptions& options, OutOfBand& out_of_band);
 
 }  // namespace zeropg

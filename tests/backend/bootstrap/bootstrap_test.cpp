@@ -12,7 +12,9 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "backend/bootstrap/store_records.h"
 #include "backend/platform/memory/sealed_memory.h"
+#include "backend/transport/network/registry.h"
 #include "tests/backend/child_process.h"
 
 namespace zeropg {
@@ -253,6 +255,38 @@ void expect_connected(std::vector<Outcome>& outcomes) {
         EXPECT_EQ(static_cast<int32_t>(byte), peer);
       }
     }
+  }
+}
+
+// Somebody who may write to the store puts another network into the map.
+class StoreWithAnotherNetwork : public c10d::HashStore {
+ public:
+  explicit StoreWithAnotherNetwork(std::string network) : network_(std::move(network)) {}
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    if (key != "zeropg/map") return HashStore::set(key, value);
+    GroupMap map = decode_map(std::string(value.begin(), value.end()), 2);
+    map.network = network_;
+    const std::string changed = encode(map);
+    HashStore::set(key, {changed.begin(), changed.end()});
+  }
+
+ private:
+  std::string network_;
+};
+
+TEST(Bootstrap, ANetworkThatARankDidNotOfferIsNotUsed) {
+  const std::vector<std::string> offered = offer_wires(kAutomaticNetwork, "").names();
+  std::vector<std::string> others{"", "pigeons", std::string("\0\xff", 2), std::string(1000, 'x')};
+  for (const WireEntry& wire : wires()) {
+    if (std::find(offered.begin(), offered.end(), wire.name) == offered.end()) others.emplace_back(wire.name);
+  }
+  for (const std::string& network : others) {
+    auto outcomes = run(
+        2, [](int rank) { return options_on(rank == 0 ? "a" : "b"); }, {},
+        c10::make_intrusive<StoreWithAnotherNetwork>(network));
+    const std::string expected = network.empty() ? "no network that every rank can use" : "did not offer";
+    EXPECT_NE(outcomes[1].error.find(expected), std::string::npos) << network << ": " << outcomes[1].error;
+    EXPECT_NE(outcomes[0].error.find("rank 1: "), std::string::npos) << network << ": " << outcomes[0].error;
   }
 }
 

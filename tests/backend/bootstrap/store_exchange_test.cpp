@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "backend/diagnostics/notices.h"
+#include "backend/transport/network/registry.h"
 
 namespace zeropg {
 namespace {
@@ -24,6 +25,8 @@ RankRecord record_of(int32_t rank, int32_t world_size) {
   record.host_id = "host";
   record.domain_id = "domain" + std::to_string(rank % 2);
   record.socket_name = "socket" + std::to_string(rank);
+  record.network = kAutomaticNetwork;
+  record.wires = {"no such wire", std::string(wires()[0].name)};
   return record;
 }
 
@@ -56,9 +59,33 @@ TEST_F(RendezvousTest, EveryRankReadsTheSameMap) {
     EXPECT_EQ(map.secret, maps[0].secret);
     EXPECT_EQ(map.secret.size(), 64U);
     EXPECT_EQ(map.host_ids, std::vector<std::string>(3, "host"));
+    EXPECT_EQ(map.network, wires()[0].name);
     EXPECT_EQ(map.domain_ids, (std::vector<std::string>{"domain0", "domain1", "domain0"}));
     EXPECT_EQ(map.socket_names, (std::vector<std::string>{"socket0", "socket1", "socket2"}));
   }
+}
+
+TEST_F(RendezvousTest, ANetworkThatIsNotTheSameOnEveryRankIsNamed) {
+  std::string error;
+  std::thread peer([&] {
+    RankRecord other = record_of(1, 2);
+    other.network = "pigeons\n\x1b[31m";
+    error = error_of([&] { of(1).exchange(other); });
+  });
+  EXPECT_EQ(error_of([&] { of(0).exchange(record_of(0, 2)); }),
+            "network is automatic on rank 0 but pigeons  [31m on rank 1; give every rank the same options");
+  peer.join();
+  EXPECT_NE(error.find("pigeons"), std::string::npos) << error;
+}
+
+TEST_F(RendezvousTest, RanksWithoutACommonWireAreToldSo) {
+  std::thread peer([&] {
+    RankRecord other = record_of(1, 2);
+    other.wires = {"another", std::string(1000, 'x')};
+    EXPECT_EQ(of(1).exchange(other).network, "");
+  });
+  EXPECT_EQ(of(0).exchange(record_of(0, 2)).network, "");
+  peer.join();
 }
 
 TEST_F(RendezvousTest, GarbageInTheStoreIsAnErrorNotACrash) {

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.backend.deadlines import new_group_with
 from tests.spawn import SeparateHosts, run_ranks
+from tests.wires import WIRES, missing_library
 
 TWO_NODES = {2: (0, 1), 3: (0, 0, 1), 4: (0, 0, 1, 1)}  # by world size: the host of each rank
 
@@ -77,11 +78,11 @@ def test_messages_and_all_to_all_of_any_size(world_size: int) -> None:
     run_on_two_nodes(world_size, exchange, SIZES)
 
 
-def exchange_over_ucx() -> None:
+def exchange_over(network: str) -> None:
     from zeropg.backend import BackendOptions
 
     for _ in range(2):  # the second group after the first one's end
-        dist.init_process_group("zeropg", pg_options=BackendOptions(network="ucx"), **store_of_this_test())
+        dist.init_process_group("zeropg", pg_options=BackendOptions(network=network), **store_of_this_test())
         exchange(SIZES)
         total = torch.ones(100_003)
         dist.all_reduce(total)
@@ -96,10 +97,26 @@ def store_of_this_test() -> dict[str, Any]:
     return {"store": dist.FileStore(path, size), "rank": rank, "world_size": size}
 
 
-def test_the_same_over_ucx(tmp_path: Path) -> None:
-    pytest.importorskip("libucx", reason="the wheel libucx-cu13 is not installed")
+@pytest.mark.parametrize("network", WIRES)
+def test_the_same_over_every_wire(tmp_path: Path, network: str) -> None:
+    if reason := missing_library(network):
+        pytest.skip(reason)
     env = {"STORE_PATH": str(tmp_path / "store")}
-    run_on_two_nodes(3, exchange_over_ucx, backend=None, env=env)
+    run_on_two_nodes(3, exchange_over, network, backend=None, env=env)
+
+
+def test_a_network_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    from zeropg.backend import BackendOptions
+
+    with pytest.raises(ValueError, match=f"network is 'pigeons', expected automatic.*{WIRES[-1]}"):
+        BackendOptions(network="pigeons")
+    options = BackendOptions()
+    assert options.network == "automatic"
+    for network in WIRES:
+        options.network = network
+        assert options.network == network
+    with pytest.raises(ValueError, match="network is ''"):
+        options.network = ""
 
 
 def call_all_reduce() -> None:

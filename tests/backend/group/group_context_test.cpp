@@ -87,7 +87,7 @@ class Rank {
     options->bank_bytes = 16 << 10;
     options->mailbox_bytes = 4 << 10;
     options->window_bytes = 64 << 10;
-    options->network = NetworkKind::kTcp;
+    options->network = "tcp";
     options->host_id = has_nodes && rank == kRanks - 1 ? "another" : "one";
     group_ = c10::make_intrusive<ProcessGroupZero>(store, rank, kRanks, options);
     segment_ = group_->allocate_shared(64);

@@ -37,7 +37,7 @@ class NetworkWorld : public TransportWorld {
   void greet() {
     for (auto& network : networks_) network->greet();
     for (auto& network : networks_) {
-      while (!network->silent_for(std::chrono::milliseconds(0)).empty()) std::this_thread::yield();
+      while (!network->liveness().silent_for(std::chrono::milliseconds(0)).empty()) std::this_thread::yield();
     }
   }
   void add(std::unique_ptr<Wire> wire, int32_t world_size) {
@@ -114,9 +114,9 @@ TEST_P(NetworkSuite, AFailureReachesEveryPeerInItsOwnWords) {
   auto world = make(3);
   world->rank(1).tell_state(RankState::kFailed, "out of \n luck");
   for (const int32_t rank : {0, 2}) {
-    ASSERT_TRUE(eventually([&] { return world->rank(rank).state_of(1).state == RankState::kFailed; }));
-    EXPECT_EQ(world->rank(rank).state_of(1).failure, "out of   luck");
-    EXPECT_GT(world->rank(rank).state_changes(), 0U);
+    ASSERT_TRUE(eventually([&] { return world->rank(rank).liveness().state_of(1).state == RankState::kFailed; }));
+    EXPECT_EQ(world->rank(rank).liveness().state_of(1).failure, "out of   luck");
+    EXPECT_GT(world->rank(rank).liveness().state_changes(), 0U);
     std::byte data{};
     try {
       world->rank(rank).try_receive(1, Lane::kCollective, {&data, 1});
@@ -134,9 +134,9 @@ TEST_P(NetworkSuite, AVanishedPeerIsLostForAllOthersAndNobodyElseIs) {
   for (const int32_t rank : {0, 2}) {
     EXPECT_TRUE(eventually([&] {
       world->rank(rank).ask_for_life();
-      return world->rank(rank).state_of(1).is_lost;
+      return world->rank(rank).liveness().state_of(1).is_lost;
     }));
-    EXPECT_FALSE(world->rank(rank).state_of(2 - rank).is_lost);
+    EXPECT_FALSE(world->rank(rank).liveness().state_of(2 - rank).is_lost);
   }
   const std::byte data{5};
   EXPECT_EQ(world->rank(0).try_send(2, Lane::kCollective, {&data, 1}), 1U);
@@ -145,7 +145,7 @@ TEST_P(NetworkSuite, AVanishedPeerIsLostForAllOthersAndNobodyElseIs) {
 TEST_P(NetworkSuite, LivingPeersAnswerWhoeverAsks) {
   auto world = make(2);
   world->rank(0).ask_for_life();
-  EXPECT_TRUE(eventually([&] { return world->rank(0).silent_for(std::chrono::milliseconds(0)).empty(); }));
+  EXPECT_TRUE(eventually([&] { return world->rank(0).liveness().silent_for(std::chrono::milliseconds(0)).empty(); }));
 }
 
 TEST_P(NetworkSuite, WhoIsAskedSaysForWhomItWaitsForAsLongAsItDoes) {
@@ -155,18 +155,18 @@ TEST_P(NetworkSuite, WhoIsAskedSaysForWhomItWaitsForAsLongAsItDoes) {
   call.fill(std::byte{7});
   const auto ask = [&](Lane lane) {
     world->rank(0).ask_for_life();
-    return world->rank(0).waits_of(1, lane);
+    return world->rank(0).liveness().waits_of(1, lane);
   };
   EXPECT_TRUE(eventually([&] {
     world->rank(1).note_wait(Lane::kCollective, known, call);
     world->rank(1).note_wait(Lane::kPointToPoint, {2});
     return ask(Lane::kCollective) == known;
   }));
-  EXPECT_EQ(world->rank(0).waiting_call_of(1), call);
-  EXPECT_EQ(world->rank(0).waiting_call_of(2), std::nullopt);
+  EXPECT_EQ(world->rank(0).liveness().waiting_call_of(1), call);
+  EXPECT_EQ(world->rank(0).liveness().waiting_call_of(2), std::nullopt);
   EXPECT_EQ(ask(Lane::kPointToPoint), (std::vector<int32_t>{2}));
   EXPECT_TRUE(ask(Lane::kCollective) == known);
-  EXPECT_TRUE(world->rank(0).waits_of(2, Lane::kCollective).empty());
+  EXPECT_TRUE(world->rank(0).liveness().waits_of(2, Lane::kCollective).empty());
   EXPECT_TRUE(eventually([&] { return ask(Lane::kCollective).empty() && ask(Lane::kPointToPoint).empty(); }));
 }
 
@@ -175,9 +175,10 @@ TEST_P(NetworkSuite, WhatARankSaidOfItsWaitsIsNotBelievedOnceItIsSilent) {
   EXPECT_TRUE(eventually([&] {
     world->rank(1).note_wait(Lane::kCollective, {0});
     world->rank(0).ask_for_life();
-    return !world->rank(0).waits_of(1, Lane::kCollective).empty();
+    return !world->rank(0).liveness().waits_of(1, Lane::kCollective).empty();
   }));
-  EXPECT_TRUE(eventually([&] { return world->rank(0).waits_of(1, Lane::kCollective).empty(); }));  // nobody asks
+  EXPECT_TRUE(
+      eventually([&] { return world->rank(0).liveness().waits_of(1, Lane::kCollective).empty(); }));  // nobody asks
 }
 
 }  // namespace zeropg

@@ -68,11 +68,11 @@ struct Victim {
   void write(const void* data, size_t bytes) { ::send(attacker.get(), data, bytes, MSG_NOSIGNAL); }
   RemoteState after(std::chrono::milliseconds limit = milliseconds(60'000)) {
     const auto deadline = std::chrono::steady_clock::now() + limit;
-    while (network->state_of(1).state == RankState::kAlive && !network->state_of(1).is_lost &&
+    while (network->liveness().state_of(1).state == RankState::kAlive && !network->liveness().state_of(1).is_lost &&
            std::chrono::steady_clock::now() < deadline) {
       network->progress();
     }
-    return network->state_of(1);
+    return network->liveness().state_of(1);
   }
 };
 
@@ -139,7 +139,7 @@ TEST(TcpWire, AKilledProcessIsLostAlsoWhenItsChildrenLiveOn) {
   });
   there.reset();
   const auto start = std::chrono::steady_clock::now();
-  while (!network.state_of(1).is_lost) {
+  while (!network.liveness().state_of(1).is_lost) {
     network.progress();
     std::this_thread::sleep_for(milliseconds(1));
     ASSERT_LT(std::chrono::steady_clock::now() - start, milliseconds(20'000));
@@ -165,7 +165,7 @@ TEST(TcpWire, APeerThatTakesNothingIsNotLost) {
     std::this_thread::sleep_for(milliseconds(1));
   }
   EXPECT_LT(sent, static_cast<size_t>(kWindow)) << "there was room for all of it";
-  EXPECT_FALSE(network.state_of(1).is_lost) << network.state_of(1).loss;
+  EXPECT_FALSE(network.liveness().state_of(1).is_lost) << network.liveness().state_of(1).loss;
 }
 
 }  // namespace

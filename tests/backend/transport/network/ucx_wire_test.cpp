@@ -88,8 +88,8 @@ const auto handlers_at_load = signal_handlers();  // the default ones, or a sani
 TEST(UcxWire, SaysWhyDevicesCannotBeUsed) {
   if (machine_has_rdma()) GTEST_SKIP() << "this machine's devices may well be usable";
   EXPECT_EQ(UcxWire::probe_rdma("/nowhere", /*has_device=*/false).obstacle, "");
-  const RdmaProbe probe = UcxWire::probe_rdma("/nowhere", /*has_device=*/true);
-  EXPECT_FALSE(probe.is_usable);
+  const WireProbe probe = UcxWire::probe_rdma("/nowhere", /*has_device=*/true);
+  EXPECT_FALSE(probe.is_viable);
   EXPECT_NE(probe.obstacle.find("UCX"), std::string::npos) << probe.obstacle;
 }
 
@@ -126,7 +126,7 @@ TEST(UcxWire, WhoDoesNotKnowTheSecretIsNotHeard) {
     honest.progress();
   }
   EXPECT_EQ(heard, truth);
-  EXPECT_EQ(network.state_of(1).state, RankState::kAlive);
+  EXPECT_EQ(network.liveness().state_of(1).state, RankState::kAlive);
 }
 
 }  // namespace

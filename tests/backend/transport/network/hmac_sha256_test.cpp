@@ -1,5 +1,5 @@
 // Vectors: FIPS 180-4 examples (NIST CSRC) and RFC 4231.
-#include "backend/bootstrap/hmac_sha256.h"
+#include "backend/transport/network/hmac_sha256.h"
 
 #include <gtest/gtest.h>
 

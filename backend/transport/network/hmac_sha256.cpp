@@ -1,4 +1,4 @@
-#include "backend/bootstrap/hmac_sha256.h"
+#include "backend/transport/network/hmac_sha256.h"
 
 #include <bit>
 #include <cstring>

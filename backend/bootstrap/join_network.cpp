@@ -1,0 +1,150 @@
+#include "backend/bootstrap/join_network.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "backend/bootstrap/authentication.h"
+#include "backend/bootstrap/tcp_mesh.h"
+#include "backend/diagnostics/format_ranks.h"
+#include "backend/diagnostics/notices.h"
+#include "backend/diagnostics/peer_lost.h"
+#include "backend/topology/topology_probe.h"
+
+namespace zeropg {
+namespace {
+
+// Over the c10d store, whose entries the group's secret signs.
+class StoreOutOfBand final : public OutOfBand {
+ public:
+  StoreOutOfBand(const WireEntry& wire, const NetworkPlan& plan, StoreExchange& store_exchange)
+      : wire_(wire), plan_(plan), store_exchange_(store_exchange) {}
+
+  std::vector<Descriptor> connect_to_peers() override;
+  std::vector<PeerContact> exchange_addresses(const std::string& own) override;
+
+ private:
+  std::string pair_key(int32_t peer, const std::string& own_nonce, const std::string& their_nonce) const;
+
+  const WireEntry& wire_;
+  const NetworkPlan& plan_;
+  StoreExchange& store_exchange_;
+};
+
+// Those with a lower rank listen.
+std::vector<Descriptor> StoreOutOfBand::connect_to_peers() {
+  MeshPlan mesh{.rank = plan_.rank,
+                .group = plan_.group,
+                .secret = plan_.secret,
+                .network_id = probe_network_id(),
+                .to = {},
+                .from = {},
+                .addresses = std::vector<TcpAddress>(static_cast<size_t>(plan_.world_size))};
+  for (const int32_t peer : plan_.peers) (peer < plan_.rank ? mesh.to : mesh.from).push_back(peer);
+  TcpAddress own{.port = 0, .network_id = mesh.network_id, .hosts = local_addresses(plan_.interfaces)};
+  const Descriptor listener = listen_tcp(&own.port);
+  const std::vector<std::string> addresses =
+      store_exchange_.exchange_addresses(encode(own), mesh.to, {plan_.group, plan_.secret});
+  for (const int32_t peer : mesh.to) mesh.addresses[peer] = decode_tcp_address(addresses[peer]);
+  return connect_mesh(listener, mesh, plan_.deadline, plan_.tick);
+}
+
+std::vector<PeerContact> StoreOutOfBand::exchange_addresses(const std::string& own) {
+  const Nonce nonce = random_nonce();
+  const std::string own_nonce(nonce.data(), nonce.size());
+  const std::vector<std::string> entries =
+      store_exchange_.exchange_addresses(own_nonce + own, plan_.peers, {plan_.group, plan_.secret});
+  std::vector<PeerContact> contacts(entries.size());
+  for (const int32_t peer : plan_.peers) {
+    const std::string& entry = entries[static_cast<size_t>(peer)];
+    TORCH_CHECK_WITH(DistBackendError, entry.size() > sizeof(Nonce), "the address of rank ", peer,
+                     " in the store is damaged");
+    contacts[static_cast<size_t>(peer)] = {entry.substr(sizeof(Nonce)),
+                                           pair_key(peer, own_nonce, entry.substr(0, sizeof(Nonce)))};
+  }
+  return contacts;
+}
+
+// For this group's life: both nonces enter it, so nothing that was recorded earlier fits.
+std::string StoreOutOfBand::pair_key(int32_t peer, const std::string& own_nonce, const std::string& their_nonce) const {
+  const auto [lower, higher] = std::minmax(peer, plan_.rank);
+  const std::string nonces = peer < plan_.rank ? their_nonce + own_nonce : own_nonce + their_nonce;
+  const std::string pair = plan_.group + "/" + std::to_string(lower) + "<" + std::to_string(higher);
+  const Digest key = hmac_sha256(plan_.secret, c10::str("zeropg ", wire_.name, " key1").append(nonces).append(pair));
+  return {key.begin(), key.end()};
+}
+
+// Until every peer answered: then they all have what this rank left in the store for them.
+void greet_peers(RemoteTransport& network, const NetworkPlan& plan) {
+  network.greet();
+  auto next_tick = Clock::now() + kTick;
+  constexpr std::chrono::milliseconds kNow{0};
+  const PeerLiveness& liveness = network.liveness();
+  for (std::vector<int32_t> silent = liveness.silent_for(kNow); !silent.empty(); silent = liveness.silent_for(kNow)) {
+    const auto now = Clock::now();
+    if (now >= next_tick || now >= plan.deadline) {
+      plan.tick(silent);
+      next_tick = now + kTick;
+    }
+    TORCH_CHECK_WITH(DistBackendError, now < plan.deadline, network.name(), ": no answer from ", format_ranks(silent),
+                     " in time; look at what those ranks were doing, or raise the timeout");
+    for (const int32_t peer : silent) {
+      const RemoteState state = liveness.state_of(peer);
+      if (state.is_lost || state.state == RankState::kFailed) {
+        const std::string& why = state.is_lost ? state.loss : state.failure;
+        throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", peer, ": ", why), peer);
+      }
+    }
+    if (network.progress() || !network.arm()) continue;
+    pollfd entry{network.descriptor(), POLLIN, 0};
+    poll_until({&entry, 1}, std::min(plan.deadline, next_tick));
+  }
+}
+
+}  // namespace
+
+const WireEntry& chosen_wire(const std::string& name, const WireOffer& offer, int32_t rank, int32_t world_size) {
+  const std::string start = c10::str("[zeropg rank ", rank, "/", world_size, "] ");
+  TORCH_CHECK_WITH(DistBackendError, !name.empty(),
+                   "no network that every rank can use; `python -m zeropg doctor` on each node says what is missing");
+  const auto found =
+      std::find_if(offer.wires.begin(), offer.wires.end(), [&](const WireEntry* wire) { return wire->name == name; });
+  TORCH_CHECK_WITH(DistBackendError, found != offer.wires.end(),
+                   "the map in the store names a network that this rank did not offer; somebody else writes to it");
+  const WireEntry& wire = **found;
+  if (found != offer.wires.begin()) {
+    notice("network", c10::str(start, "this rank has ", offer.wires.front()->needs,
+                               " but not every other one, so bytes between nodes go over ", wire.title,
+                               "; `python -m zeropg doctor` on each node says what is missing."));
+    return wire;
+  }
+  for (const auto& [refused, obstacle] : offer.refusals) {
+    if (refused->preference < wire.preference) continue;
+    const std::string machine = c10::str(start, "this machine has ", refused->needs, " but cannot use it (", obstacle);
+    notice("network",
+           refused == &wire
+               ? c10::str(machine, "), so ", wire.title, " does without it; `python -m zeropg doctor` says what to do.")
+               : c10::str(machine, "), so bytes between nodes go over ", wire.title,
+                          "; `python -m zeropg doctor` says what to do, BackendOptions(network=\"", wire.name,
+                          "\") that it is meant so."));
+  }
+  return wire;
+}
+
+void join_network(const WireEntry& wire, const NetworkPlan& plan, StoreExchange& store_exchange,
+                  std::unique_ptr<RemoteTransport>* network) {
+  StoreOutOfBand out_of_band(wire, plan, store_exchange);
+  std::unique_ptr<Wire> joined = wire.join(
+      {.rank = plan.rank, .world_size = plan.world_size, .peers = plan.peers, .library_root = plan.library_root},
+      out_of_band);
+  // Peers that this rank has answered may go on while it still waits for others. Should it fail here, they hear why.
+  *network = std::make_unique<RemoteTransport>(
+      std::move(joined),
+      RemoteTransportOptions{
+          .rank = plan.rank, .world_size = plan.world_size, .peers = plan.peers, .window_bytes = plan.window_bytes});
+  greet_peers(**network, plan);
+  store_exchange.withdraw_address();
+}
+
+}  // namespace zeropg

@@ -1,0 +1,54 @@
+// The two ends of a byte stream from one rank to another: what was sent, what was taken, and what lies between.
+//
+// Note [Stream windows]
+// A rank may send `window_bytes` of a stream before its peer takes any. The receiver tells now and then how much it has
+// taken so far. Since it does so only after half a window, a sender's limit is a window and a half and some room for
+// the headers that operations put in front of their bytes; what comes beyond that is not stored but loses the peer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <span>
+
+#include "backend/transport/network/frame.h"
+
+namespace zeropg {
+
+// Most bytes that a sender may be ahead of its receiver.
+constexpr uint64_t stream_limit_bytes(int64_t window_bytes) {
+  constexpr uint64_t kHeaderRoom = 64 << 10;
+  return static_cast<uint64_t>(window_bytes) * 3 / 2 + kHeaderRoom;
+}
+
+class OutgoingStream {
+ public:
+  uint64_t in_flight_bytes() const { return sent_ - taken_; }
+  void note_sent(size_t bytes) { sent_ += bytes; }
+  // `taken`: how much the peer says that it has taken so far. False: that cannot be.
+  bool take_credit(uint64_t taken);
+
+ private:
+  uint64_t sent_ = 0;
+  uint64_t taken_ = 0;  // by the peer, as it told
+};
+
+class IncomingStream {
+ public:
+  uint64_t queued_bytes() const { return received_ - taken_; }
+  void put(Payload payload);
+  // Moves the oldest bytes to `data`; returns how many there were.
+  size_t take(std::span<std::byte> data);
+  // How much has been taken so far, when the sender should be told again: then it counts as told.
+  std::optional<uint64_t> credit_to_tell(int64_t window_bytes);
+
+ private:
+  std::deque<Payload> queue_;
+  size_t offset_ = 0;  // in queue_.front()
+  uint64_t received_ = 0;
+  uint64_t taken_ = 0;
+  uint64_t told_ = 0;
+};
+
+}  // namespace zeropg

@@ -1,0 +1,42 @@
+// How a wire comes to be: whether it can carry bytes here, and what the ranks' bootstrap lends it to find its peers.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "backend/platform/process/descriptor.h"
+
+namespace zeropg {
+
+// What a wire says of this machine.
+struct WireProbe {
+  bool is_viable = false;
+  std::string obstacle;  // what is in the way where the machine seems made for this wire; empty: it does not
+};
+
+struct WireOptions {
+  int32_t rank = 0;
+  int32_t world_size = 1;
+  std::vector<int32_t> peers;  // those on other nodes
+  std::string library_root;    // a folder with the library to load, for wires that load one; empty: they look for it
+};
+
+// How to reach a peer.
+struct PeerContact {
+  std::string address;  // proven to be the peer's own
+  std::string key;      // known to the two ranks only; every group and every wire has others
+};
+
+// What ranks can do for each other before there is a wire. Collective over all peers; DistBackendError at the
+// bootstrap's deadline, naming those that did not come.
+class OutOfBand {
+ public:
+  virtual ~OutOfBand() = default;
+  // A TCP connection to every peer, by rank, whose other end has proven the group's secret. Non-blocking.
+  virtual std::vector<Descriptor> connect_to_peers() = 0;
+  // Publishes where this rank can be reached. Returns the same of every peer, by rank.
+  virtual std::vector<PeerContact> exchange_addresses(const std::string& own) = 0;
+};
+
+}  // namespace zeropg
