@@ -55,6 +55,8 @@ class PointToPoint final : public Channel {
   int64_t wanted_bytes() const;
   bool serve_from_set_aside(const PostedMessage& posted);
   bool has_pending() const;
+  const PostedMessage* waiting_for_locked(int32_t peer) const;
+  [[noreturn]] void blame_locked(int32_t peer, const c10::DistNetworkError& error) const;
   void check(const ZeroWork* own);
   void check_all_locked(const PeerStates& peers);
   const PostedMessage* oldest_locked() const;

@@ -159,6 +159,31 @@ TEST_F(PointToPointTest, AReceiveFromAnybodyGoesOnUntilNobodyIsLeft) {
   expect_words(error_after_checks(0, second), {"ranks 1, 2 left the group"});
 }
 
+TEST_F(PointToPointTest, ADepartedPeerIsNamedAndNotAnotherThatLeftBefore) {
+  for (const bool is_send : {true, false}) {
+    ranks_.clear();
+    channels_.clear();
+    make_ranks(3);
+    ranks_[2]->depart();
+    ranks_[1]->depart();
+    const Message& message = is_send ? send(0, 1, 3, pattern(5)) : receive(0, 1, 3, 5);
+    const std::string text = error_after_checks(0, message);
+    expect_words(text, {is_send ? "send #1 to rank 1" : "recv #1 from rank 1", ": rank 1 left the group"});
+  }
+}
+
+TEST_F(PointToPointTest, GarbageIsBlamedOnItsSenderThoughAnotherHasLeft) {
+  make_ranks(3);
+  ranks_[2]->depart();
+  const Message& other = receive(0, kAnybody, 4, 5);
+  const Message& message = receive(0, 1, 3, 5);
+  const auto garbage = pattern(100);
+  ranks_[1]->transport_to(0).try_send(0, Lane::kPointToPoint, garbage);
+  advance_all();
+  expect_words(error(message), {"rank 1 sent a message that is none"});
+  expect_words(error(other), {"rank 1 sent a message that is none"});
+}
+
 TEST_F(PointToPointTest, CountsMessagesAndForWhomTheyWaited) {
   make_ranks(2);
   receive(1, 0, 3, 10);
