@@ -74,6 +74,7 @@ void PointToPoint::start(P2pMessage message, bool is_send) {
       fail_locked(std::current_exception(), finished);
     }
     is_pending = has_pending();
+    ending_ += finished.size();
   }
   finish(std::move(finished), work.get());
   if (is_pending) {
@@ -97,6 +98,7 @@ Activity PointToPoint::advance(const ZeroWork* own) {
     } catch (...) {
       fail_locked(std::current_exception(), finished);
     }
+    ending_ += finished.size();
   }
   finish(std::move(finished), own);
   return activity;
@@ -316,6 +318,7 @@ void PointToPoint::check(const ZeroWork* own) {
     } catch (...) {
       fail_locked(std::current_exception(), finished);
     }
+    ending_ += finished.size();
   }
   finish(std::move(finished), own);
 }
@@ -414,14 +417,15 @@ void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {
   // about to sleep: no peer has anything left to wake it for.
   group_->arena().ring(group_->local_rank(group_->rank()));
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!has_pending()) {
+  ending_ -= finished.size();
+  if (ending_ == 0 && !has_pending()) {
     idle_.notify_all();
   }
 }
 
 bool PointToPoint::wait_until_idle(std::chrono::milliseconds limit) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return idle_.wait_for(lock, limit, [&] { return !has_pending(); });
+  return idle_.wait_for(lock, limit, [&] { return ending_ == 0 && !has_pending(); });
 }
 
 void PointToPoint::set_sleeping(bool is_sleeping) {

@@ -77,6 +77,7 @@ class PointToPoint final : public Channel {
   std::vector<WaitTimer> receives_;         // per peer; guarded by mutex_
   PostedReceives posted_;                   // guarded by mutex_
   uint64_t order_ = 0;                      // guarded by mutex_
+  size_t ending_ = 0;                       // guarded by mutex_; messages that moved and are not complete yet
   PauseDetector pause_detector_;            // guarded by mutex_
 };
 

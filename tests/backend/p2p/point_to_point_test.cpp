@@ -291,5 +291,16 @@ TEST(PointToPointOnTheEngine, MessagesOfAllSizesPassBetweenNodes) {
   });
 }
 
+TEST(PointToPointOnTheEngine, IsIdleOnlyOnceEveryWorkIsComplete) {
+  const auto hooks = std::make_shared<Hooks>();
+  hooks->set_completion(1, [](uint64_t, float) { std::this_thread::sleep_for(milliseconds(50)); });
+  RunningRanks group({"one", "one"}, hooks);
+  const Message received = receive(group, 1, 0, 3, 1);
+  std::thread sender([&] { send(group, 0, 1, 3, pattern(1)).work->wait(); });
+  EXPECT_TRUE(group[1]->messages().wait_until_idle(kLongTimeout));
+  EXPECT_TRUE(received.work->is_complete());
+  sender.join();
+}
+
 }  // namespace
 }  // namespace zeropg
