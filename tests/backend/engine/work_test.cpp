@@ -243,6 +243,18 @@ TEST(CombinedWork, IsCompleteWithTheLastAndFailsAsTheFirstThatFails) {
   }
 }
 
+TEST(CombinedWork, HasTheErrorOfTheFirstThatFailedWithoutAWait) {
+  const std::vector<ZeroWorkPtr> works{make_work(), make_work()};
+  const auto all = combine({works.begin(), works.end()});
+  EXPECT_EQ(all->exception(), nullptr);
+  works[0]->complete(nullptr);
+  EXPECT_EQ(all->exception(), nullptr);
+  works[1]->complete(make_error("out of luck"));
+  EXPECT_FALSE(all->isSuccess());
+  EXPECT_EQ(all->exception(), works[1]->exception());
+  EXPECT_NE(all->exception(), nullptr);
+}
+
 TEST(CombinedWork, GivesTheResultsInOrderAlsoInItsFuture) {
   std::vector<at::Tensor> outputs{ones(1), ones(2), ones(3)};
   std::vector<ZeroWorkPtr> works;
