@@ -257,10 +257,12 @@ TEST(ProgressEngine, AForkedChildHasOneOfItsOwn) {
   const ProgressEngine* parents = &engine();
   ChildProcess child([&] {
     if (&engine() == parents || engine().callbacks() != nullptr) return false;
+#ifndef __SANITIZE_THREAD__  // which takes the child's first thread for the parent's, whose stack it reuses
     CountingChannel own;
     own.work = 1;
     engine().wake();
     poll([&] { return own.work == 0; });
+#endif
     return true;
   });
   EXPECT_TRUE(child.succeeded());
