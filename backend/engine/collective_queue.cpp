@@ -41,11 +41,13 @@ std::exception_ptr describe_error(GroupContext& group, const OperationLabel& lab
   try {
     try {
       std::rethrow_exception(error);
-    } catch (const c10::DistNetworkError& lost) {
-      std::vector<int32_t> everybody(static_cast<size_t>(group.world_size()));
-      std::iota(everybody.begin(), everybody.end(), 0);
-      throw_if_lost(label, group.peer_states(), awaited);  // others may well have left, having done their part
-      throw_if_lost(label, group.peer_states(), everybody);
+    } catch (const c10::DistNetworkError&) {
+      std::vector<int32_t> suspects = awaited;  // others may well have left, having done their part
+      if (suspects.empty()) {
+        suspects.resize(static_cast<size_t>(group.world_size()));
+        std::iota(suspects.begin(), suspects.end(), 0);
+      }
+      throw_if_lost(label, group.peer_states(), suspects);
       throw;
     }
   } catch (const OperationError&) {

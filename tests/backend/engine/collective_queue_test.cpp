@@ -206,6 +206,18 @@ TEST_F(CollectiveQueueTest, APeerMayLeaveOnceItHasDoneItsPartAndNotBefore) {
   expect_words(error_after_checks(0, waiting), {"rank 1 left the group"});
 }
 
+TEST_F(CollectiveQueueTest, DamagedMemoryIsBlamedOnItsRankThoughAnotherHasLeft) {
+  join(3);
+  auto job = make_job(*planners_[0], *ranks_[0], {all_reduce(filled(1, 0))}, {}, host_);
+  const Step step{.kind = StepKind::kReceive, .peer = 1, .destination = {.space = Space::kOutput}, .bytes = 4};
+  job->collectives[0].schedule = std::make_shared<Schedule>(Schedule{.algorithm = "by_hand", .steps = {step}});
+  const WorkPtr work = job->work;
+  ranks_[2]->depart();
+  ranks_[1]->arena().mailbox_counters(1, 0, static_cast<int32_t>(Lane::kCollective)).sent = ~uint64_t{0};
+  queues_[0]->submit(std::move(job), /*is_synchronous=*/false);
+  expect_words(error(work), {"the counters of rank 1", "make no sense"});
+}
+
 TEST_F(CollectiveQueueTest, AGroupThatFailsWhileAThreadWaitsEndsItsWorks) {
   join(2);
   const WorkPtr work = submit(0, {barrier()});
