@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -71,6 +72,15 @@ int64_t CollectiveJob::copied_bytes() const {
   return std::accumulate(
       collectives.begin(), collectives.end(), int64_t{0},
       [](int64_t bytes, const PlannedCollective& collective) { return bytes + collective.copied_bytes; });
+}
+
+void CollectiveJob::end_collective() {
+  const std::vector<double>& waited = executor->waiting_seconds();
+  waiting_seconds.resize(std::max(waiting_seconds.size(), waited.size()));
+  std::transform(waited.begin(), waited.end(), waiting_seconds.begin(), waiting_seconds.begin(), std::plus<>());
+  if (++current < collectives.size()) {
+    executor.reset();
+  }
 }
 
 // A thread's stay in help(): what it holds, it lets go of, and what it leaves undone is the progress thread's.
@@ -211,9 +221,7 @@ Progress CollectiveQueue::run(CollectiveJob& job) {
       return has_moved ? Progress::kMoved : progress;
     }
     has_moved = true;
-    if (++job.current < job.collectives.size()) {
-      job.executor.reset();
-    }
+    job.end_collective();
   }
   return Progress::kDone;
 }
@@ -225,7 +233,7 @@ void CollectiveQueue::finish(std::unique_ptr<CollectiveJob> job, const std::exce
   } else {
     const auto now = Clock::now();
     group_->count(work->label(), job->start ? std::chrono::duration<double>(now - *job->start).count() : 0.0,
-                  job->executor ? job->executor->waiting_seconds() : std::vector<double>());
+                  job->waiting_seconds);
   }
   job.reset();  // with it the last use of the tensors' addresses
   if (!error) {

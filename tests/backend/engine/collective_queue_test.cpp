@@ -137,6 +137,26 @@ TEST_F(CollectiveQueueTest, AHelperReturnsWhenItsTimeIsOver) {
   EXPECT_TRUE(work->is_complete());
 }
 
+TEST_F(CollectiveQueueTest, AJobOfSeveralCollectivesEndsOnceAndCountsTheWaitsOfAll) {
+  join(2);
+  std::vector<at::Tensor> tensors;
+  std::vector<WorkPtr> works;
+  for (const int32_t rank : {0, 1}) {
+    tensors.push_back(filled(5, rank));
+    works.push_back(submit(rank, {barrier(), all_reduce(tensors[rank]), barrier()}));
+    if (rank == 0) std::this_thread::sleep_for(milliseconds(30));
+  }
+  advance_all();
+  for (const int32_t rank : {0, 1}) {
+    EXPECT_EQ(error(works[rank]), "no error");
+    expect_sum_over_ranks(tensors[rank], 2);
+    EXPECT_EQ(ranks_[rank]->statistics().at("test").calls, 1U);
+  }
+  const OperationStatistics statistics = ranks_[0]->statistics().at("test");
+  EXPECT_GE(statistics.waiting_seconds.at(1), 0.03);
+  EXPECT_GE(statistics.seconds, statistics.waiting_seconds.at(1));
+}
+
 TEST_F(CollectiveQueueTest, DifferentCallsEndTheQueueOnEveryRank) {
   join(3);
   std::vector<std::vector<WorkPtr>> works(3);
