@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -41,11 +42,13 @@ std::exception_ptr describe_error(GroupContext& group, const OperationLabel& lab
   try {
     try {
       std::rethrow_exception(error);
-    } catch (const c10::DistNetworkError& lost) {
-      std::vector<int32_t> everybody(static_cast<size_t>(group.world_size()));
-      std::iota(everybody.begin(), everybody.end(), 0);
-      throw_if_lost(label, group.peer_states(), awaited);  // others may well have left, having done their part
-      throw_if_lost(label, group.peer_states(), everybody);
+    } catch (const c10::DistNetworkError&) {
+      std::vector<int32_t> suspects = awaited;  // others may well have left, having done their part
+      if (suspects.empty()) {
+        suspects.resize(static_cast<size_t>(group.world_size()));
+        std::iota(suspects.begin(), suspects.end(), 0);
+      }
+      throw_if_lost(label, group.peer_states(), suspects);
       throw;
     }
   } catch (const OperationError&) {
@@ -69,6 +72,15 @@ int64_t CollectiveJob::copied_bytes() const {
   return std::accumulate(
       collectives.begin(), collectives.end(), int64_t{0},
       [](int64_t bytes, const PlannedCollective& collective) { return bytes + collective.copied_bytes; });
+}
+
+void CollectiveJob::end_collective() {
+  const std::vector<double>& waited = executor->waiting_seconds();
+  waiting_seconds.resize(std::max(waiting_seconds.size(), waited.size()));
+  std::transform(waited.begin(), waited.end(), waiting_seconds.begin(), waiting_seconds.begin(), std::plus<>());
+  if (++current < collectives.size()) {
+    executor.reset();
+  }
 }
 
 // A thread's stay in help(): what it holds, it lets go of, and what it leaves undone is the progress thread's.
@@ -209,9 +221,7 @@ Progress CollectiveQueue::run(CollectiveJob& job) {
       return has_moved ? Progress::kMoved : progress;
     }
     has_moved = true;
-    if (++job.current < job.collectives.size()) {
-      job.executor.reset();
-    }
+    job.end_collective();
   }
   return Progress::kDone;
 }
@@ -223,7 +233,7 @@ void CollectiveQueue::finish(std::unique_ptr<CollectiveJob> job, const std::exce
   } else {
     const auto now = Clock::now();
     group_->count(work->label(), job->start ? std::chrono::duration<double>(now - *job->start).count() : 0.0,
-                  job->executor ? job->executor->waiting_seconds() : std::vector<double>());
+                  job->waiting_seconds);
   }
   job.reset();  // with it the last use of the tensors' addresses
   if (!error) {

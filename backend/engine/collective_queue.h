@@ -28,8 +28,10 @@ struct CollectiveJob {
   int64_t copied_bytes() const;  // at most, by this rank
 
   // Of the thread that runs the job:
+  void end_collective();  // the current one
   size_t current = 0;
-  std::optional<ScheduleExecutor> executor;
+  std::optional<ScheduleExecutor> executor;                    // of the current one, in the end of the last one
+  std::vector<double> waiting_seconds;                         // per rank, of the collectives that have ended
   std::optional<std::chrono::steady_clock::time_point> start;  // the deadline counts from here
 };
 

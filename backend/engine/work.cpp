@@ -52,6 +52,10 @@ class CombinedWork final : public c10d::Work {
   bool isSuccess() const override {
     return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isSuccess(); });
   }
+  std::exception_ptr exception() const override {
+    const auto failed = std::find_if(works_.begin(), works_.end(), [](const auto& work) { return !work->isSuccess(); });
+    return failed == works_.end() ? nullptr : (*failed)->exception();
+  }
   bool wait(std::chrono::milliseconds timeout) override {
     for (const auto& work : works_) {
       work->wait(timeout);

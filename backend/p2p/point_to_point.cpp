@@ -74,6 +74,7 @@ void PointToPoint::start(P2pMessage message, bool is_send) {
       fail_locked(std::current_exception(), finished);
     }
     is_pending = has_pending();
+    ending_ += finished.size();
   }
   finish(std::move(finished), work.get());
   if (is_pending) {
@@ -97,6 +98,7 @@ Activity PointToPoint::advance(const ZeroWork* own) {
     } catch (...) {
       fail_locked(std::current_exception(), finished);
     }
+    ending_ += finished.size();
   }
   finish(std::move(finished), own);
   return activity;
@@ -171,7 +173,12 @@ Activity PointToPoint::advance_locked(FinishedMessages& finished) {
     }
     const bool has_sent = advance_sends_locked(peer, finished);
     first = finished.size();
-    const bool has_received = receivers_[peer].advance(posted_, finished, order_);
+    bool has_received = false;
+    try {
+      has_received = receivers_[peer].advance(posted_, finished, order_);
+    } catch (const c10::DistNetworkError& error) {
+      blame_locked(peer, error);
+    }
     end_waits(finished, first, receives_);
     receives_[peer].look(receivers_[peer].target().has_value() || posted_.wants_from(peer), has_received);
     has_moved |= has_sent || has_received;
@@ -182,10 +189,42 @@ Activity PointToPoint::advance_locked(FinishedMessages& finished) {
 // Never more than a ring, or a window between nodes, takes.
 bool PointToPoint::advance_sends_locked(int32_t peer, FinishedMessages& finished) {
   const size_t first = finished.size();
-  const bool has_sent = senders_[peer].advance(finished);
+  bool has_sent = false;
+  try {
+    has_sent = senders_[peer].advance(finished);
+  } catch (const c10::DistNetworkError& error) {
+    blame_locked(peer, error);
+  }
   end_waits(finished, first, sends_);
   sends_[peer].look(!senders_[peer].queue().empty(), has_sent);
   return has_sent;
+}
+
+// A message that the stream from or to `peer` holds up: one that names it, or else one from anybody.
+const PostedMessage* PointToPoint::waiting_for_locked(int32_t peer) const {
+  if (!senders_[peer].queue().empty()) {
+    return &senders_[peer].queue().front();
+  }
+  if (receivers_[peer].target()) {
+    return &*receivers_[peer].target();
+  }
+  for (const int32_t source : {peer, P2pMessage::kAnySource}) {
+    const auto found = std::find_if(posted_.queue().begin(), posted_.queue().end(),
+                                    [&](const PostedMessage& posted) { return posted.message.peer == source; });
+    if (found != posted_.queue().end()) {
+      return &*found;
+    }
+  }
+  return nullptr;
+}
+
+// Others may have left the group before, with good reason: the error is about this peer.
+void PointToPoint::blame_locked(int32_t peer, const c10::DistNetworkError& error) const {
+  const PostedMessage* waiting = waiting_for_locked(peer);
+  TORCH_INTERNAL_ASSERT(waiting != nullptr, error.what_without_backtrace());
+  const OperationLabel& label = waiting->message.work->label();
+  throw_if_lost(label, group_->peer_states(), {peer});
+  fail_operation(label, error.what_without_backtrace());
 }
 
 // Of the receives that have been posted and have not ended.
@@ -279,6 +318,7 @@ void PointToPoint::check(const ZeroWork* own) {
     } catch (...) {
       fail_locked(std::current_exception(), finished);
     }
+    ending_ += finished.size();
   }
   finish(std::move(finished), own);
 }
@@ -377,14 +417,15 @@ void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {
   // about to sleep: no peer has anything left to wake it for.
   group_->arena().ring(group_->local_rank(group_->rank()));
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!has_pending()) {
+  ending_ -= finished.size();
+  if (ending_ == 0 && !has_pending()) {
     idle_.notify_all();
   }
 }
 
 bool PointToPoint::wait_until_idle(std::chrono::milliseconds limit) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return idle_.wait_for(lock, limit, [&] { return !has_pending(); });
+  return idle_.wait_for(lock, limit, [&] { return ending_ == 0 && !has_pending(); });
 }
 
 void PointToPoint::set_sleeping(bool is_sleeping) {

@@ -55,6 +55,8 @@ class PointToPoint final : public Channel {
   int64_t wanted_bytes() const;
   bool serve_from_set_aside(const PostedMessage& posted);
   bool has_pending() const;
+  const PostedMessage* waiting_for_locked(int32_t peer) const;
+  [[noreturn]] void blame_locked(int32_t peer, const c10::DistNetworkError& error) const;
   void check(const ZeroWork* own);
   void check_all_locked(const PeerStates& peers);
   const PostedMessage* oldest_locked() const;
@@ -75,6 +77,7 @@ class PointToPoint final : public Channel {
   std::vector<WaitTimer> receives_;         // per peer; guarded by mutex_
   PostedReceives posted_;                   // guarded by mutex_
   uint64_t order_ = 0;                      // guarded by mutex_
+  size_t ending_ = 0;                       // guarded by mutex_; messages that moved and are not complete yet
   PauseDetector pause_detector_;            // guarded by mutex_
 };
 

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <utility>
 #include <vector>
 
 namespace zeropg {
@@ -56,6 +57,27 @@ TEST(CopyPathTuner, LearnsForEachSizeByItself) {
   EXPECT_GE(run(choice, 100, 1, 2, 512 << 10)[0], 90);
   EXPECT_GE(run(choice, 100, 2, 1, 64 << 20)[1], 90);
   EXPECT_GE(run(choice, 100, 1, 2, 512 << 10)[0], 90);
+}
+
+TEST(CopyPathTuner, LearnsForAllSizesOfAClassAtOnce) {
+  const std::vector<std::pair<uint64_t, uint64_t>> classes{{0, 512 << 10},
+                                                           {(512 << 10) + 1, 2 << 20},
+                                                           {(2 << 20) + 1, 8 << 20},
+                                                           {(8 << 20) + 1, 32 << 20},
+                                                           {(32 << 20) + 1, 128 << 20},
+                                                           {(128 << 20) + 1, ~uint64_t{0}}};
+  CopyPathTuner choice;
+  for (const auto& [smallest, largest] : classes) {
+    EXPECT_EQ(run(choice, 2 * CopyPathTuner::kTrials, 1e-9, 1e9, smallest),
+              std::vector<int>(2, CopyPathTuner::kTrials));
+    EXPECT_EQ(choice.next(largest), Path::kRead) << largest;
+  }
+}
+
+TEST(CopyPathTuner, GoesOnTryingAPathThatIsNeverMeasured) {
+  CopyPathTuner choice;
+  for (int i = 0; i < CopyPathTuner::kTrials; ++i) choice.note(Path::kRead, kBytes, 1);
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(choice.next(kBytes), Path::kReceive);
 }
 
 TEST(CopyPathTuner, TakesAnySize) {
