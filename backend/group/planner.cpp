@@ -86,6 +86,19 @@ void check_forced(const std::string& op, const std::string& name) {
                     ".");
 }
 
+CallFingerprint fingerprint_of(const PlannedCollective& collective, at::ScalarType dtype) {
+  const CollectiveSpec& spec = collective.spec;
+  return {.op = static_cast<uint32_t>(spec.op),
+          .dtype = static_cast<uint32_t>(dtype),
+          .reduce_op = static_cast<uint32_t>(collective.reduce_op),
+          .root = spec.root,
+          .bytes = spec.bytes,
+          .factor = collective.factor.real(),
+          .imaginary_factor = collective.factor.imag(),
+          .codec = spec.codec == nullptr ? 0 : hash_of(spec.codec->description()),
+          .algorithm = hash_of(collective.schedule->algorithm)};
+}
+
 // A source of a reduction counts as a copy, as does each place that the result goes to as well.
 int64_t copied_bytes(const Schedule& schedule) {
   int64_t bytes = 0;
@@ -130,7 +143,6 @@ PlannedCollective Planner::plan(const CollectiveArgs& request) {
       .has_residuals = request.compression.residuals != nullptr,
   };
   collective.may_read = options_.cma;
-  collective.dtype_id = static_cast<int32_t>(request.dtype);
   if (is_reducing(request.op)) {
     collective.dtype = reducible_dtype(request.dtype).value();
     collective.spec.accumulator_bytes = static_cast<int32_t>(element_bytes(accumulator_dtype(collective.dtype)));
@@ -142,6 +154,7 @@ PlannedCollective Planner::plan(const CollectiveArgs& request) {
   collective.schedule = std::move(plan.schedule);
   collective.direct = std::move(plan.direct);
   collective.copied_bytes = plan.copied_bytes;
+  collective.call = fingerprint_of(collective, request.dtype);
   collective.inputs = input_addresses(request.inputs);
   collective.outputs = output_addresses(request.outputs);
   collective.compression = request.compression;
