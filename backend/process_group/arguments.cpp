@@ -225,6 +225,15 @@ bool Call::is_in_place(const CollectiveArgs& request, size_t input) const {
   }
 }
 
+at::Tensor Call::message(const at::Tensor& tensor, const MessageRoute& route) {
+  check_value(route.tag >= 0, "the tag is ", route.tag, ", expected 0 or more.");
+  check_value(label_.world_size > 1 && route.peer != label_.rank,
+              "a rank cannot send to or receive from itself; copy the tensor.");
+  label_.route = route;
+  label_.bytes = static_cast<int64_t>(tensor.nbytes());
+  return route.is_send ? input(tensor) : output(tensor);
+}
+
 void Call::add(CollectiveArgs request) {
   separate(request);
   label_.bytes += counted_bytes(request);
