@@ -23,7 +23,7 @@ DirectAccess::DirectAccess(GroupContext& group, const PlannedCollective& collect
 // Where the blocks of an all-to-all begin is known from what ranks announce of them.
 bool DirectAccess::offers_pool() const {
   const CollectiveSpec& spec = collective_.spec;
-  return collective_.offers_direct && (spec.op != OpKind::kAllToAll || announces_blocks(spec));
+  return collective_.offers_direct && (!traits_of(spec.op).has_counts || announces_blocks(spec));
 }
 
 bool DirectAccess::offers_reading() const { return collective_.offers_reading && announces_blocks(collective_.spec); }
@@ -95,7 +95,7 @@ void DirectAccess::locate_input(int32_t peer, const Announcement& said) {
   const CollectiveSpec& spec = collective_.spec;
   uint64_t offset = 0;
   int64_t bytes = shared_input_bytes(spec);
-  if (spec.op == OpKind::kAllToAll) {
+  if (traits_of(spec.op).has_counts) {
     const AnnouncedBlocks blocks = said.blocks();
     offset = std::accumulate(blocks.sent, blocks.sent + spec.rank, uint64_t{0});
     bytes = spec.receive_bytes[peer];

@@ -21,7 +21,7 @@ InternodeFingerprints::InternodeFingerprints(GroupContext& group, const Collecti
     : group_(group),
       spec_(spec),
       call_(call),
-      is_near_needed_(spec.op == OpKind::kAllToAll && !announces_blocks(spec)) {
+      is_near_needed_(traits_of(spec.op).has_counts && !announces_blocks(spec)) {
   if (is_near_needed_ || !group.is_one_node()) {
     pairs_.resize(static_cast<size_t>(group.world_size()));
   }

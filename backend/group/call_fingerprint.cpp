@@ -13,10 +13,6 @@ namespace zeropg {
 
 namespace {
 
-bool has_root(OpKind op) {
-  return op == OpKind::kBroadcast || op == OpKind::kReduce || op == OpKind::kGather || op == OpKind::kScatter;
-}
-
 bool is_same_number(double a, double b) { return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b); }
 
 }  // namespace
@@ -41,27 +37,27 @@ CallDifference difference(const CallFingerprint& theirs, const CallFingerprint& 
 }
 
 std::string describe_call(const CallFingerprint& call, std::string_view codec) {
-  if (call.magic != CallFingerprint::kMagic || call.op > static_cast<uint32_t>(OpKind::kBarrier) ||
+  if (call.magic != CallFingerprint::kMagic || call.op >= kOpKindCount ||
       call.dtype >= static_cast<uint32_t>(c10::NumScalarTypes) ||
       call.reduce_op >= static_cast<uint32_t>(kReduceOpCount)) {
     return "garbage";
   }
-  const auto op = static_cast<OpKind>(call.op);
-  if (op == OpKind::kBarrier && call.bytes == 0) {
-    return "barrier()";
+  const OpTraits& op = kOpTraits[call.op];
+  if (op.input == BlockCount::kNone && call.bytes == 0) {
+    return c10::str(op.name, "()");
   }
-  std::string text = c10::str(op_name(op), "(", c10::toString(static_cast<c10::ScalarType>(call.dtype)));
-  if (is_reducing(op)) {
+  std::string text = c10::str(op.name, "(", c10::toString(static_cast<c10::ScalarType>(call.dtype)));
+  if (op.is_reducing) {
     const auto reduce_op = static_cast<ReduceOp>(call.reduce_op);
     text += c10::str(", ", reduce_op_name(reduce_op));
     if (reduce_op == ReduceOp::kPremulSum) {
       text += c10::str(" with factor ", call.factor);
     }
   }
-  if (has_root(op)) {
+  if (op.has_root) {
     text += c10::str(", root ", call.root);
   }
-  if (op != OpKind::kAllToAll) {
+  if (!op.has_counts) {
     text += c10::str(", ", call.bytes, " bytes");
   }
   text += ")";

@@ -73,7 +73,7 @@ std::vector<std::byte*> input_addresses(const std::vector<at::Tensor>& tensors) 
 void check_forced(const std::string& op, const std::string& name) {
   std::string known;
   for (const Algorithm& algorithm : algorithms()) {
-    if (op == op_name(algorithm.op)) {
+    if (op == traits_of(algorithm.op).name) {
       if (name == algorithm.name) {
         return;
       }
@@ -143,7 +143,7 @@ PlannedCollective Planner::plan(const CollectiveArgs& request) {
       .has_residuals = request.compression.residuals != nullptr,
   };
   collective.may_read = options_.cma;
-  if (is_reducing(request.op)) {
+  if (traits_of(request.op).is_reducing) {
     collective.dtype = reducible_dtype(request.dtype).value();
     collective.spec.accumulator_bytes = static_cast<int32_t>(element_bytes(accumulator_dtype(collective.dtype)));
     collective.reduce_op = request.reduce_op;
@@ -210,7 +210,7 @@ Planner::Plan Planner::plan_for(const CollectiveSpec& spec) {
 }
 
 Planner::Plan Planner::make_plan(const CollectiveSpec& spec) const {
-  const auto found = options_.algorithms.find(op_name(spec.op));
+  const auto found = options_.algorithms.find(traits_of(spec.op).name);
   const std::string forced = found == options_.algorithms.end() ? std::string() : found->second;
   Plan plan;
   try {
@@ -222,7 +222,7 @@ Planner::Plan Planner::make_plan(const CollectiveSpec& spec) const {
     }
     plan.copied_bytes = std::max(copied_bytes(*plan.schedule), plan.direct ? copied_bytes(*plan.direct) : 0);
   } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, "[zeropg rank ", spec.rank, "/", spec.world_size, "] ", op_name(spec.op), ": ",
+    TORCH_CHECK_VALUE(false, "[zeropg rank ", spec.rank, "/", spec.world_size, "] ", traits_of(spec.op).name, ": ",
                       error.what());
   }
   return plan;
