@@ -23,12 +23,12 @@ DirectAccess::DirectAccess(GroupContext& group, const PlannedCollective& collect
 // Where the blocks of an all-to-all begin is known from what ranks announce of them.
 bool DirectAccess::offers_pool() const {
   const CollectiveSpec& spec = collective_.spec;
-  return collective_.offers_direct && (spec.op != OpKind::kAllToAll || announces_blocks(spec));
+  return collective_.offers_direct && (!traits_of(spec.op).has_counts || announces_blocks(spec));
 }
 
 bool DirectAccess::offers_reading() const { return collective_.offers_reading && announces_blocks(collective_.spec); }
 
-void DirectAccess::offer(Announcement& mine) const {
+void DirectAccess::offer(DirectOffer& mine) const {
   mine.begins_direct = begins_direct_ ? 1 : 0;
   mine.offers_direct = offers_pool() || offers_reading() ? 1 : 0;
   mine.pool_input = collective_.pool_input;
@@ -49,7 +49,7 @@ DirectAccess::Decision DirectAccess::decide(const NodeFingerprints& announcement
   bool can_read = true;
   bool begins_any = false;
   for (const int32_t peer : group_.node()) {
-    const Announcement& said = announcements.of(peer);
+    const DirectOffer& said = announcements.of(peer).direct;
     offer_all = offer_all && said.offers_direct != 0;
     begins_any = begins_any || said.begins_direct != 0;
     can_read = can_read && said.reads_peers != 0;
@@ -86,7 +86,7 @@ void DirectAccess::locate(const NodeFingerprints& announcements) {
       locate_input(peer, said);
     }
     if (shared.output) {
-      outputs_[peer] = in_pool_of(peer, said.pool_output, spec.bytes);
+      outputs_[peer] = in_pool_of(peer, said.direct.pool_output, spec.bytes);
     }
   }
 }
@@ -95,15 +95,16 @@ void DirectAccess::locate_input(int32_t peer, const Announcement& said) {
   const CollectiveSpec& spec = collective_.spec;
   uint64_t offset = 0;
   int64_t bytes = shared_input_bytes(spec);
-  if (spec.op == OpKind::kAllToAll) {
-    const AnnouncedBlocks blocks = announced_blocks(said);
+  if (traits_of(spec.op).has_counts) {
+    const AnnouncedBlocks blocks = said.blocks();
     offset = std::accumulate(blocks.sent, blocks.sent + spec.rank, uint64_t{0});
     bytes = spec.receive_bytes[peer];
   }
-  if (said.input_address != 0) {
-    addresses_[peer] = said.input_address + offset;
+  if (said.direct.input_address != 0) {
+    addresses_[peer] = said.direct.input_address + offset;
   } else {
-    inputs_[peer] = in_pool_of(peer, static_cast<int64_t>(static_cast<uint64_t>(said.pool_input) + offset), bytes);
+    const auto first = static_cast<int64_t>(static_cast<uint64_t>(said.direct.pool_input) + offset);
+    inputs_[peer] = in_pool_of(peer, first, bytes);
   }
 }
 

@@ -32,7 +32,7 @@ class DirectAccess {
 
   // Before the first barrier, of this rank alone: whether it begins with the direct schedule; what it offers.
   bool begins_direct() const { return begins_direct_; }
-  void offer(Announcement& mine) const;
+  void offer(DirectOffer& mine) const;
 
   // Behind it, alike on all ranks.
   struct Decision {

@@ -7,90 +7,70 @@
 #include <vector>
 
 #include "backend/diagnostics/format_ranks.h"
-#include "backend/group/call_fingerprint.h"
 #include "backend/group/failure.h"
 
 namespace zeropg {
 
-namespace {
-
-AnnouncedReduction announced_reduction(const PlannedCollective& collective) {
-  AnnouncedReduction said{.factor = collective.factor.real(), .factor_imaginary = collective.factor.imag()};
-  if (const Compressor* codec = collective.spec.codec) {
-    codec->description().copy(said.codec, sizeof(said.codec) - 1);
-  }
-  return said;
-}
-
-static_assert(sizeof(AnnouncedBlocks) == Announcement::kInlineBytes);
-
-}  // namespace
-
-AnnouncedBlocks announced_blocks(const Announcement& said) {
+AnnouncedBlocks Announcement::blocks() const {
   AnnouncedBlocks blocks;
-  std::memcpy(&blocks, said.payload, sizeof(blocks));
+  std::memcpy(&blocks, details, sizeof(blocks));
   return blocks;
 }
 
+std::string_view Announcement::codec() const {
+  const auto* text = reinterpret_cast<const char*>(details);
+  return call.codec == 0 ? std::string_view() : std::string_view(text, strnlen(text, sizeof(details)));
+}
+
 NodeFingerprints::NodeFingerprints(GroupContext& group, const PlannedCollective& collective,
-                                   const OperationLabel& label, uint64_t sequence)
-    : group_(group), collective_(collective), label_(label), sequence_(sequence) {}
+                                   const CallFingerprint& call, const OperationLabel& label)
+    : group_(group), collective_(collective), call_(call), label_(label) {}
+
+Announcement& NodeFingerprints::of(int32_t peer) const {
+  return *reinterpret_cast<Announcement*>(group_.arena().slot(group_.local_rank(peer), call_.sequence).data());
+}
 
 void NodeFingerprints::announce_call() const {
   const CollectiveSpec& spec = collective_.spec;
   Announcement& said = mine();
-  said.sequence = sequence_;
-  said.op = static_cast<uint32_t>(spec.op);
-  said.dtype = static_cast<uint32_t>(collective_.dtype_id);
-  said.reduce_op = static_cast<uint32_t>(collective_.reduce_op);
-  said.root = spec.root;
-  said.bytes = spec.bytes;
-  said.algorithm = hash_of(collective_.schedule->algorithm);
+  said.call = call_;
   if (announces_blocks(spec)) {
     AnnouncedBlocks blocks;
     std::ranges::copy(spec.send_bytes, blocks.sent);
     std::ranges::copy(spec.receive_bytes, blocks.received);
-    std::memcpy(said.payload, &blocks, sizeof(blocks));
-  } else {
-    const AnnouncedReduction reduction = announced_reduction(collective_);
-    std::memcpy(said.payload, &reduction, sizeof(reduction));
+    std::memcpy(said.details, &blocks, sizeof(blocks));
+  } else if (spec.codec != nullptr) {
+    char text[sizeof(said.details)] = {};
+    spec.codec->description().copy(text, sizeof(text) - 1);
+    std::memcpy(said.details, text, sizeof(text));
   }
 }
 
 void NodeFingerprints::compare_calls() const {
-  const CollectiveSpec& spec = collective_.spec;
-  const AnnouncedReduction mine = announced_reduction(collective_);
-  const uint64_t algorithm = hash_of(collective_.schedule->algorithm);
   std::vector<int32_t> planned_otherwise;
-  std::map<std::string, std::vector<int32_t>> calls;
-  bool is_same = true;
   for (const int32_t peer : group_.node()) {
-    const Announcement& other = of(peer);
-    bool is_peer_same = other.op == static_cast<uint32_t>(spec.op) &&
-                        other.dtype == static_cast<uint32_t>(collective_.dtype_id) &&
-                        other.reduce_op == static_cast<uint32_t>(collective_.reduce_op) && other.root == spec.root &&
-                        other.bytes == spec.bytes;
-    if (is_peer_same && !announces_blocks(spec)) {
-      is_peer_same = std::memcmp(other.payload, &mine, sizeof(mine)) == 0;
+    const CallDifference found = difference(of(peer).call, call_);
+    if (found.is_senseless || found.in_call || found.in_codec) {
+      throw_different_calls();
     }
-    is_same = is_same && is_peer_same;
-    if (other.algorithm != algorithm) {
+    if (found.in_algorithm) {
       planned_otherwise.push_back(peer);
     }
   }
-  if (is_same) {
-    if (announces_blocks(spec)) {
-      compare_blocks();
-    }
-    if (!planned_otherwise.empty()) {
-      fail_operation(label_, "this rank runs ", collective_.schedule->algorithm, ", ", format_ranks(planned_otherwise),
-                     " another algorithm; give BackendOptions(algorithms=...) and the version of zeropg the same value "
-                     "on every rank.");
-    }
-    return;
+  if (announces_blocks(collective_.spec)) {
+    compare_blocks();
   }
+  if (!planned_otherwise.empty()) {
+    fail_operation(label_, "this rank runs ", collective_.schedule->algorithm, ", ", format_ranks(planned_otherwise),
+                   " another algorithm; give BackendOptions(algorithms=...) and the version of zeropg the same value "
+                   "on every rank.");
+  }
+}
+
+void NodeFingerprints::throw_different_calls() const {
+  std::map<std::string, std::vector<int32_t>> calls;
   for (const int32_t peer : group_.node()) {
-    calls[describe_announcement(of(peer))].push_back(peer);
+    calls[describe_call(of(peer).call, of(peer).codec())].push_back(peer);
   }
   std::string text;
   for (const auto& [call, ranks] : calls) {
@@ -105,7 +85,7 @@ void NodeFingerprints::compare_blocks() const {
   const std::vector<int32_t>& ranks = group_.node();
   std::vector<AnnouncedBlocks> blocks;
   for (const int32_t rank : ranks) {
-    blocks.push_back(announced_blocks(of(rank)));
+    blocks.push_back(of(rank).blocks());
   }
   const auto name = [&](int32_t rank) {
     return rank == group_.rank() ? std::string("this rank") : c10::str("rank ", rank);

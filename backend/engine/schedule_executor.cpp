@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "backend/collectives/schedule/staging_stores.h"
@@ -17,6 +18,11 @@ namespace {
 // places stores past the caches were half as fast: the lines have just been read.)
 constexpr int64_t kPieceBytes = 8 << 10;
 
+CallFingerprint numbered(CallFingerprint call, uint64_t sequence) {
+  call.sequence = sequence;
+  return call;
+}
+
 bool is_streamed_to_staging(const Step& step) {
   return step.destination.space == Space::kStaging && should_stream_to_staging(step.bytes);
 }
@@ -28,9 +34,9 @@ ScheduleExecutor::ScheduleExecutor(GroupContext& group, const PlannedCollective&
     : group_(group),
       collective_(collective),
       label_(label),
-      sequence_(group.next_announcement()),
-      in_node_(group, collective, label, sequence_),
-      between_nodes_(group, collective, sequence_),
+      call_(numbered(collective.call, group.next_announcement())),
+      in_node_(group, collective, call_, label),
+      between_nodes_(group, collective.spec, call_),
       direct_access_(group, collective, label),
       schedule_(collective.schedule.get()),
       residuals_(*collective.schedule, collective.compression) {
@@ -108,7 +114,7 @@ bool ScheduleExecutor::run_barrier() {
   if (barrier_ == 0) {
     if (!is_announced_) {
       in_node_.announce_call();
-      direct_access_.offer(in_node_.mine());
+      direct_access_.offer(in_node_.mine().direct);
     } else if (is_direct()) {
       direct_access_.check();
     }
@@ -250,7 +256,7 @@ std::vector<int32_t> ScheduleExecutor::awaited() const {
 void ScheduleExecutor::note_wait() const {
   const Step& step = schedule_->steps[step_];
   group_.note_wait(Lane::kCollective, step.kind == StepKind::kBarrier ? ShmArena::kAtBarrier : step.peer, awaited(),
-                   between_nodes_.of_this_rank());
+                   std::bit_cast<WaitingCall>(call_));
   between_nodes_.compare_with_waiting();
 }
 

@@ -51,7 +51,7 @@ class ScheduleExecutor {
   GroupContext& group_;
   const PlannedCollective& collective_;
   const OperationLabel& label_;
-  const uint64_t sequence_;
+  const CallFingerprint call_;
   const NodeFingerprints in_node_;
   InternodeFingerprints between_nodes_;
   DirectAccess direct_access_;

@@ -105,7 +105,6 @@ ZeroWork::ZeroWork(OperationLabel label, c10d::OpType type, Tensors tensors, Ope
       timeout_(std::move(timeout)),
       key_(next_completion_key()),
       start_(std::chrono::steady_clock::now()),
-      is_message_(c10d::isP2POp(type)),
       host_(std::move(host)),
       tensors_(std::move(tensors)) {}
 

@@ -16,7 +16,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "backend/group/collective_args.h"
+#include "backend/group/operation_label.h"
 #include "backend/group/timeouts.h"
 #include "backend/platform/process/callback_pool.h"
 
@@ -70,7 +70,7 @@ class ZeroWork final : public c10d::Work {
   // As isCompleted(), without a lock.
   bool is_complete() const { return is_complete_.load(std::memory_order_acquire); }
   // Whether it is a send or a receive, and not a collective.
-  bool is_message() const { return is_message_; }
+  bool is_message() const { return label_.route.has_value(); }
   const OperationLabel& label() const { return label_; }
   std::chrono::milliseconds timeout() const { return timeout_.timeout; }
   void set_source_rank(int rank) { source_rank_ = rank; }  // before complete()
@@ -87,7 +87,6 @@ class ZeroWork final : public c10d::Work {
   const OperationTimeout timeout_;
   const uint64_t key_;
   const std::chrono::steady_clock::time_point start_;
-  const bool is_message_;
   const std::shared_ptr<OperationHost> host_;                              // life shared with the process group
   Tensors tensors_;                                                        // guarded by mutex_ (of the base class)
   std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> released_outputs_;  // guarded by mutex_

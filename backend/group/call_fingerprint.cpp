@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 
 #include <bit>
-#include <cstring>
 
 #include "backend/collectives/reduce/reduce_op.h"
 #include "backend/collectives/schedule/collective_spec.h"
@@ -14,21 +13,11 @@ namespace zeropg {
 
 namespace {
 
-bool has_root(OpKind op) {
-  return op == OpKind::kBroadcast || op == OpKind::kReduce || op == OpKind::kGather || op == OpKind::kScatter;
-}
-
-bool is_same(const CallHeader& a, const CallHeader& b) {
-  return a.call.op == b.call.op && a.call.dtype == b.call.dtype && a.call.reduce_op == b.call.reduce_op &&
-         a.call.root == b.call.root && a.call.bytes == b.call.bytes &&
-         std::bit_cast<uint64_t>(a.call.factor) == std::bit_cast<uint64_t>(b.call.factor) &&
-         std::bit_cast<uint64_t>(a.imaginary_factor) == std::bit_cast<uint64_t>(b.imaginary_factor) &&
-         a.codec == b.codec && a.algorithm == b.algorithm;
-}
+bool is_same_number(double a, double b) { return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b); }
 
 }  // namespace
 
-uint64_t hash_of(const std::string& text) {
+uint64_t hash_of(std::string_view text) {
   uint64_t hash = 0xcbf29ce484222325;
   for (const char c : text) {
     hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3;
@@ -36,64 +25,61 @@ uint64_t hash_of(const std::string& text) {
   return hash;
 }
 
-std::string describe_call(const CallFingerprint& call) {
-  if (call.op > static_cast<uint32_t>(OpKind::kBarrier) || call.dtype >= static_cast<uint32_t>(c10::NumScalarTypes) ||
+CallDifference difference(const CallFingerprint& theirs, const CallFingerprint& ours) {
+  return {.is_senseless = theirs.magic != ours.magic,
+          .in_call = theirs.sequence != ours.sequence || theirs.op != ours.op || theirs.dtype != ours.dtype ||
+                     theirs.reduce_op != ours.reduce_op || theirs.root != ours.root || theirs.bytes != ours.bytes ||
+                     !is_same_number(theirs.factor, ours.factor) ||
+                     !is_same_number(theirs.imaginary_factor, ours.imaginary_factor),
+          .in_codec = theirs.codec != ours.codec,
+          .in_algorithm = theirs.algorithm != ours.algorithm,
+          .in_pair = theirs.pair_bytes != ours.pair_bytes};
+}
+
+std::string describe_call(const CallFingerprint& call, std::string_view codec) {
+  if (call.magic != CallFingerprint::kMagic || call.op >= kOpKindCount ||
+      call.dtype >= static_cast<uint32_t>(c10::NumScalarTypes) ||
       call.reduce_op >= static_cast<uint32_t>(kReduceOpCount)) {
     return "garbage";
   }
-  const auto op = static_cast<OpKind>(call.op);
-  if (op == OpKind::kBarrier && call.bytes == 0) {
-    return "barrier()";
+  const OpTraits& op = kOpTraits[call.op];
+  if (op.input == BlockCount::kNone && call.bytes == 0) {
+    return c10::str(op.name, "()");
   }
-  std::string text = c10::str(op_name(op), "(", c10::toString(static_cast<c10::ScalarType>(call.dtype)));
-  if (is_reducing(op)) {
+  std::string text = c10::str(op.name, "(", c10::toString(static_cast<c10::ScalarType>(call.dtype)));
+  if (op.is_reducing) {
     const auto reduce_op = static_cast<ReduceOp>(call.reduce_op);
     text += c10::str(", ", reduce_op_name(reduce_op));
     if (reduce_op == ReduceOp::kPremulSum) {
       text += c10::str(" with factor ", call.factor);
     }
   }
-  if (has_root(op)) {
+  if (op.has_root) {
     text += c10::str(", root ", call.root);
   }
-  if (op != OpKind::kAllToAll) {
+  if (!op.has_counts) {
     text += c10::str(", ", call.bytes, " bytes");
   }
-  return text + ")";
+  text += ")";
+  return codec.empty() ? text : text + " as " + printable(codec, codec.size());
 }
 
-void check_header(const CallHeader& theirs, const CallHeader& expected, int32_t rank, int32_t peer) {
-  TORCH_CHECK_WITH(DistBackendError, theirs.magic == expected.magic, "rank ", peer,
+void check_call(const CallFingerprint& theirs, const CallFingerprint& ours, int32_t rank, int32_t peer) {
+  const CallDifference found = difference(theirs, ours);
+  TORCH_CHECK_WITH(DistBackendError, !found.is_senseless, "rank ", peer,
                    " sent something that is no call; its memory or ours is damaged");
-  if (theirs.sequence != expected.sequence || !is_same(theirs, expected)) {
-    const std::string note = theirs.codec != expected.codec           ? " with different compression"
-                             : theirs.algorithm != expected.algorithm ? " or run different algorithms for them"
-                                                                      : "";
+  if (found.in_call || found.in_codec || found.in_algorithm) {
+    const std::string note = found.in_codec       ? " with different compression"
+                             : found.in_algorithm ? " or run different algorithms for them"
+                                                  : "";
     C10_THROW_ERROR(DistBackendError,
-                    c10::str("the ranks made different calls", note, ": rank ", rank, ": ",
-                             describe_call(expected.call), "; rank ", peer, ": ", describe_call(theirs.call),
-                             theirs.sequence == expected.sequence ? "" : c10::str(" as #", theirs.sequence),
+                    c10::str("the ranks made different calls", note, ": rank ", rank, ": ", describe_call(ours),
+                             "; rank ", peer, ": ", describe_call(theirs),
+                             theirs.sequence == ours.sequence ? "" : c10::str(" as #", theirs.sequence),
                              "; make the same call with the same sizes on every rank."));
   }
-  TORCH_CHECK_WITH(DistBackendError, theirs.pair_bytes == expected.pair_bytes, "rank ", peer, " sends ",
-                   theirs.pair_bytes, " bytes to this rank, which expects ", expected.pair_bytes,
-                   "; make the splits of both ranks match.");
-}
-
-std::string describe_announcement(const Announcement& said) {
-  AnnouncedReduction reduction;
-  std::memcpy(&reduction, said.payload, sizeof(reduction));
-  const std::string call = describe_call({.op = said.op,
-                                          .dtype = said.dtype,
-                                          .reduce_op = said.reduce_op,
-                                          .root = said.root,
-                                          .bytes = said.bytes,
-                                          .factor = reduction.factor});
-  const bool is_reduction =
-      said.op == static_cast<uint32_t>(OpKind::kAllReduce) || said.op == static_cast<uint32_t>(OpKind::kReduceScatter);
-  const std::string codec =
-      printable({reduction.codec, strnlen(reduction.codec, sizeof(reduction.codec))}, sizeof(reduction.codec));
-  return is_reduction && !codec.empty() ? call + " as " + codec : call;
+  TORCH_CHECK_WITH(DistBackendError, !found.in_pair, "rank ", peer, " sends ", theirs.pair_bytes,
+                   " bytes to this rank, which expects ", ours.pair_bytes, "; make the splits of both ranks match.");
 }
 
 }  // namespace zeropg

@@ -1,54 +1,52 @@
-// What ranks say to each other of a collective, compared and put into words. Pure: whatever bytes a peer sends are
+// What a rank says of a collective to the others, compared and put into words. Pure: whatever bytes a peer sends are
 // safe.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <string>
-
-#include "backend/transport/shm/shm_arena.h"
+#include <string_view>
+#include <type_traits>
 
 namespace zeropg {
 
-// Plain numbers, since they may have come from a peer.
+// One call. It travels as it is: inside a node in front of where the tensors lie (fingerprint_in_node.h), to other
+// nodes in front of the first bytes and with signs of life (fingerprint_between_nodes.h). Plain numbers without
+// padding, since they may have come from a peer and are compared to the bit.
 struct CallFingerprint {
+  static constexpr uint64_t kMagic = 0x31'6c'6c'61'63'67'70'7a;  // "zpgcall1": catches a stream that got out of step
+  uint64_t magic = kMagic;
+  uint64_t sequence = 0;   // of the group's collectives
   uint32_t op = 0;         // OpKind
   uint32_t dtype = 0;      // at::ScalarType
   uint32_t reduce_op = 0;  // ReduceOp
   int32_t root = 0;
-  int64_t bytes = 0;
-  double factor = 1;  // the real part
-};
-
-// FNV-1a: to notice ranks that were configured differently, not to keep anybody out.
-uint64_t hash_of(const std::string& text);
-
-// "all_reduce(Float, sum, 40 bytes)", or "garbage" where the numbers mean nothing.
-std::string describe_call(const CallFingerprint& call);
-
-// To one other rank: Note [Call headers] in fingerprint_between_nodes.h.
-struct CallHeader {
-  static constexpr uint64_t kMagic = 0x31'6c'6c'61'63'67'70'7a;  // "zpgcall1": catches a stream that got out of step
-  uint64_t magic = 0;
-  uint64_t sequence = 0;  // of the group's collectives
-  CallFingerprint call;
+  int64_t bytes = 0;  // CollectiveSpec::bytes
+  double factor = 1;
   double imaginary_factor = 0;
-  int64_t pair_bytes = 0;  // all_to_all: what the sender has for the receiver
+  int64_t pair_bytes = 0;  // all_to_all, to one rank: what the sender has for it
   uint64_t codec = 0;      // a hash of its description, 0: none
   uint64_t algorithm = 0;  // a hash of the schedule's name
 };
+static_assert(sizeof(CallFingerprint) == 80 && std::is_trivially_copyable_v<CallFingerprint>);
 
-// Throws DistBackendError unless `theirs`, which `rank` has from `peer`, is `expected` to the bit.
-void check_header(const CallHeader& theirs, const CallHeader& expected, int32_t rank, int32_t peer);
+// FNV-1a: to notice ranks that were configured differently, not to keep anybody out.
+uint64_t hash_of(std::string_view text);
 
-// What the payload of an announcement holds, but for an all_to_all's, which has its byte counts there.
-struct AnnouncedReduction {
-  double factor = 1;
-  double factor_imaginary = 0;
-  char codec[Announcement::kInlineBytes - 2 * sizeof(double)] = {};  // its description, "" for none
+// How the call of another rank differs from this rank's.
+struct CallDifference {
+  bool is_senseless = false;  // it is no call at all
+  bool in_call = false;       // in what is called, or in its number
+  bool in_codec = false;
+  bool in_algorithm = false;
+  bool in_pair = false;  // in pair_bytes
 };
-static_assert(sizeof(AnnouncedReduction) == Announcement::kInlineBytes);
+CallDifference difference(const CallFingerprint& theirs, const CallFingerprint& ours);
 
-std::string describe_announcement(const Announcement& said);
+// "all_reduce(Float, sum, 40 bytes)", or "garbage" where the numbers mean nothing. `codec` is the description of the
+// call's codec, if the rank gave one: "... as fp16()".
+std::string describe_call(const CallFingerprint& call, std::string_view codec = {});
+
+// Throws DistBackendError unless `theirs`, which `rank` has from `peer`, is `ours` to the bit.
+void check_call(const CallFingerprint& theirs, const CallFingerprint& ours, int32_t rank, int32_t peer);
 
 }  // namespace zeropg

@@ -6,7 +6,6 @@
 #include <complex>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -52,26 +51,5 @@ struct CollectiveArgs {
 
 // What the operation is counted with: a block, or all that this rank sends in an all-to-all.
 int64_t counted_bytes(const CollectiveArgs& request);
-
-// Whom a message goes to or comes from.
-struct MessageRoute {
-  bool is_send = false;
-  int32_t peer = 0;  // negative: from any rank
-  int32_t tag = 0;
-};
-
-// How an operation is called in errors, statistics and traces.
-struct OperationLabel {
-  int32_t rank = 0;
-  int32_t world_size = 1;
-  const char* title = "zeropg:operation";  // a literal: the profiler keeps the pointer
-  uint64_t sequence = 0;                   // of the group's collectives, or of this rank's messages; 0: not counted yet
-  int64_t bytes = 0;
-  std::optional<MessageRoute> route{};  // of a message
-
-  const char* name() const;  // the title without "zeropg:"
-  // "[zeropg rank 3/8] reduce_scatter #41 (4096 bytes)"; of a message "... recv #7 from rank 1 with tag 0 (4096 bytes)"
-  std::string prefix() const;
-};
 
 }  // namespace zeropg

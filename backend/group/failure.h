@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-#include "backend/group/collective_args.h"
+#include "backend/group/operation_label.h"
 
 namespace zeropg {
 

@@ -19,9 +19,9 @@
 
 #include "backend/bootstrap/bootstrap.h"
 #include "backend/diagnostics/wait_graph.h"
-#include "backend/group/collective_args.h"
 #include "backend/group/failure.h"
 #include "backend/group/hooks.h"
+#include "backend/group/operation_label.h"
 #include "backend/topology/topology.h"
 #include "backend/transport/network/remote_transport.h"
 #include "backend/transport/shm/cma_peers.h"

@@ -73,7 +73,7 @@ std::vector<std::byte*> input_addresses(const std::vector<at::Tensor>& tensors) 
 void check_forced(const std::string& op, const std::string& name) {
   std::string known;
   for (const Algorithm& algorithm : algorithms()) {
-    if (op == op_name(algorithm.op)) {
+    if (op == traits_of(algorithm.op).name) {
       if (name == algorithm.name) {
         return;
       }
@@ -84,6 +84,19 @@ void check_forced(const std::string& op, const std::string& name) {
                     "', which does not exist; use names like all_reduce, all_gather, reduce_scatter.");
   TORCH_CHECK_VALUE(false, "[zeropg] BackendOptions: algorithms[", op, "] is '", name, "', expected one of ", known,
                     ".");
+}
+
+CallFingerprint fingerprint_of(const PlannedCollective& collective, at::ScalarType dtype) {
+  const CollectiveSpec& spec = collective.spec;
+  return {.op = static_cast<uint32_t>(spec.op),
+          .dtype = static_cast<uint32_t>(dtype),
+          .reduce_op = static_cast<uint32_t>(collective.reduce_op),
+          .root = spec.root,
+          .bytes = spec.bytes,
+          .factor = collective.factor.real(),
+          .imaginary_factor = collective.factor.imag(),
+          .codec = spec.codec == nullptr ? 0 : hash_of(spec.codec->description()),
+          .algorithm = hash_of(collective.schedule->algorithm)};
 }
 
 // A source of a reduction counts as a copy, as does each place that the result goes to as well.
@@ -130,8 +143,7 @@ PlannedCollective Planner::plan(const CollectiveArgs& request) {
       .has_residuals = request.compression.residuals != nullptr,
   };
   collective.may_read = options_.cma;
-  collective.dtype_id = static_cast<int32_t>(request.dtype);
-  if (is_reducing(request.op)) {
+  if (traits_of(request.op).is_reducing) {
     collective.dtype = reducible_dtype(request.dtype).value();
     collective.spec.accumulator_bytes = static_cast<int32_t>(element_bytes(accumulator_dtype(collective.dtype)));
     collective.reduce_op = request.reduce_op;
@@ -142,6 +154,7 @@ PlannedCollective Planner::plan(const CollectiveArgs& request) {
   collective.schedule = std::move(plan.schedule);
   collective.direct = std::move(plan.direct);
   collective.copied_bytes = plan.copied_bytes;
+  collective.call = fingerprint_of(collective, request.dtype);
   collective.inputs = input_addresses(request.inputs);
   collective.outputs = output_addresses(request.outputs);
   collective.compression = request.compression;
@@ -197,7 +210,7 @@ Planner::Plan Planner::plan_for(const CollectiveSpec& spec) {
 }
 
 Planner::Plan Planner::make_plan(const CollectiveSpec& spec) const {
-  const auto found = options_.algorithms.find(op_name(spec.op));
+  const auto found = options_.algorithms.find(traits_of(spec.op).name);
   const std::string forced = found == options_.algorithms.end() ? std::string() : found->second;
   Plan plan;
   try {
@@ -209,7 +222,7 @@ Planner::Plan Planner::make_plan(const CollectiveSpec& spec) const {
     }
     plan.copied_bytes = std::max(copied_bytes(*plan.schedule), plan.direct ? copied_bytes(*plan.direct) : 0);
   } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, "[zeropg rank ", spec.rank, "/", spec.world_size, "] ", op_name(spec.op), ": ",
+    TORCH_CHECK_VALUE(false, "[zeropg rank ", spec.rank, "/", spec.world_size, "] ", traits_of(spec.op).name, ": ",
                       error.what());
   }
   return plan;

@@ -13,6 +13,7 @@
 #include "backend/collectives/reduce/reduce.h"
 #include "backend/collectives/schedule/collective_spec.h"
 #include "backend/collectives/schedule/schedule.h"
+#include "backend/group/call_fingerprint.h"
 #include "backend/group/collective_args.h"
 #include "backend/transport/shm/tensor_pool.h"
 
@@ -30,7 +31,7 @@ struct PlannedCollective {
   int64_t pool_input = -1;      // where its first input and output lie in its part of the pool; -1: not there
   int64_t pool_output = -1;
   CollectiveSpec spec;
-  int32_t dtype_id = 0;  // at::ScalarType, for the announcement
+  CallFingerprint call;  // but for its number
   DType dtype = DType::kUInt8;
   ReduceOp reduce_op = ReduceOp::kSum;
   std::complex<double> factor = 1;

@@ -14,13 +14,10 @@ namespace zeropg {
 
 // `data` is contiguous and kept alive by `work`.
 struct P2pMessage {
-  static constexpr int32_t kAnySource = -1;
-
   c10::intrusive_ptr<ZeroWork> work;
   std::byte* data = nullptr;
   int64_t bytes = 0;
-  int32_t peer = 0;
-  int32_t tag = 0;
+  MessageRoute route;
 };
 
 struct PostedMessage {

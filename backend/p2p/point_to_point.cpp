@@ -19,7 +19,7 @@ constexpr int64_t kInlineBytes = 256 << 10;  // what a call may take of messages
 // Of a message that has moved: also of one from anybody.
 int32_t peer_of(const PostedMessage& posted) {
   const P2pMessage& message = posted.message;
-  return message.peer == P2pMessage::kAnySource ? message.work->sourceRank() : message.peer;
+  return message.route.is_from_anybody() ? message.work->sourceRank() : message.route.peer;
 }
 
 // Of those from `first` on.
@@ -43,10 +43,7 @@ PointToPoint::PointToPoint(std::shared_ptr<GroupContext> group, ProgressEngine& 
   }
 }
 
-void PointToPoint::send(P2pMessage message) { start(std::move(message), /*is_send=*/true); }
-void PointToPoint::receive(P2pMessage message) { start(std::move(message), /*is_send=*/false); }
-
-void PointToPoint::start(P2pMessage message, bool is_send) {
+void PointToPoint::post(P2pMessage message) {
   group_->release_retired();
   const GroupContext::Use use(*group_);
   const c10::intrusive_ptr<ZeroWork> work = message.work;
@@ -55,11 +52,11 @@ void PointToPoint::start(P2pMessage message, bool is_send) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     group_->throw_if_failed();
-    const int32_t peer = message.peer;
+    const MessageRoute route = message.route;
     const OperationLabel label = message.work->label();
     PostedMessage posted{std::move(message), ++order_, std::chrono::steady_clock::now()};
-    if (is_send) {
-      senders_[peer].push(std::move(posted));
+    if (route.is_send) {
+      senders_[route.peer].push(std::move(posted));
     } else {
       posted_.push(std::move(posted));
     }
@@ -67,8 +64,8 @@ void PointToPoint::start(P2pMessage message, bool is_send) {
       group_->throw_if_peer_failed(label);
       if (wanted_bytes() <= kInlineBytes) {
         advance_locked(finished);
-      } else if (is_send) {
-        advance_sends_locked(peer, finished);
+      } else if (route.is_send) {
+        advance_sends_locked(route.peer, finished);
       }
     } catch (...) {
       fail_locked(std::current_exception(), finished);
@@ -246,12 +243,12 @@ bool PointToPoint::serve_from_set_aside(const PostedMessage& posted) {
   std::deque<SetAside>::iterator found;
   int32_t source = -1;
   for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
-    if (message.peer != peer && message.peer != P2pMessage::kAnySource) {
+    if (message.route.peer != peer && !message.route.is_from_anybody()) {
       continue;
     }
     auto& candidates = receivers_[peer].set_aside();
     auto it = std::find_if(candidates.begin(), candidates.end(),
-                           [&](const SetAside& candidate) { return candidate.tag == message.tag; });
+                           [&](const SetAside& candidate) { return candidate.tag == message.route.tag; });
     if (it != candidates.end() && (messages == nullptr || it->order < found->order)) {
       messages = &candidates;
       found = it;
@@ -325,8 +322,8 @@ void PointToPoint::check(const ZeroWork* own) {
 
 void PointToPoint::check_all_locked(const PeerStates& peers) {
   if (const PostedMessage* posted = oldest_locked()) {
-    const int32_t peer = posted->message.peer;
-    group_->note_wait(Lane::kPointToPoint, peer == P2pMessage::kAnySource ? GroupContext::kAnybody : peer,
+    const MessageRoute& route = posted->message.route;
+    group_->note_wait(Lane::kPointToPoint, route.is_from_anybody() ? GroupContext::kAnybody : route.peer,
                       awaited_by(*posted));
   }
   for (const PostedMessage& posted : posted_.queue()) {
@@ -360,15 +357,15 @@ const PostedMessage* PointToPoint::oldest_locked() const {
 }
 
 std::vector<int32_t> PointToPoint::awaited_by(const PostedMessage& posted) const {
-  const int32_t peer = posted.message.peer;
-  return peer == P2pMessage::kAnySource ? group_->others_than(group_->rank()) : std::vector<int32_t>{peer};
+  const MessageRoute& route = posted.message.route;
+  return route.is_from_anybody() ? group_->others_than(group_->rank()) : std::vector<int32_t>{route.peer};
 }
 
 void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& peers) {
   const OperationLabel& label = posted.message.work->label();
   std::vector<int32_t> awaited = awaited_by(posted);
   // A receive from anybody goes on as long as anybody is left.
-  const bool is_any = posted.message.peer == P2pMessage::kAnySource;
+  const bool is_any = posted.message.route.is_from_anybody();
   const bool is_alone = peers.departed.size() + peers.dead.size() + 1 == static_cast<size_t>(group_->world_size());
   if (!is_any || peers.failed >= 0 || !peers.dead.empty() || is_alone) {
     throw_if_lost(label, peers, awaited);

@@ -34,8 +34,7 @@ class PointToPoint final : public Channel {
 
   // What can be moved at once, and is little, is moved in the calling thread; the rest by a thread that waits, or the
   // progress thread.
-  void send(P2pMessage message);
-  void receive(P2pMessage message);  // peer may be kAnySource
+  void post(P2pMessage message);
 
   // See OperationHost::help. Only in the process that made the group.
   void help(const ZeroWork& work, std::chrono::steady_clock::time_point until);
@@ -48,7 +47,6 @@ class PointToPoint final : public Channel {
   int32_t local_world_size() const override;
 
  private:
-  void start(P2pMessage message, bool is_send);
   Activity advance(const ZeroWork* own);
   Activity advance_locked(FinishedMessages& finished);
   bool advance_sends_locked(int32_t peer, FinishedMessages& finished);

@@ -7,7 +7,7 @@ namespace zeropg {
 std::optional<PostedMessage> PostedReceives::take(int32_t peer, int32_t tag) {
   const auto found = std::find_if(queue_.begin(), queue_.end(), [&](const PostedMessage& posted) {
     const P2pMessage& message = posted.message;
-    return message.tag == tag && (message.peer == peer || message.peer == P2pMessage::kAnySource);
+    return message.route.tag == tag && (message.route.peer == peer || message.route.is_from_anybody());
   });
   if (found == queue_.end()) {
     return std::nullopt;
@@ -19,13 +19,13 @@ std::optional<PostedMessage> PostedReceives::take(int32_t peer, int32_t tag) {
 
 bool PostedReceives::wants_from(int32_t peer) const {
   return std::any_of(queue_.begin(), queue_.end(), [&](const PostedMessage& posted) {
-    return posted.message.peer == peer || posted.message.peer == P2pMessage::kAnySource;
+    return posted.message.route.peer == peer || posted.message.route.is_from_anybody();
   });
 }
 
 bool PostedReceives::names(int32_t peer) const {
   return std::any_of(queue_.begin(), queue_.end(),
-                     [&](const PostedMessage& posted) { return posted.message.peer == peer; });
+                     [&](const PostedMessage& posted) { return posted.message.route.peer == peer; });
 }
 
 }  // namespace zeropg

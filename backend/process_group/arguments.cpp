@@ -179,9 +179,9 @@ std::vector<at::Tensor> Call::outputs(const std::vector<at::Tensor>& tensors) {
 
 // Note [Overlaps].
 void Call::separate(CollectiveArgs& request) {
+  const OpTraits& op = traits_of(request.op);
   const bool is_one_tensor =
-      (request.op == OpKind::kAllReduce || request.op == OpKind::kReduce || request.op == OpKind::kBroadcast) &&
-      request.inputs[0].is_same(request.outputs[0]);
+      op.input == BlockCount::kOne && op.output == BlockCount::kOne && request.inputs[0].is_same(request.outputs[0]);
   if (is_one_tensor && requests_.empty()) {
     return;
   }
@@ -210,19 +210,26 @@ bool Call::is_in_place(const CollectiveArgs& request, size_t input) const {
   const auto block = [&](const std::vector<at::Tensor>& tensors, bool is_list) {
     return is_list ? address(tensors[own]) : address(tensors[0]) + label_.rank * request.bytes;
   };
-  switch (request.op) {
-    case OpKind::kReduceScatter:
-    case OpKind::kScatter:
-      return (!request.input_is_list || input == own) &&
-             block(request.inputs, request.input_is_list) == address(request.outputs[0]);
-    case OpKind::kAllGather:
-    case OpKind::kGather:
-      return address(request.inputs[0]) == block(request.outputs, request.output_is_list);
-    case OpKind::kAllToAll:
-      return request.input_is_list && input == own && address(request.inputs[own]) == address(request.outputs[own]);
-    default:
-      return address(request.inputs[0]) == address(request.outputs[0]);
+  const OpTraits& op = traits_of(request.op);
+  if (op.has_counts) {
+    return request.input_is_list && input == own && address(request.inputs[own]) == address(request.outputs[own]);
   }
+  if (op.input == BlockCount::kOnePerRank) {
+    return (!request.input_is_list || input == own) &&
+           block(request.inputs, request.input_is_list) == address(request.outputs[0]);
+  }
+  return address(request.inputs[0]) == (op.output == BlockCount::kOnePerRank
+                                            ? block(request.outputs, request.output_is_list)
+                                            : address(request.outputs[0]));
+}
+
+at::Tensor Call::message(const at::Tensor& tensor, const MessageRoute& route) {
+  check_value(route.tag >= 0, "the tag is ", route.tag, ", expected 0 or more.");
+  check_value(label_.world_size > 1 && route.peer != label_.rank,
+              "a rank cannot send to or receive from itself; copy the tensor.");
+  label_.route = route;
+  label_.bytes = static_cast<int64_t>(tensor.nbytes());
+  return route.is_send ? input(tensor) : output(tensor);
 }
 
 void Call::add(CollectiveArgs request) {

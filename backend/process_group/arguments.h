@@ -13,6 +13,7 @@
 
 #include "backend/engine/work.h"
 #include "backend/group/collective_args.h"
+#include "backend/group/operation_label.h"
 #include "backend/platform/memory/memory_ranges.h"
 
 namespace zeropg {
@@ -22,8 +23,9 @@ struct ScaledReduceOp {
   std::complex<double> factor = 1;
 };
 
-// One call on its way to the engine: its requests, and the tensors that live as long as it runs. A tensor that is not
-// contiguous is replaced by a contiguous copy, which goes back into it at the end where it is an output.
+// One call on its way to the engine: its requests, or the route of its message, and the tensors that live as long as it
+// runs. A tensor that is not contiguous is replaced by a contiguous copy, which goes back into it at the end where it
+// is an output.
 //
 // Note [Overlaps]
 // What a rank gives is what its tensors hold when it calls. An input that lies where the call itself writes, before or
@@ -37,7 +39,6 @@ class Call {
 
   const OperationLabel& label() const { return label_; }
   void set_sequence(uint64_t sequence) { label_.sequence = sequence; }
-  void set_route(const MessageRoute& route) { label_.route = route; }
 
   // User faults. The text after "[zeropg rank 3/8] op #4: ": what happened, what was expected; what to do.
   template <typename... Text>
@@ -73,6 +74,8 @@ class Call {
   std::vector<at::Tensor> inputs(const std::vector<at::Tensor>& tensors);
   std::vector<at::Tensor> outputs(const std::vector<at::Tensor>& tensors);
 
+  // Makes this the call of a message, and gives the contiguous stand-in of its tensor.
+  at::Tensor message(const at::Tensor& tensor, const MessageRoute& route);
   void add(CollectiveArgs request);
   std::vector<CollectiveArgs>& requests() { return requests_; }
   ZeroWork::Tensors take_tensors() { return std::move(tensors_); }

@@ -219,11 +219,11 @@ class ProcessGroupZero : public c10d::Backend {
   Call make_call(const char* title);
   c10::intrusive_ptr<c10d::Work> submit(Call call, c10d::OpType type, std::chrono::milliseconds timeout,
                                         bool is_asynchronous);
+  c10::intrusive_ptr<c10d::Work> post(Call call, c10d::OpType type, const at::Tensor& data);  // a message
   c10::intrusive_ptr<ZeroWork> make_work(Call& call, c10d::OpType type, std::chrono::milliseconds timeout);
   void record_collective(const std::vector<CollectiveArgs>& requests, const ZeroWork& work);
-  void record_message(const at::Tensor& data, bool is_send, int peer, const ZeroWork& work);
+  void record_message(const at::Tensor& data, const ZeroWork& work);
   c10::intrusive_ptr<c10d::Work> coalesce(c10::intrusive_ptr<c10d::Work> work);
-  P2pMessage make_message(Call& call, const at::Tensor& tensor, bool is_send, int peer, int tag);
   c10::intrusive_ptr<c10d::Work> run_barrier(const char* title, int64_t bytes, std::chrono::milliseconds timeout,
                                              bool is_asynchronous);
   // Null for CPU tensors and for none. The one place that decides by device.

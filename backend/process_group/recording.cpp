@@ -49,17 +49,18 @@ void ProcessGroupZero::record_collective(const std::vector<CollectiveArgs>& requ
   recorder_->record(std::move(operation));
 }
 
-void ProcessGroupZero::record_message(const at::Tensor& data, bool is_send, int peer, const ZeroWork& work) {
+void ProcessGroupZero::record_message(const at::Tensor& data, const ZeroWork& work) {
   if (!recorder_) {
     return;
   }
+  const MessageRoute& route = *work.label().route;
   RecordedOperation operation{.completion_key = work.completion_key(),
                               .is_message = true,
                               .sequence = work.label().sequence,
                               .timeout_ms = work.timeout().count()};
-  operation.name = c10::str(is_send ? "send " : "recv ", rank_, is_send ? "->" : "<-", peer);
-  auto& sizes = is_send ? operation.input_sizes : operation.output_sizes;
-  describe({data}, /*is_list=*/false, sizes, is_send ? operation.input_dtypes : operation.output_dtypes);
+  operation.name = c10::str(route.is_send ? "send " : "recv ", rank_, route.is_send ? "->" : "<-", route.peer);
+  auto& sizes = route.is_send ? operation.input_sizes : operation.output_sizes;
+  describe({data}, /*is_list=*/false, sizes, route.is_send ? operation.input_dtypes : operation.output_dtypes);
   recorder_->record(std::move(operation));
 }
 

@@ -37,4 +37,18 @@ c10::intrusive_ptr<Work> ProcessGroupZero::submit(Call call, OpType type, std::c
   return coalesce(work);
 }
 
+c10::intrusive_ptr<Work> ProcessGroupZero::post(Call call, OpType type, const at::Tensor& data) {
+  call.set_sequence(messages_.fetch_add(1) + 1);  // as of collectives, and as torch's flight recorder counts messages
+  const MessageRoute route = *call.label().route;
+  // A tensor that is guarded against writes can still be sent: a message that is sent is only read.
+  void* address = route.is_send ? const_cast<void*>(data.const_data_ptr()) : data.mutable_data_ptr();
+  auto work = make_work(call, type, c10d::kUnsetTimeout);
+  record_message(data, *work);
+  channels_->messages().post({.work = work,
+                              .data = static_cast<std::byte*>(address),
+                              .bytes = static_cast<int64_t>(data.nbytes()),
+                              .route = route});
+  return coalesce(work);
+}
+
 }  // namespace zeropg

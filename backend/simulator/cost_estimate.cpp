@@ -26,7 +26,7 @@ CollectiveSpec spec_of(const EstimateRequest& request) {
   int32_t world_size = 0;
   for (const auto& node : request.nodes) world_size += static_cast<int32_t>(node.size());
   spec.world_size = world_size;
-  if (request.op == OpKind::kAllToAll) {
+  if (traits_of(request.op).has_counts) {
     spec.send_bytes.assign(world_size, request.bytes);
     spec.receive_bytes.assign(world_size, request.bytes);
   }
@@ -85,9 +85,8 @@ SimulatorOptions simulator_options(const EstimateRequest& request, const Collect
 // Of all ranks together, from the plan for a few chunks: the steps of a long plan would themselves be too many.
 double expected_steps(const EstimateRequest& request, const Algorithm& algorithm) {
   const CollectiveSpec whole = spec_of(request);
-  const bool has_blocks = request.op != OpKind::kAllReduce && request.op != OpKind::kReduce &&
-                          request.op != OpKind::kBroadcast && request.op != OpKind::kBarrier;
-  const int64_t numel = std::max<int64_t>(1, (2 << 20) / request.element_bytes / (has_blocks ? whole.world_size : 1));
+  const int64_t blocks = traits_of(request.op).has_blocks() ? whole.world_size : 1;
+  const int64_t numel = std::max<int64_t>(1, (2 << 20) / request.element_bytes / blocks);
   EstimateRequest sample = request;
   sample.bytes = std::min(request.bytes, numel * request.element_bytes);
   CollectiveSpec spec = spec_of(sample);

@@ -11,12 +11,11 @@ namespace {
 
 OpKind op_of_name(const std::string& name) {
   std::string known;
-  for (int op = 0; op <= static_cast<int>(OpKind::kBarrier); ++op) {
-    const char* each = op_name(static_cast<OpKind>(op));
-    if (name == each) {
+  for (size_t op = 0; op < kOpKindCount; ++op) {
+    if (name == kOpTraits[op].name) {
       return static_cast<OpKind>(op);
     }
-    known += (known.empty() ? "" : ", ") + std::string(each);
+    known += (known.empty() ? "" : ", ") + std::string(kOpTraits[op].name);
   }
   TORCH_CHECK_VALUE(false, "[zeropg] simulate: unknown operation '", name, "', expected one of ", known, ".");
 }

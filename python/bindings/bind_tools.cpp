@@ -24,7 +24,7 @@ std::vector<std::string> reduction_instruction_sets() {
 std::vector<std::string> collective_algorithms(const std::string& operation) {
   std::vector<std::string> names;
   for (const Algorithm& algorithm : algorithms()) {
-    if (operation == op_name(algorithm.op)) {
+    if (operation == traits_of(algorithm.op).name) {
       names.emplace_back(algorithm.name);
     }
   }

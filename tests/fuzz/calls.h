@@ -1,5 +1,4 @@
-// What a peer may say of its call: any bytes as the header of another node's rank, or as an announcement in shared
-// memory.
+// What a peer may say of its call: any bytes, from another node or in shared memory with a codec's description.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -21,27 +20,27 @@ namespace zeropg::fuzz {
 
 constexpr size_t kOwnCalls = 4;
 
-inline CallHeader own_call(size_t index) {
-  CallHeader own{.magic = CallHeader::kMagic, .sequence = 41 + index, .call = {.dtype = 6, .bytes = 40}};
+inline CallFingerprint own_call(size_t index) {
+  CallFingerprint own{.sequence = 41 + index, .dtype = 6, .bytes = 40};
   switch (index) {
     case 0:
-      own.call.op = static_cast<uint32_t>(OpKind::kAllReduce);
+      own.op = static_cast<uint32_t>(OpKind::kAllReduce);
       own.codec = hash_of("a codec");
       break;
     case 1:
-      own.call.op = static_cast<uint32_t>(OpKind::kReduce);
-      own.call.reduce_op = static_cast<uint32_t>(ReduceOp::kPremulSum);
-      own.call.root = 1;
-      own.call.factor = 0.5;
+      own.op = static_cast<uint32_t>(OpKind::kReduce);
+      own.reduce_op = static_cast<uint32_t>(ReduceOp::kPremulSum);
+      own.root = 1;
+      own.factor = 0.5;
       own.imaginary_factor = -0.0;
       break;
     case 2:
-      own.call.op = static_cast<uint32_t>(OpKind::kAllToAll);
+      own.op = static_cast<uint32_t>(OpKind::kAllToAll);
       own.pair_bytes = 12;
       break;
     default:
-      own.call.op = static_cast<uint32_t>(OpKind::kBarrier);
-      own.call.bytes = 0;
+      own.op = static_cast<uint32_t>(OpKind::kBarrier);
+      own.bytes = 0;
   }
   own.algorithm = hash_of("an algorithm");
   return own;
@@ -51,14 +50,13 @@ inline void must_be_readable(std::string_view text) {
   if (text.empty() || printable(text, text.size()) != text) std::abort();
 }
 
-inline void header(const CallHeader& own, std::span<const uint8_t> said) {
-  static_assert(sizeof(CallHeader) == 80, "without padding, so that bytes can be compared");
-  CallHeader theirs;
+inline void compared(const CallFingerprint& own, std::span<const uint8_t> said) {
+  CallFingerprint theirs;
   if (said.size() < sizeof(theirs)) return;  // the rest is still on its way
   std::memcpy(&theirs, said.data(), sizeof(theirs));
   bool is_accepted = true;
   try {
-    check_header(theirs, own, 0, 1);
+    check_call(theirs, own, 0, 1);
   } catch (const c10::DistBackendError& error) {
     is_accepted = false;
     must_be_readable(error.what_without_backtrace());
@@ -66,20 +64,22 @@ inline void header(const CallHeader& own, std::span<const uint8_t> said) {
   if (is_accepted != (std::memcmp(&theirs, &own, sizeof(own)) == 0)) std::abort();
 }
 
-inline void announcement(std::span<const uint8_t> said) {
-  Announcement theirs{};
-  std::memcpy(&theirs, said.data(), std::min(said.size(), sizeof(theirs)));
-  must_be_readable(describe_announcement(theirs));
+inline void described(std::span<const uint8_t> said) {
+  CallFingerprint theirs;
+  const size_t bytes = std::min(said.size(), sizeof(theirs));
+  std::memcpy(&theirs, said.data(), bytes);
+  const std::span<const uint8_t> codec = said.subspan(bytes);
+  must_be_readable(describe_call(theirs, {reinterpret_cast<const char*>(codec.data()), codec.size()}));
 }
 
-// The first byte says which call it is compared with, or that the rest is an announcement.
+// The first byte says which call it is compared with, or that it is described with what follows it.
 inline void calls(std::span<const uint8_t> input) {
   if (input.empty()) return;
   const size_t index = input[0] % (kOwnCalls + 1);
   if (index < kOwnCalls) {
-    header(own_call(index), input.subspan(1));
+    compared(own_call(index), input.subspan(1));
   } else {
-    announcement(input.subspan(1));
+    described(input.subspan(1));
   }
 }
 

@@ -2,7 +2,9 @@
 // all-to-all counts.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -11,7 +13,7 @@
 
 namespace zeropg {
 
-enum class OpKind : uint8_t {
+enum class OpKind : uint8_t {  // a row of kOpTraits each, in this order
   kAllReduce,
   kReduce,
   kReduceScatter,
@@ -23,14 +25,31 @@ enum class OpKind : uint8_t {
   kBarrier,
 };
 
-const char* op_name(OpKind kind);  // "all_reduce", ... : the word used in errors and statistics
-bool is_reducing(OpKind kind);
+// How many blocks of `bytes` a rank's tensor holds (where it has one: see has_root).
+enum class BlockCount : uint8_t { kNone, kOne, kOnePerRank };
+// Which ranks' tensors others reach where they lie when the operation runs directly (direct.h).
+enum class DirectReach : uint8_t { kNone, kInputs, kRootInput, kBoth };
+
+// What sets one operation apart from the others. Whoever needs to know asks here; only planners say which operation
+// they plan.
+struct OpTraits {
+  const char* name;  // the word used in errors and statistics
+  BlockCount input;
+  BlockCount output;
+  bool is_reducing;
+  bool has_root;
+  bool has_counts;  // blocks have a size of their own for each peer: CollectiveSpec::send_bytes and receive_bytes
+  DirectReach direct;
+
+  bool has_blocks() const { return input == BlockCount::kOnePerRank || output == BlockCount::kOnePerRank; }
+};
 
 // Conventions of the caller's tensors (each contiguous; `bytes` is the size of one block):
 //   all_reduce      input[0], output[0] (may alias), `bytes` each
 //   reduce          as all_reduce; only the root's output is written
 //   reduce_scatter  one input of world_size blocks, or world_size inputs of one block (input_is_list); output[0] one
-//   block all_gather      input[0] one block; one output of world_size blocks, or world_size outputs (output_is_list)
+//                   block
+//   all_gather      input[0] one block; one output of world_size blocks, or world_size outputs (output_is_list)
 //   gather          as all_gather, output on the root only
 //   scatter         as reduce_scatter without reduction, input on the root only
 //   broadcast       the root's input[0]; output[0] on the others (the root's output aliases its input)
@@ -38,6 +57,25 @@ bool is_reducing(OpKind kind);
 //   barrier         nothing
 // A list tensor is addressed by Region::index = peer, offset 0; a packed one by index 0, offset = sum of earlier
 // blocks.
+// clang-format off
+inline constexpr OpTraits kOpTraits[] = {
+    // name             input                    output                   reduces root   counts direct
+    {"all_reduce",      BlockCount::kOne,        BlockCount::kOne,        true,   false, false, DirectReach::kBoth},
+    {"reduce",          BlockCount::kOne,        BlockCount::kOne,        true,   true,  false, DirectReach::kNone},
+    {"reduce_scatter",  BlockCount::kOnePerRank, BlockCount::kOne,        true,   false, false, DirectReach::kInputs},
+    {"all_gather",      BlockCount::kOne,        BlockCount::kOnePerRank, false,  false, false, DirectReach::kInputs},
+    {"gather",          BlockCount::kOne,        BlockCount::kOnePerRank, false,  true,  false, DirectReach::kNone},
+    {"scatter",         BlockCount::kOnePerRank, BlockCount::kOne,        false,  true,  false, DirectReach::kNone},
+    {"broadcast",       BlockCount::kOne,        BlockCount::kOne,        false,  true,  false, DirectReach::kRootInput},
+    {"all_to_all",      BlockCount::kOnePerRank, BlockCount::kOnePerRank, false,  false, true,  DirectReach::kInputs},
+    {"barrier",         BlockCount::kNone,       BlockCount::kNone,       false,  false, false, DirectReach::kNone},
+};
+// clang-format on
+inline constexpr size_t kOpKindCount = std::size(kOpTraits);
+static_assert(kOpKindCount == static_cast<size_t>(OpKind::kBarrier) + 1);
+
+constexpr const OpTraits& traits_of(OpKind kind) { return kOpTraits[static_cast<size_t>(kind)]; }
+
 inline constexpr int32_t kMostAnnouncedBlocks = 24;
 
 struct CollectiveSpec {
@@ -66,6 +104,8 @@ struct CollectiveSpec {
 
 // Of an all-to-all: whether ranks tell the whole node all their counts at the first barrier. In a larger world, where
 // those do not fit, each pair compares its count in front of the bytes, as pairs of different nodes do in any.
-bool announces_blocks(const CollectiveSpec& spec);
+inline bool announces_blocks(const CollectiveSpec& spec) {
+  return traits_of(spec.op).has_counts && spec.world_size <= kMostAnnouncedBlocks;
+}
 
 }  // namespace zeropg

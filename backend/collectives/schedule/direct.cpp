@@ -7,32 +7,20 @@
 namespace zeropg {
 
 SharedTensors shared_tensors(const CollectiveSpec& spec, int32_t rank) {
-  switch (spec.op) {
-    case OpKind::kAllReduce:
-      return {.input = true, .output = true};
-    case OpKind::kReduceScatter:
-    case OpKind::kAllGather:
-    case OpKind::kAllToAll:
-      return {.input = true};
-    case OpKind::kBroadcast:
-      return {.input = rank == spec.root};
-    case OpKind::kReduce:
-    case OpKind::kGather:
-    case OpKind::kScatter:
-    case OpKind::kBarrier:
-      break;
-  }
-  return {};
+  const DirectReach reach = traits_of(spec.op).direct;
+  const bool is_from_all = reach == DirectReach::kInputs || reach == DirectReach::kBoth;
+  return {.input = is_from_all || (reach == DirectReach::kRootInput && rank == spec.root),
+          .output = reach == DirectReach::kBoth};
 }
 
 int64_t shared_input_bytes(const CollectiveSpec& spec) {
-  return spec.op == OpKind::kReduceScatter ? spec.world_size * spec.bytes : spec.bytes;
+  return traits_of(spec.op).input == BlockCount::kOnePerRank ? spec.world_size * spec.bytes : spec.bytes;
 }
 
 bool pays_to_read(const CollectiveSpec& spec) {
   // Blocks of 32 KiB took 84 us on four ranks, and 74 through staging; those of 64 KiB 120 and 162.
   constexpr int64_t kLeastBlockBytes = 64 << 10;
-  if (spec.op != OpKind::kAllToAll) return false;
+  if (!traits_of(spec.op).has_counts) return false;
   const int64_t received = std::accumulate(spec.receive_bytes.begin(), spec.receive_bytes.end(), int64_t{0});
   return received >= kLeastBlockBytes * spec.world_size;
 }

@@ -20,8 +20,8 @@ int64_t largest_piece_bytes(const CollectiveSpec& spec, int64_t alignment) {
   const auto pieces_in = [&](int64_t bytes, int64_t count) { return std::max<int64_t>(0, bytes) / count; };
   const int64_t all = spec.world_size + widening * slices + 1;
   const int64_t fitting = pieces_in(spec.bank_bytes - widening * rounding, all);
-  const int64_t cached = is_reducing(spec.op) ? pieces_in(kChunkBytes - widening * rounding, all)
-                                              : pieces_in(kChunkBytes - rounding, slices + 1);
+  const int64_t cached = traits_of(spec.op).is_reducing ? pieces_in(kChunkBytes - widening * rounding, all)
+                                                        : pieces_in(kChunkBytes - rounding, slices + 1);
   return std::min(fitting, cached) / alignment * alignment;
 }
 
@@ -35,7 +35,7 @@ DomainPieces largest_pieces(const CollectiveSpec& spec) {
 }  // namespace
 
 int64_t accumulator_widening(const CollectiveSpec& spec) {
-  if (!is_reducing(spec.op)) return 0;
+  if (!traits_of(spec.op).is_reducing) return 0;
   return spec.accumulator_bytes == 0 ? 1 : spec.accumulator_bytes / spec.element_bytes;
 }
 

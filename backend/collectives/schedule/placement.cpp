@@ -19,8 +19,8 @@ Placement::Placement(const CollectiveSpec& spec) : rank_(spec.rank), nodes_(spec
     for (int32_t local_rank = 0; local_rank < node_size(node); ++local_rank) {
       const int32_t rank = nodes_[node][local_rank];
       if (rank < 0 || rank >= spec.world_size || node_of_[rank] >= 0) {
-        throw std::invalid_argument(std::string(op_name(spec.op)) + ": rank " + std::to_string(rank) + " of node " +
-                                    std::to_string(node) + " is outside the group or on two nodes");
+        throw std::invalid_argument(std::string(traits_of(spec.op).name) + ": rank " + std::to_string(rank) +
+                                    " of node " + std::to_string(node) + " is outside the group or on two nodes");
       }
       node_of_[rank] = node;
       local_rank_of_[rank] = local_rank;
@@ -28,7 +28,7 @@ Placement::Placement(const CollectiveSpec& spec) : rank_(spec.rank), nodes_(spec
     }
   }
   if (placed != spec.world_size) {
-    throw std::invalid_argument(std::string(op_name(spec.op)) + ": the nodes have " + std::to_string(placed) +
+    throw std::invalid_argument(std::string(traits_of(spec.op).name) + ": the nodes have " + std::to_string(placed) +
                                 " ranks, expected all " + std::to_string(spec.world_size) + " of the group");
   }
   for (int32_t distance = 1; distance < node_count(); ++distance) {

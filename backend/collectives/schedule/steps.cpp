@@ -11,7 +11,7 @@ Pieces cut_chunk(const CollectiveSpec& spec, int32_t piece_count) {
   const int64_t alignment = available >= kCacheLineBytes ? kCacheLineBytes : spec.element_bytes;
   const int64_t bytes = available / alignment * alignment;
   if (bytes == 0) {
-    throw std::invalid_argument(std::string(op_name(spec.op)) + ": a staging bank of " +
+    throw std::invalid_argument(std::string(traits_of(spec.op).name) + ": a staging bank of " +
                                 std::to_string(spec.bank_bytes) + " bytes cannot hold one element of " +
                                 std::to_string(spec.element_bytes) + " bytes for each of " +
                                 std::to_string(piece_count) + " ranks; enlarge the staging banks");
@@ -156,25 +156,12 @@ Schedule make_direct_schedule(std::string_view algorithm) {
 Schedule plan_alone(std::string_view algorithm, const CollectiveSpec& spec) {
   Schedule schedule;
   schedule.algorithm = algorithm;
-  switch (spec.op) {
-    case OpKind::kAllReduce:
-    case OpKind::kReduce:
-    case OpKind::kReduceScatter: {
-      const Region source = input(0);
-      add_reduce(schedule, output(0), {&source, 1}, spec.bytes);
-      break;
-    }
-    case OpKind::kAllGather:
-    case OpKind::kGather:
-    case OpKind::kScatter:
-      add_copy(schedule, output(0), input(0), spec.bytes);
-      break;
-    case OpKind::kAllToAll:
-      add_copy(schedule, output(0), input(0), spec.send_bytes[0]);
-      break;
-    case OpKind::kBroadcast:
-    case OpKind::kBarrier:
-      break;
+  const OpTraits& op = traits_of(spec.op);
+  if (op.is_reducing) {
+    const Region source = input(0);
+    add_reduce(schedule, output(0), {&source, 1}, spec.bytes);
+  } else if (op.has_blocks()) {
+    add_copy(schedule, output(0), input(0), op.has_counts ? spec.send_bytes[0] : spec.bytes);
   }
   return schedule;
 }

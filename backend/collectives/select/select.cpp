@@ -62,7 +62,7 @@ const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view f
       best_us = us;
     }
   }
-  if (best == nullptr) throw_unsupported(op_name(spec.op), spec);
+  if (best == nullptr) throw_unsupported(traits_of(spec.op).name, spec);
   return *best;
 }
 

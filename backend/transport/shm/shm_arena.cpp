@@ -23,7 +23,7 @@ namespace {
 
 constexpr int64_t kMaxRanks = 4096;
 constexpr int64_t kMaxBufferBytes = int64_t{1} << 40;
-constexpr uint64_t kMagic = 0x31'61'67'70'6f'72'65'7a;  // "zeropga1"
+constexpr uint64_t kMagic = 0x32'61'67'70'6f'72'65'7a;  // "zeropga2"
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
               "atomics in shared memory must not need a lock of this process");
@@ -101,10 +101,6 @@ struct ShmArena::Header {
 // One page per rank, written by that rank only, but for `calls`. Words that are waited for have cache lines of
 // their own.
 struct ShmArena::RankBlock {
-  struct alignas(256) AnnouncementSlot {
-    Announcement announcement;
-  };
-
   alignas(64) std::atomic<uint64_t> arrived;
   alignas(64) std::atomic<uint32_t> state;
   alignas(64) std::atomic<uint32_t> is_sleeping;
@@ -112,7 +108,7 @@ struct ShmArena::RankBlock {
   alignas(64) std::atomic<uint64_t> nonce[2];
   std::atomic<uint64_t> waits[kLanes];  // packed: Note
   std::atomic<uint64_t> cpu;            // likewise
-  AnnouncementSlot announcements[2];
+  alignas(256) std::byte slots[2][kSlotBytes];
   std::atomic<uint32_t> failure_bytes;
   char failure[kFailureBytes];
 };
@@ -168,8 +164,8 @@ std::byte* ShmArena::staging(int32_t rank, int32_t bank) const {
   return mapping_->data() + Layout(geometry_).staging_offset + slot * geometry_.bank_bytes;
 }
 
-Announcement& ShmArena::announcement(int32_t rank, uint64_t sequence) const {
-  return block(rank).announcements[sequence % 2].announcement;
+std::span<std::byte, ShmArena::kSlotBytes> ShmArena::slot(int32_t rank, uint64_t sequence) const {
+  return block(rank).slots[sequence % 2];
 }
 
 void ShmArena::arrive(uint64_t count) {

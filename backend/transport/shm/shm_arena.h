@@ -1,8 +1,8 @@
 // The memory that the ranks of one group share inside a node. Ranks here count the ranks of the group on this node.
 //
 // A sealed memfd, mapped by every rank and named nowhere in the file system, so that it vanishes with the last process.
-// It holds, per rank: an announcement for each of the two latest collectives, an arrival counter, a state word with the
-// first error, and a staging slot of two banks. Mailboxes for point-to-point bytes live behind it (shm_transport.h).
+// It holds, per rank: two slots of bytes that its users fill in turn, an arrival counter, a state word with the first
+// error, and a staging slot of two banks. Mailboxes for point-to-point bytes live behind it (shm_transport.h).
 // Every word has a single writer, the rank that it belongs to; a rank never trusts what a peer wrote for a length or an
 // index without checking it.
 #pragma once
@@ -13,13 +13,13 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "backend/platform/process/descriptor.h"
 #include "backend/transport/rank_state.h"
-#include "backend/transport/shm/cma.h"
 #include "backend/transport/transport.h"
 
 namespace zeropg {
@@ -36,26 +36,6 @@ struct ArenaGeometry {
   int64_t total_bytes() const;
 };
 
-// What a rank says about its current collective before any byte of it is believed. Compared field by field.
-struct Announcement {
-  static constexpr size_t kInlineBytes = 384;
-  uint64_t sequence = 0;
-  uint32_t op = 0;  // OpKind
-  uint32_t dtype = 0;
-  uint32_t reduce_op = 0;
-  int32_t root = 0;
-  int64_t bytes = 0;           // CollectiveSpec::bytes
-  uint64_t algorithm = 0;      // a hash of the schedule's name
-  uint32_t begins_direct = 0;  // 1: this rank began with the direct schedule
-  uint32_t offers_direct = 0;  // 1: others can reach the tensors that they would: in the pool (tensor_pool.h), at
-  int64_t pool_input = -1;     // these bytes of this rank's part; -1: not there
-  int64_t pool_output = -1;
-  uint64_t input_address = 0;  // or here, in the memory of `owner`; 0: not offered
-  CmaIdentity owner;
-  uint32_t reads_peers = 0;  // 1: this rank can read the memory of all others
-  std::byte payload[kInlineBytes];
-};
-
 // How far a stream of bytes from one rank to another has come. Both count up for ever; each has one writer and a cache
 // line of its own. What a peer wrote is checked before it is used (shm_transport.cpp).
 struct MailboxCounters {
@@ -69,6 +49,7 @@ class ShmArena {
  public:
   static constexpr int32_t kLanes = kLaneCount;
   static constexpr size_t kFailureBytes = zeropg::kFailureBytes;
+  static constexpr size_t kSlotBytes = 768;
 
   // Makes the memfd (sealed against resizing; the number of its pages is checked against the memory that this process
   // may use, none is touched). Called by one rank; the descriptor is then passed to the others. DistBackendError.
@@ -86,7 +67,9 @@ class ShmArena {
   int32_t rank() const { return rank_; }
 
   std::byte* staging(int32_t rank, int32_t bank) const;
-  Announcement& announcement(int32_t rank, uint64_t sequence) const;  // slot sequence % 2
+  // What `rank` tells the others of its collective `sequence`, for their eyes only behind a barrier; written by that
+  // rank alone, and overwritten by its collective `sequence` + 2. Aligned to cache lines.
+  std::span<std::byte, kSlotBytes> slot(int32_t rank, uint64_t sequence) const;
 
   // The group's barrier: each rank counts its own arrivals. A barrier is passed when every rank's count is >= mine.
   void arrive(uint64_t count);             // release; the last one wakes sleepers

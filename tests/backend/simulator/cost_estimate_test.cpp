@@ -39,7 +39,7 @@ TEST(EstimateTest, ASlowNodeSlowsAllDown) {
 }
 
 TEST(EstimateTest, EveryOperationHasOneOnOneNodeAndOnMany) {
-  for (int op = 0; op <= static_cast<int>(OpKind::kBarrier); ++op) {
+  for (size_t op = 0; op < kOpKindCount; ++op) {
     for (const auto& nodes : {even_nodes(1, 4), even_nodes(4, 1), even_nodes(3, 3), even_nodes(1, 1)}) {
       const Estimate result = estimate({.op = static_cast<OpKind>(op), .bytes = 4096, .nodes = nodes});
       EXPECT_TRUE(result.is_simulated);

@@ -310,10 +310,10 @@ TEST(DomainsTest, LargeBlocksGoOverDomainsTooUnlessTheyLieInSharedMemory) {
   for (const OpKind op : {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kBroadcast}) {
     CollectiveSpec spec = all_reduce_spec(32, 4 << 20, nodes_of_sizes({16, 16}));
     spec.op = op;
-    EXPECT_EQ(select_algorithm(spec).name, std::string(op_name(op)) + "_domains");
+    EXPECT_EQ(select_algorithm(spec).name, std::string(traits_of(op).name) + "_domains");
     EXPECT_NE(select_direct_algorithm(spec), nullptr);
     spec.bytes = 4;
-    EXPECT_EQ(select_algorithm(spec).name, std::string(op_name(op)) + "_staged");
+    EXPECT_EQ(select_algorithm(spec).name, std::string(traits_of(op).name) + "_staged");
   }
 }
 

@@ -38,14 +38,14 @@ TEST(RegistryTest, NamesAreUniqueStartWithTheirOperationAndAreFound) {
   std::set<std::string_view> names;
   for (const Algorithm& algorithm : algorithms()) {
     EXPECT_TRUE(names.insert(algorithm.name).second) << algorithm.name;
-    EXPECT_TRUE(algorithm.name.starts_with(op_name(algorithm.op)));
+    EXPECT_TRUE(algorithm.name.starts_with(traits_of(algorithm.op).name));
     EXPECT_EQ(find_algorithm(algorithm.name)->name, algorithm.name);
   }
   EXPECT_EQ(find_algorithm("all_reduce"), nullptr);
 }
 
 TEST(SelectTest, EveryOperationHasAnAlgorithm) {
-  for (int op = 0; op <= static_cast<int>(OpKind::kBarrier); ++op) {
+  for (size_t op = 0; op < kOpKindCount; ++op) {
     CollectiveSpec spec = all_reduce(4, 64);
     spec.op = static_cast<OpKind>(op);
     EXPECT_EQ(select_algorithm(spec).op, spec.op);
@@ -79,7 +79,7 @@ CollectiveSpec over_nodes(int64_t bytes, int32_t node_count) {
 }
 
 TEST(SelectTest, EveryOperationHasAnAlgorithmOverNodes) {
-  for (int op = 0; op <= static_cast<int>(OpKind::kBarrier); ++op) {
+  for (size_t op = 0; op < kOpKindCount; ++op) {
     CollectiveSpec spec = over_nodes(64, 2);
     spec.op = static_cast<OpKind>(op);
     EXPECT_EQ(select_algorithm(spec).op, spec.op);

@@ -92,7 +92,8 @@ TEST(ShmArena, RegionsDoNotOverlap) {
   std::vector<std::pair<std::byte*, size_t>> regions;
   for (int32_t rank = 0; rank < 3; ++rank) {
     for (const uint64_t sequence : {0, 1}) {
-      regions.emplace_back(reinterpret_cast<std::byte*>(&ranks[0]->announcement(rank, sequence)), sizeof(Announcement));
+      const auto slot = ranks[0]->slot(rank, sequence);
+      regions.emplace_back(slot.data(), slot.size());
     }
     for (const int32_t bank : {0, 1}) regions.emplace_back(ranks[0]->staging(rank, bank), 8192);
     for (int32_t peer = 0; peer < 3; ++peer) {
