@@ -25,8 +25,8 @@ class BlockQuant final : public Compressor {
 
   std::string description() const override;
   int64_t block_elements() const override { return block_; }
-  int64_t encoded_bytes(int64_t count) const override;
-  void encode(std::span<const float> values, std::span<float> residual, std::span<std::byte> encoded) const override;
+  int64_t capacity_bytes(int64_t count) const override;
+  int64_t encode(std::span<const float> values, std::span<float> residual, std::span<std::byte> encoded) const override;
   void decode(std::span<const std::byte> encoded, std::span<float> values) const override;
   void decode_add(std::span<const std::byte> encoded, std::span<float> values) const override;
 

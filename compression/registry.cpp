@@ -16,15 +16,21 @@ class Reader {
   Reader(std::string_view name, const CompressorParameters& parameters) : name_(name), rest_(parameters) {}
 
   int64_t integer(const std::string& key, int64_t default_value) {
-    taken_.emplace_back(key, default_value);
-    const auto entry = rest_.find(key);
-    if (entry == rest_.end()) return default_value;
-    const double value = entry->second;
-    rest_.erase(entry);
+    const double value = take(key, default_value, static_cast<double>(default_value));
     if (value != std::floor(value) || std::abs(value) > 1e15) {
       throw std::invalid_argument(name_ + ": " + key + " is " + std::to_string(value) + ", expected an integer");
     }
     return static_cast<int64_t>(value);
+  }
+
+  double real(const std::string& key, double default_value) { return take(key, default_value, default_value); }
+
+  bool flag(const std::string& key, bool default_value) {
+    const double value = take(key, default_value, default_value ? 1 : 0);
+    if (value != 0 && value != 1) {
+      throw std::invalid_argument(name_ + ": " + key + " is " + std::to_string(value) + ", expected True or False");
+    }
+    return value == 1;
   }
 
   void finish() const {
@@ -32,12 +38,21 @@ class Reader {
     throw std::invalid_argument(name_ + " has no parameter '" + rest_.begin()->first + "'");
   }
 
-  std::vector<std::pair<std::string, int64_t>> taken() const { return taken_; }  // with their defaults
+  std::vector<std::pair<std::string, CompressorDefault>> taken() const { return taken_; }  // with their defaults
 
  private:
+  double take(const std::string& key, CompressorDefault default_value, double value) {
+    taken_.emplace_back(key, default_value);
+    if (const auto entry = rest_.find(key); entry != rest_.end()) {
+      value = entry->second;
+      rest_.erase(entry);
+    }
+    return value;
+  }
+
   std::string name_;
   CompressorParameters rest_;
-  std::vector<std::pair<std::string, int64_t>> taken_;
+  std::vector<std::pair<std::string, CompressorDefault>> taken_;
 };
 
 struct Entry {

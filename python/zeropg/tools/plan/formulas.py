@@ -246,7 +246,7 @@ def _encoded_bytes(flats: list[Flat], settings: Settings) -> int:
     if settings.compression is None:
         return sum(f.total_numel(settings.ranks) * _reduce_dtype(f, settings).itemsize for f in flats)
     compressor = settings.compression.make_compressor()
-    return sum(compressor.encoded_bytes(flat.total_numel(settings.ranks)) for flat in flats)
+    return sum(compressor.typical_bytes(flat.total_numel(settings.ranks)) for flat in flats)
 
 
 def _one_way(what: str, inside: float, between: float, settings: Settings) -> Traffic:
