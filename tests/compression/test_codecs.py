@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import zeropg
 from tests.sharding.ranks import on_ranks
 from zeropg import compression
-from zeropg.compression import CODECS, BlockQuant, Codec, Fsdp2ReduceScatter, State, ddp_hook
+from zeropg.compression import BlockQuant, Codec, Fsdp2ReduceScatter, State, ddp_hook
+from zeropg.compression.codec import CODECS
 
 
 def test_a_class_is_what_the_registry_says() -> None:
