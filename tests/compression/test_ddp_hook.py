@@ -212,7 +212,21 @@ def test_bad_use_is_named() -> None:
     state = State(BlockQuant(4))
     with raises(ValueError, "'weight'", "not finite"):
         state.load_state_dict({"residuals": [("weight", 0, 0, torch.tensor([float("inf")]))]})
-    ddp = DDP(nn.Linear(8, 8).bfloat16())
+    ddp = DDP(nn.Linear(8, 8).double())
     ddp.register_comm_hook(state, ddp_hook)
-    with raises(TypeError, "BFloat16", "float32"):
-        ddp(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    with raises(TypeError, "Double", "float32"):
+        ddp(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+
+
+@on_ranks(2)
+def test_16_bit_gradients_travel_encoded() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.manual_seed(0)
+        ddp = DDP(nn.Linear(64, 64).to(dtype))
+        ddp.register_comm_hook(State(BlockQuant(8), model=ddp.module), ddp_hook)
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
+        ddp(x).sum().backward()
+        exact = x.sum(0, dtype=torch.float32)
+        dist.all_reduce(exact, dist.ReduceOp.AVG)
+        bound = 0.02 * float(exact.abs().max())
+        torch.testing.assert_close(ddp.module.weight.grad[0].float(), exact, atol=bound, rtol=0)
