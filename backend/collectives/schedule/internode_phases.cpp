@@ -1,10 +1,12 @@
 #include "backend/collectives/schedule/internode_phases.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
+#include <set>
 
+#include "backend/collectives/schedule/encodings.h"
 #include "backend/collectives/schedule/steps.h"
-#include "compression/error_feedback.h"
 
 namespace zeropg {
 
@@ -15,8 +17,6 @@ constexpr int64_t kMostChunkBytes = 512 << 10;
 constexpr int64_t kLeastChunkBytes = 64 << 10;
 constexpr int64_t kChunksToOverlap = 4;
 
-constexpr int64_t kFloatBytes = 4;
-
 int64_t whole_lines(int64_t bytes) { return part_count(bytes, kCacheLineBytes) * kCacheLineBytes; }
 
 Region scratch(int64_t offset_bytes) { return {.space = Space::kScratch, .offset_bytes = offset_bytes}; }
@@ -26,7 +26,8 @@ Region scratch(int64_t offset_bytes) { return {.space = Space::kScratch, .offset
 bool can_exchange(const CollectiveSpec& spec, int32_t piece_count, int32_t messages_under_way) {
   if (spec.codec != nullptr) {
     const int64_t alignment = exchange_alignment(spec, piece_count, messages_under_way);
-    return spec.bank_bytes >= piece_count * alignment && spec.window_bytes >= messages_under_way * alignment;
+    return spec.bank_bytes >= piece_count * alignment &&
+           largest_message_bytes(spec, messages_under_way, alignment) >= alignment;
   }
   return can_cut_chunk(spec, piece_count) && spec.window_bytes >= int64_t{messages_under_way} * spec.element_bytes;
 }
@@ -45,7 +46,11 @@ int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int
 }
 
 int64_t largest_message_bytes(const CollectiveSpec& spec, int32_t messages_under_way, int64_t alignment) {
-  return spec.window_bytes / messages_under_way / alignment * alignment;
+  const int64_t room = spec.window_bytes / messages_under_way;
+  if (spec.codec == nullptr) return room / alignment * alignment;
+  // An encoding may be longer than what it encodes.
+  const int64_t room_of_least = std::max(alignment, room_of_encoding(spec, kResultHop, alignment));
+  return room / room_of_least * alignment;
 }
 
 BlockPieces cut_blocks(const CollectiveSpec& spec, int32_t messages_under_way) {
@@ -66,21 +71,22 @@ InternodePhases::InternodePhases(const CollectiveSpec& spec, const Placement& pl
 // them, with a codec, an encoding on its way out and one on its way in.
 int64_t InternodePhases::scratch_bytes() const {
   const int64_t slices = (2 * layout_.part_count() + placement_.node_count() + 2) * slice_bytes_;
-  return is_encoded() ? slices + 2 * whole_lines(encoded_bytes(slice_bytes_)) : slices;
+  return is_encoded() ? slices + 2 * encoding_bytes() : slices;
 }
 
-int64_t InternodePhases::encoded_bytes(int64_t bytes) const { return spec_.codec->encoded_bytes(bytes / kFloatBytes); }
+int64_t InternodePhases::encoding_bytes() const {
+  return whole_lines(std::max(room_of_encoding(spec_, kContributionHop, slice_bytes_),
+                              room_of_encoding(spec_, kResultHop, slice_bytes_)));
+}
 
 Region InternodePhases::outgoing_encoding() const {
   return scratch((2 * layout_.part_count() + placement_.node_count() + 2) * slice_bytes_);
 }
 
-Region InternodePhases::incoming_encoding() const {
-  return advance(outgoing_encoding(), whole_lines(encoded_bytes(slice_bytes_)));
-}
+Region InternodePhases::incoming_encoding() const { return advance(outgoing_encoding(), encoding_bytes()); }
 
 // Residuals are counted over the whole input: blocks of a list as if they were packed.
-Region InternodePhases::residual_of(int32_t hop, const Extent& extent) const {
+Region InternodePhases::residual_of(ResidualHop hop, const Extent& extent) const {
   return residual(spec_, hop, extent.tensor.index * spec_.bytes + extent.tensor.offset_bytes);
 }
 
@@ -106,7 +112,7 @@ void InternodePhases::send_slice(Schedule& schedule, int32_t part, int32_t node,
     const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
     for (const Extent& extent : cut(extents, common)) {
       const auto [place, bytes] = extent.places;
-      add_send(schedule, placement_.rank_at(node, peer), source(place), is_encoded() ? encoded_bytes(bytes) : bytes);
+      add_send(schedule, placement_.rank_at(node, peer), source(place), bytes);
     }
   }
 }
@@ -118,25 +124,45 @@ void InternodePhases::send_encoded(Schedule& schedule, int32_t part, int32_t nod
     const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
     for (const Extent& extent : cut(extents, common)) {
       const auto [place, bytes] = extent.places;
-      add_encode(schedule, outgoing_encoding(), source(place), residual_of(kContributionHop, extent), bytes);
-      add_send(schedule, placement_.rank_at(node, peer), outgoing_encoding(), encoded_bytes(bytes));
+      add_encode(schedule, kContributionHop, outgoing_encoding(), source(place), residual_of(kContributionHop, extent),
+                 bytes);
+      add_send_encoding(schedule, spec_, kContributionHop, placement_.rank_at(node, peer), outgoing_encoding(), bytes);
     }
   }
 }
 
-// One encoding for all: what each peer gets of it begins at whole blocks (exchange_alignment).
+// The slice of a rank of `node` of its node's part, cut where slices of ranks of other nodes begin: each piece goes to
+// one rank of each of those nodes.
+std::vector<Range> InternodePhases::pieces_of(int32_t node, int32_t local_rank) const {
+  const int32_t part = layout_.part_of_node(node);
+  const Range slice = layout_.slice(part, node, local_rank);
+  std::set<int64_t> cuts{slice.offset_bytes, slice.offset_bytes + slice.bytes};
+  for (int32_t other = 0; other < placement_.node_count(); ++other) {
+    for (int32_t peer = 0; other != node && peer < placement_.node_size(other); ++peer) {
+      const Range common = overlap(slice, layout_.slice(part, other, peer));
+      if (common.bytes > 0) cuts.insert({common.offset_bytes, common.offset_bytes + common.bytes});
+    }
+  }
+  std::vector<Range> pieces;
+  for (auto cut = cuts.begin(); std::next(cut) != cuts.end(); ++cut) pieces.push_back({*cut, *std::next(cut) - *cut});
+  return pieces;
+}
+
+// One encoding of each piece for all nodes, so that all get the same bits.
 void InternodePhases::send_completed_encoded(Schedule& schedule, const std::vector<int32_t>& nodes,
                                              const std::vector<Extent>& extents, const RegionOfPlace& source) const {
-  for (const Extent& own : cut(extents, layout_.own_slice(own_part()))) {
-    const auto [start, bytes] = own.places;
-    add_encode(schedule, outgoing_encoding(), source(start), residual_of(kResultHop, own), bytes);
-    const RegionOfPlace encoded = [&, start = start](int64_t place) {
-      return advance(outgoing_encoding(), encoded_bytes(place - start));
-    };
-    for (const int32_t node : nodes) {
-      if (node != placement_.node()) send_slice(schedule, own_part(), node, {own}, encoded);
+  for (const Range& piece : pieces_of(placement_.node(), placement_.local_rank())) {
+    for (const Extent& extent : cut(extents, piece)) {
+      const auto [place, bytes] = extent.places;
+      add_encode(schedule, kResultHop, outgoing_encoding(), source(place), residual_of(kResultHop, extent), bytes);
+      for (const int32_t node : nodes) {
+        for (int32_t peer = 0; node != placement_.node() && peer < placement_.node_size(node); ++peer) {
+          if (overlap(piece, layout_.slice(own_part(), node, peer)).bytes == 0) continue;
+          add_send_encoding(schedule, spec_, kResultHop, placement_.rank_at(node, peer), outgoing_encoding(), bytes);
+        }
+      }
+      add_decode(schedule, kResultHop, source(place), outgoing_encoding(), bytes);
     }
-    add_decode(schedule, source(start), outgoing_encoding(), bytes);
   }
 }
 
@@ -146,14 +172,32 @@ void InternodePhases::receive_slice(Schedule& schedule, int32_t part, int32_t no
     const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
     for (const Extent& extent : cut(extents, common)) {
       const auto [place, bytes] = extent.places;
-      if (!is_encoded()) {
+      if (is_encoded()) {
+        receive_encoding(schedule, kContributionHop, placement_.rank_at(node, peer), destination(place), bytes);
+      } else {
         add_receive(schedule, placement_.rank_at(node, peer), destination(place), bytes);
-        continue;
       }
-      add_receive(schedule, placement_.rank_at(node, peer), incoming_encoding(), encoded_bytes(bytes));
-      add_decode(schedule, destination(place), incoming_encoding(), bytes);
     }
   }
+}
+
+void InternodePhases::receive_completed_encoded(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
+                                                const RegionOfPlace& destination) const {
+  const Range own = layout_.own_slice(layout_.part_of_node(node));
+  for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
+    for (const Range& piece : pieces_of(node, peer)) {
+      for (const Extent& extent : cut(extents, overlap(own, piece))) {
+        const auto [place, bytes] = extent.places;
+        receive_encoding(schedule, kResultHop, placement_.rank_at(node, peer), destination(place), bytes);
+      }
+    }
+  }
+}
+
+void InternodePhases::receive_encoding(Schedule& schedule, ResidualHop hop, int32_t rank, Region destination,
+                                       int64_t bytes) const {
+  add_receive_encoding(schedule, spec_, hop, rank, incoming_encoding(), bytes);
+  add_decode(schedule, hop, destination, incoming_encoding(), bytes);
 }
 
 void InternodePhases::send_partials(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents) const {
@@ -177,6 +221,10 @@ void InternodePhases::complete(Schedule& schedule, int64_t chunk, const std::vec
   std::vector<Region> sources(placement_.node_count());
   for (const Extent& extent : cut(extents, layout_.own_slice(part))) {
     const auto [place, bytes] = extent.places;
+    if (is_encoded() && spec_.codec->selects()) {
+      add_round_trip(schedule, kContributionHop, partial(chunk, part, place), partial(chunk, part, place),
+                     outgoing_encoding(), residual_of(kContributionHop, extent), bytes);
+    }
     for (int32_t node = 0; node < placement_.node_count(); ++node) {
       sources[node] = node == placement_.node() ? partial(chunk, part, place) : incoming(node, place);
     }
@@ -194,6 +242,7 @@ void InternodePhases::send_completed(Schedule& schedule, const std::vector<int32
 
 void InternodePhases::receive_completed(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
                                         const RegionOfPlace& destination) const {
+  if (is_encoded()) return receive_completed_encoded(schedule, node, extents, destination);
   receive_slice(schedule, layout_.part_of_node(node), node, extents, destination);
 }
 

@@ -8,7 +8,7 @@
 //
 // With a codec all of that travels encoded: partial sums by kContributionHop, and what was completed by kResultHop,
 // once for all nodes; the node that completed it decodes its own encoding again, so that all ranks get the same bits.
-// What a node adds of its own stays exact.
+// What a node adds of its own stays exact, unless the codec selects: then the sum is as sparse as what was sent.
 #pragma once
 
 #include <cstdint>
@@ -69,14 +69,18 @@ class InternodePhases {
  private:
   Region incoming(int32_t node, int64_t place) const;
   bool is_encoded() const { return spec_.codec != nullptr; }
-  int64_t encoded_bytes(int64_t bytes) const;  // of floats
+  int64_t encoding_bytes() const;  // room for an encoding of a slice
   Region outgoing_encoding() const;
   Region incoming_encoding() const;
-  Region residual_of(int32_t hop, const Extent& extent) const;
+  Region residual_of(ResidualHop hop, const Extent& extent) const;
   void send_encoded(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
                     const RegionOfPlace& source) const;
   void send_completed_encoded(Schedule& schedule, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents,
                               const RegionOfPlace& source) const;
+  void receive_completed_encoded(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
+                                 const RegionOfPlace& destination) const;
+  void receive_encoding(Schedule& schedule, ResidualHop hop, int32_t rank, Region destination, int64_t bytes) const;
+  std::vector<Range> pieces_of(int32_t node, int32_t local_rank) const;
   void send_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
                   const RegionOfPlace& source) const;
   void receive_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,

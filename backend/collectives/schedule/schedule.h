@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "backend/collectives/reduce/reduce_op.h"
+#include "compression/error_feedback.h"
 
 namespace zeropg {
 
@@ -44,11 +45,12 @@ enum class StepKind : uint8_t {
   kBarrier,  // no rank passes before every rank has arrived; what was written before is visible after
   kSend,     // source -> peer
   kReceive,  // destination <- peer
-  // With CollectiveSpec::codec, on floats. `bytes` counts the floats' bytes, their encoding is as long as the codec
-  // says.
+  // With CollectiveSpec::codec, on floats. `bytes` counts the floats' bytes; an encoding of theirs takes up to
+  // room_of_encoding (encodings.h).
   kEncode,     // destination <- encoding of source + residual; residual <- what the encoding lost
   kDecode,     // destination <- decoded source
   kDecodeAdd,  // destination <- destination + decoded source
+  kSelect,     // looks at source + residual, from which the encodings that follow (of this hop) choose
 };
 
 struct Step {
@@ -58,16 +60,24 @@ struct Step {
   bool has_partial_sources = false;
   ReduceForm form = ReduceForm::kWhole;  // reduce: `bytes` counts elements of the collective's dtype whatever this says
   bool is_streaming = false;             // copy: past the caches (copy.h)
+  bool is_sized = false;                 // send, receive: Note [Sized messages]
+  ResidualHop hop = kContributionHop;    // encode, decode, decode_add, select
   int32_t peer = -1;                     // rank in the group
   Region destination{};
   Region source{};
-  Region residual{};  // encode: of the space kResidual, or any other for none
+  Region residual{};  // encode, select: of the space kResidual, or any other for none
   int64_t bytes = 0;  // a multiple of the element size in reducing steps
   int32_t first_source = 0;
   int32_t source_count = 0;
   int32_t first_echo = 0;
   int32_t echo_count = 0;
 };
+
+// Note [Sized messages]
+// How long an encoding is may depend on the values. Then its first four bytes say how many follow (little-endian), and
+// `bytes` of a step that sends or receives it is the room that is planned for both. The receiver never takes a length
+// beyond that room: it is an error that names the peer.
+inline constexpr int64_t kSizeBytes = 4;
 
 // Note [Banks]
 // A rank may start to fill its staging slot for the next chunk while a slow peer still reads the previous one. So chunk

@@ -67,11 +67,6 @@ Region advance(Region region, int64_t offset_bytes) {
   return region;
 }
 
-Region residual(const CollectiveSpec& spec, int32_t hop, int64_t offset_bytes) {
-  if (!spec.has_residuals) return {};
-  return {.space = Space::kResidual, .index = hop, .offset_bytes = offset_bytes};
-}
-
 void add_copy(Schedule& schedule, Region destination, Region source, int64_t bytes) {
   if (bytes == 0) return;
   schedule.steps.push_back({.kind = StepKind::kCopy, .destination = destination, .source = source, .bytes = bytes});
@@ -120,23 +115,6 @@ void add_send(Schedule& schedule, int32_t peer, Region source, int64_t bytes) {
 void add_receive(Schedule& schedule, int32_t peer, Region destination, int64_t bytes) {
   if (bytes == 0) return;
   schedule.steps.push_back({.kind = StepKind::kReceive, .peer = peer, .destination = destination, .bytes = bytes});
-}
-
-void add_encode(Schedule& schedule, Region destination, Region source, Region residual, int64_t bytes) {
-  if (bytes == 0) return;
-  schedule.steps.push_back(
-      {.kind = StepKind::kEncode, .destination = destination, .source = source, .residual = residual, .bytes = bytes});
-}
-
-void add_decode(Schedule& schedule, Region destination, Region source, int64_t bytes) {
-  if (bytes == 0) return;
-  schedule.steps.push_back({.kind = StepKind::kDecode, .destination = destination, .source = source, .bytes = bytes});
-}
-
-void add_decode_add(Schedule& schedule, Region destination, Region source, int64_t bytes) {
-  if (bytes == 0) return;
-  schedule.steps.push_back(
-      {.kind = StepKind::kDecodeAdd, .destination = destination, .source = source, .bytes = bytes});
 }
 
 Schedule make_schedule(std::string_view algorithm, int64_t chunks) {

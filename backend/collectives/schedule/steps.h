@@ -45,7 +45,6 @@ Region output_block(const CollectiveSpec& spec, int32_t peer, int64_t offset_byt
 Region peer_input(int32_t peer, int64_t offset_bytes);
 Region peer_output(int32_t peer, int64_t offset_bytes);
 Region advance(Region region, int64_t offset_bytes);
-Region residual(const CollectiveSpec& spec, int32_t hop, int64_t offset_bytes);  // none, where there are none
 
 // Which part of a reduction over several levels a step is.
 enum class ReduceScope : uint8_t {
@@ -69,10 +68,6 @@ void add_long_copy(Schedule& schedule, Region destination, Region source, int64_
 void add_barrier(Schedule& schedule);
 void add_send(Schedule& schedule, int32_t peer, Region source, int64_t bytes);
 void add_receive(Schedule& schedule, int32_t peer, Region destination, int64_t bytes);
-// `bytes` of floats; see schedule.h.
-void add_encode(Schedule& schedule, Region destination, Region source, Region residual, int64_t bytes);
-void add_decode(Schedule& schedule, Region destination, Region source, int64_t bytes);
-void add_decode_add(Schedule& schedule, Region destination, Region source, int64_t bytes);
 
 // An empty schedule with its name and its count of banks. Without chunks it holds the one barrier that all ranks of a
 // collective meet in whatever its size.

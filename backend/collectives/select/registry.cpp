@@ -48,6 +48,8 @@ constexpr Algorithm kAlgorithms[] = {
      cost_all_reduce_compressed},
     {"reduce_scatter_compressed", OpKind::kReduceScatter, plan_reduce_scatter_compressed, supports_compressed_exchange,
      cost_reduce_scatter_compressed},
+    {"all_gather_compressed", OpKind::kAllGather, plan_all_gather_compressed, supports_compressed_exchange,
+     cost_all_gather_compressed},
     {"all_gather_staged", OpKind::kAllGather, plan_all_gather_staged, has_bank, cost_all_gather_staged},
     {"all_gather_domains", OpKind::kAllGather, plan_all_gather_domains, can_use_domains, cost_all_gather_domains},
     {"all_gather_hierarchical", OpKind::kAllGather, plan_all_gather_hierarchical, supports_all_gather_hierarchical,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zeropg.compression import Codec
+from zeropg.compression.codec import Codec
 from zeropg.tools.plan.shape import Flat, ModelShape, Unit
 
 # Tensors per element that an optimizer keeps beside the master.
@@ -246,7 +246,7 @@ def _encoded_bytes(flats: list[Flat], settings: Settings) -> int:
     if settings.compression is None:
         return sum(f.total_numel(settings.ranks) * _reduce_dtype(f, settings).itemsize for f in flats)
     compressor = settings.compression.make_compressor()
-    return sum(compressor.encoded_bytes(flat.total_numel(settings.ranks)) for flat in flats)
+    return sum(compressor.typical_bytes(flat.total_numel(settings.ranks)) for flat in flats)
 
 
 def _one_way(what: str, inside: float, between: float, settings: Settings) -> Traffic:

@@ -175,7 +175,7 @@ class Reduction {
 
   // What peers see of values, and what stays behind.
   Floats through_codec(Floats values, std::span<float> residual) const {
-    std::vector<std::byte> encoded(codec_->encoded_bytes(static_cast<int64_t>(values.size())));
+    std::vector<std::byte> encoded(codec_->capacity_bytes(static_cast<int64_t>(values.size())));
     codec_->encode(values, shape_.has_residuals ? residual : std::span<float>(), encoded);
     codec_->decode(encoded, values);
     return values;
@@ -293,7 +293,7 @@ TEST_P(CompressedTest, SendsAnEighthOfTheBytes) {
     const int64_t phases = GetParam().starts_with("all_reduce") ? 2 : 1;
     for (int32_t rank = 0; rank < world_size; ++rank) {
       for (int32_t peer = 0; peer < world_size; ++peer) {
-        const int64_t bytes = peer == rank ? 0 : phases * reduction.codec().encoded_bytes(kNumel / world_size);
+        const int64_t bytes = peer == rank ? 0 : phases * reduction.codec().capacity_bytes(kNumel / world_size);
         EXPECT_EQ(traffic[rank].sent_bytes[peer], bytes);
         EXPECT_LE(bytes, 0.127 * phases * 4 * kNumel / world_size);
       }
