@@ -205,9 +205,10 @@ const PostedMessage* PointToPoint::waiting_for_locked(int32_t peer) const {
   if (receivers_[peer].target()) {
     return &*receivers_[peer].target();
   }
-  for (const int32_t source : {peer, P2pMessage::kAnySource}) {
-    const auto found = std::find_if(posted_.queue().begin(), posted_.queue().end(),
-                                    [&](const PostedMessage& posted) { return posted.message.peer == source; });
+  for (const bool is_from_anybody : {false, true}) {
+    const auto found = std::find_if(posted_.queue().begin(), posted_.queue().end(), [&](const PostedMessage& posted) {
+      return is_from_anybody ? posted.message.route.peer < 0 : posted.message.route.peer == peer;
+    });
     if (found != posted_.queue().end()) {
       return &*found;
     }
