@@ -24,7 +24,8 @@ P2pMessage ProcessGroupZero::make_message(Call& call, const at::Tensor& tensor, 
                     .data = static_cast<std::byte*>(address),
                     .bytes = static_cast<int64_t>(data.nbytes()),
                     .peer = peer,
-                    .tag = tag};
+                    .tag = tag,
+                    .dtype = data.scalar_type()};
 }
 
 c10::intrusive_ptr<Work> ProcessGroupZero::send(std::vector<at::Tensor>& tensors, int destination, int tag) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -197,6 +198,29 @@ def check_strided() -> None:
     assert receive is not None
     receive.wait()
     assert (columns[:, 0] == before + 1).all() and not columns[:, 1].any()
+
+
+def check_dtypes_that_differ(numel: int, is_set_aside: bool) -> None:
+    group = dist.new_group()
+    rank = dist.get_rank()
+    if rank == 0:
+        with contextlib.suppress(dist.DistBackendError):  # the receiver may have failed the group between the two
+            dist.isend(torch.ones(numel, dtype=torch.int32), 1, group=group, tag=1)
+            dist.isend(torch.ones(1), 1, group=group, tag=2)
+    elif rank == 1:
+        if is_set_aside:
+            dist.recv(torch.ones(1), 0, group=group, tag=2)
+        with pytest.raises(
+            dist.DistBackendError, match=r"recv .*: rank 0 sent Int, this rank receives Float; make both"
+        ):
+            dist.recv(torch.ones(numel), 0, group=group, tag=1)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("is_set_aside", [False, True], ids=["wanted", "set aside"])
+@pytest.mark.parametrize("numel", [1, LARGE])
+def test_a_message_of_another_dtype_is_an_error(run: Callable[..., Any], numel: int, is_set_aside: bool) -> None:
+    run(check_dtypes_that_differ, numel, is_set_aside)
 
 
 def test_strided_messages(run: Callable[..., Any]) -> None:
