@@ -1,5 +1,7 @@
 #include "backend/process_group/arguments.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 
@@ -62,6 +64,11 @@ const at::Tensor& Call::only(const std::vector<at::Tensor>& tensors, const char*
               " tensors, expected one per rank; call it once for each.");
   check_tensor(tensors[0]);
   return tensors[0];
+  const size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                                         static_cast<size_t>(tensor.storage_offset()));
+  check_value(needed <= tensor.storage().nbytes(), "a tensor of shape ", tensor.sizes(), " needs ", needed,
+              " bytes, and its storage has ", tensor.storage().nbytes(),
+              "; it was freed or has no memory of its own: give it some first, as clone() does.");
 }
 
 const std::vector<at::Tensor>& Call::only(const std::vector<std::vector<at::Tensor>>& lists, const char* what) const {
@@ -156,6 +163,9 @@ at::Tensor Call::in_place(const at::Tensor& tensor) {
   at::Tensor contiguous = output(tensor);
   if (!contiguous.is_same(tensor)) {
     contiguous.copy_(tensor);
+  check_value(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "an output tensor of shape ", tensor.sizes(),
+              " has strides ", tensor.strides(),
+              ": some of its elements are one in memory, as after expand(); clone() it first.");
   }
   tensors_.held.push_back(contiguous);
   return contiguous;
@@ -189,7 +199,11 @@ void Call::separate(CollectiveArgs& request) {
     std::ranges::for_each(requests_.back().outputs, [&](const at::Tensor& output) { written_.add(output); });
   }
   MemoryRanges outputs;
-  std::ranges::for_each(request.outputs, [&](const at::Tensor& output) { outputs.add(output); });
+  for (const at::Tensor& output : request.outputs) {
+    check_value(!outputs.overlaps(output), "two output tensors share memory, as in [tensor] * ", label_.world_size,
+                ", so one would overwrite the other; give each rank's data memory of its own.");
+    outputs.add(output);
+  }
   for (size_t i = 0; i < request.inputs.size(); ++i) {
     at::Tensor& input = request.inputs[i];
     if (!written_.overlaps(input) && (!outputs.overlaps(input) || is_in_place(request, i))) {
