@@ -49,6 +49,13 @@ std::complex<double> premul_factor(const c10d::ReduceOp& op) {
   return {factor.real(), factor.imag()};
 }
 
+// Its bytes are its elements in order.
+bool is_plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
+
+at::Tensor contiguous_like(const at::Tensor& tensor) {
+  return at::empty(tensor.sizes(), tensor.options().memory_format(c10::MemoryFormat::Contiguous));
+}
+
 }  // namespace
 
 void Call::check_tensor(const at::Tensor& tensor) const {
@@ -57,6 +64,11 @@ void Call::check_tensor(const at::Tensor& tensor) const {
              ", expected a dense one; call to_dense() first.");
   check_type(tensor.device().is_cpu(), "a tensor is on ", tensor.device(),
              ", expected all of them on the cpu; move it there.");
+  const size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                                         static_cast<size_t>(tensor.storage_offset()));
+  check_value(needed <= tensor.storage().nbytes(), "a tensor of shape ", tensor.sizes(), " needs ", needed,
+              " bytes, and its storage has ", tensor.storage().nbytes(),
+              "; it was freed or has no memory of its own: give it some first, as clone() does.");
 }
 
 const at::Tensor& Call::only(const std::vector<at::Tensor>& tensors, const char* what) const {
@@ -64,11 +76,6 @@ const at::Tensor& Call::only(const std::vector<at::Tensor>& tensors, const char*
               " tensors, expected one per rank; call it once for each.");
   check_tensor(tensors[0]);
   return tensors[0];
-  const size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
-                                                         static_cast<size_t>(tensor.storage_offset()));
-  check_value(needed <= tensor.storage().nbytes(), "a tensor of shape ", tensor.sizes(), " needs ", needed,
-              " bytes, and its storage has ", tensor.storage().nbytes(),
-              "; it was freed or has no memory of its own: give it some first, as clone() does.");
 }
 
 const std::vector<at::Tensor>& Call::only(const std::vector<std::vector<at::Tensor>>& lists, const char* what) const {
@@ -143,29 +150,35 @@ std::vector<int64_t> Call::split_bytes(const at::Tensor& tensor, const std::vect
   return bytes;
 }
 
+at::Tensor Call::copy_at_start(const at::Tensor& tensor) {
+  at::Tensor copy = contiguous_like(tensor);
+  tensors_.copies_in.emplace_back(copy, tensor.detach());
+  return copy;
+}
+
 at::Tensor Call::input(const at::Tensor& tensor) {
-  at::Tensor contiguous = tensor.resolve_conj().resolve_neg().contiguous();
+  at::Tensor contiguous = is_plain(tensor) ? tensor : copy_at_start(tensor);
   tensors_.held.push_back(contiguous);
   return contiguous;
 }
 
 at::Tensor Call::output(const at::Tensor& tensor) {
+  check_value(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "an output tensor of shape ", tensor.sizes(),
+              " has strides ", tensor.strides(),
+              ": some of its elements are one in memory, as after expand(); clone() it first.");
   tensors_.outputs.push_back(tensor);
-  if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+  if (is_plain(tensor)) {
     return tensor;
   }
-  at::Tensor contiguous = at::empty(tensor.sizes(), tensor.options().memory_format(c10::MemoryFormat::Contiguous));
-  tensors_.copies_back.emplace_back(tensor, contiguous);
+  at::Tensor contiguous = contiguous_like(tensor);
+  tensors_.copies_back.emplace_back(tensor.detach(), contiguous);
   return contiguous;
 }
 
 at::Tensor Call::in_place(const at::Tensor& tensor) {
   at::Tensor contiguous = output(tensor);
   if (!contiguous.is_same(tensor)) {
-    contiguous.copy_(tensor);
-  check_value(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "an output tensor of shape ", tensor.sizes(),
-              " has strides ", tensor.strides(),
-              ": some of its elements are one in memory, as after expand(); clone() it first.");
+    tensors_.copies_in.emplace_back(contiguous, tensor.detach());
   }
   tensors_.held.push_back(contiguous);
   return contiguous;
@@ -209,7 +222,7 @@ void Call::separate(CollectiveArgs& request) {
     if (!written_.overlaps(input) && (!outputs.overlaps(input) || is_in_place(request, i))) {
       continue;
     }
-    input = input.clone();
+    input = copy_at_start(input);
     tensors_.held.push_back(input);
     if (is_one_tensor) {
       tensors_.copies_back.emplace_back(request.outputs[0], input);
@@ -241,6 +254,9 @@ bool Call::is_in_place(const CollectiveArgs& request, size_t input) const {
 
 void Call::add(CollectiveArgs request) {
   separate(request);
+  for (const auto* tensors : {&request.inputs, &request.outputs}) {
+    std::ranges::for_each(*tensors, [&](const at::Tensor& tensor) { tensors_.storages.push_back(tensor.storage()); });
+  }
   label_.bytes += counted_bytes(request);
   requests_.push_back(std::move(request));
 }

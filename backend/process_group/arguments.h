@@ -26,11 +26,11 @@ struct ScaledReduceOp {
 // contiguous is replaced by a contiguous copy, which goes back into it at the end where it is an output.
 //
 // Note [Overlaps]
-// What a rank gives is what its tensors hold when it calls. An input that lies where the call itself writes, before or
-// while peers read the input, is therefore replaced by a copy: one that an earlier request of a coalesced call writes
-// (a tensor that is listed twice), or that overlaps an output of its own request. Algorithms are made for the usual
-// ways to work in place: the output is the input, or this rank's block of the input, or the input is its block of the
-// output. Nothing is copied then.
+// What a rank gives is what its tensors hold when the call runs, after the group's calls before it; copies are made
+// then. An input that lies where the call itself writes, before or while peers read the input, is replaced by a copy:
+// one that an earlier request of a coalesced call writes (a tensor that is listed twice), or that overlaps an output of
+// its own request. Algorithms are made for the usual ways to work in place: the output is the input, or this rank's
+// block of the input, or the input is its block of the output. Nothing is copied then.
 class Call {
  public:
   explicit Call(OperationLabel label) : label_(label) {}
@@ -78,6 +78,8 @@ class Call {
   ZeroWork::Tensors take_tensors() { return std::move(tensors_); }
 
  private:
+  // A contiguous copy, made when the call runs, of what the tensor is now: `tensor.data = other` does not change that.
+  at::Tensor copy_at_start(const at::Tensor& tensor);
   void check_tensor(const at::Tensor& tensor) const;
   void separate(CollectiveArgs& request);
   bool is_in_place(const CollectiveArgs& request, size_t input) const;

@@ -12,6 +12,7 @@ P2pMessage ProcessGroupZero::make_message(Call& call, const at::Tensor& tensor, 
   call.set_route({.is_send = is_send, .peer = peer, .tag = tag});
   const at::Tensor data = is_send ? call.input(tensor) : call.output(tensor);
   CollectiveArgs request;
+  (is_send ? request.inputs : request.outputs) = {data};
   request.bytes = static_cast<int64_t>(data.nbytes());
   call.add(std::move(request));
   const OpType type = is_send ? OpType::SEND : peer == P2pMessage::kAnySource ? OpType::RECVANYSOURCE : OpType::RECV;
@@ -19,6 +20,7 @@ P2pMessage ProcessGroupZero::make_message(Call& call, const at::Tensor& tensor, 
   // A tensor that is guarded against writes can still be sent: a message that is sent is only read.
   void* address = is_send ? const_cast<void*>(data.const_data_ptr()) : data.mutable_data_ptr();
   auto work = make_work(call, type, c10d::kUnsetTimeout);
+  work->copy_in();
   record_message(data, is_send, peer, *work);
   return P2pMessage{.work = std::move(work),
                     .data = static_cast<std::byte*>(address),
