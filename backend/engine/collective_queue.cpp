@@ -210,6 +210,7 @@ Progress CollectiveQueue::run(CollectiveJob& job) {
   if (!job.start) {
     job.start = std::chrono::steady_clock::now();
     group_->throw_if_peer_failed(job.work->label());
+    job.work->copy_in();
   }
   bool has_moved = false;
   while (job.current < job.collectives.size()) {

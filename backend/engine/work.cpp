@@ -30,12 +30,17 @@ void complete_future(c10::ivalue::Future& future, const std::vector<at::Tensor>&
   }
 }
 
+void copy(const std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
+  if (copies.empty()) return;
+  at::AutoDispatchBelowADInplaceOrView guard;
+  for (const auto& [destination, source] : copies) {
+    destination.copy_(source);
+  }
+}
+
 std::exception_ptr copy_back(const std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
   try {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    for (const auto& [destination, source] : copies) {
-      destination.copy_(source);
-    }
+    copy(copies);
     return nullptr;
   } catch (...) {
     return std::current_exception();
@@ -188,6 +193,9 @@ float ZeroWork::getDuration() const {
   TORCH_CHECK(completed_, label_.prefix(), ": has no duration before it is complete; wait for it first.");
   return duration_ms_;
 }
+
+// Nobody else touches tensors_ before completion.
+void ZeroWork::copy_in() const { copy(tensors_.copies_in); }
 
 void ZeroWork::complete(std::exception_ptr error) {
   timeout_.end_extensions();

@@ -41,8 +41,11 @@ class OperationHost {
 class ZeroWork final : public c10d::Work {
  public:
   struct Tensors {
-    std::vector<at::Tensor> outputs;  // what result() and the future give
-    std::vector<at::Tensor> held;     // inputs, list entries, contiguous copies
+    std::vector<at::Tensor> outputs;     // what result() and the future give
+    std::vector<at::Tensor> held;        // inputs, list entries, contiguous copies
+    std::vector<c10::Storage> storages;  // where the bytes lie: `tensor.data = other` takes them from a tensor
+    // (destination, source): what a collective copies before it runs, in this order
+    std::vector<std::pair<at::Tensor, at::Tensor>> copies_in;
     // (destination, source): contiguous outputs that go back into the caller's strided tensors
     std::vector<std::pair<at::Tensor, at::Tensor>> copies_back;
   };
@@ -75,6 +78,8 @@ class ZeroWork final : public c10d::Work {
   std::chrono::milliseconds timeout() const { return timeout_.timeout; }
   void set_source_rank(int rank) { source_rank_ = rank; }  // before complete()
 
+  // Called once, by the thread that runs the operation, before it reads the inputs.
+  void copy_in() const;
   // Called once, by the thread that ran the operation. A null `error` is success.
   void complete(std::exception_ptr error);
 

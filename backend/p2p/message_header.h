@@ -16,12 +16,13 @@ namespace zeropg {
 // behind one. Where the receiver cannot read, or finds receiving faster (copy_path_tuner.h), it says so, and the bytes
 // follow as usual.
 struct MessageHeader {
-  static constexpr uint32_t kBytesFollow = 0x7a70676d;  // "zpgm": catches a stream that got out of step
-  static constexpr uint32_t kOfferFollows = 0x7a70676f;
+  static constexpr uint16_t kBytesFollow = 0x7a6d;  // "zm": catches a stream that got out of step
+  static constexpr uint16_t kOfferFollows = 0x7a6f;
 
   uint64_t bytes = 0;
   int32_t tag = 0;
-  uint32_t magic = kBytesFollow;
+  uint16_t dtype = 0;  // at::ScalarType
+  uint16_t magic = kBytesFollow;
 };
 
 struct MemoryOffer {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/group/failure.h"
 #include "backend/platform/cpu/copy.h"
 #include "backend/transport/shm/cma_peers.h"
 
@@ -85,7 +84,7 @@ bool MessageReceiver::receive_start(const PostedReceives& posted, bool& has_move
     if (start_received_ < needed) {
       return false;
     }
-    const uint32_t magic = start_.header.magic;
+    const uint16_t magic = start_.header.magic;
     TORCH_CHECK_WITH(DistNetworkError,
                      magic == MessageHeader::kBytesFollow ||
                          (magic == MessageHeader::kOfferFollows && group_.is_on_this_node(peer_)),
@@ -101,14 +100,10 @@ void MessageReceiver::begin(PostedReceives& posted, uint64_t& order) {
   is_offered_ = header.magic == MessageHeader::kOfferFollows;
   target_ = posted.take(peer_, header.tag);
   if (target_) {
-    const P2pMessage& message = target_->message;
-    if (static_cast<uint64_t>(message.bytes) != header.bytes) {
-      fail_operation(message.work->label(), "rank ", peer_, " sent ", header.bytes, " bytes, this rank receives ",
-                     message.bytes, "; make both tensors the same size.");
-    }
+    check_fits(target_->message, peer_, header.bytes, header.dtype);
   } else {
     is_setting_aside_ = true;
-    set_aside_.push_back(SetAside{header.tag, header.bytes, ++order, {}});
+    set_aside_.push_back(SetAside{header.tag, header.dtype, header.bytes, ++order, {}});
   }
   if (is_offered_) {
     take_offer();

@@ -22,6 +22,7 @@ namespace zeropg {
 // A message that no receive wanted yet.
 struct SetAside {
   int32_t tag = 0;
+  uint16_t dtype = 0;
   uint64_t bytes = 0;
   uint64_t order = 0;           // of arrival, over all peers
   std::vector<std::byte> data;  // grows as bytes arrive: the announced length is not believed
@@ -37,7 +38,8 @@ class MessageReceiver {
 
   // Takes in what has come for the receives of `posted`, which it takes out of there. True: something moved. Stops
   // after a message that it had to set aside, since a receive may have been posted for it meanwhile: `order` counts
-  // those. Throws DistNetworkError when a peer is gone that a receive names, DistBackendError when sizes differ.
+  // those. Throws DistNetworkError when a peer is gone that a receive names, DistBackendError when sizes or dtypes
+  // differ.
   bool advance(PostedReceives& posted, FinishedMessages& finished, uint64_t& order);
 
   std::deque<SetAside>& set_aside() { return set_aside_; }

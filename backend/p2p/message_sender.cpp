@@ -18,7 +18,9 @@ size_t MessageSender::send(std::span<const std::byte> bytes) {
 }
 
 void MessageSender::begin(const P2pMessage& message) {
-  start_ = MessageStart{.header = {static_cast<uint64_t>(message.bytes), message.route.tag}, .offer = {}};
+  start_ = MessageStart{
+      .header = {static_cast<uint64_t>(message.bytes), message.route.tag, static_cast<uint16_t>(message.dtype)},
+      .offer = {}};
   is_offered_ = false;
   if (message.bytes > kSmallestOffer && group_.is_on_this_node(peer_)) {
     start_.offer.pool_offset = group_.pool().offset_of(message.data, message.bytes);

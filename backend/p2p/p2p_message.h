@@ -1,6 +1,8 @@
 // A send or a receive, as the channel of messages keeps it.
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -18,6 +20,7 @@ struct P2pMessage {
   std::byte* data = nullptr;
   int64_t bytes = 0;
   MessageRoute route;
+  at::ScalarType dtype = at::ScalarType::Byte;
 };
 
 struct PostedMessage {
@@ -26,6 +29,9 @@ struct PostedMessage {
   std::chrono::steady_clock::time_point start;
   double waiting_seconds = 0;  // for its peer
 };
+
+// Fails the receive unless the message that `source` sent for it has its size and dtype.
+void check_fits(const P2pMessage& receive, int32_t source, uint64_t bytes, uint16_t dtype);
 
 // What has ended; a null error is success.
 using FinishedMessages = std::vector<std::pair<PostedMessage, std::exception_ptr>>;

@@ -259,10 +259,7 @@ bool PointToPoint::serve_from_set_aside(const PostedMessage& posted) {
   if (messages == nullptr || !found->is_whole()) {
     return false;
   }
-  if (found->bytes != static_cast<uint64_t>(message.bytes)) {
-    fail_operation(message.work->label(), "rank ", source, " sent ", found->bytes, " bytes, this rank receives ",
-                   message.bytes, "; make both tensors the same size.");
-  }
+  check_fits(message, source, found->bytes, found->dtype);
   if (message.bytes > 0) {
     std::memcpy(message.data, found->data.data(), found->data.size());
   }

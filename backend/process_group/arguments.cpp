@@ -1,5 +1,7 @@
 #include "backend/process_group/arguments.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 
@@ -47,6 +49,18 @@ std::complex<double> premul_factor(const c10d::ReduceOp& op) {
   return {factor.real(), factor.imag()};
 }
 
+// Its bytes are its elements in order.
+bool is_plain(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() &&
+         dtype.value_or(tensor.scalar_type()) == tensor.scalar_type();
+}
+
+at::Tensor contiguous_like(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
+  return at::empty(
+      tensor.sizes(),
+      tensor.options().dtype(dtype.value_or(tensor.scalar_type())).memory_format(c10::MemoryFormat::Contiguous));
+}
+
 }  // namespace
 
 void Call::check_tensor(const at::Tensor& tensor) const {
@@ -55,6 +69,11 @@ void Call::check_tensor(const at::Tensor& tensor) const {
              ", expected a dense one; call to_dense() first.");
   check_type(tensor.device().is_cpu(), "a tensor is on ", tensor.device(),
              ", expected all of them on the cpu; move it there.");
+  const size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                                         static_cast<size_t>(tensor.storage_offset()));
+  check_value(needed <= tensor.storage().nbytes(), "a tensor of shape ", tensor.sizes(), " needs ", needed,
+              " bytes, and its storage has ", tensor.storage().nbytes(),
+              "; it was freed or has no memory of its own: give it some first, as clone() does.");
 }
 
 const at::Tensor& Call::only(const std::vector<at::Tensor>& tensors, const char* what) const {
@@ -136,50 +155,35 @@ std::vector<int64_t> Call::split_bytes(const at::Tensor& tensor, const std::vect
   return bytes;
 }
 
-at::Tensor Call::input(const at::Tensor& tensor) {
-  at::Tensor contiguous = tensor.resolve_conj().resolve_neg().contiguous();
+at::Tensor Call::copy_at_start(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
+  at::Tensor copy = contiguous_like(tensor, dtype);
+  tensors_.copies_in.emplace_back(copy, tensor.detach());
+  return copy;
+}
+
+at::Tensor Call::input(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
+  at::Tensor contiguous = is_plain(tensor, dtype) ? tensor : copy_at_start(tensor, dtype);
   tensors_.held.push_back(contiguous);
   return contiguous;
 }
 
-at::Tensor Call::output(const at::Tensor& tensor) {
+at::Tensor Call::output(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
+  check_value(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "an output tensor of shape ", tensor.sizes(),
+              " has strides ", tensor.strides(),
+              ": some of its elements are one in memory, as after expand(); clone() it first.");
   tensors_.outputs.push_back(tensor);
-  if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+  if (is_plain(tensor, dtype)) {
     return tensor;
   }
-  at::Tensor contiguous = at::empty(tensor.sizes(), tensor.options().memory_format(c10::MemoryFormat::Contiguous));
-  tensors_.copies_back.emplace_back(tensor, contiguous);
+  at::Tensor contiguous = contiguous_like(tensor, dtype);
+  tensors_.copies_back.emplace_back(tensor.detach(), contiguous);
   return contiguous;
 }
 
-at::Tensor Call::widened_input(const at::Tensor& tensor) {
-  return input(tensor.scalar_type() == at::ScalarType::Float ? tensor : tensor.detach().to(at::ScalarType::Float));
-}
-
-at::Tensor Call::widened_output(const at::Tensor& tensor) {
-  if (tensor.scalar_type() == at::ScalarType::Float) {
-    return output(tensor);
-  }
-  tensors_.outputs.push_back(tensor);
-  at::Tensor wide = at::empty(
-      tensor.sizes(), tensor.options().dtype(at::ScalarType::Float).memory_format(c10::MemoryFormat::Contiguous));
-  tensors_.copies_back.emplace_back(tensor, wide);
-  return wide;
-}
-
-at::Tensor Call::widened_in_place(const at::Tensor& tensor) {
-  if (tensor.scalar_type() == at::ScalarType::Float) {
-    return in_place(tensor);
-  }
-  at::Tensor wide = widened_output(tensor);
-  wide.copy_(tensor.detach());
-  return wide;
-}
-
-at::Tensor Call::in_place(const at::Tensor& tensor) {
-  at::Tensor contiguous = output(tensor);
+at::Tensor Call::in_place(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
+  at::Tensor contiguous = output(tensor, dtype);
   if (!contiguous.is_same(tensor)) {
-    contiguous.copy_(tensor);
+    tensors_.copies_in.emplace_back(contiguous, tensor.detach());
   }
   tensors_.held.push_back(contiguous);
   return contiguous;
@@ -213,13 +217,17 @@ void Call::separate(CollectiveArgs& request) {
     std::ranges::for_each(requests_.back().outputs, [&](const at::Tensor& output) { written_.add(output); });
   }
   MemoryRanges outputs;
-  std::ranges::for_each(request.outputs, [&](const at::Tensor& output) { outputs.add(output); });
+  for (const at::Tensor& output : request.outputs) {
+    check_value(!outputs.overlaps(output), "two output tensors share memory, as in [tensor] * ", label_.world_size,
+                ", so one would overwrite the other; give each rank's data memory of its own.");
+    outputs.add(output);
+  }
   for (size_t i = 0; i < request.inputs.size(); ++i) {
     at::Tensor& input = request.inputs[i];
     if (!written_.overlaps(input) && (!outputs.overlaps(input) || is_in_place(request, i))) {
       continue;
     }
-    input = input.clone();
+    input = copy_at_start(input);
     tensors_.held.push_back(input);
     if (is_one_tensor) {
       tensors_.copies_back.emplace_back(request.outputs[0], input);
@@ -253,11 +261,16 @@ at::Tensor Call::message(const at::Tensor& tensor, const MessageRoute& route) {
               "a rank cannot send to or receive from itself; copy the tensor.");
   label_.route = route;
   label_.bytes = static_cast<int64_t>(tensor.nbytes());
-  return route.is_send ? input(tensor) : output(tensor);
+  at::Tensor data = route.is_send ? input(tensor) : output(tensor);
+  tensors_.storages.push_back(data.storage());
+  return data;
 }
 
 void Call::add(CollectiveArgs request) {
   separate(request);
+  for (const auto* tensors : {&request.inputs, &request.outputs}) {
+    std::ranges::for_each(*tensors, [&](const at::Tensor& tensor) { tensors_.storages.push_back(tensor.storage()); });
+  }
   label_.bytes += counted_bytes(request);
   requests_.push_back(std::move(request));
 }

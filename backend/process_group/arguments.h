@@ -7,6 +7,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <cstdint>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <utility>
 #include <vector>
@@ -28,11 +29,11 @@ struct ScaledReduceOp {
 // is an output.
 //
 // Note [Overlaps]
-// What a rank gives is what its tensors hold when it calls. An input that lies where the call itself writes, before or
-// while peers read the input, is therefore replaced by a copy: one that an earlier request of a coalesced call writes
-// (a tensor that is listed twice), or that overlaps an output of its own request. Algorithms are made for the usual
-// ways to work in place: the output is the input, or this rank's block of the input, or the input is its block of the
-// output. Nothing is copied then.
+// What a rank gives is what its tensors hold when the call runs, after the group's calls before it; copies are made
+// then. An input that lies where the call itself writes, before or while peers read the input, is replaced by a copy:
+// one that an earlier request of a coalesced call writes (a tensor that is listed twice), or that overlaps an output of
+// its own request. Algorithms are made for the usual ways to work in place: the output is the input, or this rank's
+// block of the input, or the input is its block of the output. Nothing is copied then.
 class Call {
  public:
   explicit Call(OperationLabel label) : label_(label) {}
@@ -68,13 +69,9 @@ class Call {
   std::vector<int64_t> split_bytes(const at::Tensor& tensor, const std::vector<int64_t>& sizes, const char* what) const;
 
   // Contiguous stand-ins, kept alive with the call.
-  at::Tensor input(const at::Tensor& tensor);
-  at::Tensor output(const at::Tensor& tensor);
-  at::Tensor in_place(const at::Tensor& tensor);
-  // Likewise in fp32, where a tensor has 16 bits: what goes back into it is rounded then.
-  at::Tensor widened_input(const at::Tensor& tensor);
-  at::Tensor widened_output(const at::Tensor& tensor);
-  at::Tensor widened_in_place(const at::Tensor& tensor);
+  at::Tensor input(const at::Tensor& tensor, std::optional<at::ScalarType> dtype = {});
+  at::Tensor output(const at::Tensor& tensor, std::optional<at::ScalarType> dtype = {});
+  at::Tensor in_place(const at::Tensor& tensor, std::optional<at::ScalarType> dtype = {});
   std::vector<at::Tensor> inputs(const std::vector<at::Tensor>& tensors);
   std::vector<at::Tensor> outputs(const std::vector<at::Tensor>& tensors);
 
@@ -85,6 +82,8 @@ class Call {
   ZeroWork::Tensors take_tensors() { return std::move(tensors_); }
 
  private:
+  // A contiguous copy, made when the call runs, of what the tensor is now: `tensor.data = other` does not change that.
+  at::Tensor copy_at_start(const at::Tensor& tensor, std::optional<at::ScalarType> dtype = {});
   void check_tensor(const at::Tensor& tensor) const;
   void separate(CollectiveArgs& request);
   bool is_in_place(const CollectiveArgs& request, size_t input) const;

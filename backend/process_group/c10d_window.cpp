@@ -1,9 +1,11 @@
 #include "backend/process_group/c10d_window.h"
 
 #ifdef C10D_BACKEND_HAS_WINDOW
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -110,6 +112,24 @@ int32_t C10dWindow::check_peer(const char* title, int64_t rank) const {
   return static_cast<int32_t>(rank);
 }
 
+// What peers put, and see of a peer's memory, has this rank's dtype and shape.
+void C10dWindow::check_alike(const std::string& prefix, const at::Tensor& tensor) const {
+  constexpr int64_t kMostDimensions = 64;
+  check(tensor.dim() <= kMostDimensions, prefix, "the tensor has more than ", kMostDimensions, " dimensions.");
+  std::vector<int64_t> own{static_cast<int64_t>(tensor.scalar_type()), tensor.dim()};
+  own.insert(own.end(), tensor.sizes().begin(), tensor.sizes().end());
+  own.resize(2 + kMostDimensions);
+  at::Tensor input = at::tensor(own, at::kLong);
+  at::Tensor all = at::empty({group_->getSize(), input.numel()}, input.options());
+  group_->_allgather_base(all, input)->wait();
+  for (int rank = 0; rank < group_->getSize(); ++rank) {
+    const int64_t* other = all[rank].const_data_ptr<int64_t>();
+    check(std::equal(own.begin(), own.end(), other), prefix, "rank ", rank, " registers ",
+          static_cast<c10::ScalarType>(other[0]), " of shape ", c10::IntArrayRef(other + 2, other[1]), ", this rank ",
+          tensor.scalar_type(), " of shape ", tensor.sizes(), "; register the same dtype and shape on every rank.");
+  }
+}
+
 void C10dWindow::tensor_register(const at::Tensor& tensor, bool owning) {
   const std::string prefix = group_->prefix("zeropg:tensor_register");
   check(segment_ == nullptr, prefix, "the window has a tensor; call tensor_deregister on every rank before.");
@@ -119,6 +139,7 @@ void C10dWindow::tensor_register(const at::Tensor& tensor, bool owning) {
   check(tensor.storage_offset() == 0 && storage.resizable(), prefix,
         "the tensor is a later part of a storage, or its memory belongs to numpy or another library; expected a tensor"
         " at the beginning of memory that torch allocated.");
+  check_alike(prefix, tensor);
   const auto bytes = static_cast<int64_t>(storage.nbytes());
   const auto counters = static_cast<int64_t>(sizeof(uint64_t)) * group_->getSize();
   segment_ = group_->allocate_shared(padded(bytes) + padded(counters));
@@ -155,7 +176,8 @@ c10::intrusive_ptr<c10d::Work> C10dWindow::put(const at::Tensor& tensor, int64_t
         " elements at ", offset, " do not fit into a window of ", bytes_ / item, ".");
   group_->check_peer("zeropg:put", peer);
   const at::Tensor source = tensor.resolve_conj().resolve_neg().contiguous();
-  std::memcpy(part_of(peer) + offset * item, source.const_data_ptr(), source.nbytes());
+  // To this rank itself the two may overlap.
+  std::memmove(part_of(peer) + offset * item, source.const_data_ptr(), source.nbytes());
   return c10::make_intrusive<CompletedWork>(group_->getRank());
 }
 

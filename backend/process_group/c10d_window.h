@@ -24,8 +24,8 @@ class C10dWindow final : public c10d::Window {
   // The group must be on one node. It stays alive as long as its windows.
   explicit C10dWindow(c10::intrusive_ptr<ProcessGroupZero> group);
 
-  // Collective, with the same size in bytes on every rank. `tensor`: on the CPU, contiguous, the first in a storage of
-  // its own (not numpy's or another library's). `owning`: the window keeps it alive.
+  // Collective. ValueError on every rank when dtypes or shapes differ. `tensor`: on the CPU, contiguous, the first in a
+  // storage of its own (not numpy's or another library's). `owning`: the window keeps it alive.
   void tensor_register(const at::Tensor& tensor, bool owning = true) override;
   // Collective; puts and signals that were issued before it have arrived. The tensor stays usable.
   void tensor_deregister() override;
@@ -43,6 +43,7 @@ class C10dWindow final : public c10d::Window {
  private:
   std::byte* part_of(int64_t rank) const;
   std::atomic<uint64_t>& signals(int64_t receiver, int64_t sender) const;
+  void check_alike(const std::string& prefix, const at::Tensor& tensor) const;
   int32_t check_peer(const char* title, int64_t rank) const;
 
   const c10::intrusive_ptr<ProcessGroupZero> group_;

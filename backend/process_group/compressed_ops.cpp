@@ -8,6 +8,9 @@ namespace zeropg {
 
 namespace {
 
+// What codecs take: 16-bit tensors are widened when their call runs, and rounded once when it ends.
+constexpr at::ScalarType kEncoded = at::ScalarType::Float;
+
 bool is_encodable(const at::Tensor& tensor) {
   const at::ScalarType dtype = tensor.scalar_type();
   return dtype == at::ScalarType::Float || dtype == at::ScalarType::Half || dtype == at::ScalarType::BFloat16;
@@ -58,7 +61,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_all_reduce(const at:
                                                                        const c10d::ReduceOp& op, bool is_asynchronous) {
   Call call = make_call("zeropg:compressed_all_reduce");
   check_encodable(call, call.only({tensor}, "input"));
-  const at::Tensor data = call.widened_in_place(tensor);
+  const at::Tensor data = call.in_place(tensor, kEncoded);
   call.add(compressed_request(call, OpKind::kAllReduce, data, data, op, std::move(compression)));
   return submit(std::move(call), c10d::OpType::ALLREDUCE, c10d::kUnsetTimeout, is_asynchronous);
 }
@@ -72,8 +75,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_reduce_scatter(const
   check_encodable(call, call.only({input}, "input"));
   call.check_same_dtype(input, output);
   call.check_blocks(input, output, "input");
-  call.add(compressed_request(call, OpKind::kReduceScatter, call.widened_input(input), call.widened_output(output), op,
-                              std::move(compression)));
+  call.add(compressed_request(call, OpKind::kReduceScatter, call.input(input, kEncoded), call.output(output, kEncoded),
+                              op, std::move(compression)));
   return submit(std::move(call), c10d::OpType::_REDUCE_SCATTER_BASE, c10d::kUnsetTimeout, is_asynchronous);
 }
 
@@ -88,9 +91,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_all_gather(const at:
   call.check_value(codec != nullptr, "got no codec; use the uncompressed operation.");
   CollectiveArgs request;
   request.op = OpKind::kAllGather;
-  request.inputs = {call.widened_input(input)};
-  request.outputs = {call.widened_output(output)};
-  request.dtype = at::ScalarType::Float;
+  request.inputs = {call.input(input, kEncoded)};
+  request.outputs = {call.output(output, kEncoded)};
+  request.dtype = kEncoded;
   request.bytes = input.numel() * static_cast<int64_t>(sizeof(float));
   request.compression.codec = std::move(codec);
   call.add(std::move(request));

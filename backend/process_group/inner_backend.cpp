@@ -26,9 +26,9 @@ c10d::Backend* ProcessGroupZero::inner_for(const c10::Device& device) {
       cuda_backend_->setBoundDeviceId(getBoundDeviceId());
     }
   }
-  if (is_coalescing_ && !is_cuda_coalescing_) {
+  const auto coalescing = coalescing_.find(std::this_thread::get_id());
+  if (coalescing != coalescing_.end() && !std::exchange(coalescing->second.has_cuda, true)) {
     cuda_backend_->startCoalescing();
-    is_cuda_coalescing_ = true;
   }
   return cuda_backend_.get();
 }

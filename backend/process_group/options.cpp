@@ -23,6 +23,9 @@ std::string read_secret_file(const std::string& path) {
   struct stat status {};
   TORCH_CHECK_VALUE(::stat(path.c_str(), &status) == 0, "[zeropg] ZEROPG_SECRET_FILE: cannot open ", path,
                     "; give the path of a readable file or unset the variable.");
+  // Reading a pipe would wait for a writer, and a device may never end.
+  TORCH_CHECK_VALUE(S_ISREG(status.st_mode), "[zeropg] ZEROPG_SECRET_FILE: ", path,
+                    " is not a regular file; write the secret into one.");
   TORCH_CHECK_VALUE((status.st_mode & (S_IRWXG | S_IRWXO)) == 0, "[zeropg] ZEROPG_SECRET_FILE: ", path,
                     " is accessible by other users; run chmod 600 on it.");
   std::ifstream file(path, std::ios::binary);

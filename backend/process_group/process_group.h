@@ -15,6 +15,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unordered_map>
@@ -226,6 +227,10 @@ class ProcessGroupZero : public c10d::Backend {
   c10::intrusive_ptr<ZeroWork> make_work(Call& call, c10d::OpType type, std::chrono::milliseconds timeout);
   void record_collective(const std::vector<CollectiveArgs>& requests, const ZeroWork& work);
   void record_message(const at::Tensor& data, const ZeroWork& work);
+  struct CoalescedCalls {
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    bool has_cuda = false;  // the inner backend coalesces too
+  };
   c10::intrusive_ptr<c10d::Work> coalesce(c10::intrusive_ptr<c10d::Work> work);
   c10::intrusive_ptr<c10d::Work> run_barrier(const char* title, int64_t bytes, std::chrono::milliseconds timeout,
                                              bool is_asynchronous);
@@ -255,11 +260,9 @@ class ProcessGroupZero : public c10d::Backend {
 
   const bool has_cuda_;
   std::mutex inner_mutex_;
-  BackendFactory make_cuda_backend_;                       // guarded by inner_mutex_
-  c10::intrusive_ptr<c10d::Backend> cuda_backend_;         // guarded by inner_mutex_
-  bool is_coalescing_ = false;                             // guarded by inner_mutex_
-  bool is_cuda_coalescing_ = false;                        // guarded by inner_mutex_
-  std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;  // of the CPU; guarded by inner_mutex_
+  BackendFactory make_cuda_backend_;                      // guarded by inner_mutex_
+  c10::intrusive_ptr<c10d::Backend> cuda_backend_;        // guarded by inner_mutex_
+  std::map<std::thread::id, CoalescedCalls> coalescing_;  // per thread inside a block; guarded by inner_mutex_
 
   std::mutex split_mutex_;
   std::string last_child_name_;                                                             // guarded by split_mutex_

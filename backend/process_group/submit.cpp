@@ -43,11 +43,13 @@ c10::intrusive_ptr<Work> ProcessGroupZero::post(Call call, OpType type, const at
   // A tensor that is guarded against writes can still be sent: a message that is sent is only read.
   void* address = route.is_send ? const_cast<void*>(data.const_data_ptr()) : data.mutable_data_ptr();
   auto work = make_work(call, type, c10d::kUnsetTimeout);
+  work->copy_in();
   record_message(data, *work);
   channels_->messages().post({.work = work,
                               .data = static_cast<std::byte*>(address),
                               .bytes = static_cast<int64_t>(data.nbytes()),
-                              .route = route});
+                              .route = route,
+                              .dtype = data.scalar_type()});
   return coalesce(work);
 }
 

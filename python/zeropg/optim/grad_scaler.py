@@ -31,6 +31,7 @@ class GradScaler:
         scaler.update()
 
     Args:
+        device: as torch.amp.GradScaler has it; without effect, since gradients are scaled where they are.
         init_scale: the scale to begin with.
         growth_factor: what the scale is multiplied by to grow, more than 1.
         backoff_factor: what the scale is multiplied by to shrink, between 0 and 1.
@@ -42,13 +43,17 @@ class GradScaler:
 
     def __init__(
         self,
-        *,
+        device: str | torch.device | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        if not isinstance(device, (str, torch.device, type(None))):
+            raise TypeError(
+                f"[zeropg] GradScaler: device is {device!r}, expected a device such as 'cpu'; the scale is init_scale="
+            )
         if not (init_scale > 0 and growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval > 0):
             raise ValueError(
                 f"[zeropg] GradScaler: init_scale {init_scale}, growth_factor {growth_factor}, backoff_factor "

@@ -293,7 +293,7 @@ TEST_F(MessageReceiverTest, HearsAPeerToTheEndAndThenSaysThatItLeft) {
 }
 
 TEST_F(MessageReceiverTest, WaitsForAnybodyElseWhenAPeerIsGoneButNotInTheMiddleOfAMessage) {
-  post(100, 3, P2pMessage::kAnySource);
+  post(100, 3, MessageRoute::kAnySource);
   put(std::span<const std::byte>(header(100, 3)).first(5));
   advance();
   ranks_[1]->depart();

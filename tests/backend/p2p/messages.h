@@ -46,7 +46,7 @@ inline Message make_message(bool is_send, int32_t rank, int32_t peer, int32_t ta
   const c10d::OpType type = is_send ? c10d::OpType::SEND : c10d::OpType::RECV;
   made.work = c10::make_intrusive<ZeroWork>(label, type, ZeroWork::Tensors(), OperationTimeout{.timeout = timeout},
                                             std::move(host));
-  made.message = {.work = made.work, .data = made.data.data(), .bytes = made.bytes, .peer = peer, .tag = tag};
+  made.message = {.work = made.work, .data = made.data.data(), .bytes = made.bytes, .route = *label.route};
   return made;
 }
 

@@ -19,7 +19,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr int32_t kAnybody = P2pMessage::kAnySource;
+constexpr int32_t kAnybody = MessageRoute::kAnySource;
 constexpr milliseconds kShort{100};
 
 // Ranks whose messages move only when the suite says so.

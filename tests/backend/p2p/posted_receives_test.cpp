@@ -7,12 +7,12 @@
 namespace zeropg {
 namespace {
 
-constexpr int32_t kAnybody = P2pMessage::kAnySource;
+constexpr int32_t kAnybody = MessageRoute::kAnySource;
 
 PostedMessage receive(int32_t peer, int32_t tag, uint64_t order) {
   PostedMessage posted;
-  posted.message.peer = peer;
-  posted.message.tag = tag;
+  posted.message.route.peer = peer;
+  posted.message.route.tag = tag;
   posted.order = order;
   return posted;
 }
@@ -61,7 +61,7 @@ TEST(PostedReceives, KnowFromWhomTheyWantAndWhomTheyName) {
 TEST(PostedReceives, LetGoOfThoseThatAreServedAndKeepTheOrderOfTheRest) {
   PostedReceives posted = receives({{1, 1}, {1, 2}, {1, 3}, {1, 4}});
   FinishedMessages finished;
-  EXPECT_TRUE(posted.take_if([](const PostedMessage& each) { return each.message.tag % 2 == 0; }, finished));
+  EXPECT_TRUE(posted.take_if([](const PostedMessage& each) { return each.message.route.tag % 2 == 0; }, finished));
   ASSERT_EQ(finished.size(), 2U);
   EXPECT_EQ(finished[0].first.order, 2U);
   EXPECT_EQ(finished[1].first.order, 4U);
@@ -76,7 +76,7 @@ TEST(PostedReceives, KeepTheOneWhoseServiceFails) {
   PostedReceives posted = receives({{1, 1}, {1, 2}, {1, 3}});
   FinishedMessages finished;
   const auto serve = [](const PostedMessage& each) {
-    if (each.message.tag == 2) throw std::runtime_error("another size");
+    if (each.message.route.tag == 2) throw std::runtime_error("another size");
     return true;
   };
   EXPECT_THROW(posted.take_if(serve, finished), std::runtime_error);

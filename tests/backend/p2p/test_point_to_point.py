@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -167,8 +169,58 @@ def check_window() -> None:
     group._end_coalescing(device).wait()
 
 
+def check_window_of_one_thread() -> None:
+    rank, after, before = ring()
+    group, device = dist.group.WORLD, torch.device("cpu")
+    backend = group._get_backend(device)  # type: ignore[union-attr]
+    received, sums = torch.zeros(3), torch.ones(3)
+
+    def exchange() -> None:
+        works = [backend.recv([received], before, 5), backend.send([torch.full((3,), float(rank))], after, 5)]
+        for work in works:
+            work.wait()
+
+    backend._start_coalescing()
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    thread.join()
+    assert received.eq(before).all()
+    backend.allreduce([sums])
+    work = backend._end_coalescing()
+    work.wait()
+    assert sums.eq(dist.get_world_size()).all()
+    assert len(work.result()) == 1, "calls of another thread are not in the window"
+
+
+def test_a_coalescing_window_is_its_threads_own(run: Callable[..., Any]) -> None:
+    run(check_window_of_one_thread)
+
+
 def test_a_coalescing_window_ends_with_one_work(run: Callable[..., Any]) -> None:
     run(check_window)
+
+
+def check_dtypes_that_differ(numel: int, is_set_aside: bool) -> None:
+    group = dist.new_group()
+    rank = dist.get_rank()
+    if rank == 0:
+        with contextlib.suppress(dist.DistBackendError):  # the receiver may have failed the group between the two
+            dist.isend(torch.ones(numel, dtype=torch.int32), 1, group=group, tag=1)
+            dist.isend(torch.ones(1), 1, group=group, tag=2)
+    elif rank == 1:
+        if is_set_aside:
+            dist.recv(torch.ones(1), 0, group=group, tag=2)
+        with pytest.raises(
+            dist.DistBackendError, match=r"recv .*: rank 0 sent Int, this rank receives Float; make both"
+        ):
+            dist.recv(torch.ones(numel), 0, group=group, tag=1)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("is_set_aside", [False, True], ids=["wanted", "set aside"])
+@pytest.mark.parametrize("numel", [1, LARGE])
+def test_a_message_of_another_dtype_is_an_error(run: Callable[..., Any], numel: int, is_set_aside: bool) -> None:
+    run(check_dtypes_that_differ, numel, is_set_aside)
 
 
 def check_beside_collectives() -> None:

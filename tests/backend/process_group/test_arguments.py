@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,12 @@ Op = dist.ReduceOp
 @pytest.fixture(scope="module")
 def run(rank_pool: Callable[..., RankPool]) -> Iterator[Callable[..., Any]]:
     yield rank_pool(2).run
+
+
+def without_memory() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = Op.SUM) -> None:
@@ -62,13 +69,34 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "has 3 rows, expected a multiple of world_size 2",
     ),
+    "expanded output": (
+        lambda: all_reduce(torch.ones(1).expand(3)),
+        ValueError,
+        "some of its elements are one in memory, as after expand",
+    ),
+    "expanded output of a receive": (
+        lambda: dist.irecv(torch.ones(1).expand(3), 1 - dist.get_rank()),
+        ValueError,
+        "some of its elements are one in memory, as after expand",
+    ),
+    "one tensor as all outputs": (
+        lambda: dist.all_gather([torch.ones(3)] * 2, torch.ones(3)),
+        ValueError,
+        "two output tensors share memory, as in [tensor] * 2",
+    ),
+    "freed storage": (lambda: all_reduce(without_memory()), ValueError, "needs 12 bytes, and its storage has 0"),
+    "freed storage of a message": (
+        lambda: dist.isend(without_memory(), 1 - dist.get_rank()),
+        ValueError,
+        "needs 12 bytes, and its storage has 0",
+    ),
     "negative tag": (lambda: dist.send(torch.ones(1), 1 - dist.get_rank(), tag=-1), ValueError, "the tag is -1"),
 }
 
 
 def check_call(name: str) -> None:
     call, error, match = CALLS[name]
-    with pytest.raises(error, match=match) as caught:
+    with pytest.raises(error, match=re.escape(match)) as caught:
         call()
     assert str(caught.value).startswith(f"[zeropg rank {dist.get_rank()}/2] "), caught.value
     tensor = torch.ones(3)

@@ -146,12 +146,19 @@ def test_a_signal_that_does_not_come_is_an_error(run: Callable[..., Any]) -> Non
 
 
 def differ() -> None:
-    group = dist.new_group()
+    rank = dist.get_rank()
+    for shape, dtype in (((2 + 1000 * rank,), torch.float32), ((2, 3), (torch.int32, torch.float32)[rank % 2])):
+        tensor = torch.zeros(shape, dtype=dtype)
+        with pytest.raises(ValueError, match=r"rank \d registers (Int|Float) of shape \[[\d, ]+\], this rank"):
+            make_window(tensor)
+        assert tensor.eq(0).all()
+    with pytest.raises(ValueError, match="register the same dtype and shape on every rank"):
+        make_window(torch.zeros((3, 2) if rank else (2, 3)))
     with pytest.raises(dist.DistBackendError, match="allocate_shared"):
-        make_window(torch.zeros(2 + 1000 * dist.get_rank()), group)
+        make_window(torch.zeros(2 + 1000 * rank)[:2], dist.new_group())
 
 
-def test_different_sizes_are_an_error_on_every_rank(run: Callable[..., Any]) -> None:
+def test_different_dtypes_shapes_and_storages_are_an_error_on_every_rank(run: Callable[..., Any]) -> None:
     run(differ)
 
 

@@ -364,6 +364,47 @@ def test_coalesced_calls_take_what_tensors_hold_at_the_call(run: Callable[..., A
     run(check_overlaps_in_coalesced_calls)
 
 
+def check_strided_calls_in_flight() -> None:
+    rank, size = world()
+    for numel in (4, 1003, LARGE // 4):
+        tensor = torch.ones(numel, 2)
+        works = [dist.all_reduce(tensor[:, column], async_op=True) for column in (0, 0, 1, 0)]
+        works += [dist.all_reduce(tensor, async_op=True), dist.all_reduce(tensor.t(), async_op=True)]
+        for work in works:
+            complete(work, True)
+        assert_same(tensor, torch.tensor([size**5.0, size**3.0]).expand(numel, 2).contiguous(), "in the calls' order")
+        tensor = torch.full((2, numel), float(rank)).t()
+        gathered = torch.empty(size * numel, 2)
+        work = dist.all_gather_into_tensor(gathered, tensor, async_op=True)
+        tensor.data = torch.zeros(1)  # its memory is the call's until it ends
+        complete(work, True)
+        assert_same(gathered, torch.arange(float(size)).repeat_interleave(2 * numel).view(-1, 2), "strided, replaced")
+
+
+def test_asynchronous_calls_on_strided_tensors_run_in_the_order_of_the_calls(run: Callable[..., Any]) -> None:
+    run(check_strided_calls_in_flight)
+
+
+def check_storage_that_is_replaced() -> None:
+    rank, size = world()
+    for numel in (4, 1003, LARGE):
+        for _ in range(5):
+            tensor, sent, received = torch.ones(numel), torch.full((numel,), float(rank)), torch.empty(numel)
+            works = [dist.all_reduce(tensor, async_op=True)]
+            if size > 1:
+                works += [dist.isend(sent, (rank + 1) % size), dist.irecv(received, (rank - 1) % size)]
+            tensor.data = sent.data = torch.zeros(3)
+            others = [torch.full((numel,), -7.0) for _ in range(3)]  # the allocator gives what was freed last
+            for work in works:
+                complete(work, True)
+            assert all(other.eq(-7).all() for other in others)
+            assert size == 1 or received.eq((rank - 1) % size).all()
+
+
+def test_memory_lives_as_long_as_the_call_though_a_tensor_gets_another(run: Callable[..., Any]) -> None:
+    run(check_storage_that_is_replaced)
+
+
 def check_overlaps_of_inputs_and_outputs() -> None:
     rank, size = world()
     for numel in (1, 1003, LARGE // 4):

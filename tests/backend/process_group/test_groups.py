@@ -248,3 +248,6 @@ def test_the_secret_is_read_from_a_private_file(tmp_path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(AssertionError, match="accessible by other users"):
         run_ranks(2, check_secret_file, str(path), backend="gloo")
+    os.mkfifo(tmp_path / "pipe", mode=0o600)
+    with pytest.raises(AssertionError, match="pipe is not a regular file"):
+        run_ranks(2, check_secret_file, str(tmp_path / "pipe"), backend="gloo")

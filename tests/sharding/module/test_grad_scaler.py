@@ -151,6 +151,11 @@ def test_wrong_calls_are_refused() -> None:
     other = zeropg.GradScaler(init_scale=2.0)
     other.load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict())
     assert other.get_scale() == 8.0 and other.state_dict() == torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()
+    assert zeropg.GradScaler("cpu", 8.0, growth_interval=7).state_dict() == (
+        torch.amp.GradScaler("cpu", 8.0, growth_interval=7).state_dict()
+    )
+    with raises(TypeError, "device is 8.0, expected a device such as 'cpu'"):
+        zeropg.GradScaler(8.0)  # type: ignore[arg-type]
     off = zeropg.GradScaler(enabled=False)
     assert off.state_dict() == {} and off.get_scale() == 1.0 and off.scale(3) == 3 and not off.is_enabled()
     with raises(ValueError, "are missing"):
