@@ -67,8 +67,8 @@ class Choice:
 def choose(backend: Any, *, candidates: Sequence[Codec | None] = CANDIDATES) -> Choice:
     """Measures all-reduces with each candidate and returns what to use. Collective; a fraction of a second.
 
-    backend: of zeropg. Ranks that all share a node compress nothing, which is not measured. A candidate that loses more must take less than 0.9 of the time of the one before it that is
-    chosen so far: on links that bf16 does not fill, bf16 is what it gets.
+    backend: of zeropg. Ranks that all share a node compress nothing, which is not measured. A candidate that loses more
+    must take less than 0.9 of the time of the one that is chosen so far.
     """
     if len(backend.topology().nodes) == 1:
         return Choice(None, 0, ())
