@@ -1,5 +1,6 @@
 """Compressed gradients under DistributedDataParallel."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,15 +23,29 @@ def ddp_hook(state: State, bucket: GradBucket) -> Future[torch.Tensor]:
         raise TypeError(
             f"[zeropg] ddp_hook: the state is {state!r}; register it as ddp.register_comm_hook(State(codec), ddp_hook)."
         )
-    buffer, parameters = bucket.buffer(), bucket.parameters()
+    state.begin_bucket()
+    start = time.perf_counter()
+    future = _reduce(state, bucket.buffer(), bucket.parameters())
+
+    def finish(done: Future[torch.Tensor]) -> torch.Tensor:
+        buffer = done.value()
+        state.end_bucket(time.perf_counter() - start, buffer.numel())
+        return buffer
+
+    return future.then(finish)
+
+
+def _reduce(state: State, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Future[torch.Tensor]:
     encoded = [state.encodes(parameter) for parameter in parameters]
     if all(encoded):
         future: Future[list[torch.Tensor]] = state.all_reduce(buffer, parameters).get_future()
         return future.then(lambda done: done.value()[0])
     parts = buffer.split([parameter.numel() for parameter in parameters])
-    plain = _average([part for part, is_encoded in zip(parts, encoded, strict=True) if not is_encoded], state.backend)
+    rest = [index for index, is_encoded in enumerate(encoded) if not is_encoded]
+    state.pay_plain([parts[index] for index in rest], [parameters[index] for index in rest])
     if not any(encoded):
-        return plain.then(lambda done: (done.wait(), buffer)[1])
+        return _average([buffer], state.backend).then(lambda done: (done.wait(), buffer)[1])
+    plain = _average([parts[index] for index in rest], state.backend)
     chosen = [index for index, is_encoded in enumerate(encoded) if is_encoded]
     # One call for all of them: a codec that selects chooses among all, and links see one message.
     flat = torch.cat([parts[index] for index in chosen])
@@ -47,10 +62,12 @@ def ddp_hook(state: State, bucket: GradBucket) -> Future[torch.Tensor]:
 
 def _average(tensors: Sequence[torch.Tensor], backend: Any) -> Future[Any]:
     """Averages tensors of one dtype over the ranks as they are, in place."""
-    flat = torch.cat(list(tensors))
+    flat = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
     options = AllreduceOptions()
     options.reduceOp = dist.ReduceOp.AVG
     future: Future[Any] = backend.allreduce([flat], options).get_future()
+    if len(tensors) == 1:
+        return future
 
     def put_back(done: Future[Any]) -> None:
         done.wait()

@@ -43,6 +43,10 @@ class Fsdp2ReduceScatter:
                 "[zeropg] Fsdp2ReduceScatter: a module and a State belong together; pass Fsdp2ReduceScatter(state, "
                 "module), or just a codec."
             )
+        if state is not None and state.codec is None:
+            raise ValueError(
+                '[zeropg] Fsdp2ReduceScatter: "auto" has chosen no compression on this link; leave FSDP2 as it is.'
+            )
         self.codec = check_codec(codec if state is None else state.codec, "Fsdp2ReduceScatter")
         self.residuals = self.codec.make_residuals() if state is None else state.residuals
         self._compressor = self.codec.make_compressor()
@@ -143,7 +147,11 @@ class Fsdp2ReduceScatter:
                 dim = parameter.fsdp_placement.dim
                 # Cut along another dimension, its elements come in an order that depends on the number of parts.
                 key = name if dim == 0 else f"{name} in {world_size} parts of dimension {dim}"
-                is_encoded = self._state is None or self._state.plan.encodes(name, parameter.sharded_param)
+                is_encoded = (
+                    self._state is None
+                    or self._state.plan is None
+                    or self._state.plan.encodes(name, parameter.sharded_param)
+                )
                 parts.append(_Part(key, parameter.padded_sharded_param_size.numel(), is_encoded))
         return parts if world_size * sum(part.numel for part in parts) == numel else []
 
