@@ -48,7 +48,7 @@ std::exception_ptr describe_error(GroupContext& group, const OperationLabel& lab
         suspects.resize(static_cast<size_t>(group.world_size()));
         std::iota(suspects.begin(), suspects.end(), 0);
       }
-      throw_if_lost(label, group.peer_states(), suspects);
+      throw_if_lost(label, group.peers().states(), suspects);
       throw;
     }
   } catch (const OperationError&) {
@@ -116,10 +116,10 @@ class CollectiveQueue::Turn {
 };
 
 CollectiveQueue::CollectiveQueue(std::shared_ptr<GroupContext> group, ProgressEngine& engine)
-    : group_(std::move(group)), engine_(engine) {}
+    : group_(std::move(group)), engine_(engine), context_(*group_) {}
 
 void CollectiveQueue::submit(std::unique_ptr<CollectiveJob> job, bool is_synchronous) {
-  group_->release_retired();
+  group_->retired_works().release();
   const GroupContext::Use use(*group_);
   const c10::intrusive_ptr<ZeroWork> work = job->work;
   bool is_quick = false;
@@ -178,7 +178,7 @@ void CollectiveQueue::help(const ZeroWork& work, Clock::time_point until) {
     } else if (!waiter.should_sleep()) {
       waiter.pause();
       group_->cpu_balancer().look(Clock::now());
-    } else if (group_->is_one_node() && turn.try_hold()) {
+    } else if (group_->topology().is_one_node() && turn.try_hold()) {
       group_->arena().doze(std::min(until, next_check),
                            [&] { return advance_held(&work) != Activity::kBlocked || work.is_complete(); });
       waiter.reset();
@@ -209,13 +209,13 @@ Progress CollectiveQueue::run(CollectiveJob& job) {
   group_->throw_if_failed();
   if (!job.start) {
     job.start = std::chrono::steady_clock::now();
-    group_->throw_if_peer_failed(job.work->label());
+    context_.peers.throw_if_failed(job.work->label());
     job.work->copy_in();
   }
   bool has_moved = false;
   while (job.current < job.collectives.size()) {
     if (!job.executor) {
-      job.executor.emplace(*group_, job.collectives[job.current], job.work->label());
+      job.executor.emplace(context_, job.collectives[job.current], job.work->label());
     }
     const Progress progress = job.executor->advance();
     if (progress != Progress::kDone) {
@@ -233,8 +233,9 @@ void CollectiveQueue::finish(std::unique_ptr<CollectiveJob> job, const std::exce
     group_->fail(failure_of(error));
   } else {
     const auto now = Clock::now();
-    group_->count(work->label(), job->start ? std::chrono::duration<double>(now - *job->start).count() : 0.0,
-                  job->waiting_seconds);
+    group_->statistics().count(work->label(),
+                               job->start ? std::chrono::duration<double>(now - *job->start).count() : 0.0,
+                               job->waiting_seconds);
   }
   job.reset();  // with it the last use of the tensors' addresses
   if (!error) {
@@ -242,7 +243,7 @@ void CollectiveQueue::finish(std::unique_ptr<CollectiveJob> job, const std::exce
   }
   work->complete(error);
   if (work.get() != own) {
-    group_->retire(std::move(work));
+    group_->retired_works().add(std::move(work));
   }
 }
 
@@ -330,7 +331,7 @@ void CollectiveQueue::check(CollectiveJob& job) {
   }
   const OperationLabel& label = job.work->label();
   // In this order: what a peer did before it left, or died, still counts.
-  const PeerStates peers = group_->peer_states();
+  const PeerStates peers = context_.peers.states();
   const bool has_moved = run(job) != Progress::kBlocked;
   const std::vector<int32_t> awaited = job.executor->awaited();
   if (awaited.empty()) {
@@ -342,14 +343,24 @@ void CollectiveQueue::check(CollectiveJob& job) {
   if (!pause_detector_.may_blame(now, *job.start) || now - *job.start < job.work->timeout()) {
     return;
   }
-  const WaitCulprits found = group_->culprits_of(Lane::kCollective, awaited);
+  const WaitCulprits found = context_.peers.culprits_of(Lane::kCollective, awaited);
   throw OperationError(
       {__func__, __FILE__, __LINE__},
       {.kind = FailureKind::kTimeout,
        .text = c10::str(label.prefix(), ": ", describe_monitored(label, *job.work, found.culprits), "timed out after ",
                         job.work->timeout().count(), " ms ", job.executor->describe_wait(), ", waiting for ",
-                        format_ranks(awaited), found.chain, group_->silence(), "; ", advise_to_look_at(found.culprits),
+                        format_ranks(awaited), found.chain, context_.peers.silence(), "; ",
+                        advise_to_look_at(found.culprits),
                         " (a stopped process, another collective, a slow step) or raise the timeout of the group.")});
+}
+
+std::string CollectiveQueue::who_is_late() {
+  const GroupContext::Use use(*group_, /*must_succeed=*/false);
+  if (!use) {
+    return "";
+  }
+  const std::vector<int32_t> missing = context_.missing_at(context_.last_barrier());
+  return missing.empty() ? std::string() : "waiting for " + format_ranks(missing);
 }
 
 bool CollectiveQueue::wait_until_idle(std::chrono::milliseconds limit) {
@@ -362,7 +373,5 @@ void CollectiveQueue::set_sleeping(bool is_sleeping) {
     group_->arena().set_sleeping(is_sleeping);
   }
 }
-
-int32_t CollectiveQueue::local_world_size() const { return static_cast<int32_t>(group_->node().size()); }
 
 }  // namespace zeropg

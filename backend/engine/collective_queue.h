@@ -8,9 +8,11 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "backend/diagnostics/pause_detector.h"
+#include "backend/engine/collective_context.h"
 #include "backend/engine/progress_engine.h"
 #include "backend/engine/schedule_executor.h"
 #include "backend/engine/work.h"
@@ -41,7 +43,7 @@ struct CollectiveJob {
 // peers are late it sleeps in shared memory; on several nodes it lets go then, since only the progress thread hears the
 // network. Meanwhile the progress thread keeps away; it runs what nobody waits for, and is woken by whoever lets go of
 // a queue that is not empty. So a small collective costs no change of threads, and nobody has to wait for one.
-class CollectiveQueue final : public Channel {
+class CollectiveQueue {
  public:
   CollectiveQueue(std::shared_ptr<GroupContext> group, ProgressEngine& engine);
 
@@ -56,10 +58,12 @@ class CollectiveQueue final : public Channel {
   // True once every job that was submitted has ended.
   bool wait_until_idle(std::chrono::milliseconds limit);
 
-  Activity advance_on_engine_thread() override;
-  void check_on_engine_thread() override;
-  void set_sleeping(bool is_sleeping) override;
-  int32_t local_world_size() const override;
+  std::string who_is_late();  // OperationHost::who_is_late; a guess from any thread
+
+  // See Channel.
+  Activity advance_on_engine_thread();
+  void check_on_engine_thread();
+  void set_sleeping(bool is_sleeping);
 
  private:
   class Turn;
@@ -80,6 +84,7 @@ class CollectiveQueue final : public Channel {
 
   std::shared_ptr<GroupContext> group_;  // life shared with the process group
   ProgressEngine& engine_;
+  CollectiveContext context_;        // of the thread that holds the channel
   PauseDetector pause_detector_;     // of the thread that holds the channel
   std::atomic<int32_t> helpers_{0};  // threads inside help()
   std::mutex mutex_;

@@ -13,10 +13,10 @@
 
 namespace zeropg {
 
-DirectAccess::DirectAccess(GroupContext& group, const PlannedCollective& collective, const OperationLabel& label)
-    : group_(group), collective_(collective), label_(label) {
+DirectAccess::DirectAccess(CollectiveContext& context, const PlannedCollective& collective, const OperationLabel& label)
+    : context_(context), collective_(collective), label_(label) {
   const SharedTensors shared = shared_tensors(collective.spec, collective.spec.rank);
-  const bool expects_direct = offers_pool() || (offers_reading() && group.cma_peers().reads_all());
+  const bool expects_direct = offers_pool() || (offers_reading() && context.cma_peers.reads_all());
   begins_direct_ = expects_direct && (shared.input || shared.output);
 }
 
@@ -40,7 +40,7 @@ void DirectAccess::offer(DirectOffer& mine) const {
     mine.input_address = input != 0 ? input : kNoBytes;
     mine.owner = own_cma_identity();
   }
-  mine.reads_peers = group_.cma_peers().reads_all() ? 1 : 0;
+  mine.reads_peers = context_.cma_peers.reads_all() ? 1 : 0;
 }
 
 DirectAccess::Decision DirectAccess::decide(const NodeFingerprints& announcements) {
@@ -48,14 +48,14 @@ DirectAccess::Decision DirectAccess::decide(const NodeFingerprints& announcement
   bool must_read = false;
   bool can_read = true;
   bool begins_any = false;
-  for (const int32_t peer : group_.node()) {
+  for (const int32_t peer : context_.topology.own_node()) {
     const DirectOffer& said = announcements.of(peer).direct;
     offer_all = offer_all && said.offers_direct != 0;
     begins_any = begins_any || said.begins_direct != 0;
     can_read = can_read && said.reads_peers != 0;
     if (said.input_address != 0) {
       must_read = true;
-      if (collective_.may_read && peer != group_.rank()) {
+      if (collective_.may_read && peer != context_.topology.rank) {
         meet(peer, said.owner);
       }
     }
@@ -68,9 +68,9 @@ DirectAccess::Decision DirectAccess::decide(const NodeFingerprints& announcement
 }
 
 void DirectAccess::meet(int32_t peer, const CmaIdentity& identity) {
-  const std::string& refusal = group_.cma_peers().meet(group_.local_rank(peer), identity);
+  const std::string& refusal = context_.cma_peers.meet(context_.topology.local_rank[peer], identity);
   if (!refusal.empty()) {
-    say_unreadable(group_.rank(), group_.world_size(), peer, refusal);
+    say_unreadable(context_.topology.rank, context_.topology.world_size(), peer, refusal);
   }
 }
 
@@ -79,7 +79,7 @@ void DirectAccess::locate(const NodeFingerprints& announcements) {
   inputs_.assign(static_cast<size_t>(spec.world_size), nullptr);
   outputs_.assign(static_cast<size_t>(spec.world_size), nullptr);
   addresses_.assign(static_cast<size_t>(spec.world_size), 0);
-  for (const int32_t peer : group_.node()) {
+  for (const int32_t peer : context_.topology.own_node()) {
     const Announcement& said = announcements.of(peer);
     const SharedTensors shared = shared_tensors(spec, peer);
     if (shared.input) {
@@ -109,10 +109,10 @@ void DirectAccess::locate_input(int32_t peer, const Announcement& said) {
 }
 
 std::byte* DirectAccess::in_pool_of(int32_t rank, int64_t offset, int64_t bytes) const {
-  std::byte* data = group_.pool().at(group_.local_rank(rank), offset, bytes);
+  std::byte* data = context_.pool.at(context_.topology.local_rank[rank], offset, bytes);
   if (data == nullptr) {
     fail_operation(label_, "rank ", rank, " says that ", bytes, " bytes of its tensor begin at ", offset,
-                   " of its part of the tensor pool, which has ", group_.pool().bytes_per_rank(),
+                   " of its part of the tensor pool, which has ", context_.pool.bytes_per_rank(),
                    "; its memory is damaged: restart from a checkpoint.");
   }
   return data;
@@ -120,18 +120,18 @@ std::byte* DirectAccess::in_pool_of(int32_t rank, int64_t offset, int64_t bytes)
 
 // The peer waits at the last barrier, so what was read from it was there, or nobody passes that barrier.
 void DirectAccess::read(int32_t peer, int64_t offset, std::span<std::byte> into) {
-  CmaPeers& memory = group_.cma_peers();
+  CmaPeers& memory = context_.cma_peers;
   const uint64_t from = addresses_[peer] + static_cast<uint64_t>(offset);
   for (size_t done = 0; done < into.size(); done += kCheckBytes) {
     check();
     const auto piece = into.subspan(done, std::min<size_t>(kCheckBytes, into.size() - done));
-    const std::string refusal = memory.read(group_.local_rank(peer), from + done, piece);
+    const std::string refusal = memory.read(context_.topology.local_rank[peer], from + done, piece);
     if (refusal.empty()) {
       continue;
     }
     check();
-    throw_if_lost(label_, group_.peer_states(), {peer});
-    if (memory.is_gone(group_.local_rank(peer))) {
+    throw_if_lost(label_, context_.peers.states(), {peer});
+    if (memory.is_gone(context_.topology.local_rank[peer])) {
       PeerStates gone;
       gone.dead = {peer};
       throw_if_lost(label_, gone, {peer});
@@ -143,8 +143,8 @@ void DirectAccess::read(int32_t peer, int64_t offset, std::span<std::byte> into)
 
 void DirectAccess::check() const {
   std::atomic_thread_fence(std::memory_order_acquire);  // what was read comes before this look
-  for (const int32_t peer : group_.node()) {
-    const RankState state = group_.arena().state_of(group_.local_rank(peer));
+  for (const int32_t peer : context_.topology.own_node()) {
+    const RankState state = context_.arena.state_of(context_.topology.local_rank[peer]);
     TORCH_CHECK_WITH(DistNetworkError, state == RankState::kAlive, "rank ", peer,
                      " gave up while others worked on its tensor");
   }

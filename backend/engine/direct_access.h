@@ -28,7 +28,7 @@ class DirectAccess {
   static constexpr int64_t kCheckBytes = 1 << 20;
 
   // All must outlive it.
-  DirectAccess(GroupContext& group, const PlannedCollective& collective, const OperationLabel& label);
+  DirectAccess(CollectiveContext& context, const PlannedCollective& collective, const OperationLabel& label);
 
   // Before the first barrier, of this rank alone: whether it begins with the direct schedule; what it offers.
   bool begins_direct() const { return begins_direct_; }
@@ -60,7 +60,7 @@ class DirectAccess {
   void locate_input(int32_t peer, const Announcement& said);
   std::byte* in_pool_of(int32_t rank, int64_t offset, int64_t bytes) const;
 
-  GroupContext& group_;
+  CollectiveContext& context_;
   const PlannedCollective& collective_;
   const OperationLabel& label_;
   bool begins_direct_ = false;

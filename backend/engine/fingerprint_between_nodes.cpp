@@ -16,28 +16,28 @@ CallFingerprint with_pair_bytes(CallFingerprint call, const std::vector<int64_t>
 
 }  // namespace
 
-InternodeFingerprints::InternodeFingerprints(GroupContext& group, const CollectiveSpec& spec,
+InternodeFingerprints::InternodeFingerprints(CollectiveContext& context, const CollectiveSpec& spec,
                                              const CallFingerprint& call)
-    : group_(group),
+    : context_(context),
       spec_(spec),
       call_(call),
       is_near_needed_(traits_of(spec.op).has_counts && !announces_blocks(spec)) {
-  if (is_near_needed_ || !group.is_one_node()) {
-    pairs_.resize(static_cast<size_t>(group.world_size()));
+  if (is_near_needed_ || !context.topology.is_one_node()) {
+    pairs_.resize(static_cast<size_t>(context.topology.world_size()));
   }
 }
 
 bool InternodeFingerprints::is_needed(int32_t peer) const {
-  return !pairs_.empty() && (is_near_needed_ || !group_.is_on_this_node(peer));
+  return !pairs_.empty() && (is_near_needed_ || !context_.topology.is_on_this_node(peer));
 }
 
 void InternodeFingerprints::compare_with_waiting() const {
   for (int32_t peer = 0; peer < static_cast<int32_t>(pairs_.size()); ++peer) {
-    if (group_.is_on_this_node(peer)) continue;
-    const std::optional<WaitingCall> said = group_.network()->liveness().waiting_call_of(peer);
+    if (context_.topology.is_on_this_node(peer)) continue;
+    const std::optional<WaitingCall> said = context_.network->liveness().waiting_call_of(peer);
     if (!said) continue;
     const auto theirs = std::bit_cast<CallFingerprint>(*said);
-    if (theirs.sequence == call_.sequence) check_call(theirs, call_, group_.rank(), peer);
+    if (theirs.sequence == call_.sequence) check_call(theirs, call_, context_.topology.rank, peer);
   }
 }
 
@@ -49,7 +49,7 @@ bool InternodeFingerprints::send_to(int32_t peer) {
   if (pair.sent < sizeof(CallFingerprint)) {
     const CallFingerprint ours = with_pair_bytes(call_, spec_.send_bytes, peer);
     const auto rest = std::as_bytes(std::span(&ours, 1)).subspan(pair.sent);
-    pair.sent += group_.transport_to(peer).try_send(peer, Lane::kCollective, rest);
+    pair.sent += context_.transports[peer]->try_send(peer, Lane::kCollective, rest);
   }
   return pair.sent == sizeof(CallFingerprint);
 }
@@ -63,11 +63,11 @@ bool InternodeFingerprints::receive_from(int32_t peer) {
     return true;
   }
   const auto rest = std::as_writable_bytes(std::span(&pair.theirs, 1)).subspan(pair.received);
-  pair.received += group_.transport_to(peer).try_receive(peer, Lane::kCollective, rest);
+  pair.received += context_.transports[peer]->try_receive(peer, Lane::kCollective, rest);
   if (pair.received < sizeof(CallFingerprint)) {
     return false;
   }
-  check_call(pair.theirs, with_pair_bytes(call_, spec_.receive_bytes, peer), group_.rank(), peer);
+  check_call(pair.theirs, with_pair_bytes(call_, spec_.receive_bytes, peer), context_.topology.rank, peer);
   return true;
 }
 

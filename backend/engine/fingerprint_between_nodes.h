@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "backend/collectives/schedule/collective_spec.h"
+#include "backend/engine/collective_context.h"
 #include "backend/group/call_fingerprint.h"
-#include "backend/group/group_context.h"
 
 namespace zeropg {
 
@@ -24,7 +24,7 @@ namespace zeropg {
 class InternodeFingerprints {
  public:
   // All must outlive it.
-  InternodeFingerprints(GroupContext& group, const CollectiveSpec& spec, const CallFingerprint& call);
+  InternodeFingerprints(CollectiveContext& context, const CollectiveSpec& spec, const CallFingerprint& call);
 
   // False: try again later. What has been done is remembered; true where the peer needs none.
   bool send_to(int32_t peer);
@@ -42,7 +42,7 @@ class InternodeFingerprints {
   };
   bool is_needed(int32_t peer) const;
 
-  GroupContext& group_;
+  CollectiveContext& context_;
   const CollectiveSpec& spec_;
   const CallFingerprint& call_;
   const bool is_near_needed_;  // also to ranks of this node

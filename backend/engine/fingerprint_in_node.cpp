@@ -22,12 +22,13 @@ std::string_view Announcement::codec() const {
   return call.codec == 0 ? std::string_view() : std::string_view(text, strnlen(text, sizeof(details)));
 }
 
-NodeFingerprints::NodeFingerprints(GroupContext& group, const PlannedCollective& collective,
+NodeFingerprints::NodeFingerprints(CollectiveContext& context, const PlannedCollective& collective,
                                    const CallFingerprint& call, const OperationLabel& label)
-    : group_(group), collective_(collective), call_(call), label_(label) {}
+    : context_(context), collective_(collective), call_(call), label_(label) {}
 
 Announcement& NodeFingerprints::of(int32_t peer) const {
-  return *reinterpret_cast<Announcement*>(group_.arena().slot(group_.local_rank(peer), call_.sequence).data());
+  return *reinterpret_cast<Announcement*>(
+      context_.arena.slot(context_.topology.local_rank[peer], call_.sequence).data());
 }
 
 void NodeFingerprints::announce_call() const {
@@ -48,7 +49,7 @@ void NodeFingerprints::announce_call() const {
 
 void NodeFingerprints::compare_calls() const {
   std::vector<int32_t> planned_otherwise;
-  for (const int32_t peer : group_.node()) {
+  for (const int32_t peer : context_.topology.own_node()) {
     const CallDifference found = difference(of(peer).call, call_);
     if (found.is_senseless || found.in_call || found.in_codec) {
       throw_different_calls();
@@ -69,7 +70,7 @@ void NodeFingerprints::compare_calls() const {
 
 void NodeFingerprints::throw_different_calls() const {
   std::map<std::string, std::vector<int32_t>> calls;
-  for (const int32_t peer : group_.node()) {
+  for (const int32_t peer : context_.topology.own_node()) {
     calls[describe_call(of(peer).call, of(peer).codec())].push_back(peer);
   }
   std::string text;
@@ -82,13 +83,13 @@ void NodeFingerprints::throw_different_calls() const {
 
 // Of all pairs of the node, so that no rank ends an operation that fails on others.
 void NodeFingerprints::compare_blocks() const {
-  const std::vector<int32_t>& ranks = group_.node();
+  const std::vector<int32_t>& ranks = context_.topology.own_node();
   std::vector<AnnouncedBlocks> blocks;
   for (const int32_t rank : ranks) {
     blocks.push_back(of(rank).blocks());
   }
   const auto name = [&](int32_t rank) {
-    return rank == group_.rank() ? std::string("this rank") : c10::str("rank ", rank);
+    return rank == context_.topology.rank ? std::string("this rank") : c10::str("rank ", rank);
   };
   for (size_t from = 0; from < ranks.size(); ++from) {
     for (size_t to = 0; to < ranks.size(); ++to) {

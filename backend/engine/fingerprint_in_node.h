@@ -11,8 +11,8 @@
 #include <string_view>
 #include <type_traits>
 
+#include "backend/engine/collective_context.h"
 #include "backend/group/call_fingerprint.h"
-#include "backend/group/group_context.h"
 #include "backend/group/planner.h"
 #include "backend/transport/shm/cma.h"
 
@@ -50,10 +50,10 @@ static_assert(std::is_trivially_copyable_v<Announcement> && sizeof(Announcement)
 class NodeFingerprints {
  public:
   // All must outlive it.
-  NodeFingerprints(GroupContext& group, const PlannedCollective& collective, const CallFingerprint& call,
+  NodeFingerprints(CollectiveContext& context, const PlannedCollective& collective, const CallFingerprint& call,
                    const OperationLabel& label);
 
-  Announcement& mine() const { return of(group_.rank()); }
+  Announcement& mine() const { return of(context_.topology.rank); }
   Announcement& of(int32_t peer) const;
 
   void announce_call() const;  // before the first barrier
@@ -64,7 +64,7 @@ class NodeFingerprints {
   void compare_blocks() const;
   [[noreturn]] void throw_different_calls() const;
 
-  GroupContext& group_;
+  CollectiveContext& context_;
   const PlannedCollective& collective_;
   const CallFingerprint& call_;
   const OperationLabel& label_;

@@ -21,7 +21,7 @@ namespace zeropg {
 
 enum class Activity : uint8_t { kIdle, kBlocked, kMoved };
 
-// A queue of operations of one group whose head the engine advances.
+// What the engine advances of one group.
 class Channel {
  public:
   virtual ~Channel() = default;

@@ -30,19 +30,19 @@ bool is_streamed_to_staging(const Step& step) {
 
 }  // namespace
 
-ScheduleExecutor::ScheduleExecutor(GroupContext& group, const PlannedCollective& collective,
+ScheduleExecutor::ScheduleExecutor(CollectiveContext& context, const PlannedCollective& collective,
                                    const OperationLabel& label)
-    : group_(group),
+    : context_(context),
       collective_(collective),
       label_(label),
-      call_(numbered(collective.call, group.next_announcement())),
-      in_node_(group, collective, call_, label),
-      between_nodes_(group, collective.spec, call_),
-      direct_access_(group, collective, label),
+      call_(numbered(collective.call, context.next_sequence())),
+      in_node_(context, collective, call_, label),
+      between_nodes_(context, collective.spec, call_),
+      direct_access_(context, collective, label),
       schedule_(collective.schedule.get()),
       residuals_(*collective.schedule, collective.compression) {
   if (collective.schedule->scratch_bytes > 0) {
-    scratch_ = group.scratch(collective.schedule->scratch_bytes);
+    scratch_ = context.scratch(collective.schedule->scratch_bytes);
   }
   if (direct_access_.begins_direct()) {
     schedule_ = collective.direct.get();
@@ -65,9 +65,9 @@ Progress ScheduleExecutor::advance() {
   if (!has_given_banks_) {
     // Here and not when this object dies: by then another thread may have begun the group's next operation.
     has_given_banks_ = true;
-    group_.finish_banks(schedule_->banks_used);
+    context_.finish_banks(schedule_->banks_used);
     if (is_direct()) {
-      group_.count_direct(label_);
+      context_.statistics.count_direct(label_);
     }
   }
   return Progress::kDone;
@@ -114,7 +114,7 @@ bool ScheduleExecutor::run(const Step& step) {
 }
 
 bool ScheduleExecutor::run_barrier() {
-  ShmArena& arena = group_.arena();
+  ShmArena& arena = context_.arena;
   if (barrier_ == 0) {
     if (!is_announced_) {
       in_node_.announce_call();
@@ -122,7 +122,7 @@ bool ScheduleExecutor::run_barrier() {
     } else if (is_direct()) {
       direct_access_.check();
     }
-    barrier_ = group_.next_barrier();
+    barrier_ = context_.next_barrier();
     arena.arrive(barrier_);
   }
   if (!arena.all_arrived(barrier_)) {
@@ -144,7 +144,7 @@ bool ScheduleExecutor::run_send(const Step& step) {
   const std::byte* source = address(step.source);
   const int64_t length = step.is_sized ? kSizeBytes + get_size({source, kSizeBytes}) : step.bytes;
   const std::span<const std::byte> rest(source + moved_bytes_, static_cast<size_t>(length - moved_bytes_));
-  moved_bytes_ += static_cast<int64_t>(group_.transport_to(step.peer).try_send(step.peer, Lane::kCollective, rest));
+  moved_bytes_ += static_cast<int64_t>(context_.transports[step.peer]->try_send(step.peer, Lane::kCollective, rest));
   return moved_bytes_ == length;
 }
 
@@ -159,7 +159,7 @@ bool ScheduleExecutor::run_receive(const Step& step) {
 
 bool ScheduleExecutor::receive_until(const Step& step, std::byte* destination, int64_t length) {
   const std::span<std::byte> rest(destination + moved_bytes_, static_cast<size_t>(length - moved_bytes_));
-  moved_bytes_ += static_cast<int64_t>(group_.transport_to(step.peer).try_receive(step.peer, Lane::kCollective, rest));
+  moved_bytes_ += static_cast<int64_t>(context_.transports[step.peer]->try_receive(step.peer, Lane::kCollective, rest));
   return moved_bytes_ == length;
 }
 
@@ -262,8 +262,7 @@ std::byte* ScheduleExecutor::address(const Region& region) const {
     case Space::kScratch:
       return scratch_ + region.offset_bytes;
     case Space::kStaging:
-      return group_.arena().staging(group_.local_rank(region.index), group_.physical_bank(region.bank)) +
-             region.offset_bytes;
+      return context_.staging(region.index, region.bank) + region.offset_bytes;
     case Space::kPeerInput:
       return direct_access_.input_of(region.index) + region.offset_bytes;
     case Space::kPeerOutput:
@@ -292,15 +291,15 @@ std::vector<int32_t> ScheduleExecutor::awaited() const {
   }
   const Step& step = steps[step_];
   if (step.kind == StepKind::kBarrier) {
-    return barrier_ == 0 ? std::vector<int32_t>() : group_.missing_at(barrier_);
+    return barrier_ == 0 ? std::vector<int32_t>() : context_.missing_at(barrier_);
   }
   return step.peer >= 0 ? std::vector<int32_t>{step.peer} : std::vector<int32_t>();
 }
 
 void ScheduleExecutor::note_wait() const {
   const Step& step = schedule_->steps[step_];
-  group_.note_wait(Lane::kCollective, step.kind == StepKind::kBarrier ? ShmArena::kAtBarrier : step.peer, awaited(),
-                   std::bit_cast<WaitingCall>(call_));
+  context_.peers.note_wait(Lane::kCollective, step.kind == StepKind::kBarrier ? ShmArena::kAtBarrier : step.peer,
+                           awaited(), std::bit_cast<WaitingCall>(call_));
   between_nodes_.compare_with_waiting();
 }
 

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "backend/engine/collective_context.h"
 #include "backend/engine/direct_access.h"
 #include "backend/engine/fingerprint_between_nodes.h"
 #include "backend/engine/fingerprint_in_node.h"
-#include "backend/group/group_context.h"
 #include "backend/group/planner.h"
 #include "backend/group/residual_map.h"
 
@@ -21,15 +21,14 @@ enum class Progress : uint8_t { kBlocked, kMoved, kDone };
 // One collective of one group; at most one exists per group at a time, since it takes part in the group's counters.
 class ScheduleExecutor {
  public:
-  // Both must outlive the execution.
-  ScheduleExecutor(GroupContext& group, const PlannedCollective& collective, const OperationLabel& label);
+  // All must outlive the execution.
+  ScheduleExecutor(CollectiveContext& context, const PlannedCollective& collective, const OperationLabel& label);
 
   // Throws DistBackendError when the ranks called different collectives, DistNetworkError when a peer is gone.
   Progress advance();
 
   std::vector<int32_t> awaited() const;  // the ranks that this one waits for
-  // For other ranks: GroupContext::note_wait. Throws DistBackendError when one of another node waits in a different
-  // call.
+  // For other ranks: Peers::note_wait. Throws DistBackendError when one of another node waits in a different call.
   void note_wait() const;
   std::string describe_wait() const;                                               // "at step 3 of 12 (barrier)"
   const std::vector<double>& waiting_seconds() const { return waiting_seconds_; }  // per rank
@@ -51,7 +50,7 @@ class ScheduleExecutor {
   void note_blocked();
   void note_moved();
 
-  GroupContext& group_;
+  CollectiveContext& context_;
   const PlannedCollective& collective_;
   const OperationLabel& label_;
   const CallFingerprint call_;

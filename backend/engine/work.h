@@ -3,8 +3,8 @@
 // Note [Tensor references]
 // Destroying a tensor may need Python's GIL (its PyObject goes with it), and the progress thread must never wait for
 // the GIL: a thread that holds it may be waiting for that thread. So a Work owns the tensors of its operation, a thread
-// that waits for it takes them out and destroys them, and what nobody waited for is handed to GroupContext::retire and
-// is destroyed by the next thread that calls into the group.
+// that waits for it takes them out and destroys them, and what nobody waited for is handed to RetiredWorks and is
+// destroyed by the next thread that calls into the group.
 #pragma once
 
 #include <torch/version.h>

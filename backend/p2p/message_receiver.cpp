@@ -87,7 +87,7 @@ bool MessageReceiver::receive_start(const PostedReceives& posted, bool& has_move
     const uint16_t magic = start_.header.magic;
     TORCH_CHECK_WITH(DistNetworkError,
                      magic == MessageHeader::kBytesFollow ||
-                         (magic == MessageHeader::kOfferFollows && group_.is_on_this_node(peer_)),
+                         (magic == MessageHeader::kOfferFollows && group_.topology().is_on_this_node(peer_)),
                      "rank ", peer_, " sent a message that is none; the shared memory of the group was overwritten.");
   }
   start_received_ = 0;
@@ -150,7 +150,7 @@ void MessageReceiver::take_offer() {
   ++offers_;
   pooled_ = nullptr;
   if (const int64_t offset = start_.offer.pool_offset; offset >= 0) {
-    pooled_ = group_.pool().at(group_.local_rank(peer_), offset, static_cast<int64_t>(start_.header.bytes));
+    pooled_ = group_.pool()->at(group_.topology().local_rank[peer_], offset, static_cast<int64_t>(start_.header.bytes));
     TORCH_CHECK_WITH(DistNetworkError, pooled_ != nullptr, "rank ", peer_, " sends ", start_.header.bytes,
                      " bytes from ", offset,
                      " of its part of the tensor pool, which has fewer; the shared memory of the"
@@ -182,7 +182,7 @@ void MessageReceiver::try_cma() {
 // The bytes are believed only when the process that was read is still the one that was tried, and had not given up: a
 // sender that failed may have let go of its tensor while it was read.
 void MessageReceiver::end_offer() {
-  const RankState state = group_.arena().state_of(group_.local_rank(peer_));
+  const RankState state = group_.arena().state_of(group_.topology().local_rank[peer_]);
   const bool is_sound = pooled_ != nullptr || reader_->confirm();
   answer(is_sound && state == RankState::kAlive ? Answer::kHaveIt : Answer::kSendAll);
 }
@@ -195,9 +195,9 @@ void MessageReceiver::answer(Answer answer) {
       set_aside_.back().data.clear();
     }
   }
-  const int32_t sender = group_.local_rank(peer_);
+  const int32_t sender = group_.topology().local_rank[peer_];
   group_.arena()
-      .mailbox_counters(sender, group_.local_rank(group_.rank()), static_cast<int32_t>(Lane::kPointToPoint))
+      .mailbox_counters(sender, group_.arena().rank(), static_cast<int32_t>(Lane::kPointToPoint))
       .answered.store(answer_to(offers_, answer), std::memory_order_release);
   group_.arena().ring(sender);
 }

@@ -22,8 +22,8 @@ void MessageSender::begin(const P2pMessage& message) {
       .header = {static_cast<uint64_t>(message.bytes), message.route.tag, static_cast<uint16_t>(message.dtype)},
       .offer = {}};
   is_offered_ = false;
-  if (message.bytes > kSmallestOffer && group_.is_on_this_node(peer_)) {
-    start_.offer.pool_offset = group_.pool().offset_of(message.data, message.bytes);
+  if (message.bytes > kSmallestOffer && group_.topology().is_on_this_node(peer_)) {
+    start_.offer.pool_offset = group_.pool()->offset_of(message.data, message.bytes);
     is_offered_ = start_.offer.pool_offset >= 0 || may_use_cma_;
   }
   if (is_offered_) {
@@ -76,7 +76,7 @@ bool MessageSender::advance(FinishedMessages& finished) {
 // True once the receiver has the bytes, or wants them sent.
 bool MessageSender::is_answered() {
   const MailboxCounters& counters = group_.arena().mailbox_counters(
-      group_.local_rank(group_.rank()), group_.local_rank(peer_), static_cast<int32_t>(Lane::kPointToPoint));
+      group_.arena().rank(), group_.topology().local_rank[peer_], static_cast<int32_t>(Lane::kPointToPoint));
   const uint64_t answer = counters.answered.load(std::memory_order_acquire);
   if (answer == answer_to(offers_, Answer::kHaveIt)) {
     sent_ = queue_.front().message.bytes;

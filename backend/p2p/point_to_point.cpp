@@ -44,7 +44,7 @@ PointToPoint::PointToPoint(std::shared_ptr<GroupContext> group, ProgressEngine& 
 }
 
 void PointToPoint::post(P2pMessage message) {
-  group_->release_retired();
+  group_->retired_works().release();
   const GroupContext::Use use(*group_);
   const c10::intrusive_ptr<ZeroWork> work = message.work;
   FinishedMessages finished;
@@ -61,7 +61,7 @@ void PointToPoint::post(P2pMessage message) {
       posted_.push(std::move(posted));
     }
     try {
-      group_->throw_if_peer_failed(label);
+      group_->peers().throw_if_failed(label);
       if (wanted_bytes() <= kInlineBytes) {
         advance_locked(finished);
       } else if (route.is_send) {
@@ -120,7 +120,7 @@ void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_po
     } else if (!waiter.should_sleep()) {
       waiter.pause();
       group_->cpu_balancer().look(Clock::now());
-    } else if (group_->is_one_node()) {
+    } else if (group_->topology().is_one_node()) {
       group_->arena().doze(std::min(until, next_check),
                            [&] { return advance(&work) == Activity::kMoved || work.is_complete(); });
       waiter.reset();
@@ -221,7 +221,7 @@ void PointToPoint::blame_locked(int32_t peer, const c10::DistNetworkError& error
   const PostedMessage* waiting = waiting_for_locked(peer);
   TORCH_INTERNAL_ASSERT(waiting != nullptr, error.what_without_backtrace());
   const OperationLabel& label = waiting->message.work->label();
-  throw_if_lost(label, group_->peer_states(), {peer});
+  throw_if_lost(label, group_->peers().states(), {peer});
   fail_operation(label, error.what_without_backtrace());
 }
 
@@ -305,7 +305,7 @@ void PointToPoint::check(const ZeroWork* own) {
       return;
     }
     try {
-      const PeerStates peers = group_->peer_states();
+      const PeerStates peers = group_->peers().states();
       group_->throw_if_failed();
       // What a peer sent before it left still counts; while some of that moves there may be more.
       const bool has_moved = advance_locked(finished) == Activity::kMoved;
@@ -321,8 +321,8 @@ void PointToPoint::check(const ZeroWork* own) {
 void PointToPoint::check_all_locked(const PeerStates& peers) {
   if (const PostedMessage* posted = oldest_locked()) {
     const MessageRoute& route = posted->message.route;
-    group_->note_wait(Lane::kPointToPoint, route.is_from_anybody() ? GroupContext::kAnybody : route.peer,
-                      awaited_by(*posted));
+    group_->peers().note_wait(Lane::kPointToPoint, route.is_from_anybody() ? Peers::kAnybody : route.peer,
+                              awaited_by(*posted));
   }
   for (const PostedMessage& posted : posted_.queue()) {
     check_locked(posted, peers);
@@ -356,7 +356,7 @@ const PostedMessage* PointToPoint::oldest_locked() const {
 
 std::vector<int32_t> PointToPoint::awaited_by(const PostedMessage& posted) const {
   const MessageRoute& route = posted.message.route;
-  return route.is_from_anybody() ? group_->others_than(group_->rank()) : std::vector<int32_t>{route.peer};
+  return route.is_from_anybody() ? group_->topology().others_than(group_->rank()) : std::vector<int32_t>{route.peer};
 }
 
 void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& peers) {
@@ -375,13 +375,13 @@ void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& p
   for (const int32_t peer : peers.departed) {
     std::erase(awaited, peer);
   }
-  const WaitCulprits found = group_->culprits_of(Lane::kPointToPoint, awaited);
+  const WaitCulprits found = group_->peers().culprits_of(Lane::kPointToPoint, awaited);
   throw OperationError({__func__, __FILE__, __LINE__},
                        {.kind = FailureKind::kTimeout,
                         .text = c10::str(label.prefix(), ": timed out after ", posted.message.work->timeout().count(),
                                          " ms waiting for ", awaited.size() > 1 ? "any of " : "", format_ranks(awaited),
-                                         found.chain, group_->silence(), "; ", advise_to_look_at(found.culprits),
-                                         ", or raise the timeout of the group.")});
+                                         found.chain, group_->peers().silence(), "; ",
+                                         advise_to_look_at(found.culprits), ", or raise the timeout of the group.")});
 }
 
 void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {
@@ -397,20 +397,20 @@ void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {
       group_->fail(failure_of(described));
     } else {
       const auto duration = std::chrono::steady_clock::now() - posted.start;
-      group_->count(work->label(), std::chrono::duration<double>(duration).count(), {});
+      group_->statistics().count(work->label(), std::chrono::duration<double>(duration).count(), {});
       if (posted.waiting_seconds > 0) {
-        group_->count_waiting(work->label(), peer, posted.waiting_seconds);
+        group_->statistics().count_waiting(work->label(), peer, posted.waiting_seconds);
       }
       group_->notify_complete(work->completion_key(), work->elapsed_ms());
     }
     work->complete(described);
     if (work.get() != own) {
-      group_->retire(std::move(work));
+      group_->retired_works().add(std::move(work));
     }
   }
   // Who waits for one of these in another thread may have looked for messages, and for the work, just before, and be
   // about to sleep: no peer has anything left to wake it for.
-  group_->arena().ring(group_->local_rank(group_->rank()));
+  group_->arena().ring(group_->arena().rank());
   std::lock_guard<std::mutex> lock(mutex_);
   ending_ -= finished.size();
   if (ending_ == 0 && !has_pending()) {
@@ -429,7 +429,5 @@ void PointToPoint::set_sleeping(bool is_sleeping) {
     group_->arena().set_sleeping(is_sleeping);
   }
 }
-
-int32_t PointToPoint::local_world_size() const { return static_cast<int32_t>(group_->node().size()); }
 
 }  // namespace zeropg

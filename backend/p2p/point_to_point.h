@@ -27,7 +27,7 @@
 
 namespace zeropg {
 
-class PointToPoint final : public Channel {
+class PointToPoint {
  public:
   // `may_use_cma`: large messages are read from the sender's memory where that works (Note [Offers]).
   PointToPoint(std::shared_ptr<GroupContext> group, ProgressEngine& engine, bool may_use_cma);
@@ -41,10 +41,10 @@ class PointToPoint final : public Channel {
 
   bool wait_until_idle(std::chrono::milliseconds limit);
 
-  Activity advance_on_engine_thread() override;
-  void check_on_engine_thread() override;
-  void set_sleeping(bool is_sleeping) override;
-  int32_t local_world_size() const override;
+  // See Channel.
+  Activity advance_on_engine_thread();
+  void check_on_engine_thread();
+  void set_sleeping(bool is_sleeping);
 
  private:
   Activity advance(const ZeroWork* own);

@@ -35,10 +35,9 @@ GroupRuntime::GroupRuntime(std::shared_ptr<GroupContext> group, bool may_use_cma
     : group_(std::move(group)),
       engine_(ProgressEngine::of_this_process()),
       collectives_(group_, engine_),
-      messages_(group_, engine_, may_use_cma),
-      network_(group_, engine_) {
-  engine_.add(&collectives_);
-  engine_.add(&messages_);
+      messages_(group_, engine_, may_use_cma) {
+  engine_.add(this);
+  engine_.wake();  // peers may have spoken already
   callbacks_ = engine_.callbacks();
   group_->set_background([callbacks = callbacks_](std::function<void()> run) { callbacks->post(std::move(run)); });
 }
@@ -120,14 +119,38 @@ void GroupRuntime::close(std::chrono::milliseconds patience, std::chrono::millis
     collectives_.wait_until_idle(kFailPatience);
     messages_.wait_until_idle(kFailPatience);
   }
-  engine_.remove(&collectives_, waits_for_callbacks);
-  engine_.remove(&messages_, waits_for_callbacks);
+  engine_.remove(this, waits_for_callbacks);
   // What is left when the thread was busy for a long time with another group: nobody else fails it any more.
   collectives_.advance_on_engine_thread();
   messages_.advance_on_engine_thread();
-  network_.close(goodbye, waits_for_callbacks);
-  group_->release_retired();
+  if (group_->network() != nullptr) {
+    group_->network()->close(goodbye);
+  }
+  group_->retired_works().release();
 }
+
+Activity GroupRuntime::advance_on_engine_thread() {
+  const bool has_heard = group_->network() != nullptr && group_->network()->progress();
+  const Activity collectives = collectives_.advance_on_engine_thread();
+  const Activity messages = messages_.advance_on_engine_thread();
+  return has_heard ? Activity::kMoved : std::max(collectives, messages);
+}
+
+void GroupRuntime::check_on_engine_thread() {
+  collectives_.check_on_engine_thread();
+  messages_.check_on_engine_thread();
+}
+
+void GroupRuntime::set_sleeping(bool is_sleeping) {
+  collectives_.set_sleeping(is_sleeping);
+  messages_.set_sleeping(is_sleeping);
+}
+
+int GroupRuntime::descriptor() const { return group_->network() == nullptr ? -1 : group_->network()->descriptor(); }
+
+bool GroupRuntime::arm() { return group_->network()->arm(); }
+
+int32_t GroupRuntime::local_world_size() const { return static_cast<int32_t>(group_->topology().own_node().size()); }
 
 std::vector<std::shared_ptr<GroupRuntime>> GroupRuntime::all_open() {
   std::vector<std::shared_ptr<GroupRuntime>> open;

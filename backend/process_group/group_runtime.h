@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "backend/engine/collective_queue.h"
-#include "backend/engine/network_progress.h"
 #include "backend/engine/progress_engine.h"
 #include "backend/group/group_context.h"
 #include "backend/p2p/point_to_point.h"
@@ -15,8 +14,9 @@
 
 namespace zeropg {
 
-// The group, its channels on the engine, and the threads for its futures' callbacks.
-class GroupRuntime final : public OperationHost {
+// The group, its queues, which the engine advances with its connections to other nodes, and the threads for its
+// futures' callbacks.
+class GroupRuntime final : public OperationHost, private Channel {
  public:
   // Joins the engine. The result must be closed before its last owner lets it go; works that outlive their process
   // group are owners too. DistBackendError, here and on the peers, when the engine cannot start its thread.
@@ -32,7 +32,7 @@ class GroupRuntime final : public OperationHost {
 
   // The one place where a thread enters a channel in order to wait: it keeps forked children out.
   void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) override;
-  std::string who_is_late() override { return group_->who_is_late(); }
+  std::string who_is_late() override { return collectives_.who_is_late(); }
   CallbackPool& callback_threads() override { return *callbacks_; }
 
   // Waits at most `limit` for the collectives, then at most as long for the messages; whether nothing runs any more.
@@ -54,11 +54,18 @@ class GroupRuntime final : public OperationHost {
   GroupRuntime(std::shared_ptr<GroupContext> group, bool may_use_cma);
   void close(std::chrono::milliseconds patience, std::chrono::milliseconds goodbye, bool waits_for_callbacks);
 
+  // The connections move also while no operation of this rank waits: peers say that they fail or leave.
+  Activity advance_on_engine_thread() override;
+  void check_on_engine_thread() override;
+  void set_sleeping(bool is_sleeping) override;
+  int descriptor() const override;
+  bool arm() override;
+  int32_t local_world_size() const override;
+
   const std::shared_ptr<GroupContext> group_;  // life shared with the process group, and with segments that check it
   ProgressEngine& engine_;
   CollectiveQueue collectives_;
   PointToPoint messages_;
-  NetworkProgress network_;
   std::shared_ptr<CallbackPool> callbacks_;  // life shared with the engine and the works
   std::atomic<bool> is_closed_{false};
   std::atomic<bool> is_aborted_{false};

@@ -79,12 +79,12 @@ void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
       join_group(c10::make_intrusive<c10d::PrefixStore>("zeropg", store_), rank_, size_, *options_, timeout, hooks_),
       options_->cma);
   const Topology& topology = channels->group().topology();
-  if (channels->group().is_one_node()) {
+  if (topology.is_one_node()) {
     planner->set_domains(topology.domains[0]);
   } else {
     planner->set_nodes(topology.nodes);
   }
-  planner->set_pool(channels->group().pool());
+  planner->set_pool(*channels->group().pool());
   std::lock_guard<std::mutex> lock(membership_mutex_);
   planner_ = std::move(planner);
   channels_ = std::move(channels);
@@ -106,7 +106,7 @@ std::shared_ptr<GroupRuntime> ProcessGroupZero::current_channels() const {
 ProcessGroupZero::~ProcessGroupZero() {
   if (channels_ != nullptr && group().is_own_process()) {
     channels_->close(kShutdownPatience);
-    group().release_retired();
+    group().retired_works().release();
   }
 }
 
@@ -211,7 +211,7 @@ void ProcessGroupZero::unregisterCompletionHook(int64_t id) { hooks_->set_comple
 void ProcessGroupZero::check_peer(const char* title, int32_t peer) {
   const GroupContext::Use use(group());
   group().throw_if_failed();
-  throw_if_lost(OperationLabel{.rank = rank_, .world_size = size_, .title = title}, group().peer_states(), {peer});
+  throw_if_lost(OperationLabel{.rank = rank_, .world_size = size_, .title = title}, group().peers().states(), {peer});
 }
 
 std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_per_rank) {
@@ -225,7 +225,7 @@ std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_p
   const auto look_after_leader = [&] {
     check_signals();
     group().throw_if_failed();
-    PeerStates peers = group().peer_states();
+    PeerStates peers = group().peers().states();
     peers.departed.clear();  // it may have sent the memory before it left
     throw_if_lost(label, peers, {0});
   };
@@ -236,7 +236,7 @@ std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_p
         check_signals();
         const GroupContext::Use use(*group);
         group->throw_if_failed();
-        const PeerStates peers = group->peer_states();
+        const PeerStates peers = group->peers().states();
         std::vector<int32_t> needed = peers.dead;  // others may leave while ranks still read what they published
         needed.push_back(awaited);
         throw_if_lost(label, peers, needed);

@@ -53,8 +53,8 @@ class ProcessGroupZero : public c10d::Backend {
 
   // Of ours, beside c10d's interface.
   const Topology& topology() const { return group().topology(); }
-  bool is_one_node() const { return group().is_one_node(); }
-  std::map<std::string, OperationStatistics> statistics() const { return group().statistics(); }
+  bool is_one_node() const { return topology().is_one_node(); }
+  std::map<std::string, OperationStatistics> statistics() const { return group().statistics().by_name(); }
   std::chrono::milliseconds default_timeout() const { return timeouts_.get(); }
   // Collective: memory that all ranks map, nullptr when they span nodes. DistBackendError when the sizes differ.
   std::shared_ptr<SharedSegment> allocate_shared(int64_t bytes_per_rank);

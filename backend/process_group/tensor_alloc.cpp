@@ -9,7 +9,7 @@ namespace zeropg {
 bool ProcessGroupZero::supportsTensorAlloc(c10::DeviceIndex device) {
   if (device < 0) {
     const GroupContext::Use use(group(), /*must_succeed=*/false);
-    return use && group().is_own_process() && !group().has_failed() && group().pool().bytes_per_rank() > 0;
+    return use && group().is_own_process() && !group().has_failed() && group().pool()->bytes_per_rank() > 0;
   }
   return has_cuda_ && cuda_backend_for("zeropg:supports_tensor_alloc").supportsTensorAlloc(device);
 }
@@ -25,7 +25,7 @@ at::Tensor ProcessGroupZero::allocateTensor(long numel, at::TensorOptions option
                    " elements of ", item, " bytes.");
   group().throw_if_failed();  // a rank that does not know it yet may still write to what was freed since
   const GroupContext::Use use(group());
-  const std::shared_ptr<TensorPool> pool = group().shared_pool();
+  const std::shared_ptr<TensorPool> pool = group().pool();
   std::byte* data = nullptr;
   try {
     data = pool->allocate(bytes);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <sstream>
 #include <utility>
 
@@ -40,6 +41,18 @@ Topology make_topology(std::vector<std::string> host_ids, const std::vector<std:
   }
   for (const Ranks& node : topology.nodes) topology.domains.push_back(domains_of(node, domain_ids));
   return topology;
+}
+
+std::vector<int32_t> Topology::own_ranks(std::vector<int32_t> places) const {
+  for (int32_t& place : places) place = own_node()[place];
+  return places;
+}
+
+std::vector<int32_t> Topology::others_than(int32_t peer) const {
+  Ranks ranks(host_ids.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  std::erase(ranks, peer);
+  return ranks;
 }
 
 std::string to_table(const Topology& topology) {

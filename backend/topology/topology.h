@@ -21,6 +21,11 @@ struct Topology {
 
   int32_t world_size() const { return static_cast<int32_t>(host_ids.size()); }
   int32_t node_count() const { return static_cast<int32_t>(nodes.size()); }
+  bool is_one_node() const { return nodes.size() == 1; }
+  const std::vector<int32_t>& own_node() const { return nodes[node_rank[rank]]; }
+  bool is_on_this_node(int32_t peer) const { return node_rank[peer] == node_rank[rank]; }
+  std::vector<int32_t> own_ranks(std::vector<int32_t> places) const;  // which ranks have these local ranks on this node
+  std::vector<int32_t> others_than(int32_t peer) const;               // all ranks but one
 };
 
 // Ranks with equal host ids share a node; those of a node with equal domain ids share a domain: their CPUs share a

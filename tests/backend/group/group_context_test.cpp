@@ -41,16 +41,16 @@ TEST(GroupUse, KeepsWhatTheGroupLetsGoOfUntilTheLastOneLeaves) {
   options.mailbox_bytes = 1024;
   for (int repetition = 0; repetition < kRepetitions; ++repetition) {
     auto group = std::make_shared<GroupContext>(bootstrap(nullptr, 0, 1, options), std::make_shared<Hooks>());
-    const std::weak_ptr<TensorPool> pool = group->shared_pool();
+    const std::weak_ptr<TensorPool> pool = group->pool();
     std::atomic<int> inside{0};
     std::vector<std::thread> users;
     for (int i = 0; i < 3; ++i) {
       users.emplace_back([&] {
         bool is_first = true;
         for (GroupContext::Use use(*group, /*must_succeed=*/false); use; use.leave(), use.enter()) {
-          group->note_wait(Lane::kCollective, 0, {});
+          group->peers().note_wait(Lane::kCollective, 0, {});
           EXPECT_EQ(group->arena().rank(), 0);
-          EXPECT_GE(group->pool().bytes_per_rank(), 0);
+          EXPECT_GE(group->pool()->bytes_per_rank(), 0);
           if (std::exchange(is_first, false)) ++inside;
         }
       });

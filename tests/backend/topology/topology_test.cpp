@@ -50,6 +50,16 @@ TEST(Topology, ANodeHasDomainsOnlyIfAllItsRanksHave) {
   EXPECT_EQ(topology.domains[1], (std::vector<Ranks>{{2}}));
 }
 
+TEST(Topology, SaysWhoIsOnTheNodeOfTheRank) {
+  const Topology topology = make_topology({"a", "b", "a", "b"}, {"", "", "", ""}, 3);
+  EXPECT_FALSE(topology.is_one_node());
+  EXPECT_EQ(topology.own_node(), (Ranks{1, 3}));
+  EXPECT_TRUE(topology.is_on_this_node(1));
+  EXPECT_FALSE(topology.is_on_this_node(2));
+  EXPECT_EQ(topology.own_ranks({1, 0}), (Ranks{3, 1}));
+  EXPECT_EQ(topology.others_than(2), (Ranks{0, 1, 3}));
+}
+
 TEST(Topology, ProbedHostIsTheSameTwice) {
   EXPECT_EQ(probe_host_id(), probe_host_id());
   EXPECT_EQ(probe_host_id().find('?'), std::string::npos);

@@ -1,0 +1,32 @@
+// Works that nobody waited for: Note [Tensor references] in work.h.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+#include <vector>
+
+namespace zeropg {
+
+// Any thread.
+class RetiredWorks {
+ public:
+  void add(c10::intrusive_ptr<c10d::Work> work) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    works_.push_back(std::move(work));
+  }
+  // Destroys them, and with them tensors: not on the progress thread.
+  void release() {
+    std::vector<c10::intrusive_ptr<c10d::Work>> released;
+    std::lock_guard<std::mutex> lock(mutex_);
+    released.swap(works_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;  // guarded by mutex_
+};
+
+}  // namespace zeropg
