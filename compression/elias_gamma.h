@@ -18,11 +18,13 @@ namespace zeropg {
 
 static_assert(std::endian::native == std::endian::little, "encodings are little-endian and copied as they are");
 
+// Numbers from 1 to this one are written: no code of theirs is longer than 63 bits.
+inline constexpr uint32_t kLargestGammaNumber = uint32_t{1} << 31;
 inline constexpr int kLargestGammaOrder = 31;
 
-// How long the code of `number` is, which is at least 1; at most 63 bits.
+// How long the code of `number` is.
 inline int gamma_bits(uint32_t number, int order) {
-  const uint64_t quotient = (static_cast<uint64_t>(number - 1) >> order) + 1;
+  const uint32_t quotient = ((number - 1) >> order) + 1;
   return 2 * (std::bit_width(quotient) - 1) + 1 + order;
 }
 
@@ -72,7 +74,7 @@ class GammaReader {
  public:
   explicit GammaReader(std::span<const std::byte> bytes) : bytes_(bytes) {}
 
-  // The next number; 0 where the bytes end before its code does or where it would be beyond 32 bits.
+  // The next number; 0 where the bytes end before its code does or where it may be beyond 32 bits.
   uint32_t read(int order) {
     const uint64_t start = peek();
     if (start == 0) return 0;

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "compression/decimal.h"
+#include "compression/elias_gamma.h"
 #include "compression/top_k_selection.h"
 
 namespace zeropg {
@@ -88,7 +88,7 @@ Selection TopK::select(std::span<const SelectionRange> ranges) const {
 int64_t TopK::encode_selected(const Selection& selection, std::span<const float> values, std::span<float> residual,
                               std::span<std::byte> encoded) const {
   if (values.empty()) return 0;
-  if (values.size() > std::numeric_limits<uint32_t>::max()) throw std::length_error("top_k: over 2^32 values at once");
+  if (values.size() > kLargestGammaNumber) throw std::length_error("top_k: over 2^31 values in one encoding");
   if (!selection.is_finite) return TopKPayload::write_not_finite(encoded);
   const std::span<const float> sums = residual.empty() ? values : residual;
   const std::vector<uint32_t> places =

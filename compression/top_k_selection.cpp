@@ -11,9 +11,12 @@ namespace zeropg {
 namespace {
 
 constexpr int64_t kChunk = 2048;
-constexpr int64_t kBins = 1 << 15;         // a magnitude's upper 16 bits: exponent and 7 bits of mantissa
-constexpr int64_t kMostSamples = 1 << 14;  // 164 of them are above the threshold of 1 %
-constexpr uint32_t kNoBin = kBins;
+constexpr int64_t kStretch = 1 << 18;
+// Values in a sample: of the larger one 164 are above the threshold of 1 %, so about 8 % more or fewer than wanted are
+// sent; of the other one enough for a floor.
+constexpr int64_t kMostSamples = 1 << 14;
+constexpr int64_t kMostSamplesOfFloor = 1 << 12;
+constexpr int64_t kLeastSampled = 1 << 14;  // a sample of fewer values costs more than it saves
 
 uint32_t magnitude_of(float value) { return std::bit_cast<uint32_t>(value) & 0x7fffffff; }
 
@@ -23,51 +26,53 @@ uint32_t nth_largest(std::span<uint32_t> magnitudes, int64_t rank) {
   return magnitudes[static_cast<size_t>(rank - 1)];
 }
 
-// The same where all agree in their upper 16 bits. Looks at each twice, whatever they are: a bin may hold all values.
-uint32_t nth_largest_of_bin(std::span<const uint32_t> magnitudes, int64_t rank) {
-  uint32_t prefix = magnitudes[0] & 0xffff0000;
-  uint32_t mask = 0xffff0000;
-  for (const int shift : {8, 0}) {
-    std::array<int64_t, 256> counts{};
-    for (const uint32_t magnitude : magnitudes) {
-      if ((magnitude & mask) == prefix) ++counts[magnitude >> shift & 0xff];
-    }
-    uint32_t digit = 255;
-    for (; counts[digit] < rank; --digit) rank -= counts[digit];
-    prefix |= digit << shift;
-    mask |= 0xffU << shift;
+// Of the magnitudes whose bits above the digit are `prefix`, the `rank`-th largest, counted from 1: its digit, kBits
+// from `shift` on. `rank` becomes that among those which have the digit.
+template <int kBits>
+uint32_t digit_of_rank(std::span<const uint32_t> magnitudes, uint32_t prefix, int shift, int64_t& rank) {
+  std::vector<int64_t> counts(size_t{1} << kBits);
+  for (const uint32_t magnitude : magnitudes) {
+    if (static_cast<uint64_t>(magnitude) >> (shift + kBits) == prefix)
+      ++counts[magnitude >> shift & (counts.size() - 1)];
   }
-  return prefix;
+  size_t digit = counts.size() - 1;
+  for (; counts[digit] < rank; --digit) rank -= counts[digit];
+  return static_cast<uint32_t>(digit);
 }
 
-// Finds the threshold of what `ranges` hold in three passes: one that reads and counts, one that adds values to
-// residuals, and where several values equal the threshold one that looks for the last of them that is sent.
+// Room behind the first `size` entries for what a kernel finds in a chunk.
+uint32_t* room_for_chunk(std::vector<uint32_t>& entries, int64_t size) {
+  const auto needed = static_cast<size_t>(size + kChunk + kTopKSlack);
+  if (entries.size() < needed) entries.resize(2 * needed);
+  return entries.data() + size;
+}
+
+// Finds the threshold of what `ranges` hold in two passes: one that reads, and one that adds values to residuals. Where
+// several values equal the threshold a third one looks for the last of them that is sent.
 //
-// Only magnitudes above a floor are counted, which a sample suggests: then nearly all values cost a comparison.
+// The first pass keeps the magnitudes from a floor on, which a sample suggests: nearly all values cost a comparison.
 class Selector {
  public:
   Selector(const TopKKernels& kernels, std::span<const SelectionRange> ranges, int64_t wanted)
       : kernels_(kernels), ranges_(ranges), numel_(numel_of(ranges)), wanted_(wanted) {}
 
   Selection select(bool is_exact, uint32_t limit) {
-    sample();
+    sample(is_exact ? kMostSamplesOfFloor : kMostSamples);
     const int64_t rank = wanted_in_sample() + (is_exact ? margin() : 0);
-    uint32_t floor = std::max<uint32_t>(sampled(rank), 1);
-    count(floor);
-    if (largest_ >= limit) return {0, 0, false};
-    if (is_exact && counted_ < wanted_ && floor > 1) count(floor = 1);
-    if (floor == 1 && counted_ <= wanted_) {  // all that is not zero
-      add_and_find(kNoBin);
-      return {0, 0, true};
-    }
-    return settle(is_exact || floor == 1 ? 0 : floor);
+    const uint32_t floor = std::max<uint32_t>(sampled(rank), 1);
+    const uint32_t largest = find(floor);
+    if (largest >= limit) return {0, 0, false};
+    if (is_exact && found_ < wanted_ && floor > 1) find(1);
+    add();
+    if (found_ <= wanted_ && !(floor > 1 && !is_exact)) return {0, 0, true};  // all that is not zero
+    return settle(is_exact || floor == 1 ? exact_threshold() : floor);
   }
 
  private:
   // With the sums as they will be; in order over the ranges, at places that no row length of a matrix is a multiple of.
-  void sample() {
-    if (numel_ < kMostSamples) return;
-    const int64_t number = std::min(kMostSamples, numel_ / 8);
+  void sample(int64_t most) {
+    if (numel_ < kLeastSampled) return;
+    const int64_t number = std::min(most, numel_ / 8);
     const int64_t stride = numel_ / number;
     samples_.reserve(static_cast<size_t>(number));
     size_t range = 0;
@@ -95,74 +100,65 @@ class Selector {
     return samples_.empty() || rank > static_cast<int64_t>(samples_.size()) ? 0 : nth_largest(samples_, rank);
   }
 
-  // visit(values, residual or null, count), the ranges in order or from the end: each pass begins where the one before
-  // has ended, with what the cache still holds.
-  template <class Visit>
-  void for_each_chunk(bool is_forward, Visit visit) const {
-    for (size_t i = 0; i < ranges_.size(); ++i) {
-      const auto& [values, residual] = ranges_[is_forward ? i : ranges_.size() - 1 - i];
+  // Keeps the magnitudes that are at least `floor`. Returns the largest of all.
+  uint32_t find(uint32_t floor) {
+    found_ = 0;
+    uint32_t largest = 0;
+    for (const auto& [values, residual] : ranges_) {
       const auto size = static_cast<int64_t>(values.size());
-      const int64_t chunks = (size + kChunk - 1) / kChunk;
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t start = (is_forward ? chunk : chunks - 1 - chunk) * kChunk;
-        visit(values.data() + start, residual.empty() ? nullptr : residual.data() + start,
-              std::min(kChunk, size - start));
+      for (int64_t i = 0; i < size; i += kChunk) {
+        found_ += kernels_.magnitudes(values.data() + i, residual.empty() ? nullptr : residual.data() + i,
+                                      std::min(kChunk, size - i), floor, room_for_chunk(magnitudes_, found_), &largest);
+      }
+    }
+    return largest;
+  }
+
+  // From the end, where the cache still holds what the first pass has read last; stretch by stretch, since the
+  // processor fetches ahead upwards.
+  void add() const {
+    for (auto range = ranges_.rbegin(); range != ranges_.rend(); ++range) {
+      auto stop = static_cast<int64_t>(range->residual.size());
+      while (stop > 0) {
+        const int64_t start = (stop - 1) / kStretch * kStretch;
+        kernels_.add(range->values.data() + start, range->residual.data() + start, stop - start);
+        stop = start;
       }
     }
   }
 
-  // Counts the magnitudes that are at least `floor`, by their upper 16 bits.
-  void count(uint32_t floor) {
-    bins_.assign(kBins, 0);
-    counted_ = 0;
-    for_each_chunk(/*is_forward=*/true, [&](const float* values, const float* residual, int64_t length) {
-      const int64_t found = kernels_.magnitudes(values, residual, length, floor, found_.data(), &largest_);
-      for (int64_t i = 0; i < found; ++i) ++bins_[found_[i] >> 16];
-      counted_ += found;
-    });
+  // By a histogram of the upper 16 bits, and in the bin that has it one of each of the lower bytes.
+  uint32_t exact_threshold() const {
+    const std::span magnitudes(magnitudes_.data(), static_cast<size_t>(found_));
+    int64_t rank = wanted_;
+    uint32_t prefix = digit_of_rank<15>(magnitudes, 0, 16, rank) << 16;
+    prefix |= digit_of_rank<8>(magnitudes, prefix >> 16, 8, rank) << 8;
+    return prefix | digit_of_rank<8>(magnitudes, prefix >> 8, 0, rank);
   }
 
-  // Adds values to residuals and keeps the sums of one bin.
-  void add_and_find(uint32_t bin) {
-    const uint32_t least = std::max<uint32_t>(bin << 16, 1);
-    for_each_chunk(/*is_forward=*/false, [&](const float* values, float* residual, int64_t length) {
-      if (residual != nullptr) kernels_.add(values, residual, length);
-      const float* sums = residual != nullptr ? residual : values;
-      uint32_t largest = 0;
-      const int64_t found = kernels_.magnitudes(sums, nullptr, length, least, found_.data(), &largest);
-      for (int64_t i = 0; i < found; ++i) {
-        if (found_[i] >> 16 == bin) of_bin_.push_back(found_[i]);
-      }
-    });
-  }
-
-  // `threshold`: of a sample, or 0 for the exact one.
   Selection settle(uint32_t threshold) {
     int64_t above = 0;
-    int64_t bin = kBins - 1;
-    while (threshold != 0 ? bin > threshold >> 16 : above + bins_[bin] < wanted_) above += bins_[bin--];
-    add_and_find(static_cast<uint32_t>(bin));
-    if (threshold == 0) threshold = nth_largest_of_bin(of_bin_, wanted_ - above);
     int64_t equal = 0;
-    for (const uint32_t magnitude : of_bin_) {
-      above += magnitude > threshold;
-      equal += magnitude == threshold;
+    for (int64_t i = 0; i < found_; ++i) {
+      above += magnitudes_[i] > threshold;
+      equal += magnitudes_[i] == threshold;
     }
     const int64_t ties = std::max<int64_t>(wanted_ - above, 0);
     return {threshold, equal <= ties ? numel_ : place_after_ties(threshold, ties), true};
   }
 
   // The place behind the `ties`-th value that equals the threshold.
-  int64_t place_after_ties(uint32_t threshold, int64_t ties) {
+  int64_t place_after_ties(uint32_t threshold, int64_t ties) const {
     if (ties == 0) return 0;
+    std::array<uint32_t, kChunk + kTopKSlack> places;
     int64_t start = 0;
     for (const auto& [values, residual] : ranges_) {
       const float* sums = residual.empty() ? values.data() : residual.data();
       const auto size = static_cast<int64_t>(values.size());
       for (int64_t i = 0; i < size; i += kChunk) {
-        const int64_t found = kernels_.places(sums + i, std::min(kChunk, size - i), threshold, 0, found_.data());
+        const int64_t found = kernels_.places(sums + i, std::min(kChunk, size - i), threshold, 0, places.data());
         for (int64_t j = 0; j < found; ++j) {
-          if (magnitude_of(sums[i + found_[j]]) == threshold && --ties == 0) return start + i + found_[j] + 1;
+          if (magnitude_of(sums[i + places[j]]) == threshold && --ties == 0) return start + i + places[j] + 1;
         }
       }
       start += size;
@@ -175,11 +171,8 @@ class Selector {
   int64_t numel_;
   int64_t wanted_;
   std::vector<uint32_t> samples_;
-  std::vector<int64_t> bins_;
-  int64_t counted_ = 0;
-  uint32_t largest_ = 0;
-  std::vector<uint32_t> of_bin_;
-  std::array<uint32_t, kChunk + kTopKSlack> found_;
+  std::vector<uint32_t> magnitudes_;  // the first `found_`
+  int64_t found_ = 0;
 };
 
 }  // namespace
@@ -211,9 +204,8 @@ std::vector<uint32_t> selected_places(const TopKKernels& kernels, const Selectio
   int64_t found = 0;
   const auto find = [&](int64_t start, int64_t stop, uint32_t at_least) {
     for (; start < stop; start += kChunk) {
-      if (static_cast<int64_t>(places.size()) < found + kChunk + kTopKSlack) places.resize(2 * places.size());
       found += kernels.places(values.data() + start, std::min(kChunk, stop - start), at_least,
-                              static_cast<uint32_t>(start), places.data() + found);
+                              static_cast<uint32_t>(start), room_for_chunk(places, found));
     }
   };
   find(0, ties_end, std::max<uint32_t>(selection.threshold_bits, 1));

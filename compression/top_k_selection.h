@@ -18,7 +18,7 @@ int64_t numel_of(std::span<const SelectionRange> ranges);
 Selection select_largest(const TopKKernels& kernels, std::span<const SelectionRange> ranges, int64_t wanted,
                          bool is_exact, uint32_t limit);
 
-// Rising; below 2^32. `expected`: about how many.
+// The places of a part that are sent, rising. `expected`: about how many.
 std::vector<uint32_t> selected_places(const TopKKernels& kernels, const Selection& selection,
                                       std::span<const float> values, int64_t expected);
 
