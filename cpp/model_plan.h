@@ -8,12 +8,12 @@
 #include <utility>
 #include <vector>
 
-#include "sharding/module/sharded_module.h"
+#include "sharding/module/units.h"
 
 namespace zeropg {
 
 struct ModelPlan {
-  std::vector<ShardedModule::UnitSource> sources;             // the root comes last
+  std::vector<UnitSource> sources;                            // the root comes last
   std::vector<std::pair<ShardedUnitBase*, int64_t>> unit_of;  // the units' hooks and their index in `sources`
 };
 

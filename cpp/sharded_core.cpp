@@ -67,8 +67,9 @@ c10::Device device_of(const torch::nn::Module& module) {
 
 void say_what_changes_numbers(const ShardedModule& module, const FullyShardOptions& options) {
   const char* own = "their own dtype";
-  std::cerr << "[zeropg] stage " << options.stage << " over " << module.world_size() << " ranks: computed in "
-            << (options.param_dtype ? c10::toString(*options.param_dtype) : own) << ", gradients averaged in "
+  std::cerr << "[zeropg] stage " << options.stage << " over " << module.communicator().world_size()
+            << " ranks: computed in " << (options.param_dtype ? c10::toString(*options.param_dtype) : own)
+            << ", gradients averaged in "
             << (options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "the masters' dtype") << "; parameters "
             << module.fetch_name() << std::endl;
 }
@@ -90,9 +91,7 @@ struct ShardedCore::State {
   std::vector<UpdateRange> ranges;
   std::vector<Place> places;  // one per range
 
-  std::string context(const char* operation) const {
-    return c10::str("[zeropg rank ", module->rank(), "/", module->world_size(), "] ", operation, ": ");
-  }
+  std::string context(const char* operation) const { return module->communicator().context(operation); }
 
   std::shared_ptr<torch::nn::Module> live_root(const char* operation) const {
     auto live = root.lock();
@@ -158,7 +157,7 @@ std::shared_ptr<ShardedCore> ShardedCore::create(const std::shared_ptr<torch::nn
       options.reduction_group ? as_process_group(options.reduction_group, device.type()) : communicator.group(),
       sharding);
   state->list_update_ranges();
-  if (state->module->rank() == 0) {
+  if (state->module->communicator().rank() == 0) {
     say_what_changes_numbers(*state->module, options);
   }
   auto core = std::shared_ptr<ShardedCore>(new ShardedCore(std::move(state)));
@@ -214,7 +213,7 @@ StateDict ShardedCore::full_state_dict(std::optional<c10::ScalarType> dtype) {
   state_->module->settle_writes("full_state_dict");
   std::map<std::string, at::Tensor> values;
   for (size_t index = 0; index < state_->module->flats().size(); ++index) {
-    const at::Tensor whole = state_->module->gather_master(static_cast<int64_t>(index));
+    const at::Tensor whole = state_->module->masters().gather(static_cast<int64_t>(index));
     if (rank() != 0) {
       continue;
     }
@@ -257,7 +256,7 @@ void ShardedCore::load_full_state_dict(const StateDict& state) {
   for (size_t index = 0; index < state_->module->flats().size(); ++index) {
     const auto& slots = state_->module->flats()[index]->slots();
     for (size_t slot = 0; slot < slots.size(); ++slot) {
-      state_->module->load_parameter(static_cast<int64_t>(index), static_cast<int64_t>(slot),
+      state_->module->masters().load(static_cast<int64_t>(index), static_cast<int64_t>(slot),
                                      state[slots[slot].names.front()]);
     }
   }
@@ -270,10 +269,10 @@ void ShardedCore::load_full_state_dict(const StateDict& state) {
 // --- step ---
 
 double ShardedCore::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
-  return state_->module->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
+  return state_->module->gradients().clip_norm(max_norm, norm_type, error_if_nonfinite);
 }
 
-void ShardedCore::zero_gradients() { state_->module->zero_gradients(); }
+void ShardedCore::zero_gradients() { state_->module->gradients().zero(); }
 
 const std::vector<ShardedCore::UpdateRange>& ShardedCore::update_ranges() const { return state_->ranges; }
 
@@ -281,14 +280,14 @@ void ShardedCore::begin_step() {
   ShardedModule& module = *state_->module;
   std::vector<at::Tensor> gradients;  // per flat
   for (size_t index = 0; index < module.flats().size(); ++index) {
-    gradients.push_back(module.flats()[index]->is_trainable() ? module.gradient(static_cast<int64_t>(index))
+    gradients.push_back(module.flats()[index]->is_trainable() ? module.gradients().of(static_cast<int64_t>(index))
                                                               : at::Tensor());
   }
   module.begin_step();
   for (size_t i = 0; i < state_->ranges.size(); ++i) {
     const State::Place& place = state_->places[i];
     const at::Tensor& values = state_->ranges[i].values;
-    if (values.defined() && gradients[place.flat].defined() && module.has_gradient(place.flat, place.slot)) {
+    if (values.defined() && gradients[place.flat].defined() && module.gradients().has(place.flat, place.slot)) {
       values.mutable_grad() = gradients[place.flat].narrow(0, place.start, values.numel());
     }
   }
@@ -311,8 +310,8 @@ void ShardedCore::end_step() {
 
 // --- facts ---
 
-int64_t ShardedCore::rank() const { return state_->module->rank(); }
-int64_t ShardedCore::world_size() const { return state_->module->world_size(); }
+int64_t ShardedCore::rank() const { return state_->module->communicator().rank(); }
+int64_t ShardedCore::world_size() const { return state_->module->communicator().world_size(); }
 std::string ShardedCore::fetch_name() const { return state_->module->fetch_name(); }
 
 }  // namespace zeropg

@@ -51,8 +51,33 @@ Isa isa_by_name(const std::optional<std::string>& name) {
 void bind_optim(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<Optimizer>(m, "Optimizer", "An elementwise optimizer over flat ranges; see sharding/optim/optimizer.h.")
-      .def_property_readonly("name", &Optimizer::name)
-      .def_property_readonly("hyperparameters", &Optimizer::hyperparameters)
+      .def_property_readonly("name", [](const Optimizer& self) { return self.traits().name; })
+      .def_property_readonly(
+          "hyperparameters",
+          [](const Optimizer& self) {
+            py::dict result;  // in their order
+            for (const auto& [name, typical] : self.traits().hyperparameters) {
+              result[py::str(std::string(name))] = typical;
+            }
+            return result;
+          },
+          "The names that step() demands, with values to measure with.")
+      .def_property_readonly(
+          "counts_steps", [](const Optimizer& self) { return self.traits().counts_steps; },
+          "Whether torch's class keeps `step` beside the state slots.")
+      .def_property_readonly(
+          "torch_classes", [](const Optimizer& self) { return self.traits().torch_classes; },
+          "Names in torch.optim of the classes whose update it is; the first is that by its defaults.")
+      .def_property_readonly(
+          "torch_flags",
+          [](const Optimizer& self) {
+            py::dict result;
+            for (const auto& [name, value] : self.traits().torch_flags) {
+              result[py::str(std::string(name))] = value;
+            }
+            return result;
+          },
+          "Flags of those classes' param groups that must be so.")
       .def("state_slots", &Optimizer::state_slots, py::arg("hyperparameters"))
       .def(
           "step",

@@ -80,9 +80,9 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
                                       std::optional<c10::ScalarType> reduce_dtype,
                                       const std::optional<BoundCodec>& codec, std::shared_ptr<ResidualStore> residuals,
                                       bool reshard_after_forward, const std::shared_ptr<Offload>& optimizer_offload) {
-  std::vector<ShardedModule::UnitSource> sources;
+  std::vector<UnitSource> sources;
   for (const auto& [name, parameters] : units) {
-    ShardedModule::UnitSource source{name, {}};
+    UnitSource source{name, {}};
     for (const auto& [names, parameter, is_renormalized] : parameters) {
       source.parameters.push_back({names, parameter, is_renormalized});
     }
@@ -136,20 +136,21 @@ void bind_sharding(py::module_& m) {
              at::Tensor gradient;
              {
                const WithoutGil no_gil;  // after a backward that raised it waits for other ranks
-               gradient = self.module->gradient(self.index);
+               gradient = self.module->gradients().of(self.index);
              }
              return defined_or_none(gradient);
            })
       .def("has_grad",
            [](const FlatGroup& self, const at::Tensor& parameter) {
-             return self.module->has_gradient(self.index, self.slot_of(parameter));
+             return self.module->gradients().has(self.index, self.slot_of(parameter));
            })
       .def(
-          "gather_master", [](const FlatGroup& self) { return self.module->gather_master(self.index); }, ReleaseGil())
+          "gather_master", [](const FlatGroup& self) { return self.module->masters().gather(self.index); },
+          ReleaseGil())
       .def(
           "load",
           [](const FlatGroup& self, int64_t slot, const at::Tensor& value, int64_t start) {
-            self.module->load_parameter(self.index, slot, value, start);
+            self.module->masters().load(self.index, slot, value, start);
           },
           py::arg("slot"), py::arg("value"), py::arg("start") = 0, ReleaseGil(),
           "Sets the masters that this rank updates of elements [start, start + value.numel()) of the flattened "
@@ -171,29 +172,40 @@ void bind_sharding(py::module_& m) {
           "settle_writes",
           [](ShardedModule& self, const std::string& operation) { self.settle_writes(operation.c_str()); },
           py::arg("operation"), ReleaseGil())
-      .def("refresh_own_masters", &ShardedModule::refresh_own_masters, ReleaseGil())
+      .def(
+          "refresh_own_masters", [](ShardedModule& self) { self.masters().refresh_own(); }, ReleaseGil())
       .def("read_only_shard", &ShardedModule::read_only_shard, py::arg("shard"), py::arg("message"))
-      .def("publish_shards", &ShardedModule::publish_shards, ReleaseGil())
+      .def(
+          "publish_shards", [](ShardedModule& self) { self.masters().publish(); }, ReleaseGil())
       .def("unshard_all", &ShardedModule::unshard_all, ReleaseGil())
       .def("reshard_all", &ShardedModule::reshard_all, ReleaseGil())
       .def_property_readonly("full_depth", &ShardedModule::full_depth)
       .def("begin_step", &ShardedModule::begin_step, ReleaseGil())
       .def("end_step", &ShardedModule::end_step, ReleaseGil())
-      .def("zero_gradients", &ShardedModule::zero_gradients, ReleaseGil())
-      .def("scale_gradients", &ShardedModule::scale_gradients, ReleaseGil())
-      .def("show_full_gradients", &ShardedModule::show_full_gradients, ReleaseGil())
-      .def("hide_full_gradients", &ShardedModule::hide_full_gradients, ReleaseGil())
+      .def(
+          "zero_gradients", [](ShardedModule& self) { self.gradients().zero(); }, ReleaseGil())
+      .def(
+          "scale_gradients", [](ShardedModule& self, double factor) { self.gradients().scale(factor); }, ReleaseGil())
+      .def(
+          "show_full_gradients", [](ShardedModule& self) { self.gradients().show_full(); }, ReleaseGil())
+      .def(
+          "hide_full_gradients", [](ShardedModule& self) { self.gradients().hide_full(); }, ReleaseGil())
       .def("dissolve", &ShardedModule::dissolve, ReleaseGil())
-      .def("clip_grad_norm", &ShardedModule::clip_grad_norm, ReleaseGil())
+      .def(
+          "clip_grad_norm",
+          [](ShardedModule& self, double max_norm, double norm_type, bool error_if_nonfinite) {
+            return self.gradients().clip_norm(max_norm, norm_type, error_if_nonfinite);
+          },
+          ReleaseGil())
       .def("communication_seconds", &ShardedModule::communication_seconds)
       .def("memory_report", &ShardedModule::memory_report)
       .def("changed_parameters", &ShardedModule::changed_parameters)
       .def_property_readonly("optimizer_offload",
                              [](const ShardedModule& self) { return self.options().optimizer_offload; })
       .def_property_readonly("stage", [](const ShardedModule& self) { return self.options().stage.number; })
-      .def_property_readonly("rank", &ShardedModule::rank)
-      .def_property_readonly("world_size", &ShardedModule::world_size)
-      .def_property_readonly("process_group", &ShardedModule::group)
+      .def_property_readonly("rank", [](const ShardedModule& self) { return self.communicator().rank(); })
+      .def_property_readonly("world_size", [](const ShardedModule& self) { return self.communicator().world_size(); })
+      .def_property_readonly("process_group", [](const ShardedModule& self) { return self.communicator().group(); })
       .def_property_readonly("fetch_name", &ShardedModule::fetch_name)
       .def_property_readonly("residuals", [](const ShardedModule& self) { return self.options().residuals; })
       .def_property_readonly("flat_groups", [](const std::shared_ptr<ShardedModule>& self) {

@@ -183,9 +183,19 @@ class Optimizer:
     ) -> None:
         """Updates elements [range[0], range[1]) of the 1-D tensors in place; parameter_out may be None."""
     @property
-    def hyperparameters(self) -> list[str]: ...
+    def counts_steps(self) -> bool:
+        """Whether torch's class keeps `step` beside the state slots."""
+    @property
+    def hyperparameters(self) -> dict[str, float]:
+        """The names that step() demands, with values to measure with."""
     @property
     def name(self) -> str: ...
+    @property
+    def torch_classes(self) -> list[str]:
+        """Names in torch.optim of the classes whose update it is; the first is that by its defaults."""
+    @property
+    def torch_flags(self) -> dict[str, bool]:
+        """Flags of those classes' param groups that must be so."""
 
 class Offload:
     """What one rank of a model keeps in a tier; see sharding/offload/offload.h."""

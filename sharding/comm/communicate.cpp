@@ -31,6 +31,10 @@ at::Tensor movable(const at::Tensor& tensor) {
 Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
     : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()) {}
 
+std::string Communicator::context(const char* operation) const {
+  return c10::str("[zeropg rank ", rank_, "/", world_size_, "] ", operation, ": ");
+}
+
 c10::intrusive_ptr<c10d::Work> Communicator::all_gather(at::Tensor whole, at::Tensor part) {
   whole = movable(whole);
   part = movable(part);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <chrono>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "backend/group/collective_args.h"
@@ -20,6 +21,9 @@ class Communicator {
   int64_t rank() const { return rank_; }
   int64_t world_size() const { return world_size_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
+
+  // How an error of `operation` begins: "[zeropg rank 1/4] step: ".
+  std::string context(const char* operation) const;
 
   // `whole` [world_size * n] <- everybody's `part` [n]; `part` may be this rank's slice of `whole`. Of any dtype, as
   // broadcast.

@@ -24,6 +24,13 @@ struct Unit {
   bool has_other_inputs = false;
   bool stays_whole = false;       // until the end of the backward
   bool waits_for_inputs = false;  // in backward: until those gradients are there, parameters may still be read
+
+  void end_backward() {
+    is_in_backward = false;
+    waits_for_inputs = false;
+    stays_whole = false;
+    forwards = 0;
+  }
 };
 
 }  // namespace zeropg

@@ -5,6 +5,8 @@
 namespace zeropg {
 namespace {
 
+std::string_view name_of(WeightDecay decay) { return decay == WeightDecay::kDecoupled ? "adamw" : "adam"; }
+
 // Everything that does not depend on the element, computed in double as torch does, then rounded once.
 struct Coefficients {
   double gradient_factor;  // negative when maximizing
@@ -108,10 +110,21 @@ void step_in(const Coefficients& coefficients, bool amsgrad, const FlatView& vie
 
 }  // namespace
 
-std::string_view AdamW::name() const { return weight_decay_ == WeightDecay::kDecoupled ? "adamw" : "adam"; }
-
-std::vector<std::string_view> AdamW::hyperparameters() const {
-  return {"lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize"};
+// torch's AdamW is an Adam whose param groups say so, and each may be told to be the other.
+OptimizerTraits AdamW::traits() const {
+  const bool is_decoupled = weight_decay_ == WeightDecay::kDecoupled;
+  return {.name = name_of(weight_decay_),
+          .hyperparameters = {{"lr", 1e-3},
+                              {"beta1", 0.9},
+                              {"beta2", 0.999},
+                              {"eps", 1e-8},
+                              {"weight_decay", 0.01},
+                              {"amsgrad", 0.0},
+                              {"maximize", 0.0}},
+          .counts_steps = true,
+          .torch_classes = is_decoupled ? std::vector<std::string_view>{"AdamW", "Adam"}
+                                        : std::vector<std::string_view>{"Adam", "AdamW"},
+          .torch_flags = {{"decoupled_weight_decay", is_decoupled}}};
 }
 
 std::vector<std::string_view> AdamW::state_slots(const Hyperparameters& hyperparameters) const {
@@ -123,7 +136,7 @@ std::vector<std::string_view> AdamW::state_slots(const Hyperparameters& hyperpar
 
 void AdamW::step(const FlatView& view, const StepArguments& arguments) const {
   const bool amsgrad = hyperparameter(arguments.hyperparameters, "amsgrad") != 0.0;
-  check_view(name(), view, amsgrad ? 3 : 2);
+  check_view(name_of(weight_decay_), view, amsgrad ? 3 : 2);
   const Coefficients coefficients = coefficients_of(weight_decay_, arguments);
   if (view.master.scalar_type() == at::kDouble) {
     step_in<double>(coefficients, amsgrad, view, isa_);

@@ -18,9 +18,7 @@ class AdamW final : public Optimizer {
  public:
   explicit AdamW(WeightDecay weight_decay, Isa isa = best_isa()) : weight_decay_(weight_decay), isa_(isa) {}
 
-  std::string_view name() const override;
-  // lr, beta1, beta2, eps, weight_decay, amsgrad, maximize.
-  std::vector<std::string_view> hyperparameters() const override;
+  OptimizerTraits traits() const override;
   // exp_avg, exp_avg_sq, and max_exp_avg_sq with amsgrad.
   std::vector<std::string_view> state_slots(const Hyperparameters& hyperparameters) const override;
   void step(const FlatView& view, const StepArguments& arguments) const override;

@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace zeropg {
@@ -32,6 +33,23 @@ struct StepArguments {
   double gradient_factor = 1.0;  // multiplied into each gradient: clip coefficient times the inverse of the loss scale
 };
 
+// What an optimizer is: whoever steps, plans or measures optimizers asks this, never a name.
+struct OptimizerTraits {
+  // A name that step() demands in StepArguments::hyperparameters, and a value to measure with.
+  struct Hyperparameter {
+    std::string_view name;
+    double typical;
+  };
+
+  std::string_view name;  // in registry.cpp
+  std::vector<Hyperparameter> hyperparameters;
+  bool counts_steps = true;  // torch's class keeps `step` beside the state slots
+  // Classes of torch.optim whose update it is; the first is that by its defaults.
+  std::vector<std::string_view> torch_classes;
+  // Flags of those classes' param groups that must be so; where a group lacks one, the class's default counts.
+  std::vector<std::pair<std::string_view, bool>> torch_flags;
+};
+
 // One optimizer algorithm. It holds no state of a training run, so one object serves any number of ranges and threads.
 //
 // Invariant, see Note [Same bits] in elementwise.h: the result of an element depends on that element's inputs alone,
@@ -39,10 +57,7 @@ struct StepArguments {
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
-  virtual std::string_view name() const = 0;
-
-  // Names that step() demands in StepArguments::hyperparameters.
-  virtual std::vector<std::string_view> hyperparameters() const = 0;
+  virtual OptimizerTraits traits() const = 0;
 
   // Names of the state tensors that these hyperparameters take, in the order of FlatView::state; torch.optim's names.
   virtual std::vector<std::string_view> state_slots(const Hyperparameters& hyperparameters) const = 0;

@@ -3,6 +3,8 @@
 namespace zeropg {
 namespace {
 
+constexpr std::string_view kName = "sgd";
+
 struct Coefficients {
   double gradient_factor;  // negative when maximizing
   double weight_decay;
@@ -79,8 +81,17 @@ void step_in(const Coefficients& coefficients, bool has_momentum, const FlatView
 
 }  // namespace
 
-std::vector<std::string_view> Sgd::hyperparameters() const {
-  return {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"};
+OptimizerTraits Sgd::traits() const {
+  return {.name = kName,
+          .hyperparameters = {{"lr", 1e-3},
+                              {"momentum", 0.9},
+                              {"dampening", 0.0},
+                              {"weight_decay", 0.0},
+                              {"nesterov", 0.0},
+                              {"maximize", 0.0}},
+          .counts_steps = false,
+          .torch_classes = {"SGD"},
+          .torch_flags = {}};
 }
 
 std::vector<std::string_view> Sgd::state_slots(const Hyperparameters& hyperparameters) const {
@@ -92,7 +103,7 @@ std::vector<std::string_view> Sgd::state_slots(const Hyperparameters& hyperparam
 
 void Sgd::step(const FlatView& view, const StepArguments& arguments) const {
   const bool has_momentum = hyperparameter(arguments.hyperparameters, "momentum") != 0.0;
-  check_view(name(), view, has_momentum ? 1 : 0);
+  check_view(kName, view, has_momentum ? 1 : 0);
   const Coefficients coefficients = coefficients_of(arguments);
   if (view.master.scalar_type() == at::kDouble) {
     step_in<double>(coefficients, has_momentum, view, isa_);

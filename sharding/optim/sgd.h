@@ -11,9 +11,7 @@ class Sgd final : public Optimizer {
  public:
   explicit Sgd(Isa isa = best_isa()) : isa_(isa) {}
 
-  std::string_view name() const override { return "sgd"; }
-  // lr, momentum, dampening, weight_decay, nesterov, maximize.
-  std::vector<std::string_view> hyperparameters() const override;
+  OptimizerTraits traits() const override;
   // momentum_buffer, unless momentum is 0.
   std::vector<std::string_view> state_slots(const Hyperparameters& hyperparameters) const override;
   // arguments.step == 1 is the step that sets momentum_buffer to the gradient, undampened.

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "sharding/parameters/master.h"
+
 namespace zeropg {
 namespace {
 
@@ -74,13 +76,6 @@ std::vector<SlotRange> FlatParameter::slots_in(int64_t start, int64_t stop) cons
   return ranges;
 }
 
-void FlatParameter::reserve_master(const ShardingOptions& options) {
-  if (options.optimizer_offload == nullptr || is_own_master()) return;
-  const int64_t numel = options.stage.shards_optimizer ? layout_.shard_numel : layout_.total_numel;
-  tiered_master =
-      std::make_shared<TieredVector>(options.optimizer_offload, "masters of " + describe(), numel, master_dtype_);
-}
-
 void FlatParameter::make_trainable(const ShardingOptions& options) {
   at::NoGradGuard no_grad;
   const int64_t start = options.stage.shards_optimizer ? shard_start() : 0;
@@ -100,21 +95,12 @@ void FlatParameter::make_trainable(const ShardingOptions& options) {
     return;
   }
   parameter_out = home;
-  reserve_master(options);
+  reserve_master(*this, options);
   if (tiered_master != nullptr) {
     tiered_master->write(0, values);
     master = tiered_master->in_place();
   } else {
     master = values;
-  }
-}
-
-void FlatParameter::read_master(int64_t start, int64_t stop,
-                                const std::function<void(int64_t, const at::Tensor&)>& take) const {
-  if (!master.defined()) {
-    tiered_master->read(start, stop, take);
-  } else if (start < stop) {
-    take(start, master.narrow(0, start, stop - start));
   }
 }
 
@@ -128,10 +114,6 @@ void FlatParameter::write_master(int64_t start, const at::Tensor& values) {
   } else {
     tiered_master->write(start, values);
   }
-}
-
-int64_t FlatParameter::resident_master_bytes() const {
-  return is_own_master() || tiered_master != nullptr ? 0 : static_cast<int64_t>(master.nbytes());
 }
 
 void FlatParameter::attach(const at::Tensor& whole) {

@@ -4,7 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -82,16 +81,10 @@ class FlatParameter {
   int64_t master_numel = 0;
   // The tier's vector that holds them, [master_numel]; null where the parameter is the master, and without offload.
   std::shared_ptr<TieredVector> tiered_master;
-  // Reserves room in the tier for masters that are apart from the parameters. TierError.
-  void reserve_master(const ShardingOptions& options);
-  // Calls `take(first, values)` for elements [start, stop) of the masters in order, in pieces: live views where they
-  // are in memory, otherwise copies that are valid during the call.
-  void read_master(int64_t start, int64_t stop, const std::function<void(int64_t, const at::Tensor&)>& take) const;
   at::Tensor read_master(int64_t start, int64_t stop) const;  // a live view, or a copy on the CPU
   void write_master(int64_t start, const at::Tensor& values);
   // Gives frozen parameters masters that can be updated, of their values. Not collective. TierError.
   void make_trainable(const ShardingOptions& options);
-  int64_t resident_master_bytes() const;  // beside the parameters
   // The same range in the parameters' dtype: what an update must also write. Undefined where it is the master itself.
   at::Tensor parameter_out;
 

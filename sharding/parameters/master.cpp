@@ -4,6 +4,14 @@
 
 namespace zeropg {
 
+void reserve_master(FlatParameter& flat, const ShardingOptions& options) {
+  if (options.optimizer_offload == nullptr || flat.is_own_master()) return;
+  const FlatLayout& layout = flat.layout();
+  const int64_t numel = options.stage.shards_optimizer ? layout.shard_numel : layout.total_numel;
+  flat.tiered_master = std::make_shared<TieredVector>(options.optimizer_offload, "masters of " + flat.describe(), numel,
+                                                      flat.master_dtype());
+}
+
 void make_master(FlatParameter& flat, at::Tensor home, const at::Tensor& values, int64_t start) {
   const at::Tensor range = values.narrow(0, start, home.numel());
   home.copy_(range);
@@ -21,6 +29,19 @@ void make_master(FlatParameter& flat, at::Tensor home, const at::Tensor& values,
     flat.master = range.to(flat.master_dtype(), /*non_blocking=*/false, /*copy=*/true);
     flat.parameter_out = home;
   }
+}
+
+void for_each_master_piece(const FlatParameter& flat, int64_t start, int64_t stop,
+                           const std::function<void(int64_t, const at::Tensor&)>& take) {
+  if (!flat.master.defined()) {
+    flat.tiered_master->read(start, stop, take);
+  } else if (start < stop) {
+    take(start, flat.master.narrow(0, start, stop - start));
+  }
+}
+
+int64_t resident_master_bytes(const FlatParameter& flat) {
+  return flat.is_own_master() || flat.tiered_master != nullptr ? 0 : static_cast<int64_t>(flat.master.nbytes());
 }
 
 }  // namespace zeropg

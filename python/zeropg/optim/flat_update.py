@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from zeropg._native import _C
+from zeropg.optim.kernels import Group, Kernel, Kernels, number
 
 State = defaultdict[torch.Tensor, Any]
-Group = dict[str, Any]
 
 # State of torch's optimizers that is one number per parameter, whatever the parameter's shape.
 _SCALARS = frozenset({"step", "mu", "eta", "mu_product"})
@@ -145,10 +145,6 @@ class Updater(Protocol):
         """Makes what the user has put into `state`, or taken from it, since the last step this updater's own."""
 
 
-def _number(value: Any) -> float:
-    return float(value.item() if isinstance(value, torch.Tensor) else value)
-
-
 def _stepping(segments: Sequence[Segment], flat: FlatGroup, owners: Mapping[int, int]) -> list[int]:
     """Index of the param group that steps each segment now, -1 where none does."""
     return [owners.get(id(s.parameter), -1) if flat.has_grad(s.parameter) else -1 for s in segments]
@@ -159,7 +155,7 @@ class Run(NamedTuple):
 
     first: int
     last: int
-    kernel: _C.Optimizer
+    kernel: Kernel
     hyperparameters: dict[str, float]
     slots: list[str]
     step: int
@@ -172,13 +168,12 @@ class FusedUpdater:
     A slot has one tensor per stretch of held segments, so what other optimizers hold takes no memory here.
     """
 
-    def __init__(self, flat: FlatGroup, state: State, kernel: str, held: Set[int]):
+    def __init__(self, flat: FlatGroup, state: State, kernels: Kernels, held: Set[int]):
         self.segments, self._stretch_of = held_segments(flat, held)
         self.owned = owned_by(flat, self.segments)
         self._flat = flat
         self._state = state
-        self._kernel_name = kernel
-        self._kernels: dict[str, _C.Optimizer] = {}
+        self._kernels = kernels
         self._slots: dict[tuple[str, int], torch.Tensor] = {}  # by name and stretch
         self._bounds = self._bounds_of_stretches()
         self._shown: dict[int, dict[str, Any]] = {}  # by segment: what `_state` has, unless the user has edited it
@@ -195,7 +190,7 @@ class FusedUpdater:
         for run in plan:
             stretch = self._stretch_of[run.first]
             begin = self._bounds[stretch][0]
-            run.kernel.step(
+            run.kernel.optimizer.step(
                 self._cut(master, stretch),
                 self._cut(gradient, stretch),
                 [self._slot(slot, stretch) for slot in run.slots],
@@ -213,12 +208,12 @@ class FusedUpdater:
     def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:
         given = {key: value for key, value in numbers.items() if value is not None}
         self._slots_for(index, group, given.keys() - {"step"})
-        self._steps[index] = _number(given.get("step", 0))
+        self._steps[index] = number(given.get("step", 0))
 
     def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:
         slots = self._slots_for(index, group, {key})
         self._set(key, index, start, values)
-        if self._steps[index] == 0:  # SGD keeps none: its state says that the first step is over
+        if self._steps[index] == 0:  # torch's class keeps no count: its state says that the first step is over
             self._steps[index] = 1
         self._show(index, slots)
 
@@ -265,14 +260,10 @@ class FusedUpdater:
                 for index in range(run.first, run.last + 1):
                     self._show(index, run.slots)
 
-    def _settings(self, group: Group) -> tuple[_C.Optimizer, dict[str, float], list[str]]:
-        name = self._kernel_name
-        if name != "sgd":  # torch's AdamW is an Adam whose groups say so
-            name = "adamw" if group.get("decoupled_weight_decay", name == "adamw") else "adam"
-        kernel = self._kernels.setdefault(name, _C.make_optimizer(name))
-        values = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)) | group
-        hyperparameters = {key: _number(values[key]) for key in kernel.hyperparameters}
-        return kernel, hyperparameters, kernel.state_slots(hyperparameters)
+    def _settings(self, group: Group) -> tuple[Kernel, dict[str, float], list[str]]:
+        kernel = self._kernels.of(group)
+        hyperparameters = kernel.hyperparameters(group)
+        return kernel, hyperparameters, kernel.optimizer.state_slots(hyperparameters)
 
     def _slots_for(self, index: int, group: Group, keys: Set[str]) -> list[str]:
         """Returns the state slots of a segment, which `keys` must be among."""
@@ -312,7 +303,7 @@ class FusedUpdater:
         self._of_segment(slot, index)[start : start + values.numel()].copy_(values)
 
     def _numbers(self, index: int) -> dict[str, Any]:
-        return {} if self._kernel_name == "sgd" else {"step": self._steps[index]}
+        return {"step": self._steps[index]} if self._kernels.default.counts_steps else {}
 
     def _show(self, index: int, slots: Sequence[str]) -> None:
         segment = self.segments[index]

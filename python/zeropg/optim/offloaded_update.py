@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from zeropg._native import _C
-from zeropg.optim.flat_update import FlatGroup, FusedUpdater, Group, State
+from zeropg.optim.flat_update import FlatGroup, FusedUpdater, State
+from zeropg.optim.kernels import Group, Kernels
 
 
 class OffloadedUpdater(FusedUpdater):
@@ -17,8 +18,8 @@ class OffloadedUpdater(FusedUpdater):
     `state[parameter]` shows the numbers (`step`) alone; tensors are read piece by piece (`read`).
     """
 
-    def __init__(self, flat: FlatGroup, state: State, kernel: str, held: Set[int], queue: OffloadedStep):
-        super().__init__(flat, state, kernel, held)
+    def __init__(self, flat: FlatGroup, state: State, kernels: Kernels, held: Set[int], queue: OffloadedStep):
+        super().__init__(flat, state, kernels, held)
         self._queue = queue
         self._vectors: dict[str, _C.TieredVector] = {}
         self._kept: list[list[str]] = [[] for _ in self.segments]  # names of each segment's slots that hold something
@@ -49,7 +50,7 @@ class OffloadedUpdater(FusedUpdater):
             _C.StepRun(
                 start=self.segments[run.first].start,
                 stop=self.segments[run.last].stop,
-                optimizer=run.kernel,
+                optimizer=run.kernel.optimizer,
                 hyperparameters=run.hyperparameters,
                 step=run.step,
                 gradient_factor=gradient_factor,

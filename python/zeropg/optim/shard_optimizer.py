@@ -10,28 +10,21 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from zeropg._native import _C
 from zeropg.optim.flat_update import (
     FusedUpdater,
-    Group,
     TorchUpdater,
     Updater,
     WholeUpdater,
     is_per_element,
     put_entries,
 )
+from zeropg.optim.kernels import FUSED, Group, Kernels, kernels_for
 from zeropg.optim.offloaded_update import OffloadedStep, OffloadedUpdater
 from zeropg.rank_io.agreement import together
 from zeropg.sharding.offload import human_bytes
 from zeropg.sharding.running_statistics import broadcast_running_statistics
 from zeropg.sharding.state import ShardedState
 
-# torch's classes whose names, in lower case, sharding/optim/registry.cpp has.
-_FUSED = {
-    kind: kind.__name__.lower()
-    for kind in vars(torch.optim).values()
-    if isinstance(kind, type) and kind.__name__.lower() in _C.optimizer_names()
-}
 _ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -116,15 +109,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # What the next step multiplies the gradients by, once: zeropg.GradScaler sets it.
         self.gradient_factor = 1.0
         self._core = _core_of(model)
-        self._kernel = _check_optimizer(optimizer)
+        self._kernels = _check_optimizer(optimizer)
         self._model_state: ShardedState | None = getattr(model, "_zeropg_state", None)
         self._wrapped = optimizer
         self._model = model
         offload = self._core.optimizer_offload
-        if offload is not None and self._kernel is None:
+        if offload is not None and self._kernels is None:
             raise NotImplementedError(
                 f"[zeropg] shard_optimizer: {type(optimizer).__name__} keeps its state in memory, and the model has "
-                f"offload_optimizer; use {', '.join(kind.__name__ for kind in _FUSED)}, or fully_shard without it"
+                f"offload_optimizer; use {', '.join(FUSED)}, or fully_shard without it"
             )
         self._offloaded = None if offload is None else OffloadedStep(offload)
         self._failure = ""  # of a step that stopped half-way
@@ -352,12 +345,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return len(self._updaters) > count
 
     def _make_updater(self, flat: Any, held: set[int]) -> Updater:
-        if self._kernel is None:
+        if self._kernels is None:
             return TorchUpdater(flat, self.state, self._wrapped, held)
         if self._offloaded is not None:
-            return OffloadedUpdater(flat, self.state, self._kernel, held, self._offloaded)
+            return OffloadedUpdater(flat, self.state, self._kernels, held, self._offloaded)
         if flat.master.is_cpu and flat.master_dtype in (torch.float32, torch.float64):
-            return FusedUpdater(flat, self.state, self._kernel, held)
+            return FusedUpdater(flat, self.state, self._kernels, held)
         return TorchUpdater(flat, self.state, self._wrapped, held)
 
     def _update(self, groups: Sequence[Group]) -> None:
@@ -531,8 +524,8 @@ def _core_of(model: torch.nn.Module) -> Any:
     return core
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns the name of the fused kernel for this optimizer, None where its own class can run over shards."""
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> Kernels | None:
+    """Returns the fused kernels for this optimizer, None where its own class can run over shards."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"[zeropg] shard_optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the "
@@ -543,15 +536,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     if getattr(vars(optimizer).get("step"), "__qualname__", "").startswith("ShardedOptimizer."):
         raise TypeError("[zeropg] shard_optimizer: this optimizer was sharded before; use what that call returned")
     kind = type(optimizer)
-    if kind in _FUSED:
-        is_decoupled = optimizer.defaults.get("decoupled_weight_decay", False)
-        return "adamw" if is_decoupled else _FUSED[kind]
+    if kernels := kernels_for(optimizer):
+        return kernels
     if kind in _ELEMENTWISE or getattr(optimizer, "zeropg_elementwise", False) is True:
         return None
     for name, reason in _REFUSED.items():
         if name.lower() in kind.__name__.lower():
             raise NotImplementedError(f"[zeropg] shard_optimizer: {kind.__name__} does not work on shards: {reason}")
-    known = ", ".join(other.__name__ for other in (*_FUSED, *_ELEMENTWISE))
+    known = ", ".join(dict.fromkeys((*FUSED, *(other.__name__ for other in _ELEMENTWISE))))
     raise NotImplementedError(
         f"[zeropg] shard_optimizer: {kind.__module__}.{kind.__name__} is not known to be elementwise; if the update of "
         "each element depends on that element's parameter, gradient and state alone, say so with "

@@ -20,10 +20,13 @@ std::shared_ptr<Offload> make_offload(const std::string& device, int64_t buffer_
   return std::make_shared<Offload>(make_tier(device, options), buffer_bytes);
 }
 
-const Hyperparameters kAdam = {{"lr", 1e-2},           {"beta1", 0.9},   {"beta2", 0.99},  {"eps", 1e-8},
-                               {"weight_decay", 0.01}, {"amsgrad", 0.0}, {"maximize", 0.0}};
-const Hyperparameters kSgd = {{"lr", 0.1},           {"momentum", 0.9}, {"dampening", 0.0},
-                              {"weight_decay", 0.0}, {"nesterov", 0},   {"maximize", 0.0}};
+Hyperparameters typical_of(const Optimizer& optimizer) {
+  Hyperparameters result;
+  for (const auto& [name, typical] : optimizer.traits().hyperparameters) {
+    result.emplace(name, typical);
+  }
+  return result;
+}
 
 struct Case {
   std::string device;
@@ -40,7 +43,7 @@ class PipelinedStep : public ::testing::TestWithParam<Case> {
     TieredFlat tiered;
   };
 
-  const Hyperparameters& hyperparameters() const { return GetParam().optimizer == "sgd" ? kSgd : kAdam; }
+  Hyperparameters hyperparameters() const { return typical_of(*optimizer_); }
 
   Pair make(const std::shared_ptr<Offload>& offload, int64_t numel) const {
     const at::Tensor master = at::rand({numel}, at::dtype(GetParam().dtype));
@@ -139,11 +142,18 @@ TEST_P(PipelinedStep, reads_and_writes_any_range_between_steps) {
   EXPECT_TRUE(vector.read(0, kNumel).equal(at::zeros_like(expected)));
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, PipelinedStep,
-    ::testing::Values(Case{"nvme", "adamw", at::kFloat, true}, Case{"nvme", "adam", at::kFloat, false},
-                      Case{"nvme", "adamw", at::kDouble, false}, Case{"nvme", "sgd", at::kFloat, true},
-                      Case{"cpu", "adamw", at::kFloat, true}, Case{"cpu", "sgd", at::kFloat, false}));
+std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  for (const std::string_view name : optimizer_names()) {
+    cases.push_back({"nvme", std::string(name), at::kFloat, true});
+    cases.push_back({"nvme", std::string(name), at::kDouble, false});
+    cases.push_back({"cpu", std::string(name), at::kFloat, true});
+    cases.push_back({"cpu", std::string(name), at::kFloat, false});
+  }
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, PipelinedStep, ::testing::ValuesIn(all_cases()));
 
 TEST(Offload, staging_does_not_grow_with_what_is_stepped) {
   const auto offload = make_offload("nvme", 1 << 20);
@@ -155,7 +165,7 @@ TEST(Offload, staging_does_not_grow_with_what_is_stepped) {
   for (int slot = 0; slot < 2; ++slot) {
     flat.state.push_back(std::make_shared<TieredVector>(offload, "state", 1 << 20, at::kFloat));
   }
-  flat.runs.push_back({0, 1 << 20, optimizer.get(), {.hyperparameters = kAdam}, 2});
+  flat.runs.push_back({0, 1 << 20, optimizer.get(), {.hyperparameters = typical_of(*optimizer)}, 2});
   pipelined_step(*offload, {flat});
   EXPECT_LE(offload->staging_bytes(), 1 << 20);
   EXPECT_EQ(offload->tier().reserved_bytes(), uint64_t{8} << 20);

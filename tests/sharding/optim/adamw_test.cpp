@@ -64,18 +64,5 @@ TEST(AdamW, refuses_a_beta_of_one) {
   EXPECT_THROW(optimizer->step(view, {.hyperparameters = given(1.0, 0.0, false, false)}), c10::ValueError);
 }
 
-TEST(Registry, names_what_it_has_when_asked_for_something_else) {
-  EXPECT_EQ(optimizer_names(), (std::vector<std::string_view>{"adam", "adamw", "sgd"}));
-  for (const std::string_view name : optimizer_names()) {
-    EXPECT_EQ(make_optimizer(name)->name(), name);
-  }
-  try {
-    make_optimizer("lamb");
-    FAIL();
-  } catch (const c10::ValueError& error) {
-    EXPECT_NE(std::string(error.what()).find("adamw"), std::string::npos);
-  }
-}
-
 }  // namespace
 }  // namespace zeropg

@@ -239,7 +239,7 @@ TEST_P(OptimizerSuite, keeps_float64_denormals) {
 }
 
 TEST_P(OptimizerSuite, names_a_missing_hyperparameter) {
-  for (const std::string_view name : optimizer()->hyperparameters()) {
+  for (const auto& [name, typical] : optimizer()->traits().hyperparameters) {
     Flat flat = make_flat(8, at::kFloat);
     StepArguments given = arguments(1);
     ASSERT_EQ(given.hyperparameters.erase(std::string(name)), 1) << name;

@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.sharding.optim.fake_core import ranks_of, shard, whole_master
+from zeropg._native import _C
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -62,6 +63,22 @@ def test_adam_agrees_with_torch(
 ) -> None:
     settings = {"lr": 3e-2, "betas": betas, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize}
     train_both(lambda parameters: kind(parameters, **settings))
+
+
+@pytest.mark.parametrize("name", _C.optimizer_names())
+def test_every_kernel_agrees_with_its_classes_of_torch(name: str) -> None:
+    kernel = _C.make_optimizer(name)
+    for torch_class in kernel.torch_classes:
+
+        def make(parameters: Any, torch_class: str = torch_class) -> torch.optim.Optimizer:
+            group = {"params": list(parameters), **kernel.torch_flags}
+            return getattr(torch.optim, torch_class)([group], lr=3e-2)
+
+        model = shard(make_model())
+        optimizer = shard_optimizer(make(model.parameters()), model)
+        (updater,) = optimizer._updaters  # type: ignore[attr-defined]
+        assert updater._kernels.of(optimizer.param_groups[0]).name == name
+        train_both(make)
 
 
 SGD = [
@@ -144,17 +161,13 @@ def test_neighbours_of_one_group_are_stepped_in_one_run(monkeypatch: pytest.Monk
     ranges = []
 
     class Kernel:
-        hyperparameters = ("lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize")
-        name = "adamw"
-
         def state_slots(self, hyperparameters: dict[str, float]) -> list[str]:
             return ["exp_avg", "exp_avg_sq"]
 
         def step(self, *args: Any, range: tuple[int, int], **kwargs: Any) -> None:
             ranges.append(range)
 
-    optimizer._updaters[0]._kernels["adamw"] = Kernel()  # type: ignore[attr-defined]
-    monkeypatch.setattr("zeropg._native._C.make_optimizer", lambda name: Kernel())
+    monkeypatch.setattr(optimizer._updaters[0]._kernels.default, "optimizer", Kernel())  # type: ignore[attr-defined]
     fill_gradients(model, 0)
     optimizer.step()
     last = model._zeropg.flat_groups[0].segments[-1]  # type: ignore

@@ -34,8 +34,6 @@ examples:
 
 status: 0 measured; 1 a result was wrong; 2 wrong options; 3 other programs used the CPUs
 """
-_HYPERPARAMETERS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
-_SGD = {"lr": 1e-3, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0}
 _STEPS = 3  # before the results are compared
 # Relative to the size of an update: one learning rate. Both compute in fp32, in another order.
 _TOLERANCE = 2e-2
@@ -61,7 +59,7 @@ def main(arguments: list[str]) -> int:
     rows: list[Row] = []
     for dtype in options.only or ("float32", "bfloat16"):
         contestants = _contestants(options, getattr(torch, dtype))
-        wrong = _check(contestants)
+        wrong = _check(contestants, _C.make_optimizer(options.optimizer).hyperparameters["lr"])
         if wrong:
             print(f"zeropg bench: {wrong}; nothing is measured", file=sys.stderr)
             return harness.WRONG
@@ -88,7 +86,8 @@ def _contestants(options: argparse.Namespace, param_dtype: torch.dtype) -> dict[
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(options.numel, generator=generator)
     gradient = torch.randn(options.numel, generator=generator).to(param_dtype)
-    slots = len(_kernel(options.optimizer)[0].state_slots(_kernel(options.optimizer)[1]))
+    kernel = _C.make_optimizer(options.optimizer)
+    slots = len(kernel.state_slots(kernel.hyperparameters))
     # Masters and state are read and written, the gradient is read, 16-bit parameters are written.
     width = param_dtype.itemsize
     bytes_each = 8 + 8 * slots + width + (width if param_dtype != torch.float32 else 0)
@@ -98,14 +97,9 @@ def _contestants(options: argparse.Namespace, param_dtype: torch.dtype) -> dict[
     return contestants
 
 
-def _kernel(name: str) -> tuple[Any, dict[str, float]]:
-    kernel = _C.make_optimizer(name)
-    known = _SGD if name == "sgd" else _HYPERPARAMETERS
-    return kernel, {key: known.get(key, 0.0) for key in kernel.hyperparameters}
-
-
 def _ours(name: str, start: torch.Tensor, gradient: torch.Tensor, bytes_each: float) -> Contestant:
-    kernel, hyperparameters = _kernel(name)
+    kernel = _C.make_optimizer(name)
+    hyperparameters = kernel.hyperparameters
     master = start.clone()
     state = [torch.zeros_like(master) for _ in kernel.state_slots(hyperparameters)]
     parameter = None if gradient.dtype == torch.float32 else master.to(gradient.dtype)
@@ -131,14 +125,11 @@ def _theirs(
     name: str, start: torch.Tensor, gradient: torch.Tensor, flags: dict[str, bool], bytes_each: float
 ) -> Contestant:
     master = torch.nn.Parameter(start.clone())
-    known: dict[str, Any] = {"lr": _HYPERPARAMETERS["lr"], **flags}
-    optimizer: torch.optim.Optimizer
-    if name == "sgd":
-        optimizer = torch.optim.SGD([master], momentum=_SGD["momentum"], **known)
-    elif name == "adam":
-        optimizer = torch.optim.Adam([master], weight_decay=_HYPERPARAMETERS["weight_decay"], **known)
-    else:
-        optimizer = torch.optim.AdamW([master], weight_decay=_HYPERPARAMETERS["weight_decay"], **known)
+    kernel = _C.make_optimizer(name)
+    known: dict[str, Any] = {key: value for key, value in kernel.hyperparameters.items() if value}  # 0: torch's default
+    if "beta1" in known:
+        known["betas"] = (known.pop("beta1"), known.pop("beta2"))
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, kernel.torch_classes[0])([master], **known, **flags)
     is_mixed = gradient.dtype != torch.float32
     parameter = master.detach().to(gradient.dtype)
     master.grad = torch.empty_like(start) if is_mixed else gradient.clone()
@@ -155,7 +146,7 @@ def _theirs(
     return Contestant(step, lambda: master.detach(), bytes_each)
 
 
-def _check(contestants: dict[str, Contestant]) -> str:
+def _check(contestants: dict[str, Contestant], lr: float) -> str:
     """Runs a few steps of each from the same start; says who differs from torch's plain loop, "" for nobody."""
     for contestant in contestants.values():
         for _ in range(_STEPS):
@@ -163,7 +154,7 @@ def _check(contestants: dict[str, Contestant]) -> str:
     reference = contestants["torch for-loop"].values()
     for name, contestant in contestants.items():
         difference = (contestant.values() - reference).abs().max().item()
-        if not difference <= _TOLERANCE * _HYPERPARAMETERS["lr"]:
+        if not difference <= _TOLERANCE * lr:
             return f"{name} differs from torch's plain loop by {difference:.3g} after {_STEPS} steps"
     return ""
 
@@ -219,9 +210,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = harness.make_parser(
         "optimizer", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/optimizer_1_thread.json"
     )
-    parser.add_argument(
-        "--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="optimizer (default adamw)"
-    )
+    with_torch = [name for name in _C.optimizer_names() if _C.make_optimizer(name).torch_classes]
+    parser.add_argument("--optimizer", choices=with_torch, default="adamw", help="optimizer (default adamw)")
     parser.add_argument("--numel", type=count, default=50_000_000, help="number of parameters: 100M (default 50M)")
     parser.add_argument("--threads", type=int, default=1, help="threads of the process (default 1)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default 5)")

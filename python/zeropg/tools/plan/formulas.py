@@ -10,11 +10,26 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from zeropg._native import _C
 from zeropg.compression.codec import Codec
 from zeropg.tools.plan.shape import Flat, ModelShape, Unit
 
-# Tensors per element that an optimizer keeps beside the master.
-OPTIMIZER_SLOTS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1}
+
+def _fused_slots() -> dict[str, int]:
+    """Of each fused kernel; where it keeps more with an option (SGD with momentum), as "name-option" too."""
+    slots = {}
+    for name in _C.optimizer_names():
+        kernel = _C.make_optimizer(name)
+        typical = kernel.hyperparameters
+        most = len(kernel.state_slots(typical))
+        without = {key: len(kernel.state_slots(typical | {key: 0.0})) for key in typical}
+        slots[name] = min(without.values(), default=most)
+        slots.update({f"{name}-{key}": most for key, count in without.items() if count < most})
+    return slots
+
+
+# Tensors per element that an optimizer keeps beside the master: fused kernels, and some classes that run as they are.
+OPTIMIZER_SLOTS = {**_fused_slots(), "lion": 1, "adagrad": 1, "rmsprop": 1}
 
 # Buckets of units that live at once: one on its way to the other ranks while the next is filled (kMaxInFlight).
 _BUCKETS_AT_ONCE = 2

@@ -8,13 +8,12 @@
 // reduced gradient; hooks on the tensor itself see the local one.
 #pragma once
 
-#include <torch/csrc/autograd/variable.h>
-
-#include <functional>
+#include <memory>
 #include <vector>
 
 #include "sharding/comm/communicate.h"
-#include "sharding/parameters/buffer_pool.h"
+#include "sharding/gradients/gradient_bucket.h"
+#include "sharding/gradients/gradient_listener.h"
 #include "sharding/parameters/flat_parameter.h"
 #include "sharding/parameters/options.h"
 
@@ -31,20 +30,17 @@ class GradientReducer {
   // one can travel while the next is filled.
   GradientReducer(Communicator& communicator, const ShardingOptions& options, const std::vector<FlatParameter*>& flats,
                   DuringBackward during_backward);
-  ~GradientReducer();
 
-  // Puts hooks on the gradient accumulators of what is trainable now.
-  // `on_backward(flat)` is called before each gradient is taken, `on_gradient(flat)` after it. `alive` guards against
-  // hooks that outlive the model.
-  void install(const std::weak_ptr<void>& alive, std::function<void(FlatParameter&)> on_backward,
-               std::function<void(FlatParameter&)> on_gradient);
+  // Puts hooks on the gradient accumulators of what is trainable now. They outlive the model, and do nothing then:
+  // while `listener` can be locked, the reducer is alive.
+  void install(std::weak_ptr<GradientListener> listener);
   // Parameters of trainable flats that have been unfrozen, or that autograd has made a new accumulator for, take part
   // in backwards from now on.
   void notice_unfrozen();
   // Whether the autograd task that runs puts gradients into `.grad` of parameters: backward() does, grad() does not.
   bool will_accumulate() const;
   // In this backward the bucket of `flat` is sent at the end: it may get more than one gradient.
-  void hold_until_end(const FlatParameter& flat);
+  void hold_until_end(const FlatParameter& flat) { bucket_of(flat).hold_until_end(); }
 
   // Called once at the start of every backward; `synchronize`: reduce at its end (false inside no_sync).
   void begin_backward(bool synchronize);
@@ -61,17 +57,17 @@ class GradientReducer {
   void abandon_backward();
 
   // Whether every slot of `flat` has got its gradient in this backward on this rank.
-  bool is_complete(const FlatParameter& flat) const;
+  bool is_complete(const FlatParameter& flat) const { return bucket_of(flat).is_complete(); }
 
   // The averaged gradient of the flat's master range, in the master dtype, or undefined. Valid until the next backward.
-  at::Tensor gradient(FlatParameter& flat);
+  at::Tensor gradient(const FlatParameter& flat);
   // Whether the optimizer should update this slot: some rank produced a gradient and the user did not drop it.
   bool has_gradient(const FlatParameter& flat, int64_t slot) const;
   // Sets accumulated gradients to zero and keeps them present (zero_grad(set_to_none=False)).
   void zero();
   void scale(double factor);
   // RuntimeError beginning with `context` where a backward that raised has taken earlier gradients with it.
-  void check_not_lost(const std::string& context);
+  void check_not_lost(const std::string& context) const;
   // Makes every `.grad` whole, in the master dtype, until hide_full(), which takes this rank's slice of what is there
   // then. Collective. Hidden again where it throws.
   void show_full();
@@ -84,48 +80,22 @@ class GradientReducer {
 
   // Bytes of accumulated gradients and of buckets on this rank.
   int64_t gradient_bytes() const;
+  int64_t bucket_bytes() const { return context_.pool.allocated_bytes(); }
   // Bytes of what compression has still to make up for.
-  int64_t residual_bytes() const { return options_.residuals == nullptr ? 0 : options_.residuals->bytes(); }
-  int64_t bucket_bytes() const { return pool_.allocated_bytes(); }
+  int64_t residual_bytes() const;
 
  private:
-  struct Slot;
-  struct Bucket;
-
-  void install(Bucket& bucket);
-  void take_gradient(Bucket& bucket, Slot& slot);
-  void open(Bucket& bucket);
-  void release_buffer(Bucket& bucket);
+  void install(GradientBucket& bucket);
+  void take_gradient(GradientBucket& bucket, GradientSlot& slot);
   void launch_ready();
-  void launch(Bucket& bucket);
   void finish_some();
-  void finish(Bucket& bucket);
-  void absorb(Bucket& bucket);
-  void renew_kept(Bucket& bucket);
-  void give_hooks_back();
-  at::Tensor make_kept(const Bucket& bucket);
-  bool has_users(const Bucket& bucket);
-  void leave_kept_to_users(Bucket& bucket, bool keeps_values);
-  void drop(Bucket& bucket, Slot& slot);
-  void replace(Bucket& bucket, Slot& slot, const at::Tensor& theirs);
   bool share_which_slots_have_gradients(uint64_t fingerprint);
-  void show_gradients();
-  void show(Bucket& bucket, Slot& slot);
-  void show_full(Bucket& bucket);
-  at::Tensor gather(const Bucket& bucket);  // [total_numel], collective
-  Bucket& bucket_of(const FlatParameter& flat);
-  const Bucket& bucket_of(const FlatParameter& flat) const;
-  int64_t kept_start(const Bucket& bucket) const;
-  int64_t kept_numel(const Bucket& bucket) const;
-  at::Tensor kept_part(const Bucket& bucket, const Slot& slot, int64_t* start) const;
+  void absorb(GradientBucket& bucket);
+  GradientBucket& bucket_of(const FlatParameter& flat) const;
 
-  Communicator& communicator_;
-  ShardingOptions options_;
-  std::vector<Bucket> buckets_;  // in the order in which they are sent
-  BufferPool pool_;
-  std::weak_ptr<void> alive_;
-  std::function<void(FlatParameter&)> on_backward_;
-  std::function<void(FlatParameter&)> on_gradient_;
+  BucketContext context_;
+  std::vector<std::unique_ptr<GradientBucket>> buckets_;  // in the order in which they are sent
+  std::weak_ptr<GradientListener> listener_;
   size_t next_to_launch_ = 0;
   bool synchronize_ = true;
   DuringBackward during_backward_;

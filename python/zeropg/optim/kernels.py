@@ -1,0 +1,66 @@
+"""Which of zeropg's fused kernels steps an optimizer of torch.optim: what the C++ registry says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zeropg._native import _C
+
+Group = dict[str, Any]
+
+
+class Kernel:
+    """One fused kernel, and what of a param group it reads."""
+
+    def __init__(self, name: str):
+        self.optimizer = _C.make_optimizer(name)
+        self.name = self.optimizer.name
+        self.counts_steps = self.optimizer.counts_steps
+        self.torch_classes = self.optimizer.torch_classes
+        self.torch_flags = self.optimizer.torch_flags
+        self._hyperparameters = tuple(self.optimizer.hyperparameters)
+
+    def hyperparameters(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Returns what `group` says of them; torch's `betas` are `beta1` and `beta2`."""
+        values = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)) | dict(group)
+        return {key: number(values[key]) for key in self._hyperparameters}
+
+
+class Kernels:
+    """The kernels that may step one optimizer: a param group's flags choose, and where it lacks one, the default's."""
+
+    def __init__(self, choices: Sequence[Kernel], default: Kernel):
+        self._choices = choices
+        self.default = default
+
+    def of(self, options: Mapping[str, Any]) -> Kernel:
+        """Returns the kernel for a param group, or for an optimizer's defaults."""
+        flags = {key: bool(options.get(key, value)) for key, value in self.default.torch_flags.items()}
+        return next((kernel for kernel in self._choices if kernel.torch_flags == flags), self.default)
+
+
+def kernels_for(optimizer: torch.optim.Optimizer) -> Kernels | None:
+    """Returns the kernels for an optimizer of a class of torch.optim, None where there are none."""
+    name = type(optimizer).__name__
+    if FUSED.get(name) is not type(optimizer):
+        return None
+    choices = [kernel for kernel in _KERNELS if name in kernel.torch_classes]
+    by_class = Kernels(choices, next(kernel for kernel in choices if kernel.torch_classes[0] == name))
+    return Kernels(choices, by_class.of(optimizer.defaults))
+
+
+def number(value: Any) -> float:
+    return float(value.item() if isinstance(value, torch.Tensor) else value)
+
+
+_KERNELS = tuple(Kernel(name) for name in _C.optimizer_names())
+# The classes of torch.optim that a kernel is by their defaults.
+FUSED: dict[str, type[torch.optim.Optimizer]] = {
+    name: getattr(torch.optim, name)
+    for kernel in _KERNELS
+    for name in kernel.torch_classes[:1]
+    if hasattr(torch.optim, name)
+}

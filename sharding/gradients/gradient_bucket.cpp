@@ -1,0 +1,245 @@
+#include "sharding/gradients/gradient_bucket.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+namespace zeropg {
+namespace {
+
+at::Tensor dense(const at::Tensor& gradient) { return gradient.is_sparse() ? gradient.to_dense() : gradient; }
+
+}  // namespace
+
+GradientBucket::GradientBucket(BucketContext& context, FlatParameter& flat)
+    : context_(context),
+      flat_(flat),
+      kept_(context.communicator, flat, context.options.stage.shards_gradients),
+      buffer_(context, flat, kept_) {
+  slots_.reserve(flat.slots().size());
+  for (const ParameterSlot& place : flat.slots()) {
+    slots_.emplace_back(place);
+  }
+}
+
+void GradientBucket::activate() {
+  if (!is_active_) {
+    is_active_ = true;
+    buffer_.choose_compression();
+  }
+}
+
+void GradientBucket::begin_backward() {
+  buffer_.begin_backward();
+  arrived_ = 0;
+  expected_ = 0;
+  is_held_ = false;
+  for (GradientSlot& slot : slots_) {
+    slot.arrived = false;
+    slot.arrived_somewhere = false;
+    expected_ += slot.place->parameter.requires_grad() ? 1 : 0;
+  }
+}
+
+void GradientBucket::note_earlier_gradients() {
+  for (GradientSlot& slot : slots_) {
+    slot.had_gradient = slot.has_gradient || slot.is_filled;
+  }
+}
+
+bool GradientBucket::may_take(const GradientSlot& slot) const {
+  const at::Tensor& gradient = slot.view.gradient();
+  if (!gradient.defined() || slot.view.is_shown()) {
+    return false;
+  }
+  TORCH_CHECK(
+      !gradient.requires_grad(), context_.communicator.context("backward(create_graph=True)"), "the gradient of '",
+      slot.place->names.front(),
+      "' has a graph, which its average over the ranks cannot have, so a penalty on `.grad` would be lost. Take "
+      "it from torch.autograd.grad(loss, inputs, create_graph=True), which does not communicate, add the penalty "
+      "to the loss, and call backward() on the sum.");
+  TORCH_CHECK(!buffer_.is_launched(), "[zeropg rank ", context_.communicator.rank(), "/",
+              context_.communicator.world_size(), "] parameter '", slot.place->names.front(),
+              "' got a second gradient after its bucket was sent in the same backward; expected one accumulation per "
+              "backward. Use torch.utils.checkpoint with use_reentrant=False.");
+  return true;
+}
+
+void GradientBucket::take(GradientSlot& slot, bool synchronize) {
+  if (!buffer_.is_open()) {
+    open(synchronize);
+  }
+  at::Tensor home = buffer_.part(*slot.place);
+  const at::Tensor gradient = dense(slot.view.gradient()).reshape({-1});
+  if (slot.is_filled) {
+    home.add_(gradient);
+  } else {
+    home.copy_(gradient);
+  }
+  slot.is_filled = true;
+  if (!slot.arrived) {
+    slot.arrived = true;
+    ++arrived_;
+  }
+  slot.view.put_back();
+}
+
+void GradientBucket::open(bool synchronize) {
+  if (!kept_.is_valid()) {
+    kept_.make_room(slots_);
+  }
+  buffer_.open(synchronize);
+  for (GradientSlot& slot : slots_) {
+    slot.is_filled = false;
+  }
+}
+
+void GradientBucket::launch() {
+  if (!is_active_) {
+    return;
+  }
+  if (!buffer_.is_open()) {
+    open(/*synchronize=*/true);
+  }
+  for (const GradientSlot& slot : slots_) {
+    if (!slot.is_filled) {
+      buffer_.part(*slot.place).zero_();
+    }
+  }
+  buffer_.launch();
+}
+
+void GradientBucket::finish() {
+  if (is_active_) {
+    buffer_.finish();
+  }
+}
+
+void GradientBucket::abandon() {
+  buffer_.abandon();
+  kept_.set_valid(false);
+  for (GradientSlot& slot : slots_) {
+    slot.is_filled = false;
+    slot.has_gradient = false;
+    slot.view.abandon(slot.had_gradient, slot.place->names.front());
+  }
+}
+
+void GradientBucket::give_users_hooks_back() {
+  for (GradientSlot& slot : slots_) {
+    slot.hooks.give_users_hook_back(slot.place->parameter);
+  }
+}
+
+void GradientBucket::show() {
+  for (GradientSlot& slot : slots_) {
+    if (slot.has_gradient || slot.is_filled) {
+      show(slot);
+    }
+  }
+}
+
+void GradientBucket::show(GradientSlot& slot) {
+  if (context_.options.stage.shards_gradients) {
+    slot.view.show_sharded(slot.place->names.front());
+  } else if (buffer_.is_open() && !buffer_.is_in_place()) {
+    slot.view.show_unreduced(slot.place->names.front());
+  } else {
+    slot.view.show(kept_.values().narrow(0, slot.place->offset, slot.place->numel));
+  }
+}
+
+void GradientBucket::absorb() {
+  if (!is_active_) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  // zero_grad() has dropped all of them: at once, without writing zeros to each.
+  if (std::none_of(slots_.begin(), slots_.end(),
+                   [](const GradientSlot& slot) { return slot.view.gradient().defined(); })) {
+    for (GradientSlot& slot : slots_) {
+      slot.has_gradient = false;
+      slot.is_filled = false;
+      slot.view.forget();
+    }
+    kept_.set_valid(false);
+    buffer_.close();
+    return;
+  }
+  // Otherwise slot by slot: dropped, lost, or replaced by a tensor of the user's.
+  for (GradientSlot& slot : slots_) {
+    if (!slot.view.gradient().defined()) {
+      drop(slot);
+      slot.view.forget();
+    } else if (slot.view.is_lost()) {
+      drop(slot);
+    } else if (!slot.view.is_shown()) {
+      replace(slot, slot.view.gradient());
+    }
+  }
+}
+
+void GradientBucket::drop(GradientSlot& slot) {
+  if (slot.has_gradient && kept_.is_valid()) {
+    kept_.leave_to_users(slots_, /*keeps_values=*/true);
+    kept_.part(*slot.place, nullptr).zero_();
+  }
+  slot.has_gradient = false;
+  slot.is_filled = false;
+}
+
+void GradientBucket::replace(GradientSlot& slot, const at::Tensor& theirs) {
+  const at::Tensor values = dense(theirs.detach()).reshape({-1});
+  if (buffer_.is_open()) {  // not reduced yet: it takes the place of the sum so far
+    drop(slot);
+    buffer_.part(*slot.place).copy_(values);
+    slot.is_filled = true;
+  } else {
+    if (!kept_.is_valid()) {
+      kept_.make_room(slots_);
+      kept_.values().zero_();
+    }
+    kept_.leave_to_users(slots_, /*keeps_values=*/true);
+    kept_.set_valid(true);
+    int64_t start = 0;
+    const at::Tensor part = kept_.part(*slot.place, &start);
+    part.copy_(values.narrow(0, start, part.numel()));
+    slot.has_gradient = true;
+  }
+  show(slot);
+}
+
+void GradientBucket::zero() {
+  for (const GradientSlot& slot : slots_) {
+    if (slot.view.is_lost()) {
+      slot.place->parameter.mutable_grad().reset();
+    }
+  }
+  if (kept_.is_valid()) {
+    kept_.values().zero_();
+  }
+  buffer_.zero();
+}
+
+void GradientBucket::show_full() {
+  if (!kept_.is_valid()) {
+    return;
+  }
+  const at::Tensor whole = kept_.gather();
+  for (GradientSlot& slot : slots_) {
+    if (slot.view.is_shown()) {
+      slot.view.show_full(whole.narrow(0, slot.place->offset, slot.place->numel));
+    }
+  }
+}
+
+void GradientBucket::hide_full() {
+  for (GradientSlot& slot : slots_) {
+    if (slot.view.is_full() && slot.view.gradient().defined()) {
+      replace(slot, at::Tensor(slot.view.gradient()));
+    }
+    slot.view.end_full();
+  }
+}
+
+}  // namespace zeropg

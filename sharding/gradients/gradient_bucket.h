@@ -1,0 +1,75 @@
+// The gradients of one flat parameter on their way from autograd to the optimizer: taken from `.grad` into a buffer,
+// reduced over the ranks, kept as an average, and shown in `.grad` again.
+#pragma once
+
+#include <vector>
+
+#include "sharding/gradients/gradient_buffer.h"
+#include "sharding/gradients/gradient_slot.h"
+#include "sharding/gradients/kept_gradient.h"
+#include "sharding/parameters/flat_parameter.h"
+
+namespace zeropg {
+
+class GradientBucket {
+ public:
+  GradientBucket(BucketContext& context, FlatParameter& flat);
+  GradientBucket(const GradientBucket&) = delete;  // the buffer refers to what is kept, and hooks to slots
+
+  FlatParameter& flat() const { return flat_; }
+  std::vector<GradientSlot>& slots() { return slots_; }
+  const std::vector<GradientSlot>& slots() const { return slots_; }
+  const GradientBuffer& buffer() const { return buffer_; }
+  const KeptGradient& kept() const { return kept_; }
+
+  // The flat parameter has become trainable. Until then the bucket takes part in nothing.
+  void activate();
+  bool is_active() const { return is_active_; }
+
+  // --- a backward, in this order ---
+  void begin_backward();
+  void note_earlier_gradients();  // what absorb() has left
+  // The bucket is sent at the end of this backward: it may get more than one gradient of a slot.
+  void hold_until_end() { is_held_ = true; }
+  // Whether autograd has put a local gradient into `.grad` of the slot. RuntimeError for one that cannot be taken.
+  bool may_take(const GradientSlot& slot) const;
+  // Moves that gradient to the buffer, which is opened for it; `synchronize`: this backward reduces it.
+  void take(GradientSlot& slot, bool synchronize);
+  // Whether every slot has got its gradient in this backward on this rank.
+  bool is_complete() const { return arrived_ >= expected_; }
+  bool may_launch() const { return !is_active_ || (!is_held_ && is_complete()); }
+  // Begins the reduction over the ranks, with zeros for what is missing. Collective.
+  void launch();
+  void finish();  // waits for it and keeps the average
+  // After a backward that raised, instead of finish(): drops all gradients; where there were some before it, `.grad`
+  // says that they are lost. Throws as GradientBuffer::abandon, before anything is dropped.
+  void abandon();
+
+  void give_users_hooks_back();
+
+  // --- between backwards ---
+  void show();    // `.grad` becomes what stands for the gradient
+  void absorb();  // takes over what the user has done to `.grad`
+  void zero();
+  void scale(double factor) { kept_.scale(factor); }
+  void show_full();  // collective
+  void hide_full();
+
+ private:
+  void open(bool synchronize);
+  void show(GradientSlot& slot);
+  void drop(GradientSlot& slot);
+  void replace(GradientSlot& slot, const at::Tensor& theirs);
+
+  BucketContext& context_;
+  FlatParameter& flat_;
+  std::vector<GradientSlot> slots_;
+  KeptGradient kept_;
+  GradientBuffer buffer_;
+  bool is_active_ = false;
+  int64_t expected_ = 0;  // slots that may get a gradient in this backward
+  int64_t arrived_ = 0;
+  bool is_held_ = false;
+};
+
+}  // namespace zeropg

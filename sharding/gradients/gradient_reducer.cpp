@@ -1,0 +1,328 @@
+#include "sharding/gradients/gradient_reducer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace zeropg {
+namespace {
+
+// Buckets on the wire at once: one being reduced while the next is filled. More would only hold memory.
+constexpr int64_t kMaxInFlight = 2;
+
+}  // namespace
+
+GradientReducer::GradientReducer(Communicator& communicator, const ShardingOptions& options,
+                                 const std::vector<FlatParameter*>& flats, DuringBackward during_backward)
+    : context_{communicator, options, BufferPool([&communicator](int64_t bytes, c10::Device device) {
+                 return communicator.allocate(bytes, device);
+               })},
+      during_backward_(during_backward) {
+  for (FlatParameter* flat : flats) {
+    buckets_.push_back(std::make_unique<GradientBucket>(context_, *flat));
+  }
+}
+
+// --- hooks ---
+
+void GradientReducer::install(std::weak_ptr<GradientListener> listener) {
+  listener_ = std::move(listener);
+  notice_unfrozen();
+}
+
+void GradientReducer::notice_unfrozen() {
+  for (const auto& bucket : buckets_) {
+    if (bucket->flat().is_trainable()) {
+      install(*bucket);
+    }
+  }
+}
+
+void GradientReducer::install(GradientBucket& bucket) {
+  bucket.activate();
+  for (GradientSlot& slot : bucket.slots()) {
+    const at::Tensor& parameter = slot.place->parameter;
+    if (!parameter.requires_grad() || slot.hooks.are_on(parameter)) {
+      continue;
+    }
+    if (!bucket.flat().is_own_master()) {
+      parameter.set_grad_dtype(std::nullopt);  // `.grad` has the masters' dtype, and users may assign either
+    }
+    slot.hooks.install(
+        parameter,
+        [weak = listener_, &bucket, &slot] {
+          if (const auto listener = weak.lock()) {
+            listener->before_gradient(bucket.flat());
+            slot.view.take_away();
+            slot.hooks.hold_users_hook(slot.place->parameter);
+          }
+        },
+        [this, weak = listener_, &bucket, &slot] {
+          if (const auto listener = weak.lock()) {
+            take_gradient(bucket, slot);
+            listener->after_gradient(bucket.flat());
+          }
+        });
+  }
+}
+
+bool GradientReducer::will_accumulate() const {
+  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
+  if (executed == nullptr || executed->empty()) {
+    return true;  // backward() runs all that it reaches; grad(), and backward(inputs=...), what they name
+  }
+  return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) {
+    const auto& slots = bucket->slots();
+    return std::any_of(slots.begin(), slots.end(), [](const GradientSlot& slot) { return slot.hooks.will_run(); });
+  });
+}
+
+// --- a backward ---
+
+void GradientReducer::begin_backward(bool synchronize) {
+  synchronize_ = synchronize;
+  next_to_launch_ = 0;
+  for (const auto& bucket : buckets_) {
+    bucket->begin_backward();
+  }
+  for (const auto& bucket : buckets_) {
+    absorb(*bucket);
+    bucket->note_earlier_gradients();
+  }
+}
+
+void GradientReducer::take_gradient(GradientBucket& bucket, GradientSlot& slot) {
+  at::NoGradGuard no_grad;
+  if (!bucket.may_take(slot)) {
+    return;
+  }
+  if (!bucket.buffer().is_open()) {
+    finish_some();  // gives its buffer back to the pool
+  }
+  bucket.take(slot, synchronize_);
+  if (synchronize_ && during_backward_ != DuringBackward::kCollect) {
+    launch_ready();
+  }
+}
+
+void GradientReducer::launch_ready() {
+  for (; next_to_launch_ < buckets_.size(); ++next_to_launch_) {
+    GradientBucket& bucket = *buckets_[next_to_launch_];
+    if (!bucket.may_launch()) {
+      return;
+    }
+    bucket.launch();
+  }
+}
+
+void GradientReducer::finish_some() {
+  int64_t in_flight = std::count_if(buckets_.begin(), buckets_.end(),
+                                    [](const auto& bucket) { return bucket->buffer().is_in_flight(); });
+  for (const auto& bucket : buckets_) {
+    if (bucket->buffer().is_in_flight()) {
+      const bool may_wait = during_backward_ == DuringBackward::kSendAndWait && in_flight >= kMaxInFlight;
+      if (!may_wait && bucket->buffer().must_wait()) {
+        return;
+      }
+      bucket->finish();
+      --in_flight;
+    }
+  }
+}
+
+bool GradientReducer::finish_backward(uint64_t fingerprint) {
+  at::NoGradGuard no_grad;
+  bool is_same = true;
+  if (synchronize_) {
+    // Send the rest, and while it travels agree on which slots have a gradient.
+    for (; next_to_launch_ < buckets_.size(); ++next_to_launch_) {
+      buckets_[next_to_launch_]->launch();
+    }
+    is_same = share_which_slots_have_gradients(fingerprint);
+    for (const auto& bucket : buckets_) {
+      if (!bucket->buffer().is_reduced()) {
+        bucket->finish();
+      }
+    }
+  }
+  for (const auto& bucket : buckets_) {
+    if (!is_showing_full_) {
+      bucket->show();
+    }
+  }
+  for (const auto& bucket : buckets_) {
+    bucket->give_users_hooks_back();
+  }
+  return is_same;
+}
+
+// One small all-reduce (max). A byte and its complement both keep their value only where all ranks have the same byte.
+bool GradientReducer::share_which_slots_have_gradients(uint64_t fingerprint) {
+  // A byte per slot, then the fingerprint.
+  std::vector<uint8_t> filled;
+  for (const auto& bucket : buckets_) {
+    for (const GradientSlot& slot : bucket->slots()) {
+      filled.push_back(slot.is_filled ? 1 : 0);
+    }
+  }
+  const size_t slot_count = filled.size();
+  for (int shift = 0; shift < 64; shift += 8) {
+    filled.push_back(static_cast<uint8_t>(fingerprint >> shift));
+    filled.push_back(static_cast<uint8_t>(~(fingerprint >> shift)));
+  }
+  const std::vector<uint8_t> mine = filled;
+  if (context_.communicator.world_size() > 1 && slot_count > 0) {
+    const c10::Device device = buckets_.front()->flat().device();
+    at::Tensor flags = at::empty({static_cast<int64_t>(filled.size())}, at::kByte);
+    std::memcpy(flags.mutable_data_ptr(), filled.data(), filled.size());
+    flags = flags.to(device);
+    context_.communicator.wait(context_.communicator.all_reduce_max(flags));
+    flags = flags.cpu();
+    std::memcpy(filled.data(), flags.const_data_ptr(), filled.size());
+  }
+  // What the ranks together have.
+  size_t next = 0;
+  for (const auto& bucket : buckets_) {
+    for (GradientSlot& slot : bucket->slots()) {
+      slot.arrived_somewhere = filled[next++] != 0;
+      slot.has_gradient |= slot.arrived_somewhere;
+    }
+  }
+  return std::equal(filled.begin() + static_cast<int64_t>(slot_count), filled.end(),
+                    mine.begin() + static_cast<int64_t>(slot_count));
+}
+
+void GradientReducer::run_hooks() {
+  at::NoGradGuard no_grad;
+  for (const auto& bucket : buckets_) {
+    for (const GradientSlot& slot : bucket->slots()) {
+      if (slot.arrived_somewhere) {
+        AccumulatorHooks::run_users_hook(slot.place->parameter);
+      }
+    }
+  }
+}
+
+void GradientReducer::abandon_backward() {
+  for (const auto& bucket : buckets_) {
+    bucket->abandon();
+  }
+  for (const auto& bucket : buckets_) {
+    bucket->give_users_hooks_back();
+  }
+  is_showing_full_ = false;
+  next_to_launch_ = 0;
+}
+
+// --- between backwards ---
+
+// While show_full() shows whole gradients, what users do to `.grad` is taken over by hide_full().
+void GradientReducer::absorb(GradientBucket& bucket) {
+  if (!is_showing_full_) {
+    bucket.absorb();
+  }
+}
+
+GradientBucket& GradientReducer::bucket_of(const FlatParameter& flat) const {
+  for (const auto& bucket : buckets_) {
+    if (&bucket->flat() == &flat) {
+      return *bucket;
+    }
+  }
+  TORCH_CHECK_VALUE(false, "[zeropg] ", flat.describe(), " is frozen and has no gradient");
+}
+
+at::Tensor GradientReducer::gradient(const FlatParameter& flat) {
+  GradientBucket& bucket = bucket_of(flat);
+  absorb(bucket);
+  return bucket.kept().of_masters();
+}
+
+bool GradientReducer::has_gradient(const FlatParameter& flat, int64_t slot) const {
+  return flat.slots()[slot].parameter.grad().defined();
+}
+
+void GradientReducer::zero() {
+  at::NoGradGuard no_grad;
+  for (const auto& bucket : buckets_) {
+    absorb(*bucket);
+    bucket->zero();
+  }
+}
+
+void GradientReducer::scale(double factor) {
+  for (const auto& bucket : buckets_) {
+    bucket->scale(factor);
+  }
+}
+
+void GradientReducer::check_not_lost(const std::string& context) const {
+  for (const auto& bucket : buckets_) {
+    for (const GradientSlot& slot : bucket->slots()) {
+      TORCH_CHECK(!slot.view.is_lost(), context,
+                  "an earlier backward raised an error, and what backwards before it had accumulated of '",
+                  slot.place->names.front(),
+                  "' went with it; expected zero_grad() after the error. Call it and repeat the accumulation from its "
+                  "first backward.");
+    }
+  }
+}
+
+void GradientReducer::show_full() {
+  at::NoGradGuard no_grad;
+  for (const auto& bucket : buckets_) {
+    absorb(*bucket);
+  }
+  if (!context_.options.stage.shards_gradients) {
+    return;
+  }
+  is_showing_full_ = true;
+  try {
+    for (const auto& bucket : buckets_) {
+      bucket->show_full();
+    }
+  } catch (...) {  // nobody will call hide_full, and absorb would see nothing of what users do to `.grad`
+    hide_full();
+    throw;
+  }
+}
+
+void GradientReducer::hide_full() {
+  if (!is_showing_full_) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  is_showing_full_ = false;
+  for (const auto& bucket : buckets_) {
+    bucket->hide_full();
+  }
+}
+
+bool GradientReducer::has_unreduced_gradients() {
+  bool result = false;
+  for (const auto& bucket : buckets_) {
+    if (bucket->buffer().is_open()) {
+      absorb(*bucket);
+      result |= bucket->buffer().is_open();
+    }
+  }
+  return result;
+}
+
+int64_t GradientReducer::gradient_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& bucket : buckets_) {
+    bytes += bucket->kept().bytes();
+  }
+  return bytes;
+}
+
+int64_t GradientReducer::residual_bytes() const {
+  return context_.options.residuals == nullptr ? 0 : context_.options.residuals->bytes();
+}
+
+}  // namespace zeropg

@@ -1,0 +1,177 @@
+#include "sharding/module/backward.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <string>
+
+namespace zeropg {
+namespace {
+
+bool is_autograd_running() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+}  // namespace
+
+void Backward::install(const std::weak_ptr<Backward>& self) {
+  self_ = self;
+  reducer_.install(self);
+}
+
+void Backward::notice_unfrozen() {
+  for (const auto& flat : units_.flats()) {
+    const auto& slots = flat->slots();
+    if (!flat->is_trainable() && std::any_of(slots.begin(), slots.end(), [](const ParameterSlot& slot) {
+          return slot.parameter.requires_grad();
+        })) {
+      flat->make_trainable(options_);
+    }
+  }
+  reducer_.notice_unfrozen();
+}
+
+void Backward::check_outside(const char* operation) const {
+  TORCH_CHECK(!is_running_ || !is_autograd_running(), communicator_.context(operation),
+              "called inside a backward; call it after.");
+}
+
+// A backward that raised ran no callback at its end: autograd dropped it, and with it the token. Its gradients are
+// incomplete and must not reach the next step.
+void Backward::recover() {
+  const bool still_runs = is_autograd_running() && !token_.expired();
+  if (!is_running_ || still_runs) {
+    return;
+  }
+  if (accumulates_) {
+    reducer_.abandon_backward();
+  }
+  accumulates_ = false;
+  units_.keep_whole(false);
+  is_running_ = false;  // not before: where a signal handler ends the waiting, the next call does this again
+  units_.take_order();
+  for (Unit& unit : units_.all()) {
+    unit.end_backward();
+    units_.reshard(unit);
+  }
+}
+
+void Backward::begin() {
+  recover();                                              // no forward need lie between that one and this
+  const bool creates_graph = at::GradMode::is_enabled();  // autograd sets it so in what it calls
+  if (creates_graph) {
+    units_.keep_whole(true);
+  }
+  if (is_running_ && (accumulates_ || !reducer_.will_accumulate())) {
+    return;
+  }
+  // The first gradient of this backward, or of a backward() inside a grad().
+  notice_unfrozen();  // parameters may be used without a forward of the root
+  TORCH_CHECK(!reducer_.would_add_to_shown(), communicator_.context("backward"),
+              "called inside full_gradients, where this rank's gradient would be added to the average that `.grad` "
+              "shows; expected it before or after the `with`. Leave that first, and clone what is still needed of it.");
+  if (reducer_.will_accumulate()) {
+    reducer_.check_not_lost(communicator_.context("backward"));
+    reducer_.begin_backward(synchronize_);
+    accumulates_ = true;
+  }
+  if (is_running_) {
+    return;  // a backward() inside a grad(), which ends both
+  }
+  // From here on it runs, until autograd calls back at its end or drops the token.
+  is_running_ = true;
+  creates_graph_ = creates_graph;
+  task_ = torch::autograd::get_current_graph_task_id();
+  const auto token = std::make_shared<int>();
+  token_ = token;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = self_, token] {
+    if (const auto self = weak.lock()) {
+      self->finish();
+    }
+  });
+}
+
+void Backward::begin_unit(Unit& unit, bool waits_for_inputs, bool stays_whole) {
+  begin();
+  unit.waits_for_inputs = waits_for_inputs;
+  unit.stays_whole |= stays_whole;
+  unit.is_in_backward = true;
+  units_.unshard(unit);
+}
+
+void Backward::inputs_done(Unit& unit) {
+  unit.waits_for_inputs = false;
+  maybe_reshard(unit);
+}
+
+void Backward::before_gradient(FlatParameter& flat) {
+  begin();
+  // Where checkpoints run backwards inside this one, a parameter that was used twice gets a gradient from each.
+  const Unit& unit = units_.of(flat);
+  if (torch::autograd::get_current_graph_task_id() != task_ && (unit.is_root || unit.forwards > 1)) {
+    reducer_.hold_until_end(flat);
+  }
+}
+
+void Backward::after_gradient(FlatParameter& flat) { maybe_reshard(units_.of(flat)); }
+
+void Backward::maybe_reshard(Unit& unit) {
+  if (unit.is_root || !unit.is_in_backward || unit.waits_for_inputs || unit.stays_whole || units_.keeps_whole() ||
+      !accumulates_) {
+    return;
+  }
+  for (const FlatParameter* flat : unit.flats) {
+    if (flat->is_trainable() && !reducer_.is_complete(*flat)) {
+      return;
+    }
+  }
+  unit.is_in_backward = false;
+  units_.reshard(unit);
+}
+
+void Backward::finish() {
+  // No unit is needed any more, but by a graph that this backward has made.
+  units_.keep_whole(creates_graph_);
+  for (Unit& unit : units_.all()) {
+    unit.end_backward();
+    if (!creates_graph_) {
+      units_.reshard(unit);
+    }
+  }
+  if (!accumulates_) {
+    is_running_ = false;
+    return;  // no rank waits for this one
+  }
+  // Reduce what is left.
+  const bool is_compared = reducer_.synchronizes();
+  const bool is_same_order = reducer_.finish_backward(units_.order().fingerprint());
+  is_running_ = false;
+  accumulates_ = false;
+  if (!is_compared) {
+    return;  // inside no_sync: the order is kept until ranks next meet
+  }
+  check_order(is_same_order, units_.take_order());
+  // Parameters that forwards renormalized, then hooks of users, which may step.
+  if (units_.ledger().is_any_renormalized()) {  // before anything else is written to those parameters
+    masters_.settle("backward");
+  }
+  reducer_.run_hooks();
+}
+
+void Backward::check_order(bool is_same_order, const UnitOrder& order) const {
+  if (is_same_order) {
+    return;
+  }
+  std::string names = order.is_cut() ? "..." : "";
+  for (const int64_t unit : order.last()) {
+    names += (names.empty() ? "" : ", ") + (units_[unit].name.empty() ? std::string("(root)") : units_[unit].name);
+  }
+  C10_THROW_ERROR(DistBackendError,
+                  c10::str(communicator_.context("backward"),
+                           "ranks made units whole in different orders, so they mixed their "
+                           "parameters up; expected all ranks to take the same path through the model (only where they "
+                           "share a node on zeropg may paths differ). This rank: ",
+                           names));
+}
+
+}  // namespace zeropg

@@ -1,0 +1,89 @@
+#include "sharding/module/gradient_access.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <cmath>
+#include <vector>
+
+#include "sharding/module/clip.h"
+
+namespace zeropg {
+
+void GradientAccess::check_reduced(const char* operation, const char* before_what) {
+  backward_.recover();
+  TORCH_CHECK(!backward_.is_running(), communicator_.context(operation), "called inside a backward; call it after.");
+  reducer_.check_not_lost(communicator_.context(operation));
+  TORCH_CHECK(!reducer_.has_unreduced_gradients(), communicator_.context(operation),
+              "gradients were accumulated inside no_sync and have not been reduced; expected the last backward before ",
+              before_what, " to run outside of zeropg.no_sync(model).");
+}
+
+at::Tensor GradientAccess::of(int64_t flat) {
+  check_reduced("step", "a step");
+  return reducer_.gradient(*units_.flats()[flat]);
+}
+
+bool GradientAccess::has(int64_t flat, int64_t slot) const {
+  return reducer_.has_gradient(*units_.flats()[flat], slot);
+}
+
+void GradientAccess::zero() {
+  backward_.recover();
+  reducer_.zero();
+}
+
+void GradientAccess::scale(double factor) {
+  at::NoGradGuard no_grad;
+  backward_.recover();
+  reducer_.scale(factor);
+}
+
+void GradientAccess::show_full() {
+  check_reduced("full_gradients", "it");
+  reducer_.show_full();
+}
+
+void GradientAccess::hide_full() { reducer_.hide_full(); }
+
+double GradientAccess::clip_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
+  at::NoGradGuard no_grad;
+  std::vector<int64_t> trainable;
+  for (size_t i = 0; i < units_.flats().size(); ++i) {
+    if (units_.flats()[i]->is_trainable()) {
+      trainable.push_back(static_cast<int64_t>(i));
+    }
+  }
+  // One value per flat parameter and rank, of the slice that the rank owns in every stage.
+  const int64_t count = static_cast<int64_t>(trainable.size());
+  at::Tensor mine = at::zeros({count}, at::kDouble);
+  for (int64_t i = 0; i < count; ++i) {
+    const FlatParameter& flat = *units_.flats()[trainable[i]];
+    const at::Tensor averaged = of(trainable[i]);
+    if (averaged.defined()) {
+      const at::Tensor slice = averaged.narrow(0, flat.shard_start() - flat.master_start, flat.layout().shard_numel);
+      mine.mutable_data_ptr<double>()[i] = norm_contribution(slice, norm_type);
+    }
+  }
+  // Everybody's, and the norm of all.
+  at::Tensor everybodys = mine;
+  if (communicator_.world_size() > 1 && count > 0) {
+    const c10::Device device = units_.flats().front()->device();
+    everybodys = at::empty({communicator_.world_size() * count}, mine.options().device(device));
+    communicator_.wait(communicator_.all_gather(everybodys, mine.to(device)));
+    everybodys = everybodys.cpu();
+  }
+  const double* values = everybodys.const_data_ptr<double>();
+  const double norm = combine_norms(std::vector<double>(values, values + everybodys.numel()), norm_type);
+  TORCH_CHECK(!error_if_nonfinite || std::isfinite(norm), communicator_.context("clip_grad_norm_"),
+              "the total norm of order ", norm_type, " is ", norm,
+              "; expected a finite number. To scale by it anyway pass error_if_nonfinite=False.");
+  const double coefficient = max_norm / (norm + 1e-6);
+  if (!(coefficient >= 1.0)) {
+    reducer_.scale(coefficient);
+  }
+  return norm;
+}
+
+}  // namespace zeropg

@@ -1,0 +1,189 @@
+#include "sharding/module/masters.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "sharding/parameters/master.h"
+
+namespace zeropg {
+
+std::exception_ptr failure_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+void Masters::reserve() {
+  const std::exception_ptr failure = failure_of([&] {
+    for (const auto& flat : units_.flats()) {
+      reserve_master(*flat, options_);
+    }
+  });
+  fail_together(failure, "fully_shard", "reserve room for", ENOSPC);
+}
+
+void Masters::fail_together(const std::exception_ptr& failure, const char* operation, const char* could_not, int code) {
+  if (options_.optimizer_offload != nullptr && communicator_.world_size() > 1 && !units_.flats().empty()) {
+    const at::Tensor mine = at::zeros({1}, at::kDouble).fill_(failure == nullptr ? 0.0 : 1.0);
+    const c10::Device device = units_.flats().front()->device();
+    const at::Tensor all = at::empty({communicator_.world_size()}, mine.options().device(device));
+    communicator_.wait(communicator_.all_gather(all, mine.to(device)));
+    if (failure == nullptr && all.max().item<double>() > 0) {
+      throw TierError(c10::str(communicator_.context(operation), "rank ", all.argmax().item<int64_t>(), " could not ",
+                               could_not, " its masters; see its error."),
+                      code);
+    }
+  }
+  if (failure != nullptr) std::rethrow_exception(failure);
+}
+
+void Masters::settle(const char* operation) {
+  if (units_.is_full_for_reading()) {
+    return;  // nothing could be written, and what a forward inside wrote is settled after it
+  }
+  if (units_.full_depth() == 0) {
+    units_.reshard_all();
+  }
+  begin_update(operation);
+  if (options_.stage.shards_parameters) {  // where they are replicated, all ranks have the new values by now
+    end_update();
+  }
+}
+
+void Masters::refresh_own() {
+  if (!options_.stage.shards_parameters) {  // where other ranks read what this one would write, ranks must meet first
+    apply(units_.ledger().own_writes());
+  }
+}
+
+void Masters::begin_update(const char* operation) {
+  const bool is_same = units_.fetch().begin_update(units_.ledger().digest());
+  const std::exception_ptr failure = failure_of([&] {
+    const WriteLedger::Settlement settlement = units_.ledger().settle(is_same, operation);
+    if (!settlement.changes.empty()) {
+      fail_together(failure_of([&] { apply(settlement.changes); }), operation, "read and write", EIO);
+    }
+    if (settlement.may_have_written_shards) {
+      publish();
+    }
+    TORCH_CHECK(settlement.conflict.empty(), communicator_.context(operation), settlement.conflict);
+  });
+  if (failure != nullptr) {
+    if (options_.stage.shards_parameters) {
+      end_update();  // the other ranks are waiting in theirs
+    }
+    std::rethrow_exception(failure);
+  }
+}
+
+void Masters::publish() {
+  at::NoGradGuard no_grad;
+  for (const auto& flat : units_.flats()) {
+    const at::Tensor own = flat->read_master(flat->shard_start() - flat->master_start,
+                                             flat->shard_start() - flat->master_start + flat->layout().shard_numel);
+    if (flat->parameter_out.defined()) {
+      flat->parameter_out.narrow(0, flat->shard_start() - flat->master_start, own.numel()).copy_(own);
+    }
+    if (options_.stage.shards_parameters || communicator_.world_size() == 1) {
+      continue;
+    }
+    const at::Tensor part = flat->whole().narrow(0, flat->shard_start(), flat->layout().shard_numel);
+    communicator_.wait(communicator_.all_gather(flat->whole(), part));
+    if (!flat->is_own_master() && flat->master_numel == flat->layout().total_numel) {
+      const at::Tensor whole = gather_slices(own.to(flat->device()));
+      flat->write_master(0, whole);
+    }
+  }
+}
+
+// Inside an update.
+void Masters::apply(const std::vector<WriteLedger::Change>& changes) {
+  at::NoGradGuard no_grad;
+  for (const WriteLedger::Change& change : changes) {
+    FlatParameter& flat = *change.flat;
+    const ParameterSlot& slot = flat.slots()[change.slot];
+    // This rank's part of the parameter: elements [start, stop) of the masters.
+    const int64_t start = std::clamp<int64_t>(slot.offset - flat.master_start, 0, flat.master_numel);
+    const int64_t stop = std::clamp<int64_t>(slot.offset + slot.numel - flat.master_start, 0, flat.master_numel);
+    if (start == stop) {
+      continue;
+    }
+    if (flat.is_attached()) {
+      write_back(flat, start, flat.whole().narrow(0, flat.master_start + start, stop - start));
+      continue;
+    }
+    const at::Tensor places = change.positions + (slot.offset - flat.master_start);
+    const at::Tensor is_mine = places.ge(start).logical_and(places.lt(stop));
+    const at::Tensor& home = flat.is_own_master() ? flat.master : flat.parameter_out;
+    const at::Tensor written = home.narrow(0, start, stop - start).clone();
+    written.index_copy_(0, places.masked_select(is_mine) - start, change.values.masked_select(is_mine));
+    write_back(flat, start, written);
+  }
+}
+
+// Sets this rank's masters from element `start` on to what the parameter has there.
+void Masters::write_back(FlatParameter& flat, int64_t start, const at::Tensor& written) {
+  if (flat.is_own_master()) {
+    if (!written.is_alias_of(flat.master)) {
+      flat.master.narrow(0, start, written.numel()).copy_(written);
+    }
+    return;
+  }
+  // A master is more precise than what the user saw, so it changes only where the user changed something.
+  for_each_master_piece(flat, start, start + written.numel(), [&](int64_t first, const at::Tensor& piece) {
+    const at::Tensor after = written.narrow(0, first - start, piece.numel()).to(piece.device());
+    const at::Tensor before = piece.to(flat.dtype());
+    const at::Tensor is_changed = before.ne(after).logical_and(before.eq(before).logical_or(after.eq(after)));
+    flat.write_master(first, at::where(is_changed, after.to(flat.master_dtype()), piece));
+  });
+  if (!written.is_alias_of(flat.parameter_out)) {
+    flat.parameter_out.narrow(0, start, written.numel()).copy_(written);
+  }
+}
+
+void Masters::load(int64_t index, int64_t slot_index, const at::Tensor& value, int64_t first) {
+  at::NoGradGuard no_grad;
+  FlatParameter& flat = *units_.flats()[index];
+  const at::Tensor values = value.detach().reshape({-1});
+  const ParameterSlot& slot = flat.slots().at(slot_index);
+  TORCH_CHECK_VALUE(first >= 0 && values.numel() <= slot.numel - first, communicator_.context("load"), "elements [",
+                    first, ", ", first + values.numel(), ") of '", slot.names.front(), "', which has ", slot.numel);
+  for (const SlotRange& range : flat.slots_in(flat.master_start, flat.master_start + flat.master_numel)) {
+    const int64_t from = std::max(range.start, first);
+    const int64_t to = std::min(range.stop, first + values.numel());
+    if (range.slot == slot_index && from < to) {
+      const int64_t start = range.flat_start + (from - range.start) - flat.master_start;
+      const at::Tensor part = values.narrow(0, from - first, to - from).to(flat.master_dtype());
+      flat.write_master(start, part);
+      if (flat.parameter_out.defined()) {
+        flat.parameter_out.narrow(0, start, part.numel()).copy_(part);
+      }
+    }
+  }
+}
+
+at::Tensor Masters::gather(int64_t index) {
+  at::NoGradGuard no_grad;
+  FlatParameter& flat = *units_.flats()[index];
+  at::Tensor mine;
+  const std::exception_ptr failure = failure_of([&] { mine = flat.read_master(0, flat.master_numel); });
+  fail_together(failure, "full_state_dict", "read", EIO);
+  return flat.master_numel == flat.layout().total_numel ? mine : gather_slices(mine.to(flat.device()));
+}
+
+// [world_size * n] of everybody's [n].
+at::Tensor Masters::gather_slices(const at::Tensor& mine) {
+  at::Tensor whole = at::empty({communicator_.world_size() * mine.numel()}, mine.options());
+  communicator_.wait(communicator_.all_gather(whole, mine));
+  return whole;
+}
+
+}  // namespace zeropg

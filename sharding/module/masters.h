@@ -1,0 +1,56 @@
+// This rank's masters: how they take what programs write to parameters, load and sum, and how others get to see them.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <vector>
+
+#include "sharding/comm/communicate.h"
+#include "sharding/module/units.h"
+#include "sharding/parameters/options.h"
+
+namespace zeropg {
+
+// What `action` throws, or null.
+std::exception_ptr failure_of(const std::function<void()>& action);
+
+class Masters {
+ public:
+  Masters(Communicator& communicator, const ShardingOptions& options, Units& units)
+      : communicator_(communicator), options_(options), units_(units) {}
+
+  // Makes room for them, also in the tier. Collective with offload.
+  void reserve();
+
+  // Gives the masters what the program has written to parameters since the last call that did; every step, load and
+  // unshard_all does. Collective. Throws, on every rank, where ranks wrote different values; `operation` begins the
+  // text. Outside of a backward.
+  void settle(const char* operation);
+  // Gives this rank's masters what it has written to parameters that are whole; it is settled later. Not collective.
+  void refresh_own();
+
+  // Bracket a change of masters, which begins with what the program has written. Collective. Where begin_update throws,
+  // the change has ended.
+  void begin_update(const char* operation);
+  void end_update() { units_.fetch().end_update(units_.flat_pointers()); }
+  // Makes what every rank has written to the masters of its own slice known to all. Inside an update. Collective.
+  void publish();
+  // Sets what this rank updates of elements [first, first + value.numel()) of the flattened parameter, at the master's
+  // precision. Inside an update.
+  void load(int64_t flat, int64_t slot, const at::Tensor& value, int64_t first = 0);
+  at::Tensor gather(int64_t flat);  // [total_numel], master dtype; collective
+
+ private:
+  // Throws `failure`, or that of another rank: what a disk refuses to one must be an error on all of them, before they
+  // wait for each other. Collective with offload.
+  void fail_together(const std::exception_ptr& failure, const char* operation, const char* could_not, int code);
+  void apply(const std::vector<WriteLedger::Change>& changes);
+  void write_back(FlatParameter& flat, int64_t start, const at::Tensor& written);
+  at::Tensor gather_slices(const at::Tensor& mine);
+
+  Communicator& communicator_;
+  const ShardingOptions& options_;
+  Units& units_;
+};
+
+}  // namespace zeropg

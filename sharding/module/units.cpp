@@ -1,0 +1,146 @@
+#include "sharding/module/units.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <iterator>
+#include <tuple>
+
+#include "sharding/fetch/registry.h"
+
+namespace zeropg {
+namespace {
+
+// The parameters of a unit by (dtype, trainable or frozen), each group in the given order.
+std::vector<std::vector<FlatParameter::Source>> group_sources(const std::vector<FlatParameter::Source>& sources) {
+  std::vector<std::vector<FlatParameter::Source>> groups;
+  std::map<std::tuple<c10::ScalarType, bool, std::string>, size_t> index;
+  for (const auto& source : sources) {
+    const auto key = std::make_tuple(source.parameter.scalar_type(), source.parameter.requires_grad(),
+                                     source.parameter.device().str());
+    const auto [entry, is_new] = index.try_emplace(key, groups.size());
+    if (is_new) {
+      groups.emplace_back();
+    }
+    groups[entry->second].push_back(source);
+  }
+  return groups;
+}
+
+}  // namespace
+
+Units::Units(Communicator& communicator, const ShardingOptions& options, const std::vector<UnitSource>& sources)
+    : communicator_(communicator), options_(options) {
+  for (const UnitSource& source : sources) {
+    Unit unit;
+    unit.name = source.name;
+    unit.is_root = &source == &sources.back();
+    for (const auto& group : group_sources(source.parameters)) {
+      flats_.push_back(std::make_unique<FlatParameter>(source.name, group, options_, communicator.rank(),
+                                                       communicator.world_size()));
+      FlatParameter* flat = flats_.back().get();
+      unit.flats.push_back(flat);
+      unit_of_[flat] = static_cast<int64_t>(units_.size());
+    }
+    units_.push_back(std::move(unit));
+  }
+}
+
+void Units::adopt(std::function<WriteLedger::Answer()> answer) {
+  const std::vector<FlatParameter*> all = flat_pointers();
+  if (communicator_.world_size() > 1) {
+    for (FlatParameter* flat : all) {
+      communicator_.wait(communicator_.broadcast(flat->initial_values(), /*root=*/0));
+    }
+  }
+  fetch_ = make_fetch(communicator_, options_, all);
+  ledger_ = std::make_unique<WriteLedger>(communicator_, all, std::move(answer));
+  fetch_->adopt(all);
+}
+
+std::vector<FlatParameter*> Units::flat_pointers() const {
+  std::vector<FlatParameter*> all;
+  for (const auto& flat : flats_) {
+    all.push_back(flat.get());
+  }
+  return all;
+}
+
+// Backward runs the units from last to first; the root, which holds the embedding, is done at the very end.
+std::vector<FlatParameter*> Units::backward_order() const {
+  std::vector<FlatParameter*> order;
+  const auto append = [&](const Unit& unit) {
+    std::copy_if(unit.flats.begin(), unit.flats.end(), std::back_inserter(order),
+                 [](const FlatParameter* flat) { return c10::isFloatingType(flat->dtype()); });
+  };
+  std::for_each(units_.rbegin() + 1, units_.rend(), append);
+  append(units_.back());
+  return order;
+}
+
+void Units::unshard(Unit& unit, bool writable) {
+  if (unit.is_whole) {
+    return;
+  }
+  TORCH_CHECK(!is_updating_, communicator_.context("forward"),
+              "called while masters are written (zeropg.writable_shards); call it after the `with`.");
+  at::NoGradGuard no_grad;
+  if (fetch_->is_collective() && full_depth_ == 0) {
+    order_.add(&unit - units_.data());
+  }
+  try {
+    for (FlatParameter* flat : unit.flats) {
+      fetch_->unshard(*flat, writable);
+      ledger_->show_own_writes(*flat);
+    }
+  } catch (...) {
+    reshard(unit);
+    throw;
+  }
+  unit.is_whole = true;
+}
+
+void Units::reshard(Unit& unit) {
+  if (full_depth_ > 0 || !options_.stage.shards_parameters) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  for (FlatParameter* flat : unit.flats) {
+    if (flat->is_attached()) {
+      ledger_->keep_own_writes(*flat);
+      fetch_->reshard(*flat);
+    }
+  }
+  unit.is_whole = false;
+}
+
+void Units::reshard_all() {
+  keeps_whole_ = false;
+  for (Unit& unit : units_) {
+    reshard(unit);
+  }
+}
+
+void Units::begin_full(bool writable) {
+  if (full_depth_ == 0) {
+    reshard_all();
+    try {
+      for (Unit& unit : units_) {
+        unshard(unit, writable);
+      }
+    } catch (...) {
+      reshard_all();
+      throw;
+    }
+    is_full_writable_ = writable;
+  }
+  ++full_depth_;
+}
+
+void Units::end_full() {
+  if (--full_depth_ == 0) {
+    reshard_all();
+  }
+}
+
+}  // namespace zeropg

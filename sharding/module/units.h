@@ -1,0 +1,85 @@
+// All units of a model, and which of them are whole.
+//
+// The fetch that makes them whole and the ledger of what programs write belong here: a unit shows this rank's own
+// writes as long as it is whole.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "sharding/comm/communicate.h"
+#include "sharding/fetch/fetch.h"
+#include "sharding/module/unit.h"
+#include "sharding/module/unit_order.h"
+#include "sharding/parameters/flat_parameter.h"
+#include "sharding/parameters/options.h"
+#include "sharding/parameters/write_ledger.h"
+
+namespace zeropg {
+
+// The parameters of one unit, ungrouped, in named_parameters() order.
+struct UnitSource {
+  std::string name;
+  std::vector<FlatParameter::Source> parameters;
+};
+
+class Units {
+ public:
+  // Takes over all parameters; they are left sharded. The last unit is the root.
+  Units(Communicator& communicator, const ShardingOptions& options, const std::vector<UnitSource>& sources);
+  // Gives them rank 0's values and a home. Collective; called once. `answer`: to the ledger.
+  void adopt(std::function<WriteLedger::Answer()> answer);
+
+  Unit& operator[](int64_t index) { return units_[index]; }
+  Unit& of(const FlatParameter& flat) { return units_[unit_of_.at(&flat)]; }
+  std::vector<Unit>& all() { return units_; }
+  const std::vector<std::unique_ptr<FlatParameter>>& flats() const { return flats_; }
+  std::vector<FlatParameter*> flat_pointers() const;
+  // What can be trained, in the order in which a backward finishes it.
+  std::vector<FlatParameter*> backward_order() const;
+  Fetch& fetch() const { return *fetch_; }
+  WriteLedger& ledger() const { return *ledger_; }
+
+  // Collective where the fetch is. `writable`: in memory of this rank alone.
+  void unshard(Unit& unit, bool writable = false);
+  void reshard(Unit& unit);  // not inside begin_full/end_full
+  void reshard_all();
+  // Every unit is whole in between. Nest; `writable` counts for the outermost. All is as before where it throws.
+  void begin_full(bool writable);
+  void end_full();
+  int full_depth() const { return full_depth_; }
+  bool is_full_for_writing() const { return full_depth_ > 0 && is_full_writable_; }
+  bool is_full_for_reading() const { return full_depth_ > 0 && !is_full_writable_; }
+
+  // Units stay whole after their forward and backward, until reshard_all.
+  void keep_whole(bool keeps_whole) { keeps_whole_ = keeps_whole; }
+  bool keeps_whole() const { return keeps_whole_; }
+  // While masters are updated nothing may be made whole.
+  void set_updating(bool is_updating) { is_updating_ = is_updating; }
+  bool is_updating() const { return is_updating_; }
+
+  // In which units were made whole since take_order(), which begins a new one; empty where unsharding is not
+  // collective.
+  const UnitOrder& order() const { return order_; }
+  UnitOrder take_order() { return std::exchange(order_, UnitOrder()); }
+
+ private:
+  Communicator& communicator_;
+  const ShardingOptions& options_;
+  std::vector<std::unique_ptr<FlatParameter>> flats_;
+  std::vector<Unit> units_;
+  std::map<const FlatParameter*, int64_t> unit_of_;
+  std::unique_ptr<Fetch> fetch_;
+  std::unique_ptr<WriteLedger> ledger_;
+  UnitOrder order_;
+  int full_depth_ = 0;
+  bool is_full_writable_ = false;
+  bool keeps_whole_ = false;
+  bool is_updating_ = false;
+};
+
+}  // namespace zeropg
