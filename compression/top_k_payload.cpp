@@ -167,17 +167,21 @@ bool TopKPayload::add_entries(std::span<const std::byte> encoded, std::span<floa
   const int64_t first_place = kHeaderBytes + value_bytes(entries);
   if (entries > values.size() || static_cast<int64_t>(encoded.size()) < first_place) return false;
   GammaReader reader(encoded.subspan(static_cast<size_t>(first_place)));
+  std::array<uint32_t, kChunk> places;
   std::array<float, kChunk> decoded;
   uint64_t next = 0;  // place after the last one
   for (int64_t first = 0; first < entries; first += kChunk) {
     const auto length = static_cast<size_t>(std::min(kChunk, entries - first));
-    decode_values(&encoded[kHeaderBytes], first, {decoded.data(), length});
+    // Two loops: most places are cache misses, and a short loop has many of them on the way at once.
     for (size_t i = 0; i < length; ++i) {
       const uint32_t step = reader.read(order);
       next += step;
       if (step == 0 || next > values.size()) return false;
-      values[next - 1] += decoded[i];
+      places[i] = static_cast<uint32_t>(next - 1);
+      __builtin_prefetch(&values[next - 1], 1);
     }
+    decode_values(&encoded[kHeaderBytes], first, {decoded.data(), length});
+    for (size_t i = 0; i < length; ++i) values[places[i]] += decoded[i];
   }
   return reader.is_at_end();
 }
