@@ -16,6 +16,8 @@ class BlockQuant final : public Compressor {
 
     bits: 8, which training does not notice, or 4, which it hardly does.
     block: elements per scale, a multiple of 32 up to 4096.
+    entropy: pack the codes with Huffman's code where that is shorter: a quarter fewer bytes with 4 bits, at about
+      1 GB/s per core.
 
     Raises ValueError for other values.)";
 

@@ -3,8 +3,11 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "compression/bf16.h"
 #include "compression/block_quant.h"
+#include "compression/entropy.h"
 #include "compression/fp16.h"
+#include "compression/low_bit.h"
 #include "compression/random_k.h"
 #include "compression/top_k.h"
 
@@ -68,7 +71,30 @@ constexpr Entry kCompressors[] = {
     {"block_quant", BlockQuant::kHelp,
      [](Reader& reader) -> std::shared_ptr<const Compressor> {
        const int64_t bits = reader.integer("bits", 8);
-       return std::make_shared<BlockQuant>(bits, reader.integer("block", 256));
+       auto codec = std::make_shared<BlockQuant>(bits, reader.integer("block", 256));
+       return with_entropy(std::move(codec), reader.flag("entropy", false));
+     }},
+    {"one_bit", LowBit::kOneBitHelp,
+     [](Reader& reader) -> std::shared_ptr<const Compressor> {
+       const int64_t block = reader.integer("block", 1024);
+       const LowBitCode code = reader.flag("rotate", false) ? LowBitCode::kRotatedSign : LowBitCode::kSign;
+       if (reader.flag("entropy", false)) {
+         throw std::invalid_argument(
+             "one_bit: entropy is True, but signs have nothing to save: 1.00 to 1.02 times "
+             "fewer bytes were measured; leave it out, or use two_bit or block_quant");
+       }
+       return std::make_shared<LowBit>(code, block);
+     }},
+    {"two_bit", LowBit::kTwoBitHelp,
+     [](Reader& reader) -> std::shared_ptr<const Compressor> {
+       const int64_t block = reader.integer("block", 1024);
+       const LowBitCode code = reader.flag("rotate", false) ? LowBitCode::kRotatedFourLevel : LowBitCode::kTernary;
+       return with_entropy(std::make_shared<LowBit>(code, block), reader.flag("entropy", false));
+     }},
+    {"bf16", Bf16::kHelp,
+     [](Reader& reader) -> std::shared_ptr<const Compressor> {
+       const bool has_entropy = reader.flag("entropy", false);
+       return with_entropy(std::make_shared<Bf16>(has_entropy), has_entropy);
      }},
     {"fp16", Fp16::kHelp, [](Reader&) -> std::shared_ptr<const Compressor> { return std::make_shared<Fp16>(); }},
     {"random_k", RandomK::kHelp,

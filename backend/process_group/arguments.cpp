@@ -152,6 +152,30 @@ at::Tensor Call::output(const at::Tensor& tensor) {
   return contiguous;
 }
 
+at::Tensor Call::widened_input(const at::Tensor& tensor) {
+  return input(tensor.scalar_type() == at::ScalarType::Float ? tensor : tensor.detach().to(at::ScalarType::Float));
+}
+
+at::Tensor Call::widened_output(const at::Tensor& tensor) {
+  if (tensor.scalar_type() == at::ScalarType::Float) {
+    return output(tensor);
+  }
+  tensors_.outputs.push_back(tensor);
+  at::Tensor wide = at::empty(
+      tensor.sizes(), tensor.options().dtype(at::ScalarType::Float).memory_format(c10::MemoryFormat::Contiguous));
+  tensors_.copies_back.emplace_back(tensor, wide);
+  return wide;
+}
+
+at::Tensor Call::widened_in_place(const at::Tensor& tensor) {
+  if (tensor.scalar_type() == at::ScalarType::Float) {
+    return in_place(tensor);
+  }
+  at::Tensor wide = widened_output(tensor);
+  wide.copy_(tensor.detach());
+  return wide;
+}
+
 at::Tensor Call::in_place(const at::Tensor& tensor) {
   at::Tensor contiguous = output(tensor);
   if (!contiguous.is_same(tensor)) {

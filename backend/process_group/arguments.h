@@ -70,6 +70,10 @@ class Call {
   at::Tensor input(const at::Tensor& tensor);
   at::Tensor output(const at::Tensor& tensor);
   at::Tensor in_place(const at::Tensor& tensor);
+  // Likewise in fp32, where a tensor has 16 bits: what goes back into it is rounded then.
+  at::Tensor widened_input(const at::Tensor& tensor);
+  at::Tensor widened_output(const at::Tensor& tensor);
+  at::Tensor widened_in_place(const at::Tensor& tensor);
   std::vector<at::Tensor> inputs(const std::vector<at::Tensor>& tensors);
   std::vector<at::Tensor> outputs(const std::vector<at::Tensor>& tensors);
 

@@ -1,4 +1,4 @@
-// Reductions whose bytes travel encoded: what c10d has no call for.
+// Collectives whose bytes travel encoded: what c10d has no call for.
 #include <limits>
 
 #include "backend/process_group/process_group.h"
@@ -8,10 +8,19 @@ namespace zeropg {
 
 namespace {
 
+bool is_encodable(const at::Tensor& tensor) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  return dtype == at::ScalarType::Float || dtype == at::ScalarType::Half || dtype == at::ScalarType::BFloat16;
+}
+
+void check_encodable(const Call& call, const at::Tensor& tensor) {
+  call.check_type(is_encodable(tensor), "the tensor is ", tensor.scalar_type(),
+                  ", expected float32, float16 or bfloat16, which are what codecs encode; use the uncompressed "
+                  "operation.");
+}
+
 CollectiveArgs compressed_request(const Call& call, OpKind op, const at::Tensor& input, const at::Tensor& output,
                                   const c10d::ReduceOp& reduce_op, Compression compression) {
-  call.check_type(output.scalar_type() == at::ScalarType::Float, "the gradients are ", output.scalar_type(),
-                  ", expected float32, which is what codecs encode; cast them, or leave reduce_dtype as it is.");
   const ScaledReduceOp reduction = call.reduction(reduce_op, output.scalar_type());
   call.check_value(reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAverage, "got ",
                    reduce_op_name(reduction.op), ", expected sum or avg: other operations do not survive rounding.");
@@ -48,7 +57,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_all_reduce(const at:
                                                                        Compression compression,
                                                                        const c10d::ReduceOp& op, bool is_asynchronous) {
   Call call = make_call("zeropg:compressed_all_reduce");
-  const at::Tensor data = call.in_place(call.only({tensor}, "input"));
+  check_encodable(call, call.only({tensor}, "input"));
+  const at::Tensor data = call.widened_in_place(tensor);
   call.add(compressed_request(call, OpKind::kAllReduce, data, data, op, std::move(compression)));
   return submit(std::move(call), c10d::OpType::ALLREDUCE, c10d::kUnsetTimeout, is_asynchronous);
 }
@@ -59,12 +69,32 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_reduce_scatter(const
                                                                            const c10d::ReduceOp& op,
                                                                            bool is_asynchronous) {
   Call call = make_call("zeropg:compressed_reduce_scatter");
-  call.only({input}, "input");
+  check_encodable(call, call.only({input}, "input"));
   call.check_same_dtype(input, output);
   call.check_blocks(input, output, "input");
-  call.add(compressed_request(call, OpKind::kReduceScatter, call.input(input), call.output(output), op,
+  call.add(compressed_request(call, OpKind::kReduceScatter, call.widened_input(input), call.widened_output(output), op,
                               std::move(compression)));
   return submit(std::move(call), c10d::OpType::_REDUCE_SCATTER_BASE, c10d::kUnsetTimeout, is_asynchronous);
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_all_gather(const at::Tensor& output,
+                                                                       const at::Tensor& input,
+                                                                       std::shared_ptr<const Compressor> codec,
+                                                                       bool is_asynchronous) {
+  Call call = make_call("zeropg:compressed_all_gather");
+  check_encodable(call, call.only({input}, "input"));
+  call.check_same_dtype(input, output);
+  call.check_blocks(output, input, "output");
+  call.check_value(codec != nullptr, "got no codec; use the uncompressed operation.");
+  CollectiveArgs request;
+  request.op = OpKind::kAllGather;
+  request.inputs = {call.widened_input(input)};
+  request.outputs = {call.widened_output(output)};
+  request.dtype = at::ScalarType::Float;
+  request.bytes = input.numel() * static_cast<int64_t>(sizeof(float));
+  request.compression.codec = std::move(codec);
+  call.add(std::move(request));
+  return submit(std::move(call), c10d::OpType::_ALLGATHER_BASE, c10d::kUnsetTimeout, is_asynchronous);
 }
 
 }  // namespace zeropg

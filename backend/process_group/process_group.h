@@ -58,15 +58,18 @@ class ProcessGroupZero : public c10d::Backend {
   // Collective: memory that all ranks map, nullptr when they span nodes. DistBackendError when the sizes differ.
   std::shared_ptr<SharedSegment> allocate_shared(int64_t bytes_per_rank);
   // Collective. Reductions whose bytes travel encoded by `compression.codec`, which must be the same on every rank, as
-  // must its ranges; its residuals are this rank's own. fp32 on the CPU, sum or average. All ranks get the same bits.
-  // TypeError for other dtypes and devices, ValueError for other operations and for ranges that are not the input's.
-  // `tensor`: [n], in place.
+  // must its ranges; its residuals are this rank's own. fp32, fp16 or bf16 on the CPU, sum or average; 16-bit tensors
+  // are summed in fp32 and rounded once. All ranks get the same bits. TypeError for other dtypes and devices,
+  // ValueError for other operations and for ranges that are not the input's. `tensor`: [n], in place.
   c10::intrusive_ptr<c10d::Work> compressed_all_reduce(const at::Tensor& tensor, Compression compression,
                                                        const c10d::ReduceOp& op, bool is_asynchronous);
   // `output` [n] <- this rank's block of the reduced `input` [world_size * n].
   c10::intrusive_ptr<c10d::Work> compressed_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                                            Compression compression, const c10d::ReduceOp& op,
                                                            bool is_asynchronous);
+  // `output` [world_size * n] <- what every rank's `input` [n] decodes to, this rank's too.
+  c10::intrusive_ptr<c10d::Work> compressed_all_gather(const at::Tensor& output, const at::Tensor& input,
+                                                       std::shared_ptr<const Compressor> codec, bool is_asynchronous);
   // Keeps the last operations from now on; for a torch that does not record them itself. Before the first operation.
   void start_recording();
   std::vector<RecordedOperation> recorded_operations() const;  // empty unless recording

@@ -152,6 +152,12 @@ void bind_compression(py::module_& m) {
       },
       py::arg("backend"), py::arg("output"), py::arg("input"), py::arg("codec"), py::arg("residuals"),
       py::arg("ranges"), py::arg("op"), py::arg("async_op"), ReleaseGil());
+  m.def(
+      "compressed_all_gather",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& output, const at::Tensor& input,
+         const BoundCodec& codec,
+         bool async_op) { return zeropg_of(backend).compressed_all_gather(output, input, codec.codec, async_op); },
+      py::arg("backend"), py::arg("output"), py::arg("input"), py::arg("codec"), py::arg("async_op"), ReleaseGil());
 }
 
 }  // namespace zeropg

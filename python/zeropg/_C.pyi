@@ -239,7 +239,7 @@ class TieredFlat:
         runs: Sequence[StepRun],
     ) -> None: ...
 
-def compressors() -> list[tuple[str, str, list[tuple[str, int]]]]:
+def compressors() -> list[tuple[str, str, list[tuple[str, bool | int | float]]]]:
     """[(name, help, [(parameter, default)])]: what is registered."""
 
 class Compressor:
@@ -383,6 +383,9 @@ def compressed_reduce_scatter(
     ranges: Sequence[tuple[str, int, int]],
     op: Any,
     async_op: bool,
+) -> Any: ...
+def compressed_all_gather(
+    backend: Backend, output: torch.Tensor, input: torch.Tensor, codec: Compressor, async_op: bool
 ) -> Any: ...
 def is_sharded(tensor: torch.Tensor) -> bool: ...
 def join_checksums(pieces: Sequence[tuple[int, int, int]], file_bytes: int, chunk_bytes: int) -> list[int]:

@@ -19,7 +19,7 @@ namespace zeropg {
 struct CompressorCase {
   std::string label;
   std::string name;
-  CompressorParameters parameters;
+  CompressorParameters parameters{};
   double largest_bytes_per_value = 4;  // for long ranges of gradients
   // The most that a value of a block may lose, by the largest magnitude in its block; null: no value has such a bound.
   double (*error_bound)(double value, double largest) = nullptr;
@@ -52,7 +52,7 @@ class CompressorSuite : public testing::TestWithParam<CompressorCase> {
                                           std::span(encoded).first(bytes));
     EXPECT_EQ(encoded.back(), kCanary) << "it wrote beyond capacity_bytes";
     EXPECT_LE(length, static_cast<int64_t>(bytes));
-    if (codec_->has_fixed_size()) EXPECT_EQ(length, static_cast<int64_t>(bytes));
+    EXPECT_TRUE(!codec_->has_fixed_size() || length == static_cast<int64_t>(bytes)) << length;
     encoded.resize(static_cast<size_t>(length));
     return encoded;
   }
@@ -125,7 +125,8 @@ TEST_P(CompressorSuite, SaysHowManyBytesItTakes) {
   const auto taken = static_cast<double>(encode(random_values(many, 12)).size());
   EXPECT_LE(taken, GetParam().largest_bytes_per_value * static_cast<double>(many));
   EXPECT_LE(codec().typical_bytes(many), codec().capacity_bytes(many));
-  EXPECT_NEAR(static_cast<double>(codec().typical_bytes(many)), taken, 0.35 * taken);
+  EXPECT_LE(static_cast<double>(codec().typical_bytes(many)), 2 * taken);
+  EXPECT_GE(static_cast<double>(codec().typical_bytes(many)), taken / 2);
   EXPECT_NE(codec().description().find(GetParam().name), std::string::npos);
 }
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.processes import run_program
 from zeropg import __main__ as program
-from zeropg.compression import named_codecs
+from zeropg.compression.codec import named_codecs
 from zeropg.tools import machine
 from zeropg.tools.bench import harness
 from zeropg.tools.bench.cases import CASES, DTYPES, REDUCTIONS, Shape, empty_on_heap, pattern, reduced

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeropg._native import _C
 from zeropg.backend import group_like, unwrapped_backend
-from zeropg.compression import Codec, backend_of, check_codec
+from zeropg.compression.codec import Codec, check_codec
+from zeropg.compression.state import backend_of
 from zeropg.sharding.load_state_dict import load_into
 from zeropg.sharding.offload import check_offload_params, human_bytes, offload_of, open_offload
 from zeropg.sharding.shared_memory import check_shared_memory

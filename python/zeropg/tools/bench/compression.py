@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zeropg._native import _C
-from zeropg.compression import BlockQuant, Codec, named_codecs
+from zeropg.compression.codec import BlockQuant, Codec, named_codecs
 from zeropg.tools import machine
 from zeropg.tools.bench import harness
 from zeropg.tools.bench.plot import plot_compression

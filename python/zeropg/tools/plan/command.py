@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zeropg.compression import Codec, named_codecs
+from zeropg.compression.codec import Codec, named_codecs
 from zeropg.tools import machine
 from zeropg.tools.plan.formulas import OPTIMIZER_SLOTS, Holding, Settings, memory, traffic, with_ranks
 from zeropg.tools.plan.shape import ModelShape, shape_of_config, shape_of_gpt

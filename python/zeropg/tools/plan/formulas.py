@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zeropg.compression import Codec
+from zeropg.compression.codec import Codec
 from zeropg.tools.plan.shape import Flat, ModelShape, Unit
 
 # Tensors per element that an optimizer keeps beside the master.

@@ -1,0 +1,54 @@
+"""A compressed all-reduce for users' own loops."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeropg._native import _C
+from zeropg.compression.codec import Codec, check_codec
+from zeropg.compression.state import State, backend_of
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    codec: Codec,
+    *,
+    state: State | None = None,
+    group: dist.ProcessGroup | None = None,
+    op: Any = dist.ReduceOp.SUM,
+    name: str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Sums `tensor` over the ranks in place, its bytes encoded by `codec`. Collective; all ranks get the same bits.
+
+    tensor: fp32, fp16 or bf16 on the CPU, any shape; 16-bit tensors are summed in fp32 and rounded once.
+    codec: the same on every rank, e.g. TopK(0.01).
+    state: `State(codec)` for error feedback: what this call loses is added to the next one of the same name. Without
+      one it is lost.
+    group: of zeropg; default: that of `state`, else the world.
+    op: SUM or AVG.
+    name: whose residuals these are. Default: the name of the parameter whose `.grad` the tensor is, where the state
+      knows the model; else "tensor of SHAPE", which serves one tensor of each shape.
+    async_op: return a Work at once instead of waiting. The tensor belongs to the operation until it is complete.
+
+    Returns `tensor`, or the Work. Raises TypeError for something that is no codec and for tensors that cannot be
+    encoded, ValueError for other operations, for groups of another backend, and for two tensors of one shape in turn
+    without names; DistBackendError on every rank where ranks make different calls.
+    """
+    compressor = check_codec(codec, "compression.all_reduce").make_compressor()
+    residuals, ranges = None, []
+    if state is None:
+        backend = backend_of(group, "compression.all_reduce")
+    else:
+        state.check_serves(codec, group)
+        backend = state.backend
+        ranges = [(state.name_of(tensor, name), 0, tensor.numel())]
+        residuals = state.residuals
+        if state.owes(ranges):  # of another world size: added to what this rank contributes
+            owed = tensor.contiguous().view(-1)
+            state.pay_arrears(owed, ranges)
+            if owed.data_ptr() != tensor.data_ptr():
+                tensor.copy_(owed.view_as(tensor))
+    work = _C.compressed_all_reduce(backend, tensor, compressor, residuals, ranges, op, async_op=async_op)
+    return work if async_op else tensor
