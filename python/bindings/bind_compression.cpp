@@ -13,7 +13,7 @@
 
 #include "backend/process_group/process_group.h"
 #include "compression/error_feedback.h"
-#include "compression/registry.h"
+#include "compression/registry/registry.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/bound_codec.h"
 #include "python/bindings/release_gil.h"

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "compression/registry.h"
+#include "compression/registry/registry.h"
 
 namespace zeropg {
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tests/fuzz/calls.h"
+#include "tests/fuzz/encodings.h"
 #include "tests/fuzz/frames.h"
 #include "tests/fuzz/records.h"
 
@@ -28,6 +29,7 @@ void replay(const char* target, void (*run)(std::span<const uint8_t>)) {
 }
 
 TEST(FuzzCorpus, Calls) { replay("calls", &fuzz::calls); }
+TEST(FuzzCorpus, Encodings) { replay("encodings", &fuzz::encodings); }
 TEST(FuzzCorpus, Frames) { replay("frames", &fuzz::frames); }
 TEST(FuzzCorpus, Records) { replay("records", &fuzz::records); }
 

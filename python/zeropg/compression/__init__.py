@@ -2,8 +2,8 @@
 
 A codec is an argument: `zeropg.fully_shard(model, compression=BlockQuant(4))`, `ddp.register_comm_hook(
 State(BlockQuant(4)), ddp_hook)`, `fsdp_module.set_custom_reduce_scatter(Fsdp2ReduceScatter(State(BlockQuant(4),
-model=model), fsdp_module))`, and `all_reduce(tensor, BlockQuant(4))` in loops of your own. Nothing else is ever compressed: no losses, metrics,
-broadcasts. fp32, fp16 and bf16 tensors on the CPU, on groups of zeropg.
+model=model), fsdp_module))`, and `all_reduce(tensor, BlockQuant(4))` in loops of your own. Nothing else is ever
+compressed: no losses, metrics, broadcasts. fp32, fp16 and bf16 tensors on the CPU, on groups of zeropg.
 
 With error feedback (the default) what an encoding loses is added to the next gradient of the same parameter. Each rank
 keeps up to 4 bytes per element for that; they belong into checkpoints (`zeropg.save_checkpoint`, `State.state_dict`). A

@@ -10,7 +10,7 @@
 #include <numeric>
 
 #include "backend/platform/process/descriptor.h"
-#include "compression/registry.h"
+#include "compression/registry/registry.h"
 #include "tests/backend/local_ranks.h"
 
 namespace zeropg {

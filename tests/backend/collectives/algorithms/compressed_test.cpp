@@ -13,7 +13,7 @@
 #include "backend/collectives/select/registry.h"
 #include "backend/simulator/schedule_simulator.h"
 #include "compression/error_feedback.h"
-#include "compression/registry.h"
+#include "compression/registry/registry.h"
 
 namespace zeropg {
 namespace {
