@@ -20,7 +20,7 @@ from tests.test_cpp import BUILD, ROOT
 ALLOWED: dict[str, set[str]] = {
     "compression": set(),
     "compression/quantized": {"compression"},
-    "compression/selective": {"compression"},
+    "compression/selective": {"compression", "compression/quantized"},
     "compression/registry": {"compression", "compression/quantized", "compression/selective"},
     "backend/platform/cpu": set(),
     "backend/diagnostics": set(),
@@ -112,6 +112,7 @@ ALLOWED: dict[str, set[str]] = {
     "cpp": {"backend/process_group", "sharding/comm", "sharding/parameters", "sharding/module"},
     "python/bindings": {
         "compression",
+        "compression/registry",
         "backend/platform/cpu",
         "backend/platform/process",
         "backend/diagnostics",
@@ -130,6 +131,9 @@ ALLOWED: dict[str, set[str]] = {
 # Schedules, codecs and what they stand on are plain C++.
 WITHOUT_TORCH = {
     "compression",
+    "compression/quantized",
+    "compression/selective",
+    "compression/registry",
     "backend/platform/cpu",
     "backend/topology",
     "backend/collectives/reduce",
