@@ -39,7 +39,7 @@ inline BootstrapOptions small_group() {
   options.mailbox_bytes = kMailboxBytes;
   options.pool_bytes = int64_t{4} << 20;
   options.window_bytes = int64_t{64} << 10;
-  options.network = NetworkKind::kTcp;
+  options.network = "tcp";
   return options;
 }
 

@@ -25,8 +25,8 @@ inline std::unique_ptr<Planner> make_planner(GroupContext& group, std::map<std::
                                                           .window_bytes = small_group().window_bytes,
                                                           .cma = false,
                                                           .algorithms = std::move(algorithms)});
-  if (!group.is_one_node()) planner->set_nodes(group.topology().nodes);
-  planner->set_pool(group.pool());
+  if (!group.topology().is_one_node()) planner->set_nodes(group.topology().nodes);
+  planner->set_pool(*group.pool());
   return planner;
 }
 

@@ -18,7 +18,10 @@ class ScheduleExecutorTest : public ::testing::Test {
  protected:
   void join(const std::vector<std::string>& hosts, const std::map<std::string, std::string>& algorithms = {}) {
     ranks_ = meet_on(hosts);
-    for (const auto& rank : ranks_) planners_.push_back(make_planner(*rank, algorithms));
+    for (const auto& rank : ranks_) {
+      planners_.push_back(make_planner(*rank, algorithms));
+      collectives_.push_back(std::make_unique<CollectiveContext>(*rank));
+    }
     executors_.resize(ranks_.size());
     plans_.resize(ranks_.size());
   }
@@ -28,7 +31,7 @@ class ScheduleExecutorTest : public ::testing::Test {
     label_.rank = rank;
     label_.world_size = world_size();
     labels_.push_back(label_);
-    executors_[rank] = std::make_unique<ScheduleExecutor>(*ranks_[rank], plans_[rank], labels_.back());
+    executors_[rank] = std::make_unique<ScheduleExecutor>(*collectives_[rank], plans_[rank], labels_.back());
   }
   void begin(int32_t rank, const CollectiveArgs& args) {
     calls_.push_back(args);
@@ -48,14 +51,15 @@ class ScheduleExecutorTest : public ::testing::Test {
     });
   }
   at::Tensor pooled(int32_t rank, int64_t numel, int value) {
-    const at::Tensor tensor = at::from_blob(ranks_[rank]->pool().allocate(4 * numel), {numel}, at::kFloat);
+    const at::Tensor tensor = at::from_blob(ranks_[rank]->pool()->allocate(4 * numel), {numel}, at::kFloat);
     fill(tensor, value);
     return tensor;
   }
-  uint64_t direct_calls(int32_t rank) const { return ranks_[rank]->statistics()["test"].direct_calls; }
+  uint64_t direct_calls(int32_t rank) const { return ranks_[rank]->statistics().by_name()["test"].direct_calls; }
 
   Contexts ranks_;
   std::vector<std::unique_ptr<Planner>> planners_;
+  std::vector<std::unique_ptr<CollectiveContext>> collectives_;
   std::vector<CollectiveArgs> calls_;  // owns the tensors
   std::vector<PlannedCollective> plans_;
   std::vector<std::unique_ptr<ScheduleExecutor>> executors_;
@@ -196,9 +200,10 @@ TEST_F(ScheduleExecutorTest, DifferentCallsAreTheSameErrorOnEveryRankAndTouchNoR
 
 TEST_F(ScheduleExecutorTest, DifferentCallsAndGarbageFromAnotherNodeAreErrors) {
   for (const bool is_garbage : {true, false}) {
-    ranks_.clear();
-    planners_.clear();
     executors_.clear();
+    collectives_.clear();
+    planners_.clear();
+    ranks_.clear();
     join({"one", "two"});
     const at::Tensor tensor = filled(10, 5);
     begin(0, all_reduce(tensor));

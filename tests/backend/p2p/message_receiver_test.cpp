@@ -22,12 +22,12 @@ std::vector<std::byte> bytes_of(const Value& value) {
   return {bytes.begin(), bytes.end()};
 }
 
-std::vector<std::byte> header(uint64_t bytes, int32_t tag, uint32_t magic = MessageHeader::kBytesFollow) {
-  return bytes_of(MessageHeader{bytes, tag, magic});
+std::vector<std::byte> header(uint64_t bytes, int32_t tag, uint16_t magic = MessageHeader::kBytesFollow) {
+  return bytes_of(MessageHeader{.bytes = bytes, .tag = tag, .magic = magic});
 }
 
 std::vector<std::byte> offer(uint64_t bytes, int32_t tag, const MemoryOffer& memory) {
-  return bytes_of(MessageStart{{bytes, tag, MessageHeader::kOfferFollows}, memory});
+  return bytes_of(MessageStart{{.bytes = bytes, .tag = tag, .magic = MessageHeader::kOfferFollows}, memory});
 }
 
 MemoryOffer own_memory(const void* address) { return {-1, own_cma_identity(), reinterpret_cast<uint64_t>(address)}; }
@@ -168,7 +168,7 @@ TEST_F(MessageReceiverTest, RefusesAnotherSizeThanTheReceivesWithoutTouchingItsM
 }
 
 TEST_F(MessageReceiverTest, RefusesAHeaderThatIsNone) {
-  for (const uint32_t magic : {uint32_t{0}, ~uint32_t{0}, MessageHeader::kBytesFollow + 1}) {
+  for (const uint16_t magic : {uint16_t{0}, uint16_t{0xFFFF}, uint16_t{MessageHeader::kBytesFollow + 1}}) {
     MessageReceiver receiver(*ranks_[0], 1, true);
     post(4, 3);
     put(header(4, 3, magic));
@@ -188,10 +188,10 @@ TEST_F(MessageReceiverTest, DoesNotBelieveALengthThatNobodyWants) {
 }
 
 TEST_F(MessageReceiverTest, ReadsAnOfferInThePoolAndSaysSo) {
-  std::byte* block = ranks_[1]->pool().allocate(700);
+  std::byte* block = ranks_[1]->pool()->allocate(700);
   const auto data = pattern(700);
   std::ranges::copy(data, block);
-  const int64_t offset = ranks_[1]->pool().offset_of(block, 700);
+  const int64_t offset = ranks_[1]->pool()->offset_of(block, 700);
   const Message& wanted = post(700, 3);
   send(offer(700, 3, {offset, {}, 0}));
   ASSERT_EQ(finished_.size(), 1U);
@@ -204,7 +204,7 @@ TEST_F(MessageReceiverTest, ReadsAnOfferInThePoolAndSaysSo) {
 }
 
 TEST_F(MessageReceiverTest, RefusesAnOfferThatIsNotAllInThePool) {
-  const int64_t part = ranks_[0]->pool().bytes_per_rank();
+  const int64_t part = ranks_[0]->pool()->bytes_per_rank();
   const std::pair<uint64_t, int64_t> lies[] = {
       {100, part - 99},        {100, part}, {100, std::numeric_limits<int64_t>::max()},
       {uint64_t(part) + 1, 0}, {kHuge, 64}, {~uint64_t{0}, 0},

@@ -122,16 +122,16 @@ TEST_F(MessageSenderTest, OffersALargeMessageAndKeepsItUntilItIsAnswered) {
 }
 
 TEST_F(MessageSenderTest, OffersWhatLiesInThePoolByItsPlaceThere) {
-  std::byte* block = ranks_[0]->pool().allocate(kLarge);
+  std::byte* block = ranks_[0]->pool()->allocate(kLarge);
   std::ranges::copy(pattern(kLarge), block);
   Message message = make_send(0, 1, 3, {}, host_);
   message.message.data = block;
   message.message.bytes = kLarge;
   sender_.push({message.message, 1, {}});
   const auto start = take_as<MessageStart>();
-  EXPECT_EQ(start.offer.pool_offset, ranks_[0]->pool().offset_of(block, kLarge));
+  EXPECT_EQ(start.offer.pool_offset, ranks_[0]->pool()->offset_of(block, kLarge));
   EXPECT_EQ(start.offer.address, 0U);
-  EXPECT_EQ(std::memcmp(ranks_[1]->pool().at(0, start.offer.pool_offset, kLarge), block, kLarge), 0);
+  EXPECT_EQ(std::memcmp(ranks_[1]->pool()->at(0, start.offer.pool_offset, kLarge), block, kLarge), 0);
 }
 
 TEST_F(MessageSenderTest, SendsWhatTheReceiverWantsSentAndOffersTheNext) {

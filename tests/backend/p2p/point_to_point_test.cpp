@@ -34,12 +34,12 @@ class PointToPointTest : public ::testing::Test {
   Message& send(int32_t from, int32_t to, int32_t tag, std::vector<std::byte> data,
                 milliseconds timeout = kLongTimeout) {
     messages_.push_back(make_send(from, to, tag, std::move(data), host_, timeout));
-    channels_[from]->send(messages_.back().message);
+    channels_[from]->post(messages_.back().message);
     return messages_.back();
   }
   Message& receive(int32_t to, int32_t from, int32_t tag, int64_t bytes, milliseconds timeout = kLongTimeout) {
     messages_.push_back(make_receive(to, from, tag, bytes, host_, timeout));
-    channels_[to]->receive(messages_.back().message);
+    channels_[to]->post(messages_.back().message);
     return messages_.back();
   }
   // Until nothing moves any more.
@@ -191,7 +191,7 @@ TEST_F(PointToPointTest, CountsMessagesAndForWhomTheyWaited) {
   std::this_thread::sleep_for(milliseconds(20));
   send(0, 1, 3, pattern(10));
   advance_all();
-  const OperationStatistics statistics = ranks_[1]->statistics().at("recv");
+  const OperationStatistics statistics = ranks_[1]->statistics().by_name().at("recv");
   EXPECT_EQ(statistics.calls, 1U);
   EXPECT_EQ(statistics.bytes, 10);
   EXPECT_GE(statistics.waiting_seconds.at(0), 0.02);
@@ -213,7 +213,7 @@ TEST(PointToPoint, NamesAPeerWhoseProcessDied) {
   PointToPoint channel(group, ProgressEngine::of_this_process(), true);
   const auto host = std::make_shared<IdleHost>();
   const Message message = make_receive(0, 1, 3, 1, host);
-  channel.receive(message.message);
+  channel.post(message.message);
   child.kill();
   poll([&] {
     channel.check_on_engine_thread();
@@ -226,12 +226,12 @@ TEST(PointToPoint, NamesAPeerWhoseProcessDied) {
 // Whose works belong to the caller alone.
 Message send(RunningRanks& ranks, int32_t from, int32_t to, int32_t tag, std::vector<std::byte> data) {
   Message message = make_send(from, to, tag, std::move(data), ranks[from]);
-  ranks[from]->messages().send(std::move(message.message));
+  ranks[from]->messages().post(std::move(message.message));
   return message;
 }
 Message receive(RunningRanks& ranks, int32_t to, int32_t from, int32_t tag, int64_t bytes) {
   Message message = make_receive(to, from, tag, bytes, ranks[to]);
-  ranks[to]->messages().receive(std::move(message.message));
+  ranks[to]->messages().post(std::move(message.message));
   return message;
 }
 
