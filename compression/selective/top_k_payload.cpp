@@ -6,6 +6,8 @@
 #include <cstring>
 #include <limits>
 
+#include "compression/quantized/bf16.h"
+#include "compression/quantized/block_quant.h"
 #include "compression/selective/elias_gamma.h"
 
 namespace zeropg {
@@ -17,12 +19,11 @@ enum Form : uint8_t { kNotFinite = 0, kEntries = 1, kAll = 2 };
 
 constexpr int64_t kHeaderBytes = 5;  // of kEntries: the first byte and the number of entries
 
-uint16_t narrow(float value) {
-  const auto bits = std::bit_cast<uint32_t>(value);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+std::unique_ptr<const Compressor> coder_of(int64_t value_bits, int64_t block) {
+  if (value_bits == 8) return std::make_unique<BlockQuant>(8, block);
+  if (value_bits == 16) return std::make_unique<Bf16>();
+  return nullptr;
 }
-
-float widen(uint16_t value) { return std::bit_cast<float>(static_cast<uint32_t>(value) << 16); }
 
 // How far places[i] is from the one before; the first is counted from -1.
 uint32_t step(std::span<const uint32_t> places, size_t i) { return i == 0 ? places[0] + 1 : places[i] - places[i - 1]; }
@@ -53,8 +54,10 @@ int64_t bytes_of_places(std::span<const uint32_t> places, int order) {
 
 }  // namespace
 
+TopKPayload::TopKPayload(int64_t value_bits) : coder_(coder_of(value_bits, kChunk)) {}
+
 int64_t TopKPayload::value_bytes(int64_t count) const {
-  return value_bits_ == 8 ? bytes_.capacity_bytes(count) : count * value_bits_ / 8;
+  return coder_ == nullptr ? static_cast<int64_t>(sizeof(float)) * count : coder_->capacity_bytes(count);
 }
 
 int64_t TopKPayload::typical_bytes(int64_t count, int64_t entries) const {
@@ -62,30 +65,21 @@ int64_t TopKPayload::typical_bytes(int64_t count, int64_t entries) const {
 }
 
 void TopKPayload::code(std::span<const float> values, std::byte* encoded) const {
-  if (value_bits_ == 32) {
-    std::memcpy(encoded, values.data(), values.size_bytes());
-  } else if (value_bits_ == 16) {
-    for (size_t i = 0; i < values.size(); ++i) {
-      const uint16_t narrowed = narrow(values[i]);
-      std::memcpy(encoded + 2 * i, &narrowed, 2);
-    }
+  const auto bytes = static_cast<size_t>(value_bytes(static_cast<int64_t>(values.size())));
+  if (coder_ == nullptr) {
+    std::memcpy(encoded, values.data(), bytes);
   } else {
-    bytes_.encode(values, {}, {encoded, static_cast<size_t>(value_bytes(static_cast<int64_t>(values.size())))});
+    coder_->encode(values, {}, {encoded, bytes});
   }
 }
 
 void TopKPayload::decode_values(const std::byte* encoded, int64_t first, std::span<float> values) const {
+  const auto bytes = static_cast<size_t>(value_bytes(static_cast<int64_t>(values.size())));
   encoded += value_bytes(first);
-  if (value_bits_ == 32) {
-    std::memcpy(values.data(), encoded, values.size_bytes());
-  } else if (value_bits_ == 16) {
-    for (size_t i = 0; i < values.size(); ++i) {
-      uint16_t narrowed;
-      std::memcpy(&narrowed, encoded + 2 * i, 2);
-      values[i] = widen(narrowed);
-    }
+  if (coder_ == nullptr) {
+    std::memcpy(values.data(), encoded, bytes);
   } else {
-    bytes_.decode({encoded, static_cast<size_t>(value_bytes(static_cast<int64_t>(values.size())))}, values);
+    coder_->decode({encoded, bytes}, values);
   }
 }
 

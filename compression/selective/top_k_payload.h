@@ -4,19 +4,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
-#include "compression/quantized/block_quant.h"
+#include "compression/compressor.h"
 
 namespace zeropg {
 
 class TopKPayload {
  public:
   // `value_bits`: 32 (fp32), 16 (bfloat16) or 8 (a signed byte, with a scale for each 256 values).
-  explicit TopKPayload(int64_t value_bits) : value_bits_(value_bits) {}
+  explicit TopKPayload(int64_t value_bits);
 
   // Values whose magnitude is at least this would not stay finite.
-  uint32_t limit() const { return value_bits_ == 32 ? 0x7f800000 : 0x7f7f0000; }
+  uint32_t limit() const { return coder_ == nullptr ? 0x7f800000 : 0x7f7f0000; }
 
   // The most that any choice of values out of `count` takes, which is all of them.
   int64_t capacity_bytes(int64_t count) const { return count == 0 ? 0 : 1 + value_bytes(count); }
@@ -47,8 +48,7 @@ class TopKPayload {
 
   static constexpr int64_t kChunk = 256;  // values that share a scale
 
-  int64_t value_bits_;
-  BlockQuant bytes_{8, kChunk};
+  std::unique_ptr<const Compressor> coder_;  // of values; null where they travel as they are
 };
 
 }  // namespace zeropg

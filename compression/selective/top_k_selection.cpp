@@ -16,7 +16,6 @@ constexpr int64_t kStretch = 1 << 18;
 // sent; of the other one enough for a floor.
 constexpr int64_t kMostSamples = 1 << 14;
 constexpr int64_t kMostSamplesOfFloor = 1 << 12;
-constexpr int64_t kLeastSampled = 1 << 14;  // a sample of fewer values costs more than it saves
 
 uint32_t magnitude_of(float value) { return std::bit_cast<uint32_t>(value) & 0x7fffffff; }
 
@@ -30,10 +29,10 @@ uint32_t nth_largest(std::span<uint32_t> magnitudes, int64_t rank) {
 // from `shift` on. `rank` becomes that among those which have the digit.
 template <int kBits>
 uint32_t digit_of_rank(std::span<const uint32_t> magnitudes, uint32_t prefix, int shift, int64_t& rank) {
-  std::vector<int64_t> counts(size_t{1} << kBits);
+  std::array<int64_t, size_t{1} << kBits> counts{};
   for (const uint32_t magnitude : magnitudes) {
-    if (static_cast<uint64_t>(magnitude) >> (shift + kBits) == prefix)
-      ++counts[magnitude >> shift & (counts.size() - 1)];
+    const uint32_t digit = magnitude >> shift & ((1U << kBits) - 1);
+    if (static_cast<uint64_t>(magnitude) >> (shift + kBits) == prefix) ++counts[digit];
   }
   size_t digit = counts.size() - 1;
   for (; counts[digit] < rank; --digit) rank -= counts[digit];
@@ -71,8 +70,8 @@ class Selector {
  private:
   // With the sums as they will be; in order over the ranges, at places that no row length of a matrix is a multiple of.
   void sample(int64_t most) {
-    if (numel_ < kLeastSampled) return;
     const int64_t number = std::min(most, numel_ / 8);
+    if (number < most / 16) return;  // of so few values a sample costs more than it saves, or says too little
     const int64_t stride = numel_ / number;
     samples_.reserve(static_cast<size_t>(number));
     size_t range = 0;
@@ -127,13 +126,13 @@ class Selector {
     }
   }
 
-  // By a histogram of the upper 16 bits, and in the bin that has it one of each of the lower bytes.
+  // Digit by digit, of 11, 10 and 10 bits, from the highest one.
   uint32_t exact_threshold() const {
     const std::span magnitudes(magnitudes_.data(), static_cast<size_t>(found_));
     int64_t rank = wanted_;
-    uint32_t prefix = digit_of_rank<15>(magnitudes, 0, 16, rank) << 16;
-    prefix |= digit_of_rank<8>(magnitudes, prefix >> 16, 8, rank) << 8;
-    return prefix | digit_of_rank<8>(magnitudes, prefix >> 8, 0, rank);
+    uint32_t threshold = digit_of_rank<11>(magnitudes, 0, 20, rank);
+    threshold = threshold << 10 | digit_of_rank<10>(magnitudes, threshold, 10, rank);
+    return threshold << 10 | digit_of_rank<10>(magnitudes, threshold, 0, rank);
   }
 
   Selection settle(uint32_t threshold) {
