@@ -16,8 +16,9 @@ from tests.processes import run_program
 from zeropg import __main__ as program
 from zeropg.compression.codec import named_codecs
 from zeropg.tools import machine
-from zeropg.tools.bench import harness
+from zeropg.tools.bench import collectives, groups, harness
 from zeropg.tools.bench.cases import CASES, DTYPES, REDUCTIONS, Shape, empty_on_heap, pattern, reduced
+from zeropg.tools.bench.results import Row, Spread, read_results, write_results
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 QUICK = ["--rounds", "2", "--iterations", "2", "-w", "1", "--even-if-busy"]
@@ -29,13 +30,24 @@ def run(*arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[st
 
 
 def test_collectives_check_time_and_file_every_operation(tmp_path):
-    file, plot = tmp_path / "out.json", tmp_path / "out.svg"
+    file, raw, plot = (tmp_path / name for name in ("out.json", "raw.json", "out.svg"))
     shape = ["-b", "8", "-e", "4K", "-f", "512", "-d", "float,bfloat16", "--op", "all", *QUICK]
-    done = run("bench", "collectives", *shape, "--output", str(file))
+    done = run("bench", "collectives", *shape, "--output", str(file), "--raw", str(raw))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "out-of-place" in done.stdout and "times faster: zeropg than its peers" in done.stdout
 
-    document = json.loads(file.read_text())
+    header, rows = read_results(file)
+    assert {"suite", "command", "commit", "torch", "cpu", "load_average", "cgroup_cpu_limit", "busy"} <= set(header)
+    assert {(row.case, row.peer) for row in rows} == {(case, peer) for case in CASES for peer in ("zeropg", "gloo")}
+    for row in rows:
+        spread = row.figures["time_us"]
+        assert isinstance(spread, Spread) and 0 < spread.low <= spread.median <= spread.high
+        assert spread.median <= row.median("p99_us") and row.median("times_copy") > 0
+        assert row.median("percent_of_bound") > 0 or row.case == "barrier"
+        assert f"faster_than_{'gloo' if row.peer == 'zeropg' else 'zeropg'}" in row.figures
+        assert ("faster_than_float" in row.figures) == (row.parameters["dtype"] == "bfloat16")
+
+    document = json.loads(raw.read_text())
     # nccl-tests' JSON, which other tools parse.
     for key in ("version", "start_time", "args", "env", "config", "devices", "results", "out_of_bounds", "end_time"):
         assert key in document
@@ -49,16 +61,12 @@ def test_collectives_check_time_and_file_every_operation(tmp_path):
         details = row.get("in_place_per_iter") or row["out_of_place_per_iter"]
         assert timing["time"] > 0 and timing["nwrong"] == 0
         assert details["min_us"] <= details["p50_us"] <= details["p99_us"] <= details["max_us"]
-        assert details["times_copy"] > 0
-        assert details["percent_of_bound"] > 0 or row["experiment_name"] == "barrier"
-    assert {"commit", "torch", "cpu", "load_average", "cgroup_cpu_limit", "busy"} <= set(document["header"])
-    assert not any("SECRET" in entry for entry in document["env"])
-    assert document["ratios"]
+        assert len(details["round_medians_us"]) == 2
 
     pytest.importorskip("matplotlib")
     from zeropg.tools.bench.plot import plot_collectives
 
-    plot_collectives(document, plot)
+    plot_collectives(header, rows, plot)
     assert plot.read_text().lstrip().startswith("<?xml")
 
 
@@ -66,9 +74,9 @@ def test_ranks_beside_busy_processes(tmp_path):
     file = tmp_path / "busy_2_ranks.json"
     done = run("bench", "collectives", "-b", "8", "-e", "8", "--beside", "1", *QUICK, "--output", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads(file.read_text())
-    assert document["config"]["beside"] == 1
-    assert document["out_of_bounds"] == {"count": 0, "okay": "true"}
+    header, rows = read_results(file)
+    assert header["beside"] == 1
+    assert len(rows) == 2 and all("time_us" in row.figures for row in rows)
     table = run("bench", "table", "--folder", str(tmp_path))
     assert "all_reduce of 8 bytes, 2 rank(s) beside 1 busy processes: " in table.stdout
 
@@ -80,10 +88,9 @@ def test_tensors_in_shared_memory_are_a_peer(tmp_path):
     if "has no tensors in shared memory" in done.stderr:
         pytest.skip("this build's groups allocate no tensors")
     assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads(file.read_text())
-    assert document["backend"] == "zeropg_arena"
-    assert {row["experiment_name"] for row in document["results"]} == set(CASES)
-    assert {entry["over"] for entry in document["ratios"]} == {"zeropg"}
+    _, rows = read_results(file)
+    assert {row.case for row in rows if row.peer == "zeropg_arena"} == set(CASES)
+    assert all("faster_than_zeropg" in row.figures for row in rows if row.peer == "zeropg_arena")
 
 
 def test_open_mpi_is_a_peer_whose_mpirun_starts_the_ranks(tmp_path):
@@ -92,13 +99,37 @@ def test_open_mpi_is_a_peer_whose_mpirun_starts_the_ranks(tmp_path):
     shape = ["-b", "64", "-e", "4K", "-f", "64", "--op", "all", "-d", "float,bfloat16"]
     done = run("bench", "collectives", *shape, "--peers", "zeropg,openmpi", *QUICK, "--output", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads(file.read_text())
-    assert "Open MPI" in document["header"]["openmpi"]
-    theirs = document["peers"]["openmpi"]["results"]
+    header, rows = read_results(file)
+    assert "Open MPI" in header["openmpi"]
+    theirs = {(row.case, row.parameters["dtype"]) for row in rows if row.peer == "openmpi"}
     assert {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive"} <= {
-        row["experiment_name"] for row in theirs
+        case for case, _ in theirs
     }
-    assert not [row for row in theirs if row["experiment_name"] == "all_reduce" and row["type"] == "bfloat16"]
+    assert ("all_reduce", "bfloat16") not in theirs
+
+
+def test_files_name_the_environment_but_no_secret(monkeypatch):
+    monkeypatch.setenv("ZEROPG_SECRET", "hush")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert "UCX_TLS=tcp" in collectives._environment()
+    assert not any("SECRET" in entry for entry in collectives._environment())
+
+
+def test_a_wrong_result_has_a_row_without_a_time():
+    row = {"experiment_name": "all_reduce", "type": "float", "redop": "sum", "size": 8, "in_place": None}
+    figures = {"p50_us": 2.0, "p99_us": 3.0, "round_medians_us": [2.0], "percent_of_bound": 5.0}
+    figures |= {"percent_of_staged_bound": 9.0, "times_copy": 4.0}
+    timed = row | {"out_of_place": {"nwrong": 0, "bus_bw": 1.0}, "out_of_place_per_iter": figures}
+    wrong = row | {"out_of_place": {"nwrong": 3, "bus_bw": 0.0}}
+    rows = collectives._rows({"zeropg": [wrong], "gloo": [timed]}, may_claim=True)
+    assert rows[0].figures == {"wrong_elements": 3}
+    assert not [name for name in rows[1].figures if name.startswith("faster_than")]
+
+
+def test_a_busy_machine_files_no_ratio():
+    milliseconds = {f"{peer} {stage}": [1.0, 2.0] for peer in groups.BACKENDS for stage in groups.STAGES}
+    assert all("faster_than_gloo" in row.figures for row in groups._rows(milliseconds, may_claim=True))
+    assert all(set(row.figures) == {"time_ms"} for row in groups._rows(milliseconds, may_claim=False))
 
 
 def test_ranks_of_mpirun_are_known_only_when_asked(monkeypatch):
@@ -120,27 +151,26 @@ def test_the_table_says_what_the_files_say(tmp_path, capsys):
     assert program.main(["bench", "table", "--folder", str(tmp_path)]) == 2
     assert "run make bench" in capsys.readouterr().err
 
-    def rows(times: dict[int, float], dtype: str = "float") -> list[dict]:
-        details = {"p99_us": 2.0, "percent_of_bound": 90.0, "times_copy": 1.25}
+    def rows(peer: str, times: dict[int, float], dtype: str = "float", **more: float) -> list[Row]:
+        figures = {"p99_us": 2.0, "percent_of_bound": 90.0, "times_copy": 1.25} | more
+        point = {"dtype": dtype, "redop": "sum", "place": "in_place"}
         return [
-            {"experiment_name": "all_reduce", "size": size, "type": dtype, "in_place_per_iter": details | {
-                "p50_us": us, "round_medians_us": [us]}}
-            for size, us in times.items()
-        ]  # fmt: skip
+            Row("all_reduce", peer, {"time_us": us} | figures, point | {"bytes": size}) for size, us in times.items()
+        ]
 
-    document = {
-        "header": {"busy": False},
-        "backend": "zeropg",
-        "config": {"ranks": 2},
-        "results": rows({1024: 1.0, 65536: 2.0, 64 << 20: 100.0}),
-        "peers": {"gloo": {"results": rows({1024: 10.0, 65536: 40.0, 64 << 20: 250.0})}},
-    }
-    harness.write_json(tmp_path / "collectives_2_ranks.json", document)
-    both = {"results": rows({1024: 1.0}) + rows({1024: 2.0}, "bfloat16"), "peers": {}}
-    harness.write_json(tmp_path / "dtypes_2_ranks.json", document | both | {"header": {"busy": True}})
-    harness.write_json(tmp_path / "latency_1_rank.json", document)
-    groups = {"header": {"busy": False, "ranks": 16}, "table": {"zeropg first": {"ms": 32.0, "ms_per_rank": 2.0}}}
-    harness.write_json(tmp_path / "groups_16_ranks.json", groups)
+    ours = [
+        *rows("zeropg", {1024: 1.0}, faster_than_gloo=10.0),
+        *rows("zeropg", {65536: 2.0}, faster_than_gloo=20.0),
+        *rows("zeropg", {64 << 20: 100.0}, faster_than_gloo=2.5),
+    ]
+    theirs = rows("gloo", {1024: 10.0, 65536: 40.0, 64 << 20: 250.0})
+    header = {"busy": False, "ranks": 2, "beside": 0}
+    write_results(tmp_path / "collectives_2_ranks.json", "collectives", ours + theirs, header)
+    write_results(tmp_path / "latency_1_rank.json", "collectives", ours + theirs, header)
+    halves = rows("zeropg", {1024: 2.0}, "bfloat16", faster_than_float=0.5)
+    write_results(tmp_path / "dtypes_2_ranks.json", "collectives", ours + halves, header | {"busy": True})
+    group = Row("first", "zeropg", {"time_ms": Spread(32.0, 30.0, 40.0)})
+    write_results(tmp_path / "groups_16_ranks.json", "groups", [group], {"busy": False, "ranks": 16})
     assert program.main(["bench", "table", "--folder", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "| 2 | all_reduce | ordinary | 10.0-20.0 |  | 2.5-2.5 | 90 | 1.25 | 3 of 3 sizes |" in said
@@ -154,12 +184,14 @@ def test_making_groups_is_timed(tmp_path):
     file = tmp_path / "groups.json"
     done = run("bench", "groups", "-n", "3", "--rounds", "2", "--warm-up", "0", "--even-if-busy", "--output", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
-    table = json.loads(file.read_text())["table"]
-    assert set(table) == {"zeropg first", "zeropg further", "gloo first", "gloo further"}
-    for row in table.values():
-        assert 0 < row["low_ms"] <= row["ms"] <= row["high_ms"]
-        assert row["ms_per_rank"] == pytest.approx(row["ms"] / 3)
-    assert table["gloo first"]["times_faster"]["median"] == 1.0
+    _, rows = read_results(file)
+    assert {(row.peer, row.case) for row in rows} == {
+        (peer, stage) for peer in ("zeropg", "gloo") for stage in ("first", "further")
+    }
+    for row in rows:
+        spread = row.figures["time_ms"]
+        assert 0 < spread.low <= spread.median <= spread.high
+        assert row.peer != "gloo" or row.median("faster_than_gloo") == 1.0
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"barrier", "broadcast", "scatter", "dist_all_reduce"}))
@@ -209,10 +241,10 @@ def test_train_measures_an_implementation_beside_the_baseline(tmp_path):
     small = ["--rounds", "1", "--steps", "2", "--warm-up", "1", "--layers", "2", "--width", "64"]
     done = run("bench", "train", *small, "--only", "zeropg stage 3", "--even-if-busy", "--output", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
-    table = json.loads(file.read_text())["table"]
-    assert set(table) == {"ddp gloo", "zeropg stage 3"}
-    assert table["ddp gloo"]["step_over_ddp"]["median"] == 1.0
-    assert table["zeropg stage 3"]["step_ms"] > 0
+    _, (baseline, ours) = read_results(file)
+    assert (baseline.peer, ours.peer) == ("ddp gloo", "zeropg stage 3")
+    assert baseline.median("step_over_ddp") == 1.0
+    assert ours.median("step_ms") > 0 and ours.median("memory_bytes_per_parameter") > 0
 
 
 def test_optimizer_steps_agree_and_are_timed(tmp_path):
@@ -220,11 +252,13 @@ def test_optimizer_steps_agree_and_are_timed(tmp_path):
     for name in ("adamw", "sgd"):
         small = ["--optimizer", name, "--numel", "20K", "--rounds", "2", "--even-if-busy", "--output", str(file)]
         assert program.main(["bench", "optimizer", *small]) == 0
-        tables = json.loads(file.read_text())["tables"]
-        assert set(tables) == {"float32", "bfloat16"}
-        for rows in tables.values():
-            assert rows["zeropg fused"]["times_zeropgs"]["median"] == 1.0
-            assert {name for name in rows} == {"zeropg fused", "torch fused", "torch foreach", "torch for-loop"}
+        _, rows = read_results(file)
+        peers = ("zeropg fused", "torch fused", "torch foreach", "torch for-loop")
+        dtypes = ("float32", "bfloat16")
+        assert [(row.case, row.parameters["dtype"], row.peer) for row in rows] == [
+            (name, dtype, peer) for dtype in dtypes for peer in peers
+        ]
+        assert all(row.median("time_over_zeropg") == 1.0 for row in rows if row.peer == "zeropg fused")
 
 
 def test_an_optimizer_that_computes_something_else_is_not_timed(monkeypatch, capsys):
@@ -239,11 +273,12 @@ def test_an_optimizer_that_computes_something_else_is_not_timed(monkeypatch, cap
 def test_codecs_are_checked_and_timed(tmp_path):
     file = tmp_path / "compression.json"
     assert program.main(["bench", "compression", "--bytes", "64K", "--even-if-busy", "--output", str(file)]) == 0
-    table = json.loads(file.read_text())["table"]
-    assert set(table) == set(named_codecs())
-    assert table["int8"]["percent_of_fp32"] == pytest.approx(25.2, abs=0.1)
-    assert table["int4"]["percent_of_fp32"] == pytest.approx(12.7, abs=0.1)
-    assert 0 < table["int8"]["relative_l2_error"] < table["int4"]["relative_l2_error"] < 0.2
+    _, rows = read_results(file)
+    ours = {row.case: row for row in rows if row.peer == "zeropg"}
+    assert set(ours) == set(named_codecs())
+    assert ours["int8"].median("percent_of_fp32") == pytest.approx(25.2, abs=0.1)
+    assert ours["int4"].median("percent_of_fp32") == pytest.approx(12.7, abs=0.1)
+    assert 0 < ours["int8"].median("relative_l2_error") < ours["int4"].median("relative_l2_error") < 0.2
 
 
 def test_a_tier_is_checked_and_timed(tmp_path):
@@ -251,7 +286,9 @@ def test_a_tier_is_checked_and_timed(tmp_path):
     small = ["--path", str(tmp_path), "--bytes", "1M", "--numel", "100K", "--rounds", "2", "--even-if-busy"]
     done = run("bench", "offload", *small, "--output", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(file.read_text())["step"]["tier_ms"] > 0
+    _, rows = read_results(file)
+    assert [row.case for row in rows] == ["write", "read", "write", "read", "step", "step"]
+    assert all(row.median("time_ms" if row.case == "step" else "gbps") > 0 for row in rows)
 
 
 def test_a_busy_machine_is_refused_before_anything_runs(monkeypatch, capsys):
@@ -314,3 +351,34 @@ def test_files_appear_whole(tmp_path: Path):
     harness.write_json(file, {"a": 1})
     assert harness.read_json(file) == {"a": 1}
     assert [path.name for path in file.parent.iterdir()] == ["x.json"]
+
+
+def test_results_come_back_as_they_were_written(tmp_path: Path):
+    file = tmp_path / "x.json"
+    figures = {"time_us": Spread(12.3456, 1e-9, 2e6), "wire_bytes": 3.0}
+    rows = [Row("all_reduce", "zeropg", figures, {"bytes": 8}), Row("step", "ddp gloo", {"loss": 0.000123456789})]
+    write_results(file, "suite", rows, {"busy": False, "load_average": [0.5]})
+    header, read = read_results(file)
+    assert header == {"suite": "suite", "busy": False, "load_average": [0.5]}
+    assert read[0] == Row(
+        "all_reduce", "zeropg", {"time_us": Spread(12.3456, 1e-9, 2e6), "wire_bytes": 3}, {"bytes": 8}
+    )
+    assert read[1].median("loss") == 0.000123457
+    assert len([line for line in file.read_text().splitlines() if '"case"' in line]) == 2  # a row is a line
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"table": {}}', '{"header": {}, "rows": [{"case": "x"}]}'])
+def test_a_file_of_another_form_is_named(tmp_path, capsys, content):
+    (tmp_path / "other.json").write_text(content)
+    assert program.main(["bench", "table", "--folder", str(tmp_path)]) == 2
+    assert "other.json: no file of a benchmark suite" in capsys.readouterr().err
+
+
+def test_published_files_are_small_and_give_the_published_table(capsys):
+    """Raw rounds stay out of git."""
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert sum(sizes.values()) < 1_000_000
+    assert not [name for name, size in sizes.items() if name.endswith(".svg") and size >= 100_000]
+    assert program.main(["bench", "table", "--folder", str(folder)]) == 0
+    assert capsys.readouterr().out == (folder / "table.md").read_text()

@@ -15,7 +15,10 @@ from zeropg.tools.bench import harness
 from zeropg.tools.bench.cases import CASES, DTYPES, REDUCTIONS
 from zeropg.tools.bench.peers import BACKENDS
 from zeropg.tools.bench.plot import plot_collectives
+from zeropg.tools.bench.results import Row, Spread, ratios
 from zeropg.tools.quantities import byte_count
+
+_PLACES = ("out_of_place", "in_place")  # in this order in the file
 
 _DESCRIPTION = """
 Times the operations of the process group, zeropg beside its peers, on the CPUs of this machine (or, under torchrun, of
@@ -51,7 +54,7 @@ def main(arguments: list[str]) -> int:
     quiet = harness.Quiet(options.even_if_busy)
     if quiet.refuses():
         return harness.BUSY
-    harness.print_header(harness.header(harness.command_line("collectives", arguments), quiet, ranks=options.n))
+    harness.print_header(harness.header("collectives", arguments, quiet, ranks=options.n))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         rank_arguments = ["bench", "collectives", *arguments, "--result", str(result)]
@@ -68,7 +71,7 @@ def _run_as_rank(options: argparse.Namespace, arguments: list[str]) -> int:
     quiet = harness.Quiet(options.even_if_busy)
     if is_leader and options.result is None:  # nobody else looks
         quiet.look()
-        harness.print_header(harness.header(harness.command_line("collectives", arguments), quiet))
+        harness.print_header(harness.header("collectives", arguments, quiet))
     measured = measure(options)
     if not is_leader:
         return 0
@@ -81,13 +84,23 @@ def _run_as_rank(options: argparse.Namespace, arguments: list[str]) -> int:
 def _report(options: argparse.Namespace, arguments: list[str], quiet: harness.Quiet, measured: dict[str, Any]) -> int:
     quiet.others_during = measured["others_cpus_during"]
     versions = {"zeropg": zeropg_version(), **measured["versions"]}
-    facts = harness.header(harness.command_line("collectives", arguments), quiet, ranks=measured["ranks"], **versions)
-    document = _document(options, arguments, facts, measured)
-    _print_ratios(quiet, document)
-    status = harness.finish(options, quiet, document, plot_collectives)
-    if any(peer["out_of_bounds"]["count"] for peer in (document, *document["peers"].values())):
-        return harness.WRONG
-    return status
+    facts = harness.header(
+        "collectives",
+        arguments,
+        quiet,
+        ranks=measured["ranks"],
+        rounds=options.rounds,
+        iterations=options.iterations,
+        beside=options.beside,
+        environment=_environment(),
+        **versions,
+    )
+    rows = _rows(measured["results"], quiet.may_claim)
+    _print_ratios(quiet, options.peers, rows)
+    if options.raw:
+        harness.write_json(options.raw, _raw_document(options, arguments, facts, measured))
+    status = harness.finish(options, quiet, facts, rows, plot_collectives)
+    return harness.WRONG if any("wrong_elements" in row.figures for row in rows) else status
 
 
 def zeropg_version() -> str:
@@ -100,19 +113,23 @@ def zeropg_version() -> str:
         return f"not installed: {Path(zeropg.__file__).parent.name} from a build tree"
 
 
-def _document(
+def _environment() -> list[str]:
+    """The variables that may change what is measured."""
+    shown = re.compile(r"^(ZEROPG|GLOO|OMP|UCX|NCCL|TORCH|MKL|LD_PRELOAD|MALLOC)(?!_SECRET)")
+    return [f"{key}={value}" for key, value in sorted(os.environ.items()) if shown.match(key)]
+
+
+def _raw_document(
     options: argparse.Namespace, arguments: list[str], facts: dict[str, Any], measured: dict[str, Any]
 ) -> dict[str, Any]:
-    """nccl-tests' JSON (version 2) of the first peer; the header, the others and the ratios under names of our own."""
+    """nccl-tests' JSON (version 2) of the first peer; the header and the other peers under names of our own."""
     results: dict[str, list[dict[str, Any]]] = measured["results"]
     first, *others = results
-    shown = re.compile(r"^(ZEROPG|GLOO|OMP|UCX|NCCL|TORCH|MKL|LD_PRELOAD|MALLOC)")
-    environment = [f"{key}={value}" for key, value in sorted(os.environ.items()) if shown.match(key)]
     return {
         "version": 2,
         "start_time": measured["start_time"],
         "args": ["zeropg bench collectives", *arguments],
-        "env": [entry for entry in environment if not entry.startswith("ZEROPG_SECRET")],
+        "env": facts["environment"],
         "nccl_version": 0,
         "config": {
             "minimum_bytes": options.b,
@@ -131,7 +148,6 @@ def _document(
         "end_time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "header": facts,
         "peers": {name: _summary(results[name]) for name in others},
-        "ratios": _ratios(results) if not facts["busy"] or options.even_if_busy else [],
     }
 
 
@@ -146,41 +162,58 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _ratios(results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """How many times faster the first peer is than each other one, row by row."""
-    first, *others = results
-    entries = []
-    for name in others:
-        theirs = {_key(row): row for row in results[name]}
-        for row in results[first]:
-            other = theirs.get(_key(row))
-            for place in ("out_of_place", "in_place"):
-                if other and row[place] and other[place]:
-                    spread = harness.ratios(
-                        other[f"{place}_per_iter"]["round_medians_us"], row[f"{place}_per_iter"]["round_medians_us"]
-                    )
-                    entries.append(
-                        {key: row[key] for key in ("experiment_name", "size", "type", "redop")}
-                        | {"place": place, "over": name, "times_faster": vars(spread)}
-                    )
-    return entries
+def _rows(results: dict[str, list[dict[str, Any]]], may_claim: bool) -> list[Row]:
+    """A row per operation, reduction, size, place, dtype and peer; what took turns stands together."""
+    points: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
+    for peer, theirs in results.items():
+        for row in theirs:
+            for place in _PLACES:
+                if row[place]:
+                    point = (row["experiment_name"], row["redop"], row["size"], place)
+                    points.setdefault(point, {})[row["type"], peer] = row[place] | row.get(f"{place}_per_iter", {})
+    rows = []
+    for (case, redop, size, place), timings in points.items():
+        for (dtype, peer), timing in timings.items():
+            baselines = {other: timings[kind, other] for kind, other in timings if kind == dtype and other != peer}
+            if dtype != "float" and ("float", peer) in timings:
+                baselines["float"] = timings["float", peer]
+            figures = _figures(timing, baselines if may_claim else {})
+            rows.append(Row(case, peer, figures, {"dtype": dtype, "redop": redop, "bytes": size, "place": place}))
+    return rows
 
 
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[key] for key in ("experiment_name", "size", "type", "redop"))
+def _figures(timing: dict[str, Any], baselines: dict[str, dict[str, Any]]) -> dict[str, Spread | float]:
+    """Of one call; with the ratio to each baseline that was timed."""
+    if timing["nwrong"]:
+        return {"wrong_elements": timing["nwrong"]}
+    medians = timing["round_medians_us"]
+    figures: dict[str, Spread | float] = {
+        "time_us": Spread(timing["p50_us"], min(medians), max(medians)),
+        "p99_us": timing["p99_us"],
+        "bus_gbps": timing["bus_bw"],
+        **{name: timing[name] for name in ("percent_of_bound", "percent_of_staged_bound", "times_copy")},
+    }
+    for name, baseline in baselines.items():
+        if "round_medians_us" in baseline:
+            figures[f"faster_than_{name}"] = ratios(baseline["round_medians_us"], medians)
+    return figures
 
 
-def _print_ratios(quiet: harness.Quiet, document: dict[str, Any]) -> None:
-    if not document["peers"]:
+def _print_ratios(quiet: harness.Quiet, peers: list[str], rows: list[Row]) -> None:
+    first, *others = peers
+    if not others:
         return
-    print(f"#\n# times faster: {document['backend']} than its peers; median of the rounds (lowest-highest)")
+    print(f"#\n# times faster: {first} than its peers; median of the rounds (lowest-highest)")
     if not quiet.may_claim:
         print(f"# not claimed: {quiet.refusal()}")
         return
-    for entry in document["ratios"]:
-        spread = harness.Spread(**entry["times_faster"])
-        what = f"{entry['experiment_name']:>15} {entry['size']:>12} {entry['type']:>8} {entry['redop']:>5}"
-        print(f"{what} {entry['place']:>13}  over {entry['over']}: {spread}")
+    for other in others:
+        for row in rows:
+            ratio = row.figures.get(f"faster_than_{other}")
+            if row.peer == first and ratio is not None:
+                point = row.parameters
+                what = f"{row.case:>15} {point['bytes']:>12} {point['dtype']:>8} {point['redop']:>5}"
+                print(f"{what} {point['place']:>13}  over {other}: {ratio}")
     if not quiet.is_quiet:
         print("# BUSY: others used the CPUs meanwhile; these ratios prove nothing")
 
@@ -223,6 +256,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     how.add_argument(
         "--beside", type=int, default=0, metavar="N", help="N more processes that never wait, as data loaders may be"
     )
+    how.add_argument("--raw", type=Path, metavar="FILE", help="write every round too, as nccl-tests' JSON")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     for name, value, least in (("-b", options.b, 1), ("-f", options.f, 2), ("-n", options.n, 1)):

@@ -16,6 +16,7 @@ from zeropg.compression.codec import BlockQuant, Codec, named_codecs
 from zeropg.tools import machine
 from zeropg.tools.bench import harness
 from zeropg.tools.bench.plot import plot_compression
+from zeropg.tools.bench.results import Row, Spread, ratios
 from zeropg.tools.quantities import byte_count
 
 _DESCRIPTION = """
@@ -43,41 +44,46 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     load, own = machine.OthersLoad(), harness.own_cpu_seconds()
     values = torch.randn(options.bytes // 4, generator=torch.Generator().manual_seed(0))
-    table: dict[str, Any] = {}
+    rows: list[Row] = []
     for name in options.codec:
         codec = named_codecs(options.block)[name]
         wrong = _check(codec, values)
         if wrong:
             print(f"zeropg bench: {codec}: {wrong}; nothing is measured", file=sys.stderr)
             return harness.WRONG
-        table[name] = _time(codec, values, options.rounds)
+        rows += _time(name, codec, values, options.rounds)
     quiet.others_during = load.stop(harness.own_cpu_seconds() - own)
     facts = harness.header(
-        harness.command_line("compression", arguments),
+        "compression",
+        arguments,
         quiet,
         bytes=options.bytes,
         block=options.block,
         instruction_set=_C.reduction_instruction_sets()[-1],
     )
     harness.print_header(facts)
+    if not quiet.may_claim:
+        for row in rows:
+            row.figures.pop("faster_than_torch", None)
+    _print(rows, quiet)
+    return harness.finish(options, quiet, facts, rows, plot_compression)
+
+
+def _print(rows: list[Row], quiet: harness.Quiet) -> None:
     heads = ("encode", "with residual", "decode", "torch's ops", "% of fp32", "L2 error", "pays below")
     print(f"{'':6}" + "".join(f" {head:>14}" for head in heads) + "   times faster than torch's ops")
-    for name, row in table.items():
-        ratio = "-" if row["times_faster"] is None else "not claimed"
-        if row["times_faster"] is not None and quiet.may_claim:
-            ratio = str(harness.Spread(**row["times_faster"]))
-        if not quiet.may_claim:
-            row["times_faster"] = None
-        theirs = "-" if row["torch_encode_gbps"] is None else f"{row['torch_encode_gbps']:.2f}"
+    theirs = {row.case: f"{row.median('encode_gbps'):.2f}" for row in rows if row.peer == "torch"}
+    for row in rows:
+        if row.peer != "zeropg":
+            continue
+        ratio = row.figures.get("faster_than_torch", "not claimed" if row.case in theirs else "-")
         print(
-            f"{name:6} {row['encode_gbps']:14.2f} {row['encode_with_residual_gbps']:14.2f} {row['decode_gbps']:14.2f} "
-            f"{theirs:>14} {row['percent_of_fp32']:14.1f} {row['relative_l2_error']:14.4f} "
-            f"{row['pays_below_gbps']:9.2f} GB/s   {ratio}"
+            f"{row.case:6} {row.median('encode_gbps'):14.2f} {row.median('encode_with_residual_gbps'):14.2f} "
+            f"{row.median('decode_gbps'):14.2f} {theirs.get(row.case, '-'):>14} {row.median('percent_of_fp32'):14.1f} "
+            f"{row.median('relative_l2_error'):14.4f} {row.median('pays_below_gbps'):9.2f} GB/s   {ratio}"
         )
     if not quiet.may_claim:
         print(f"# ratios not claimed: {quiet.refusal()}")
-    document = {"header": facts, "table": table}
-    return harness.finish(options, quiet, document, plot_compression)
 
 
 def _round_by_blocks(values: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +112,7 @@ def _check(codec: Codec, values: torch.Tensor) -> str:
     return f"a residual misses {lost:.3g} of what was lost" if lost > 1e-5 else ""
 
 
-def _time(codec: Codec, values: torch.Tensor, rounds: int) -> dict[str, Any]:
+def _time(name: str, codec: Codec, values: torch.Tensor, rounds: int) -> list[Row]:
     numel, compressor = values.numel(), codec.make_compressor()
     encoded = compressor.encode(values)
     residual, target = torch.zeros_like(values), torch.empty_like(values)
@@ -120,25 +126,28 @@ def _time(codec: Codec, values: torch.Tensor, rounds: int) -> dict[str, Any]:
         bits, block = codec.bits, codec.block
         whole = values[: numel // block * block]
         calls["torch_encode"] = lambda: _round_by_blocks(whole, bits, block)
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[str, list[float]] = {each: [] for each in calls}
     for turn in range(rounds):
-        for name in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
-            calls[name]()
+        for each in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
+            calls[each]()
             start = time.perf_counter()
-            calls[name]()
-            seconds[name].append(time.perf_counter() - start)
-    median = {name: statistics.median(times) for name, times in seconds.items()}
+            calls[each]()
+            seconds[each].append(time.perf_counter() - start)
+    gbps = {each: Spread.of([4 * numel / took / 1e9 for took in times]) for each, times in seconds.items()}
+    both = statistics.median(seconds["encode_with_residual"]) + statistics.median(seconds["decode"])
     share = encoded.numel() / (4 * numel)
     decoded = compressor.decode(encoded, numel)
-    theirs = seconds.get("torch_encode")
-    return {
-        "torch_encode_gbps": None,
-        **{f"{name}_gbps": 4 * numel / took / 1e9 for name, took in median.items()},
+    figures: dict[str, Spread | float] = {
+        **{f"{each}_gbps": gbps[each] for each in ("encode", "encode_with_residual", "decode")},
         "percent_of_fp32": 100 * share,
         "relative_l2_error": ((decoded - values).norm() / values.norm()).item(),
-        "pays_below_gbps": (1 - share) * 4 * numel / (median["encode_with_residual"] + median["decode"]) / 1e9,
-        "times_faster": theirs and vars(harness.ratios(theirs, seconds["encode"])),
+        "pays_below_gbps": (1 - share) * 4 * numel / both / 1e9,
     }
+    rows = [Row(name, "zeropg", figures), Row(name, "copy", {"copy_gbps": gbps["copy"]})]
+    if "torch_encode" in seconds:
+        figures["faster_than_torch"] = ratios(seconds["torch_encode"], seconds["encode"])
+        rows.append(Row(name, "torch", {"encode_gbps": gbps["torch_encode"]}))
+    return rows
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

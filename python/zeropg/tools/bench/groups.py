@@ -13,6 +13,7 @@ from typing import Any
 from zeropg.tools import machine
 from zeropg.tools.bench import harness
 from zeropg.tools.bench.plot import plot_groups
+from zeropg.tools.bench.results import Row, Spread, ratios
 
 BACKENDS = ("zeropg", "gloo")
 STAGES = ("first", "further")  # the world's group, and another one beside it
@@ -47,33 +48,33 @@ def main(arguments: list[str]) -> int:
             return harness.WRONG
         measured = harness.read_json(result)
     quiet.others_during = measured["others_cpus_during"]
-    facts = harness.header(harness.command_line("groups", arguments), quiet, ranks=options.ranks, rounds=options.rounds)
-    document = {"header": facts, "table": _table(measured["milliseconds"], options.ranks, quiet)}
+    facts = harness.header("groups", arguments, quiet, ranks=options.ranks, rounds=options.rounds)
+    rows = _rows(measured["milliseconds"], quiet.may_claim)
     harness.print_header(facts)
     print(f"{'':18} {'ms':>9} {'ms/rank':>9} {'lowest':>9} {'highest':>9}   gloo's time / this")
-    for name, row in document["table"].items():
-        ratio = str(harness.Spread(**row["times_faster"])) if row["times_faster"] else "not claimed"
-        print(
-            f"{name:18} {row['ms']:9.2f} {row['ms_per_rank']:9.3f} {row['low_ms']:9.2f} {row['high_ms']:9.2f}   {ratio}"
-        )
+    for row in rows:
+        print(_line(row, options.ranks))
     if not quiet.may_claim:
         print(f"# ratios not claimed: {quiet.refusal()}")
-    return harness.finish(options, quiet, document, plot_groups)
+    return harness.finish(options, quiet, facts, rows, plot_groups)
 
 
-def _table(milliseconds: dict[str, list[float]], ranks: int, quiet: harness.Quiet) -> dict[str, Any]:
-    table = {}
+def _rows(milliseconds: dict[str, list[float]], may_claim: bool) -> list[Row]:
+    rows = []
     for name, values in milliseconds.items():
-        spread = harness.Spread.of(values)
-        gloo = milliseconds[f"gloo {name.split()[1]}"]
-        table[name] = {
-            "ms": spread.median,
-            "ms_per_rank": spread.median / ranks,
-            "low_ms": spread.low,
-            "high_ms": spread.high,
-            "times_faster": vars(harness.ratios(gloo, values)) if quiet.may_claim else None,
-        }
-    return table
+        peer, stage = name.split()
+        figures: dict[str, Spread | float] = {"time_ms": Spread.of(values)}
+        if may_claim:
+            figures["faster_than_gloo"] = ratios(milliseconds[f"gloo {stage}"], values)
+        rows.append(Row(stage, peer, figures))
+    return rows
+
+
+def _line(row: Row, ranks: int) -> str:
+    spread, ratio = row.figures["time_ms"], row.figures.get("faster_than_gloo", "not claimed")
+    assert isinstance(spread, Spread)
+    columns = f"{spread.median:9.2f} {spread.median / ranks:9.3f} {spread.low:9.2f} {spread.high:9.2f}"
+    return f"{row.peer + ' ' + row.case:18} {columns}   {ratio}"
 
 
 def _run_rank(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What all suites share: starting ranks, the header, the judgement whether a machine is quiet, medians, files."""
+"""What all suites share: starting ranks, the header, the judgement whether a machine is quiet, files of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropg.tools import machine
+from zeropg.tools.bench.results import Row, write_results, write_whole
 
 BUSY = 3  # exit status: measured or refused, but nothing is claimed
 WRONG = 1  # exit status: a result was wrong, so nothing was timed
@@ -42,7 +42,7 @@ def make_parser(suite: str, description: str, examples: str, *, output: str) -> 
         allow_abbrev=False,
     )
     common = parser.add_argument_group("output")
-    common.add_argument("--output", type=Path, metavar="FILE", help=f"write the figures as JSON, e.g. {output}")
+    common.add_argument("--output", type=Path, metavar="FILE", help=f"write medians and spreads as JSON, e.g. {output}")
     common.add_argument("--plot", type=Path, metavar="FILE", help="draw them too (.svg or .png); needs matplotlib")
     common.add_argument(
         "--even-if-busy",
@@ -68,14 +68,15 @@ def choice(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 def finish(
     options: argparse.Namespace,
     quiet: Quiet,
-    document: dict[str, Any],
-    draw: Callable[[dict[str, Any], Path], None],
+    facts: dict[str, Any],
+    rows: list[Row],
+    draw: Callable[[dict[str, Any], list[Row], Path], None],
 ) -> int:
-    """Writes and draws the document where the options say so; returns the suite's exit status."""
+    """Writes and draws the rows below the facts where the options say so; returns the suite's exit status."""
     if options.output:
-        write_json(options.output, document)
+        write_results(options.output, facts["suite"], rows, facts)
     if options.plot:
-        draw(document, options.plot)
+        draw(facts, rows, options.plot)
     return 0 if quiet.may_claim else BUSY
 
 
@@ -125,9 +126,10 @@ class Quiet:
         }
 
 
-def header(command: str, quiet: Quiet, **more: Any) -> dict[str, Any]:
-    """What stands above every table and in every file: the command, `more`, the machine, and its load."""
-    return {"command": command, **more, **machine.describe(), **quiet.as_dict()}
+def header(suite: str, arguments: Sequence[str], quiet: Quiet, **more: Any) -> dict[str, Any]:
+    """What stands above every table and in every file: suite, command, `more`, the machine, and its load."""
+    command = shlex.join(["python", "-m", "zeropg", "bench", suite, *arguments])
+    return {"suite": suite, "command": command, **more, **machine.describe(), **quiet.as_dict()}
 
 
 def print_header(facts: dict[str, Any]) -> None:
@@ -136,11 +138,6 @@ def print_header(facts: dict[str, Any]) -> None:
         print("# BUSY: others used the CPUs meanwhile; these figures prove nothing")
     for key, value in facts.items():
         print(f"# {key}: {value}")
-
-
-def command_line(suite: str, arguments: Sequence[str]) -> str:
-    """The command that runs `suite` again."""
-    return shlex.join(["python", "-m", "zeropg", "bench", suite, *arguments])
 
 
 def is_a_rank() -> bool:
@@ -200,33 +197,9 @@ def _free_port() -> int:
         return port
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A median with the smallest and the largest of the values."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
-
-
-def ratios(measured: Sequence[float], baseline: Sequence[float]) -> Spread:
-    """Round by round `measured / baseline`: what a slow minute did to both cancels out."""
-    return Spread.of([a / b for a, b in zip(measured, baseline, strict=True)])
-
-
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Writes `content` where a reader never sees half of it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(file.suffix + ".tmp")
-    draft.write_text(json.dumps(content, indent=2) + "\n")
-    draft.replace(file)
+    write_whole(file, json.dumps(content, indent=2) + "\n")
 
 
 def read_json(file: Path) -> dict[str, Any]:

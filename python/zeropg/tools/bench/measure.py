@@ -25,8 +25,8 @@ from zeropg._native import _C
 from zeropg.backend import leave_groups
 from zeropg.tools import machine
 from zeropg.tools.bench.cases import CASES, DTYPES, Buffers, Case, Group, Shape
-from zeropg.tools.bench.harness import Spread
 from zeropg.tools.bench.peers import BACKENDS, Peer, open_peers
+from zeropg.tools.bench.results import Spread
 
 _TIMEOUT = timedelta(seconds=120)
 _LEAST_ITERATIONS = 3
@@ -253,7 +253,7 @@ class _Bench:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         world_size = dist.get_world_size()
         every = times.flatten().sort().values
-        p50 = every[len(every) // 2].item()
+        p50 = every.median().item()  # as of a round: it never lies outside of the rounds' medians
         algbw = size / p50 / 1000
         least_bytes = (in_place and case.least_bytes_in_place) or case.least_bytes
         least_us = bounds.pass_us * least_bytes(world_size)

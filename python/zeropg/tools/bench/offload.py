@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from zeropg._native import _C
 from zeropg.tools import machine
 from zeropg.tools.bench import harness
 from zeropg.tools.bench.plot import plot_offload
+from zeropg.tools.bench.results import Row, Spread, ratios
 from zeropg.tools.quantities import byte_count, count
 
 _DESCRIPTION = """
@@ -51,47 +51,51 @@ def main(arguments: list[str]) -> int:
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, but missing from torch's list of exports
     dist.init_process_group("zeropg", store=store, rank=0, world_size=1)
     try:
-        bandwidth = _bandwidth(options)
-        step = _step(options) if bandwidth else None
+        measured = _bandwidth(options)
+        step = _step(options) if measured else None
     except OSError as error:
         print(f"zeropg bench: --path {options.path}: {error}", file=sys.stderr)
         return harness.WRONG
     finally:
         dist.destroy_process_group()
-    if bandwidth is None or step is None:
+    if measured is None or step is None:
         print("zeropg bench: the tier changed what went through it; nothing is measured", file=sys.stderr)
         return harness.WRONG
     quiet.others_during = load.stop(harness.own_cpu_seconds() - own)
+    tier, bandwidth = measured
+    if not quiet.may_claim:
+        step[0].figures.pop("time_over_memory")
     facts = harness.header(
-        harness.command_line("offload", arguments),
+        "offload",
+        arguments,
         quiet,
         path=str(options.path),
-        tier=bandwidth.pop("tier"),
+        tier=tier,
         bytes=options.bytes,
         numel=options.numel,
     )
     harness.print_header(facts)
-    document = {"header": facts, "bandwidth": bandwidth, "step": step}
-    _print(document, quiet)
-    return harness.finish(options, quiet, document, plot_offload)
+    _print(bandwidth, step, quiet)
+    return harness.finish(options, quiet, facts, bandwidth + step, plot_offload)
 
 
-def _print(document: dict[str, Any], quiet: harness.Quiet) -> None:
-    print(f"{'':16} {'write GB/s':>11} {'read GB/s':>11}")
-    for name, row in document["bandwidth"].items():
-        print(f"{name:16} {row['write_gbps']:11.2f} {row['read_gbps']:11.2f}")
-    step = document["step"]
-    print(f"\nstep in memory {step['memory_ms']:.1f} ms, through the tier {step['tier_ms']:.1f} ms", end="; ")
-    print(f"{step['tier_gbps']:.2f} GB/s of state read and written")
+def _print(bandwidth: list[Row], step: list[Row], quiet: harness.Quiet) -> None:
+    for row in bandwidth:
+        print(f"{row.case:6} {row.peer:16} {row.median('gbps'):7.2f} GB/s")
+    tier, memory = step
+    print(
+        f"\nstep in memory {memory.median('time_ms'):.1f} ms, through the tier {tier.median('time_ms'):.1f} ms",
+        end="; ",
+    )
+    print(f"{tier.median('gbps'):.2f} GB/s of state read and written")
     if quiet.may_claim:
-        print(f"times slower through the tier: {harness.Spread(**step['times_slower'])}")
+        print(f"times slower through the tier: {tier.figures['time_over_memory']}")
     else:
-        step["times_slower"] = None
         print(f"# ratio not claimed: {quiet.refusal()}")
 
 
-def _bandwidth(options: argparse.Namespace) -> dict[str, Any] | None:
-    """GB/s of the tier and of plain system calls, in turn; None where the tier returned other bytes."""
+def _bandwidth(options: argparse.Namespace) -> tuple[str, list[Row]] | None:
+    """What the tier is, and its GB/s and those of plain system calls, in turn; None where it returned other bytes."""
     tier = _C.make_offload(
         device="nvme",
         directory=str(options.path),
@@ -107,25 +111,24 @@ def _bandwidth(options: argparse.Namespace) -> dict[str, Any] | None:
     vector.write(0, values)
     if not torch.equal(vector.read(0, numel).view(torch.int32), values.view(torch.int32)):
         return None
-    seconds: dict[str, list[float]] = {"tier write": [], "tier read": [], "plain write": [], "plain read": []}
     with _PlainFile(options.path, options.bytes) as plain:
-        calls: dict[str, Callable[[], Any]] = {
-            "tier write": lambda: vector.write(0, values),
-            "tier read": lambda: vector.read(0, numel),
-            "plain write": plain.write,
-            "plain read": plain.read,
+        calls: dict[tuple[str, str], Callable[[], Any]] = {
+            ("write", "zeropg's tier"): lambda: vector.write(0, values),
+            ("read", "zeropg's tier"): lambda: vector.read(0, numel),
+            ("write", "one plain thread"): plain.write,
+            ("read", "one plain thread"): plain.read,
         }
+        seconds: dict[tuple[str, str], list[float]] = {each: [] for each in calls}
         for turn in range(options.rounds):
-            for name in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
+            for each in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
                 start = time.perf_counter()
-                calls[name]()
-                seconds[name].append(time.perf_counter() - start)
-    gbps = {name: options.bytes / statistics.median(times) / 1e9 for name, times in seconds.items()}
-    return {
-        "tier": tier.describe(),
-        "zeropg's tier": {"write_gbps": gbps["tier write"], "read_gbps": gbps["tier read"]},
-        "one plain thread": {"write_gbps": gbps["plain write"], "read_gbps": gbps["plain read"]},
-    }
+                calls[each]()
+                seconds[each].append(time.perf_counter() - start)
+    rows = [
+        Row(case, peer, {"gbps": Spread.of([options.bytes / took / 1e9 for took in times])})
+        for (case, peer), times in seconds.items()
+    ]
+    return tier.describe(), rows
 
 
 class _PlainFile:
@@ -160,8 +163,8 @@ class _PlainFile:
         self._piece.close()
 
 
-def _step(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Milliseconds of a step with AdamW's state in memory and in the tier, in turn; None where they differ."""
+def _step(options: argparse.Namespace) -> list[Row] | None:
+    """A step with AdamW's state in the tier and in memory, in turn, a row each; None where the results differ."""
     place = zeropg.Offload(device="nvme", path=options.path, buffer_bytes=options.buffer, threads=options.threads)
     pairs = {"memory": _model(options.numel, None), "tier": _model(options.numel, place)}
     seconds: dict[str, list[float]] = {name: [] for name in pairs}
@@ -178,13 +181,14 @@ def _step(options: argparse.Namespace) -> dict[str, Any] | None:
     if not all(torch.equal(states[0][name], states[1][name]) for name in states[0]):
         return None
     numel = sum(value.numel() for value in states[0].values())
-    through = statistics.median(seconds["tier"])
-    return {
-        "memory_ms": 1000 * statistics.median(seconds["memory"]),
-        "tier_ms": 1000 * through,
-        "tier_gbps": 2 * 8 * numel / through / 1e9,  # two moments in fp32, read and written
-        "times_slower": vars(harness.ratios(seconds["tier"], seconds["memory"])),
+    state_bytes = 2 * 8 * numel  # two moments in fp32, read and written
+    through: dict[str, Spread | float] = {
+        "time_ms": Spread.of([1000 * took for took in seconds["tier"]]),
+        "gbps": Spread.of([state_bytes / took / 1e9 for took in seconds["tier"]]),
+        "time_over_memory": ratios(seconds["tier"], seconds["memory"]),
     }
+    memory: dict[str, Spread | float] = {"time_ms": Spread.of([1000 * took for took in seconds["memory"]])}
+    return [Row("step", "in the tier", through), Row("step", "in memory", memory)]
 
 
 class _Matrices(nn.Module):

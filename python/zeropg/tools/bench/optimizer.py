@@ -16,6 +16,7 @@ from zeropg._native import _C
 from zeropg.tools import machine
 from zeropg.tools.bench import harness
 from zeropg.tools.bench.plot import plot_optimizer
+from zeropg.tools.bench.results import Row, Spread, ratios
 from zeropg.tools.quantities import count
 
 _DESCRIPTION = """
@@ -56,17 +57,18 @@ def main(arguments: list[str]) -> int:
         return harness.BUSY
     torch.set_num_threads(options.threads)
     load, own = machine.OthersLoad(), harness.own_cpu_seconds()
-    tables: dict[str, Any] = {}
+    rows: list[Row] = []
     for dtype in options.only or ("float32", "bfloat16"):
         contestants = _contestants(options, getattr(torch, dtype))
         wrong = _check(contestants)
         if wrong:
             print(f"zeropg bench: {wrong}; nothing is measured", file=sys.stderr)
             return harness.WRONG
-        tables[dtype] = _time(contestants, options)
+        rows += _time(contestants, options, dtype)
     quiet.others_during = load.stop(harness.own_cpu_seconds() - own)
     facts = harness.header(
-        harness.command_line("optimizer", arguments),
+        "optimizer",
+        arguments,
         quiet,
         optimizer=options.optimizer,
         numel=options.numel,
@@ -74,13 +76,11 @@ def main(arguments: list[str]) -> int:
         instruction_set=_C.reduction_instruction_sets()[-1],
     )
     harness.print_header(facts)
-    document = {"header": facts, "tables": tables}
     if not quiet.may_claim:
-        for rows in tables.values():
-            for row in rows.values():
-                row["times_zeropgs"] = None
-    _print(tables, quiet)
-    return harness.finish(options, quiet, document, plot_optimizer)
+        for row in rows:
+            row.figures.pop("time_over_zeropg")
+    _print(rows, options.numel, quiet)
+    return harness.finish(options, quiet, facts, rows, plot_optimizer)
 
 
 def _contestants(options: argparse.Namespace, param_dtype: torch.dtype) -> dict[str, Contestant]:
@@ -167,7 +167,7 @@ def _check(contestants: dict[str, Contestant]) -> str:
     return ""
 
 
-def _time(contestants: dict[str, Contestant], options: argparse.Namespace) -> dict[str, Any]:
+def _time(contestants: dict[str, Contestant], options: argparse.Namespace, dtype: str) -> list[Row]:
     ballast = torch.zeros(options.numel)
     calls: dict[str, Callable[[], Any]] = {"": lambda: ballast.add_(1.0)}
     calls |= {name: contestant.step for name, contestant in contestants.items()}
@@ -182,30 +182,34 @@ def _time(contestants: dict[str, Contestant], options: argparse.Namespace) -> di
             seconds[name].append(statistics.median(times))
     bound = 8 * options.numel / min(seconds.pop(""))  # bytes/s, the fastest round: a bound must be one
     ours = seconds["zeropg fused"]
-    return {
-        name: {
-            "ms": 1000 * statistics.median(values),
-            "numel_per_s": options.numel / statistics.median(values),
-            "gbps": contestants[name].bytes_each * options.numel / statistics.median(values) / 1e9,
-            "percent_of_bound": 100 * contestants[name].bytes_each * options.numel / statistics.median(values) / bound,
+    rows = []
+    for name, values in seconds.items():
+        rates = [contestants[name].bytes_each * options.numel / value for value in values]
+        figures: dict[str, Spread | float] = {
+            "time_ms": Spread.of([1000 * value for value in values]),
+            "gbps": Spread.of([rate / 1e9 for rate in rates]),
             "bound_gbps": bound / 1e9,
-            "times_zeropgs": vars(harness.ratios(values, ours)),
+            "percent_of_bound": 100 * statistics.median(rates) / bound,
+            "time_over_zeropg": ratios(values, ours),
         }
-        for name, values in seconds.items()
-    }
+        rows.append(Row(options.optimizer, name, figures, {"dtype": dtype}))
+    return rows
 
 
-def _print(tables: dict[str, Any], quiet: harness.Quiet) -> None:
-    for dtype, rows in tables.items():
-        what = "fp32 throughout" if dtype == "float32" else f"{dtype} gradients and parameters, fp32 masters and state"
-        print(f"#\n# {what}; bound {next(iter(rows.values()))['bound_gbps']:.1f} GB/s")
-        print(f"{'':16} {'ms':>9} {'M/s':>9} {'GB/s':>8} {'%bound':>7}  time / zeropg's")
-        for name, row in rows.items():
-            ratio = str(harness.Spread(**row["times_zeropgs"])) if row["times_zeropgs"] else "not claimed"
-            print(
-                f"{name:16} {row['ms']:9.3f} {row['numel_per_s'] / 1e6:9.1f} {row['gbps']:8.2f} "
-                f"{row['percent_of_bound']:7.1f}  {ratio}"
-            )
+def _print(rows: list[Row], numel: int, quiet: harness.Quiet) -> None:
+    dtype: str | int = ""
+    for row in rows:
+        if row.parameters["dtype"] != dtype:
+            dtype = row.parameters["dtype"]
+            mixed = f"{dtype} gradients and parameters, fp32 masters and state"
+            what = "fp32 throughout" if dtype == "float32" else mixed
+            print(f"#\n# {what}; bound {row.median('bound_gbps'):.1f} GB/s")
+            print(f"{'':16} {'ms':>9} {'M/s':>9} {'GB/s':>8} {'%bound':>7}  time / zeropg's")
+        time_ms = row.median("time_ms")
+        print(
+            f"{row.peer:16} {time_ms:9.3f} {numel / time_ms / 1000:9.1f} {row.median('gbps'):8.2f} "
+            f"{row.median('percent_of_bound'):7.1f}  {row.figures.get('time_over_zeropg', 'not claimed')}"
+        )
     if not quiet.may_claim:
         print(f"# ratios not claimed: {quiet.refusal()}")
 

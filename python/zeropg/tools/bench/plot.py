@@ -1,164 +1,196 @@
-"""Draws what the suites measured. matplotlib is asked for only here."""
+"""Draws what the suites measured, from the header and the rows of their files. matplotlib is asked for only here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from zeropg.tools.bench.results import Row, Spread
+from zeropg.tools.quantities import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLORS = ("#0b6e99", "#d9730d", "#448361", "#9065b0")  # readable on white and on black
+_GRAY = "#808080"
+_TICKS = 5  # on an axis of sizes; only they have a marker
+_COLUMNS = 3  # of panels; as wide together as a README, so that letters keep their size there
+_WIDTH, _LINES_HEIGHT, _BAR_HEIGHT = 9.6, 2.1, 0.24  # inches; of all panels, of one with lines, of a bar
+# Letters stay text, and identifiers do not change from one drawing to the next: small files, small diffs.
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "zeropg",
+    "font.size": 8,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+}
 
 
-def plot_collectives(document: dict[str, Any], file: Path) -> None:
-    """Size against bus bandwidth on log axes, one panel per operation, the first dtype and reduction of each.
+def plot_collectives(header: dict[str, Any], rows: list[Row], file: Path) -> None:
+    """Size against bus bandwidth on log axes, one panel per operation and dtype, in place where there is that.
 
-    Dashed, what the memory would allow: the lower bound of each row.
+    Dashed, what the memory would allow: the lower bound of each row of the first peer.
     """
-    peers = {document["backend"]: document["results"]} | {
-        name: peer["results"] for name, peer in document["peers"].items()
-    }
-    operations = [name for name in _operations(document["results"]) if name != "barrier"]
-    figure, panels = _figure(len(operations))
-    for name, axes in zip(operations, panels, strict=True):
-        for (peer, rows), color in zip(peers.items(), _COLORS, strict=False):
-            points = _points(rows, name)
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=peer)
-        bound = _bound(document["results"], name)
-        if bound:
-            axes.plot(*zip(*bound, strict=True), color="gray", linestyle="--", linewidth=1, label="bound")
+    rows = [row for row in rows if row.figures.get("bus_gbps")]
+    peers = list(dict.fromkeys(row.peer for row in rows))
+    kinds = list(dict.fromkeys((row.case, row.parameters["dtype"]) for row in rows))
+    sizes = sorted({int(row.parameters["bytes"]) for row in rows})
+    every = max(1, round(len(sizes) / _TICKS))
+    figure, panels = _figure(len(kinds), _LINES_HEIGHT, same_axes=True)
+    for (case, dtype), axes in zip(kinds, panels, strict=True):
+        of_kind = [row for row in rows if (row.case, row.parameters["dtype"]) == (case, dtype)]
+        of_kind = [row for row in of_kind if row.parameters["redop"] == of_kind[0].parameters["redop"]]
+        for peer, color in zip(peers, _COLORS, strict=False):
+            points = {row.parameters["bytes"]: row.median("bus_gbps") for row in of_kind if row.peer == peer}
+            style: dict[str, Any] = {
+                "marker": "o",
+                "markersize": 4,
+                "markeredgewidth": 0,
+                "markevery": every,
+                "linewidth": 1.2,
+            }
+            axes.plot(list(points), list(points.values()), color=color, label=peer, **style)
+        bound = {row.parameters["bytes"]: _bound_gbps(row) for row in of_kind if row.peer == peers[0]}
+        axes.plot(list(bound), list(bound.values()), color=_GRAY, linestyle="--", linewidth=1, label="memory's bound")
+        axes.set_title(f"{case}, {dtype}", fontsize=9)
+    for axes in panels[:1]:  # all panels have its axes
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_title(name, fontsize=10)
-        axes.set_xlabel("bytes")
-        axes.set_ylabel("bus bandwidth, GB/s")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    _save(figure, document["header"], f"{document['config']['ranks']} ranks", file)
+        axes.set_xticks(sizes[::every], [size(each) for each in sizes[::every]])
+        axes.yaxis.set_major_formatter("{x:g}")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(peers) + 1, fontsize=9)
+    for axes in panels:
+        axes.minorticks_off()
+    for axes in panels[::_COLUMNS]:
+        axes.set_ylabel("bus bandwidth, GB/s", fontsize=9)
+    for axes in panels[-_COLUMNS:]:
+        axes.set_xlabel("size", fontsize=9)
+        axes.tick_params(labelbottom=True)
+    _save(figure, header, f"{header['ranks']} ranks", file)
 
 
-def plot_groups(document: dict[str, Any], file: Path) -> None:
+def plot_groups(header: dict[str, Any], rows: list[Row], file: Path) -> None:
     """Bars: milliseconds until a group works, the world's and a further one, per backend."""
-    table = document["table"]
-    names = list(table)[::-1]
-    figure, (axes,) = _figure(1)
-    colors = [_COLORS[0] if name.startswith("zeropg") else _COLORS[1] for name in names]
-    axes.barh(names, [table[name]["ms"] for name in names], color=colors)
-    axes.set_title("ms until a group works", fontsize=10)
-    axes.grid(axis="x", alpha=0.3)
-    _save(figure, document["header"], f"{document['header']['ranks']} ranks", file)
+    figure, (axes,) = _figure(1, _bars_height(len(rows)))
+    _bars(axes, {f"{row.peer}, {row.case}": row.figures["time_ms"] for row in rows}, "ms", ours="zeropg")
+    axes.set_title("time until a group works", fontsize=9)
+    _save(figure, header, f"{header['ranks']} ranks", file)
 
 
-def plot_train(document: dict[str, Any], file: Path) -> None:
+def plot_train(header: dict[str, Any], rows: list[Row], file: Path) -> None:
     """Bars: the step beside the baseline, CPU seconds beside the baseline, and bytes per parameter."""
-    table = document["table"]
-    names = list(table)
-    figure, panels = _figure(3)
-    for key, title, axes in zip(
-        ("step_over_ddp", "cpu_over_ddp", "memory_bytes_per_parameter"),
-        ("step, DDP over gloo = 1", "CPU seconds, DDP over gloo = 1", "bytes per parameter and rank"),
-        panels,
-        strict=True,
-    ):
-        values = [table[name][key] for name in names]
-        heights = [value["median"] if isinstance(value, dict) else value or 0.0 for value in values]
-        colors = [_COLORS[0] if name.startswith("zeropg") else _COLORS[1] for name in names]
-        axes.barh(names[::-1], heights[::-1], color=colors[::-1])
-        axes.set_title(title, fontsize=10)
-        axes.grid(axis="x", alpha=0.3)
-    _save(figure, document["header"], f"{document['header']['ranks']} ranks", file)
+    keys = {
+        "step_over_ddp": ("step", "times DDP's over gloo"),
+        "cpu_over_ddp": ("CPU seconds of a step", "times DDP's over gloo"),
+        "memory_bytes_per_parameter": ("memory of a rank", "bytes per parameter"),
+    }
+    keys = {key: words for key, words in keys.items() if all(key in row.figures for row in rows)}
+    figure, panels = _figure(len(keys), _bars_height(len(rows)))
+    for (key, (title, unit)), axes in zip(keys.items(), panels, strict=True):
+        _bars(axes, {row.peer: row.figures[key] for row in rows}, unit, ours="zeropg")
+        axes.set_title(title, fontsize=9)
+    for axes in panels[1:]:
+        axes.tick_params(labelleft=False)
+    _save(figure, header, f"{header['ranks']} ranks", file)
 
 
-def plot_optimizer(document: dict[str, Any], file: Path) -> None:
+def plot_optimizer(header: dict[str, Any], rows: list[Row], file: Path) -> None:
     """Bars per dtype: bytes per second of each contestant, and what the memory allows as a line."""
-    figure, panels = _figure(len(document["tables"]))
-    for (dtype, rows), axes in zip(document["tables"].items(), panels, strict=True):
-        names = list(rows)[::-1]
-        colors = [_COLORS[0] if name.startswith("zeropg") else _COLORS[1] for name in names]
-        axes.barh(names, [rows[name]["gbps"] for name in names], color=colors)
-        axes.axvline(next(iter(rows.values()))["bound_gbps"], color="gray", linestyle="--", label="memory bound")
-        axes.set_title(f"{document['header']['optimizer']}, {dtype}", fontsize=10)
-        axes.set_xlabel("GB/s")
-        axes.grid(axis="x", alpha=0.3)
-        axes.legend(fontsize=8)
-    _save(figure, document["header"], f"{document['header']['threads']} threads", file)
+    dtypes = list(dict.fromkeys(row.parameters["dtype"] for row in rows))
+    figure, panels = _figure(len(dtypes), _bars_height(len(rows) // len(dtypes)))
+    for dtype, axes in zip(dtypes, panels, strict=True):
+        of_dtype = [row for row in rows if row.parameters["dtype"] == dtype]
+        _bars(axes, {row.peer: row.figures["gbps"] for row in of_dtype}, "GB/s", ours="zeropg")
+        axes.axvline(of_dtype[0].median("bound_gbps"), color=_GRAY, linestyle="--", linewidth=1, label="memory's bound")
+        axes.set_title(f"{header['optimizer']}, {dtype} gradients", fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=9)
+    _save(figure, header, f"{header['threads']} thread(s)", file)
 
 
-def plot_offload(document: dict[str, Any], file: Path) -> None:
+def plot_offload(header: dict[str, Any], rows: list[Row], file: Path) -> None:
     """Bars: bandwidth of the tier beside plain system calls, and the step with and without it."""
-    figure, (left, right) = _figure(2)
-    names = list(document["bandwidth"])
-    for offset, key, color in ((-0.2, "write_gbps", _COLORS[0]), (0.2, "read_gbps", _COLORS[1])):
-        heights = [document["bandwidth"][name][key] for name in names]
-        left.bar([place + offset for place in range(len(names))], heights, width=0.4, color=color, label=key[:-5])
-    left.set_xticks(range(len(names)), names)
-    left.set_title("GB/s", fontsize=10)
-    left.legend(fontsize=8)
-    right.barh(["in the tier", "in memory"], [document["step"][key] for key in ("tier_ms", "memory_ms")])
-    right.set_title("optimizer step, ms", fontsize=10)
-    _save(figure, document["header"], document["header"]["tier"], file)
+    figure, (left, right) = _figure(2, _bars_height(4))
+    rates = {f"{row.peer}, {row.case}": row.figures["gbps"] for row in rows if row.case != "step"}
+    _bars(left, rates, "GB/s", ours="zeropg")
+    left.set_title("bandwidth", fontsize=9)
+    _bars(right, {row.peer: row.figures["time_ms"] for row in rows if row.case == "step"}, "ms", ours="in the tier")
+    right.set_title("optimizer step with its state", fontsize=9)
+    _save(figure, header, header["tier"], file)
 
 
-def plot_compression(document: dict[str, Any], file: Path) -> None:
+def plot_compression(header: dict[str, Any], rows: list[Row], file: Path) -> None:
     """Bars per codec: GB/s of floats, encoded, decoded, and in torch's operations."""
-    names = list(document["table"])
-    figure, panels = _figure(len(names))
-    keys = ("copy_gbps", "torch_encode_gbps", "decode_gbps", "encode_with_residual_gbps", "encode_gbps")
-    for name, axes in zip(names, panels, strict=True):
-        row = {key: value for key, value in document["table"][name].items() if value is not None}
-        heights = {key[:-5].replace("_", " "): row[key] for key in keys if key in row}
-        axes.barh(list(heights), list(heights.values()), color=_COLORS[0])
-        axes.set_title(f"{name}: GB/s, {row['percent_of_fp32']:.1f} % of the bytes", fontsize=10)
-        axes.grid(axis="x", alpha=0.3)
-    _save(figure, document["header"], "one core", file)
+    codecs = list(dict.fromkeys(row.case for row in rows))
+    figure, panels = _figure(len(codecs), _bars_height(5))
+    for codec, axes in zip(codecs, panels, strict=True):
+        rates = {
+            f"{row.peer}: {name[:-5].replace('_', ' ')}": figure
+            for row in rows
+            for name, figure in row.figures.items()
+            if row.case == codec and name.endswith("_gbps") and name != "pays_below_gbps"
+        }
+        _bars(axes, {name.removeprefix("copy: "): rate for name, rate in rates.items()}, "GB/s", ours="zeropg")
+        share = next(row.median("percent_of_fp32") for row in rows if (row.case, row.peer) == (codec, "zeropg"))
+        axes.set_title(f"{codec}, {share:.1f} % of fp32", fontsize=9)
+    _save(figure, header, "one core", file)
 
 
-def _figure(count: int) -> tuple[Figure, list[Axes]]:
+def _bound_gbps(row: Row) -> float:
+    """The bus bandwidth at the lower bound; not a number, which is not drawn, where there is no bound."""
+    percent = row.median("percent_of_bound")
+    return 100 * row.median("bus_gbps") / percent if percent > 0 else float("nan")
+
+
+def _bars(axes: Axes, bars: dict[str, Spread | float], unit: str, *, ours: str) -> None:
+    """Lying bars from the top down, with their spread and the median in digits; those that `ours` begins are blue."""
+    names = list(bars)
+    spreads = [value if isinstance(value, Spread) else Spread(value, value, value) for value in bars.values()]
+    drawn = axes.barh(
+        range(len(names)),
+        [spread.median for spread in spreads],
+        color=[_COLORS[0] if name.startswith(ours) else _COLORS[1] for name in names],
+        xerr=[[each.median - each.low for each in spreads], [each.high - each.median for each in spreads]],
+        error_kw={"elinewidth": 1, "ecolor": "#202020"},
+    )
+    numbers = [f"{spread.median:#.3g}".rstrip(".") for spread in spreads]
+    axes.bar_label(drawn, numbers, padding=3, fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+    axes.margins(x=0.2)  # for the numbers
+    axes.grid(visible=False, axis="y")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+
+
+def _bars_height(count: int) -> float:
+    return 0.9 + _BAR_HEIGHT * count
+
+
+def _figure(count: int, panel_height: float, *, same_axes: bool = False) -> tuple[Figure, list[Axes]]:
+    import matplotlib
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
 
-    columns = min(3, max(1, count))
+    columns = min(_COLUMNS, max(1, count))
     rows = -(-max(1, count) // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.2 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, panel_height * rows + 0.7), layout="constrained")
+        panels = figure.subplots(rows, columns, squeeze=False, sharex=same_axes, sharey=same_axes)
     flat = list(panels.flat)
+    for axes in flat:
+        axes.grid(alpha=0.3)
+        axes.tick_params(length=0)  # the grid shows where they are
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
     for spare in flat[count:]:
         spare.set_visible(False)
     return figure, flat[:count]
 
 
 def _save(figure: Figure, header: dict[str, Any], what: str, file: Path) -> None:
+    import matplotlib
+
     words = [what, header["cpu"], f"torch {header['torch']}", f"commit {header['commit']}", header["time"]]
     mark = "BUSY MACHINE, PROVES NOTHING: " if header["busy"] else ""
-    figure.suptitle(mark + ", ".join(word for word in words if word), fontsize=8, color="red" if mark else "black")
+    figure.suptitle(mark + ", ".join(word for word in words if word), fontsize=9, color="red" if mark else "black")
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
-
-
-def _operations(rows: list[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(row["experiment_name"] for row in rows))
-
-
-def _points(rows: list[dict[str, Any]], operation: str) -> list[tuple[int, float]]:
-    """(bytes, bus bandwidth) of an operation: its first dtype and reduction, in place where there is that."""
-    return [(size, timing["bus_bw"]) for size, timing, _ in _timings(rows, operation)]
-
-
-def _bound(rows: list[dict[str, Any]], operation: str) -> list[tuple[int, float]]:
-    """(bytes, bus bandwidth at the lower bound), where there is one."""
-    shares = (
-        (size, timing["bus_bw"], details["percent_of_bound"]) for size, timing, details in _timings(rows, operation)
-    )
-    return [(size, 100 * bandwidth / percent) for size, bandwidth, percent in shares if percent > 0]
-
-
-def _timings(rows: list[dict[str, Any]], operation: str) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
-    rows = [row for row in rows if row["experiment_name"] == operation]
-    for row in rows:
-        place = "in_place" if row["in_place"] else "out_of_place"
-        is_first_kind = (row["type"], row["redop"]) == (rows[0]["type"], rows[0]["redop"])
-        if is_first_kind and row[place] and row[place]["bus_bw"] > 0:
-            yield row["size"], row[place], row[f"{place}_per_iter"]
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zeropg.tools.bench import harness
+from zeropg.tools.bench.results import Row, read_results
+
+_Files = dict[str, tuple[dict[str, Any], list[Row]]]
 
 _DESCRIPTION = """
 Reads the files that the suites wrote into a folder and prints them as Markdown: how many times faster than gloo each
@@ -23,6 +25,7 @@ examples:
 status: 0 printed; 2 wrong options or no file
 """
 _BASELINE = "gloo"
+_FASTER = f"faster_than_{_BASELINE}"
 _TENSORS = {"zeropg": "ordinary", "zeropg_arena": "shared"}
 _SMALL, _MIDDLE = 64 << 10, 4 << 20  # the last sizes of the first and of the second column
 _COLUMNS = ("to 64 KiB", "to 4 MiB", "above")
@@ -39,29 +42,30 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--folder", type=Path, default=Path("benchmarks/results"), help="(default benchmarks/results)")
     folder: Path = parser.parse_args(arguments).folder
-    documents = {file.stem: harness.read_json(file) for file in sorted(folder.glob("*.json"))}
-    lines = [*_collectives(documents), *_dtypes(documents), *_latency(documents), *_groups(documents)]
+    try:
+        files = {file.stem: read_results(file) for file in sorted(folder.glob("*.json"))}
+    except ValueError as error:
+        print(f"zeropg bench: {error}", file=sys.stderr)
+        return 2
+    lines = [*_collectives(files), *_dtypes(files), *_latency(files), *_groups(files)]
     if not lines:
         print(f"zeropg bench: '{folder}' has no file of collectives or groups; run make bench", file=sys.stderr)
         return 2
-    busy = [name for name, document in documents.items() if document["header"].get("busy")]
+    busy = [name for name, (header, _) in files.items() if header["busy"]]
     if busy:
         lines += ["", f"Measured while others used the CPUs, so proving nothing: {', '.join(busy)}."]
     print("\n".join(lines))
     return 0
 
 
-def _collectives(documents: dict[str, Any]) -> Iterator[str]:
+def _collectives(files: _Files) -> Iterator[str]:
     lines = []
-    for document in _named(documents, "collectives_"):
-        if _BASELINE not in document["peers"]:
-            continue
-        for operation in dict.fromkeys(row["experiment_name"] for row in document["results"]):
+    for header, rows in _named(files, "collectives_"):
+        for operation in dict.fromkeys(row.case for row in rows):
             for peer, tensors in _TENSORS.items():
-                cells = _cells(document, operation, peer)
+                cells = _cells(rows, operation, peer)
                 if cells:
-                    ranks = document["config"]["ranks"]
-                    lines.append(f"| {ranks} | {operation} | {tensors} | " + " | ".join(cells) + " |")
+                    lines.append(f"| {header['ranks']} | {operation} | {tensors} | " + " | ".join(cells) + " |")
     if lines:
         heads = ("ranks", "operation", "tensors", *_COLUMNS, "% of the bound", "x copy", "p99 below gloo's p50")
         yield "| " + " | ".join(heads) + " |"
@@ -69,89 +73,69 @@ def _collectives(documents: dict[str, Any]) -> Iterator[str]:
         yield from lines
 
 
-def _cells(document: dict[str, Any], operation: str, peer: str) -> list[str]:
-    baseline = {row["size"]: row for row in _rows(document, _BASELINE, operation)}
-    faster: list[list[float]] = [[], [], []]
-    below, details = [], None
-    for row in _rows(document, peer, operation):
-        ours, theirs = _details(row), _details(baseline.get(row["size"]))
-        if ours is None or theirs is None:
-            continue
-        ratio = harness.ratios(theirs["round_medians_us"], ours["round_medians_us"]).median
-        faster[(row["size"] > _SMALL) + (row["size"] > _MIDDLE)].append(ratio)
-        below.append(ours["p99_us"] < theirs["p50_us"])
-        details = ours
-    if details is None:
+def _cells(rows: list[Row], operation: str, peer: str) -> list[str]:
+    baseline = _points(rows, _BASELINE, operation)
+    ours = {point: row for point, row in _points(rows, peer, operation).items() if _FASTER in row.figures}
+    if not ours:
         return []
+    faster: list[list[float]] = [[], [], []]
+    below = []
+    for point, row in ours.items():
+        size = int(row.parameters["bytes"])
+        faster[(size > _SMALL) + (size > _MIDDLE)].append(row.median(_FASTER))
+        below.append(row.median("p99_us") < baseline[point].median("time_us"))
     ranges = [f"{min(values):.1f}-{max(values):.1f}" if values else "" for values in faster]
-    bound = f"{details['percent_of_bound']:.0f}"
-    return [*ranges, bound, f"{details['times_copy']:.2f}", f"{sum(below)} of {len(below)} sizes"]
+    largest = list(ours.values())[-1]
+    shares = (f"{largest.median('percent_of_bound'):.0f}", f"{largest.median('times_copy'):.2f}")
+    return [*ranges, *shares, f"{sum(below)} of {len(below)} sizes"]
 
 
-def _dtypes(documents: dict[str, Any]) -> Iterator[str]:
+def _dtypes(files: _Files) -> Iterator[str]:
     """The rate of bfloat16 beside that of float, in bytes."""
-    for document in _named(documents, "dtypes_"):
+    for header, rows in _named(files, "dtypes_"):
         for peer, tensors in _TENSORS.items():
-            rounds: dict[str, dict[int, list[float]]] = {"float": {}, "bfloat16": {}}
-            for row in _rows(document, peer, "all_reduce"):
-                details = _details(row)
-                if details and row["type"] in rounds:
-                    rounds[row["type"]][row["size"]] = details["round_medians_us"]
-            floats = rounds["float"]
-            shares = [
-                harness.ratios(floats[size], medians).median
-                for size, medians in rounds["bfloat16"].items()
-                if size in floats
+            halves = [
+                row for row in _points(rows, peer, "all_reduce").values() if row.parameters["dtype"] == "bfloat16"
             ]
+            shares = [row.median("faster_than_float") for row in halves if "faster_than_float" in row.figures]
             if shares:
                 yield ""
                 yield (
-                    f"all_reduce of bfloat16, {tensors} tensors, {document['config']['ranks']} ranks: "
+                    f"all_reduce of bfloat16, {tensors} tensors, {header['ranks']} ranks: "
                     f"{min(shares):.2f}-{max(shares):.2f} of float's rate in bytes."
                 )
 
 
-def _latency(documents: dict[str, Any]) -> Iterator[str]:
-    for document in (*_named(documents, "latency_"), *_named(documents, "busy_")):
-        beside = document["config"].get("beside", 0)
-        company = f" beside {beside} busy processes" if beside else ""
-        for row in document["results"]:
-            details = _details(row)
-            if details:
-                theirs = [_details(other) for other in _rows(document, _BASELINE, row["experiment_name"], row["size"])]
-                gloo = f", gloo {theirs[0]['p50_us']:.1f} us" if theirs and theirs[0] else ""
+def _latency(files: _Files) -> Iterator[str]:
+    for header, rows in (*_named(files, "latency_"), *_named(files, "busy_")):
+        company = f" beside {header['beside']} busy processes" if header["beside"] else ""
+        for operation in dict.fromkeys(row.case for row in rows):
+            baseline = _points(rows, _BASELINE, operation)
+            for point, row in _points(rows, "zeropg", operation).items():
+                gloo = f", gloo {baseline[point].median('time_us'):.1f} us" if point in baseline else ""
                 yield ""
                 yield (
-                    f"{row['experiment_name']} of {row['size']} bytes, {document['config']['ranks']} rank(s){company}: "
-                    f"{details['p50_us']:.1f} us (p99 {details['p99_us']:.1f}){gloo}."
+                    f"{operation} of {row.parameters['bytes']} bytes, {header['ranks']} rank(s){company}: "
+                    f"{row.median('time_us'):.1f} us (p99 {row.median('p99_us'):.1f}){gloo}."
                 )
 
 
-def _groups(documents: dict[str, Any]) -> Iterator[str]:
-    for document in _named(documents, "groups_"):
-        for row_name, row in document["table"].items():
+def _groups(files: _Files) -> Iterator[str]:
+    for header, rows in _named(files, "groups_"):
+        for row in rows:
+            time_ms = row.median("time_ms")
             yield ""
             yield (
-                f"{row_name} group of {document['header']['ranks']} ranks: {row['ms']:.1f} ms, "
-                f"{row['ms_per_rank']:.2f} ms per rank."
+                f"{row.peer} {row.case} group of {header['ranks']} ranks: {time_ms:.1f} ms, "
+                f"{time_ms / header['ranks']:.2f} ms per rank."
             )
 
 
-def _named(documents: dict[str, Any], start: str) -> Iterator[dict[str, Any]]:
-    return (document for name, document in documents.items() if name.startswith(start))
+def _named(files: _Files, start: str) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+    return (file for name, file in files.items() if name.startswith(start))
 
 
-def _rows(document: dict[str, Any], peer: str, operation: str, size: int | None = None) -> list[dict[str, Any]]:
-    if peer == document["backend"]:
-        rows = document["results"]
-    else:
-        rows = document["peers"].get(peer, {"results": []})["results"]
-    return [row for row in rows if row["experiment_name"] == operation and size in (None, row["size"])]
-
-
-def _details(row: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Of a row's call in place, or out of place where there is none; None where nothing was timed."""
-    if row is None:
-        return None
-    details: dict[str, Any] | None = row.get("in_place_per_iter") or row.get("out_of_place_per_iter")
-    return details
+def _points(rows: list[Row], peer: str, operation: str) -> dict[tuple[Any, ...], Row]:
+    """What was timed, by dtype, reduction and size: in place, which stands behind out of place, where there is that."""
+    timed = (row for row in rows if (row.peer, row.case) == (peer, operation) and "time_us" in row.figures)
+    return {tuple(row.parameters[key] for key in ("dtype", "redop", "bytes")): row for row in timed}

@@ -14,6 +14,7 @@ from typing import Any
 from zeropg.tools import machine
 from zeropg.tools.bench import harness
 from zeropg.tools.bench.plot import plot_train
+from zeropg.tools.bench.results import Row, Spread, ratios
 
 # name: (process group, wrapper or ZeRO stage)
 IMPLEMENTATIONS: dict[str, tuple[str, str | int]] = {
@@ -83,41 +84,34 @@ def _report(
     quiet: harness.Quiet,
     runs: dict[str, list[dict[str, float]]],
 ) -> int:
-    facts = harness.header(
-        harness.command_line("train", arguments),
-        quiet,
-        ranks=options.ranks,
-        rounds=options.rounds,
-        parameters=int(runs[BASELINE][0]["parameters"]),
-    )
-    table = {name: _row(figures, runs[BASELINE], facts["parameters"], quiet) for name, figures in runs.items()}
+    parameters = int(runs[BASELINE][0]["parameters"])
+    facts = harness.header("train", arguments, quiet, ranks=options.ranks, rounds=options.rounds, parameters=parameters)
+    rows = [_row(name, figures, runs[BASELINE], quiet.may_claim) for name, figures in runs.items()]
     harness.print_header(facts)
     print(f"{'':16} {'step / DDP':>18} {'CPU s / DDP':>18} {'step ms':>9} {'bytes/parameter':>16}")
-    for name, row in table.items():
-        step, cpu = (
-            str(harness.Spread(**row[key])) if row[key] else "not claimed" for key in ("step_over_ddp", "cpu_over_ddp")
+    for row in rows:
+        step, cpu = (str(row.figures.get(key, "not claimed")) for key in ("step_over_ddp", "cpu_over_ddp"))
+        print(
+            f"{row.peer:16} {step:>18} {cpu:>18} {row.median('step_ms'):9.1f} "
+            f"{row.median('memory_bytes_per_parameter'):16.1f}"
         )
-        print(f"{name:16} {step:>18} {cpu:>18} {row['step_ms']:9.1f} {row['memory_bytes_per_parameter']:16.1f}")
     if not quiet.may_claim:
         print(f"# ratios not claimed: {quiet.refusal()}")
-    document = {"header": facts, "table": table, "runs": runs}
-    return harness.finish(options, quiet, document, plot_train)
+    return harness.finish(options, quiet, facts, rows, plot_train)
 
 
-def _row(
-    figures: list[dict[str, float]], baseline: list[dict[str, float]], parameters: int, quiet: harness.Quiet
-) -> dict[str, Any]:
-    def over_baseline(key: str) -> dict[str, float] | None:
-        if not quiet.may_claim:
-            return None
-        return vars(harness.ratios([run[key] for run in figures], [run[key] for run in baseline]))
-
-    return {
-        "step_over_ddp": over_baseline("step_s"),
-        "cpu_over_ddp": over_baseline("cpu_s"),
-        "step_ms": 1000 * statistics.median(run["step_s"] for run in figures),
-        "memory_bytes_per_parameter": statistics.median(run["memory_bytes"] for run in figures) / parameters,
+def _row(name: str, runs: list[dict[str, float]], baseline: list[dict[str, float]], may_claim: bool) -> Row:
+    figures: dict[str, Spread | float] = {
+        "step_ms": Spread.of([1000 * run["step_s"] for run in runs]),
+        "cpu_ms": Spread.of([1000 * run["cpu_s"] for run in runs]),
+        "memory_bytes_per_parameter": Spread.of([run["memory_bytes"] / run["parameters"] for run in runs]),
+        "loss": Spread.of([run["loss"] for run in runs]),
     }
+    if may_claim:
+        for key in ("step", "cpu"):
+            mine, theirs = ([run[f"{key}_s"] for run in each] for each in (runs, baseline))
+            figures[f"{key}_over_ddp"] = ratios(mine, theirs)
+    return Row("step", name, figures)
 
 
 def _run_once(name: str, options: argparse.Namespace) -> dict[str, float] | None:
