@@ -8,6 +8,8 @@
 #include "compression/entropy.h"
 #include "compression/fp16.h"
 #include "compression/low_bit.h"
+#include "compression/random_k.h"
+#include "compression/top_k.h"
 
 namespace zeropg {
 
@@ -95,6 +97,16 @@ constexpr Entry kCompressors[] = {
        return with_entropy(std::make_shared<Bf16>(has_entropy), has_entropy);
      }},
     {"fp16", Fp16::kHelp, [](Reader&) -> std::shared_ptr<const Compressor> { return std::make_shared<Fp16>(); }},
+    {"random_k", RandomK::kHelp,
+     [](Reader& reader) -> std::shared_ptr<const Compressor> {
+       return std::make_shared<RandomK>(reader.real("ratio", 0.01));
+     }},
+    {"top_k", TopK::kHelp,
+     [](Reader& reader) -> std::shared_ptr<const Compressor> {
+       const double ratio = reader.real("ratio", 0.01);
+       const int64_t value_bits = reader.integer("value_bits", 32);
+       return std::make_shared<TopK>(ratio, value_bits, reader.flag("exact", true));
+     }},
 };
 
 }  // namespace

@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "backend/collectives/reduce": {"backend/platform/cpu"},
     "backend/collectives/schedule": {"compression", "backend/collectives/reduce"},
     "backend/collectives/select": {"backend/collectives/schedule"},
-    "backend/collectives/algorithms": {"compression", "backend/platform/cpu", "backend/collectives/schedule"},
+    "backend/collectives/algorithms": {"backend/platform/cpu", "backend/collectives/schedule"},
     "backend/simulator": {
         "compression",
         "backend/collectives/reduce",

@@ -19,7 +19,7 @@ namespace zeropg {
 struct CompressorCase {
   std::string label;
   std::string name;
-  CompressorParameters parameters;
+  CompressorParameters parameters{};
   double largest_bytes_per_value = 4;  // for long ranges of gradients
   // The most that a value of a block may lose, by the largest magnitude in its block; null: no value has such a bound.
   double (*error_bound)(double value, double largest) = nullptr;

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from zeropg._native import _C
-from zeropg.compression.codec import Codec, check_codec
+from zeropg.compression.codec import Codec
+from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 
 
 def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
@@ -33,7 +34,7 @@ _RESULT_HOP = 1  # of residuals in units of the average; compression/error_feedb
 class State:
     """What `ddp_hook` and `Fsdp2ReduceScatter` need: the codec, the group and the residuals of one model on this rank.
 
-    codec: e.g. BlockQuant(4).
+    codec: e.g. BlockQuant(4), or a Plan whose gradients have one.
     process_group: that of the model; default: the world.
     model: the module that was wrapped by DDP or sharded by FSDP2; its parameters' names then stand in `state_dict`.
       Without it DDP's parameters are numbered in the order of the first buckets.
@@ -43,19 +44,24 @@ class State:
 
     def __init__(
         self,
-        codec: Codec,
+        codec: Codec | Plan,
         *,
         process_group: dist.ProcessGroup | None = None,
         model: torch.nn.Module | None = None,
     ) -> None:
-        self.codec = check_codec(codec, "State")
-        self.residuals = codec.make_residuals()
-        self._compressor = codec.make_compressor()
+        self.plan = check_plan(codec, "State")
+        if self.plan.gradients is None:
+            raise ValueError("[zeropg] State: the plan has no codec for gradients; expected Plan(gradients=...).")
+        self.codec = self.plan.gradients
+        self.residuals = self.codec.make_residuals()
+        self.compressor = self.codec.make_compressor()
         self.backend = backend_of(process_group, "State")
         # By identity, and kept alive: DDP rebuilds its buckets after the first step, the parameters stay.
         self._names: dict[torch.Tensor, str] = {}
         if model is not None:
             self._names = {parameter: name for name, parameter in model.named_parameters()}
+            if self.backend.rank() == 0:
+                say_what_is_not_encoded(self.plan, model.named_parameters())
         self._unnamed: dict[tuple[int, ...], weakref.ref[torch.Tensor]] = {}  # the last one of each shape
         # By name, in units of this rank's gradient: owed since another world size, so to be paid in the next step.
         self._arrears: dict[str, torch.Tensor] = {}
@@ -109,18 +115,16 @@ class State:
         """Whether another world size left something for these ranges."""
         return any(name in self._arrears for name, *_ in ranges)
 
+    def encodes(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradient of this parameter travels encoded."""
+        return self.plan.encodes(self._names.get(parameter, ""), parameter)
+
     def all_reduce(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Any:
         """Averages `buffer` (the flat gradients of `parameters`) over the ranks, in place; returns the Work."""
         ranges = self.ranges(parameters)
         self.pay_arrears(buffer, ranges)
         return _C.compressed_all_reduce(
-            self.backend,
-            buffer,
-            self._compressor,
-            self.residuals,
-            ranges,
-            dist.ReduceOp.AVG,
-            async_op=True,
+            self.backend, buffer, self.compressor, self.residuals, ranges, dist.ReduceOp.AVG, async_op=True
         )
 
     def pay_arrears(self, gradients: torch.Tensor, ranges: Sequence[tuple[str, int, int]]) -> None:
