@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from zeropg.compression.codec import Codec, named_codecs
 from zeropg.tools.train.gpt import GPTConfig
 
 PARAM_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -28,6 +29,7 @@ examples:
   torchrun --standalone --nproc-per-node 2 -m zeropg train       the whole run: ZeRO-3 on two processes
   torchrun --standalone --nproc-per-node 2 -m zeropg train --stage 2 --param-dtype float32
   torchrun --standalone --nproc-per-node 4 -m zeropg train --backend gloo --batch 16 --output runs/gloo
+  torchrun --standalone --nproc-per-node 2 -m zeropg train --compression top_k     gradients in few bytes
   torchrun --standalone --nproc-per-node 2 -m zeropg train --checkpoint-every 100
   torchrun --standalone --nproc-per-node 4 -m zeropg train --checkpoint-every 100 --resume --stage 1
 """
@@ -41,6 +43,7 @@ class Options:
     backend: str
     device: str
     param_dtype: torch.dtype
+    compression: Codec | None
     steps: int
     batch: int
     lr: float
@@ -75,6 +78,7 @@ def parse(arguments: list[str], *, rank: int, world_size: int, local_world_size:
         backend=values.backend,
         device=values.device,
         param_dtype=PARAM_DTYPES[values.param_dtype],
+        compression=named_codecs().get(values.compression),
         steps=values.steps,
         batch=values.batch,
         lr=values.lr,
@@ -112,6 +116,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=tuple(PARAM_DTYPES),
         default="bfloat16" if _has_fast_bfloat16() else "float32",
         help="of weights and activations; bfloat16 has float32 masters beside it (default here: %(default)s)",
+    )
+    sharding.add_argument(
+        "--compression",
+        choices=("none", *named_codecs()),
+        default="none",
+        help="of gradients between ranks, or between nodes where there are several (default none)",
     )
     sharding.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
     training = parser.add_argument_group("training")
@@ -167,6 +177,11 @@ def _mistake(values: argparse.Namespace, world_size: int) -> str | None:
         return f"--lr {values.lr} is not positive"
     if values.device == "cuda" and values.backend == "gloo":
         return "--device cuda needs --backend zeropg: gloo would copy every shard through the host"
+    if values.compression != "none" and (values.backend, values.device) != ("zeropg", "cpu"):
+        return (
+            f"--compression {values.compression} needs --backend zeropg and --device cpu: only zeropg's collectives "
+            "carry codecs, and they encode on the CPU"
+        )
     if values.device == "cuda" and not torch.cuda.is_available():
         return "--device cuda: torch finds no CUDA device here; take --device cpu"
     if values.resume and not (values.output / "checkpoint").is_dir():
