@@ -13,6 +13,7 @@
 
 #include "backend/process_group/process_group.h"
 #include "compression/error_feedback.h"
+#include "compression/metered.h"
 #include "compression/registry/registry.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/bound_codec.h"
@@ -65,6 +66,13 @@ at::Tensor decode(const BoundCodec& self, const at::Tensor& encoded, int64_t num
   return values;
 }
 
+py::dict counters(const BoundCodec& self) {
+  const CodecCounters sums = self.codec->counters();
+  return py::dict(py::arg("plain_bytes") = sums.plain_bytes, py::arg("encoded_bytes") = sums.encoded_bytes,
+                  py::arg("encodings") = sums.encodings, py::arg("encode_seconds") = sums.encode_seconds,
+                  py::arg("decode_seconds") = sums.decode_seconds);
+}
+
 // [(name, hop, start, tensor)]; the tensors are the residuals themselves.
 py::list segments(const Residuals& store) {
   py::list result;
@@ -106,7 +114,7 @@ void bind_compression(py::module_& m) {
 
   py::class_<BoundCodec>(m, "Compressor", "A codec of compression/registry.h with its parameters.")
       .def(py::init([](const std::string& name, const CompressorParameters& parameters) {
-             return BoundCodec{make_compressor(name, parameters)};
+             return BoundCodec{metered(make_compressor(name, parameters))};
            }),
            py::arg("name"), py::arg("parameters"))
       .def_property_readonly("description", [](const BoundCodec& self) { return self.codec->description(); })
@@ -115,7 +123,10 @@ void bind_compression(py::module_& m) {
           py::arg("count"), "What an encoding of `count` gradients takes as a rule.")
       .def("encode", &encode, py::arg("values"), py::arg("residual") = py::none(),
            "The uint8 encoding of a float32 tensor; the residual is added before and updated in place.")
-      .def("decode", &decode, py::arg("encoded"), py::arg("numel"));
+      .def("decode", &decode, py::arg("encoded"), py::arg("numel"))
+      .def(
+          "counters", &counters,
+          "What this object has done so far: {plain_bytes, encoded_bytes, encodings, encode_seconds, decode_seconds}.");
 
   py::class_<ResidualStore, Residuals>(m, "ResidualStore", "Residuals of one model on one rank (error feedback).")
       .def(py::init<>())

@@ -99,6 +99,11 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
   return ShardedModule::create(sources, group, reduction_group, options);
 }
 
+std::optional<BoundCodec> codec_of_gradients(const ShardedModule& self) {
+  auto codec = std::dynamic_pointer_cast<const Metered>(self.options().codec);  // as `create` was given it
+  return codec ? std::optional(BoundCodec{std::move(codec)}) : std::nullopt;
+}
+
 }  // namespace
 
 void bind_sharding(py::module_& m) {
@@ -207,6 +212,7 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("world_size", [](const ShardedModule& self) { return self.communicator().world_size(); })
       .def_property_readonly("process_group", [](const ShardedModule& self) { return self.communicator().group(); })
       .def_property_readonly("fetch_name", &ShardedModule::fetch_name)
+      .def_property_readonly("codec", &codec_of_gradients, "The Compressor of gradients; None without compression.")
       .def_property_readonly("residuals", [](const ShardedModule& self) { return self.options().residuals; })
       .def_property_readonly("flat_groups", [](const std::shared_ptr<ShardedModule>& self) {
         std::vector<FlatGroup> groups;

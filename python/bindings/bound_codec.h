@@ -3,12 +3,12 @@
 
 #include <memory>
 
-#include "compression/compressor.h"
+#include "compression/metered.h"
 
 namespace zeropg {
 
 struct BoundCodec {
-  std::shared_ptr<const Compressor> codec;  // life shared with models and hooks
+  std::shared_ptr<const Metered> codec;  // life shared with models and hooks
 };
 
 }  // namespace zeropg

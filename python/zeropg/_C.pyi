@@ -255,6 +255,8 @@ def compressors() -> list[tuple[str, str, list[tuple[str, bool | int | float]]]]
 class Compressor:
     """A codec of compression/registry.h with its parameters."""
     def __init__(self, name: str, parameters: Mapping[str, float]) -> None: ...
+    def counters(self) -> dict[str, float]:
+        """What this object has done so far: {plain_bytes, encoded_bytes, encodings, encode_seconds, decode_seconds}."""
     def decode(self, encoded: torch.Tensor, numel: int) -> torch.Tensor: ...
     def encode(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """The uint8 encoding of a float32 tensor; the residual is added before and updated in place."""
@@ -365,6 +367,9 @@ class ShardedModule:
     def process_group(self) -> ProcessGroup: ...
     @property
     def rank(self) -> int: ...
+    @property
+    def codec(self) -> Compressor | None:
+        """The Compressor of gradients; None without compression."""
     @property
     def residuals(self) -> ResidualStore | None: ...
     @property

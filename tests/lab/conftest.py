@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.lab.lab import Lab, missing
 from tests.lab.place import HostsPlace
 from tests.spawn import RankPool
+from zeropg.tools.lab.lab import Lab, missing
 
 
 @pytest.fixture(scope="session")

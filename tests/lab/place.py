@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed
 
-from tests.lab.lab import SWITCH_ADDRESS, Lab
 from tests.spawn import Place
+from zeropg.tools.lab.lab import SWITCH_ADDRESS, Lab
 
 _FORK = multiprocessing.get_context("forkserver")
 _KINDS = ("net", "mnt", "uts", "ipc", "pid_for_children")

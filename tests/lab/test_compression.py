@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.lab.lab import Lab
 from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
 from tests.spawn import RankPool
+from zeropg.tools.lab.lab import Lab
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
 NUMEL = 4 << 20  # 16 MiB in fp32

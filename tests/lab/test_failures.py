@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 import zeropg
 from tests.backend.deadlines import give_seconds
-from tests.lab.lab import Lab
 from tests.lab.place import HostsPlace
 from tests.small_gpt import loss_of, make_batches, make_model
 from tests.spawn import RankPool
 from tests.wires import WIRES, missing_library
+from zeropg.tools.lab.lab import Lab
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
 

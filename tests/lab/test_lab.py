@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.lab.lab import Lab
 from tests.lab.place import HostsPlace
 from tests.spawn import RankPool
+from zeropg.tools.lab.lab import Lab
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
 MEGABYTES_4 = 4 << 20
@@ -131,7 +131,7 @@ def test_killing_a_host_kills_its_ranks_only(needs_lab: None) -> None:
 def test_nothing_is_left_when_the_test_is_killed(needs_lab: None, tmp_path: Path) -> None:
     program = """
 import sys, time
-from tests.lab.lab import Lab
+from zeropg.tools.lab.lab import Lab
 with Lab(hosts=2) as lab:
     lab.run(0, ["sleep", "3600.125"])
     print("up", flush=True)

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import zeropg
 from tests.backend.deadlines import give_seconds
-from tests.lab.lab import Lab
 from tests.lab.place import HostsPlace
 from tests.lab.test_failures import GROUP_TIMEOUT, MARGIN, Failure, check, join, when_all_train
 from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
 from tests.spawn import RankPool
+from zeropg.tools.lab.lab import Lab
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
 BATCHES = make_batches()

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zeropg
 from tests.cpp_program.test_cpp_program import PROGRAM, finish, losses
-from tests.lab.lab import Lab
 from tests.sharding.module.test_same_losses import STAGES, Run, assert_same_bits, relative_difference, train_sharded
 from tests.small_gpt import LEARNING_RATE, loss_of, make_batches, make_model, train_plain
 from tests.spawn import RankPool
 from tests.wires import USABLE_WIRES
+from zeropg.tools.lab.lab import Lab
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
 

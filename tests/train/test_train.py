@@ -40,8 +40,9 @@ def run(*arguments: str, ranks: int | None = None) -> subprocess.CompletedProces
         (None, ["--stage", "3"]),
         (2, ["--stage", "0", "--backend", "gloo"]),
         (2, ["--stage", "1", "--param-dtype", "float32"]),
+        (2, ["--stage", "2", "--compression", "int4"]),
     ],
-    ids=["2_ranks", "alone", "stage_0_gloo", "stage_1_float32"],
+    ids=["2_ranks", "alone", "stage_0_gloo", "stage_1_float32", "stage_2_int4"],
 )
 def test_train_learns_exports_and_reports(tmp_path, ranks, options):
     done = run("train", *TINY, *options, "--json", "--output", str(tmp_path), ranks=ranks)
@@ -54,6 +55,11 @@ def test_train_learns_exports_and_reports(tmp_path, ranks, options):
     assert results["exported_loss_nats_per_byte"] == pytest.approx(losses[-1], rel=1e-2)
     assert 0 <= results["communication_share"] <= 1
     assert sum(results["memory_bytes"].values()) > 0
+    report = results["compression_report"]
+    assert (report is not None) == ("--compression" in options)
+    if report is not None:
+        assert 0 < report["encoded_bytes"] < 0.15 * report["plain_bytes"]
+        assert "MB saved" in done.stderr
 
     weights = load_file(tmp_path / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}

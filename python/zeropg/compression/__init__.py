@@ -16,7 +16,8 @@ from zeropg.compression.codec import CLASSES, Codec
 from zeropg.compression.ddp import ddp_hook
 from zeropg.compression.fsdp2 import Fsdp2ReduceScatter
 from zeropg.compression.plan import Plan
+from zeropg.compression.report import Report, report
 from zeropg.compression.state import State
 
 globals().update(CLASSES)
-__all__ = ["Codec", "Fsdp2ReduceScatter", "Plan", "State", "all_reduce", "ddp_hook", *CLASSES]
+__all__ = ["Codec", "Fsdp2ReduceScatter", "Plan", "Report", "State", "all_reduce", "ddp_hook", "report", *CLASSES]

@@ -36,13 +36,14 @@ def all_reduce(
     encoded, ValueError for other operations, for groups of another backend, and for two tensors of one shape in turn
     without names; DistBackendError on every rank where ranks make different calls.
     """
-    compressor = check_codec(codec, "compression.all_reduce").make_compressor()
+    check_codec(codec, "compression.all_reduce")
     residuals, ranges = None, []
     if state is None:
+        compressor = codec.make_compressor()
         backend = backend_of(group, "compression.all_reduce")
     else:
         state.check_serves(codec, group)
-        backend = state.backend
+        backend, compressor = state.backend, state.compressor
         ranges = [(state.name_of(tensor, name), 0, tensor.numel())]
         residuals = state.residuals
         if state.owes(ranges):  # of another world size: added to what this rank contributes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -16,6 +17,7 @@ from torch import nn
 
 import zeropg
 from zeropg.backend import leave_groups
+from zeropg.compression.report import report
 from zeropg.tools.plan.formulas import Settings, paper_bytes
 from zeropg.tools.plan.shape import shape_of
 from zeropg.tools.train.export import check_export, export, generate, load_plain
@@ -99,9 +101,10 @@ def _run(options: Options, batches: TrainingBatches, validation: list[Batch]) ->
         param_dtype=options.param_dtype,
         device=options.device,
         backend=options.backend,
+        compression=options.compression,
     )
     planned = planned_bytes(shape_of(model), settings)
-    zeropg.fully_shard(model, stage=options.stage, param_dtype=options.param_dtype)
+    zeropg.fully_shard(model, stage=options.stage, param_dtype=options.param_dtype, compression=options.compression)
     history, optimizer = train(
         model,
         batches,
@@ -115,6 +118,9 @@ def _run(options: Options, batches: TrainingBatches, validation: list[Batch]) ->
     loss = history.validation[-1][1]
     say(f"validation loss after {options.steps} steps: {loss:.4f} nats/byte, {loss / math.log(2):.3f} bits/byte")
 
+    compressed = None if options.compression is None else report(model)
+    if compressed is not None:
+        say(f"\nrank 0's {compressed}")
     measured = measured_bytes(model, optimizer)
     formula = paper_bytes(options.stage, dist.get_world_size(), parameters, options.param_dtype)
     say(f"\nmemory of the largest of {dist.get_world_size()} ranks:")
@@ -133,6 +139,7 @@ def _run(options: Options, batches: TrainingBatches, validation: list[Batch]) ->
     results = figures(options, history) | {
         "parameters": parameters,
         "exported_loss_nats_per_byte": exported_loss,
+        "compression_report": None if compressed is None else dataclasses.asdict(compressed),
         "memory_bytes": measured,
         "memory_planned_bytes": planned,
         "memory_formula_bytes": formula,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from zeropg.compression.codec import Codec, named_codecs
 from zeropg.tools.train.gpt import GPTConfig
 
 PARAM_DTYPES = {
@@ -33,6 +34,7 @@ examples:
   torchrun --standalone --nproc-per-node 2 -m zeropg train       the whole run: ZeRO-3 on two processes
   torchrun --standalone --nproc-per-node 2 -m zeropg train --stage 2 --param-dtype fp32
   torchrun --standalone --nproc-per-node 4 -m zeropg train --backend gloo --batch 16 --output runs/gloo
+  torchrun --standalone --nproc-per-node 2 -m zeropg train --compression top_k     gradients in few bytes
   torchrun --standalone --nproc-per-node 2 -m zeropg train --checkpoint-every 100
   torchrun --standalone --nproc-per-node 4 -m zeropg train --checkpoint-every 100 --resume --stage 1
 
@@ -50,6 +52,7 @@ class Options:
     backend: str
     device: str
     param_dtype: torch.dtype
+    compression: Codec | None
     steps: int
     batch: int
     lr: float
@@ -84,6 +87,7 @@ def parse(arguments: list[str], *, rank: int, world_size: int, local_world_size:
         backend=values.backend,
         device=values.device,
         param_dtype=PARAM_DTYPES[values.param_dtype],
+        compression=named_codecs().get(values.compression),
         steps=values.steps,
         batch=values.batch,
         lr=values.lr,
@@ -124,6 +128,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     sharding.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the model computes (default cpu)"
+    )
+    sharding.add_argument(
+        "--compression",
+        choices=("none", *named_codecs()),
+        default="none",
+        help="codec of gradients between ranks, or between nodes where there are several (default none)",
     )
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=_positive, default=560, help="optimizer steps (default 560)")
@@ -191,6 +201,11 @@ def _mistake(values: argparse.Namespace, world_size: int) -> str | None:
         return f"--lr {values.lr} is not positive"
     if values.device == "cuda" and values.backend == "gloo":
         return "--device cuda needs --backend zeropg: gloo would copy every shard through the host"
+    if values.compression != "none" and (values.backend, values.device) != ("zeropg", "cpu"):
+        return (
+            f"--compression {values.compression} needs --backend zeropg and --device cpu: only zeropg's collectives "
+            "carry codecs, and they encode on the CPU"
+        )
     if values.device == "cuda" and not torch.cuda.is_available():
         return "--device cuda: torch finds no CUDA device here; take --device cpu"
     if values.resume and not (values.output / "checkpoint").is_dir():

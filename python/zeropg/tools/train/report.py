@@ -25,6 +25,7 @@ def figures(options: Options, history: History) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "torch": torch.__version__,
         "model": vars(options.model),
+        "compression": None if options.compression is None else str(options.compression),
         "steps": options.steps,
         "batch": options.batch,
         "lr": options.lr,

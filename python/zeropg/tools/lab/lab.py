@@ -26,10 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.test_cpp import BUILD, ROOT
-
 TOOLS = ("ip", "tc", "bridge", "unshare", "nsenter")
 SWITCH_ADDRESS = "10.77.0.254"
+PACKAGES = Path(__file__).resolve().parents[3]  # the folder of the zeropg that is running
 TRIAL_RATE = "tbf rate 1gbit burst 9kb latency 1ms"
 ENTER_USER = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
 MAKE_USER = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
@@ -73,7 +72,7 @@ class Host:
         """The command line that runs what follows it in this host."""
         pid = self.process.pid
         kinds = ["--net", "--mount", "--uts", "--ipc", f"--pid=/proc/{pid}/ns/pid_for_children"]
-        return ["nsenter", "-t", str(pid), *ENTER_USER, *kinds, f"--wdns={ROOT}"]
+        return ["nsenter", "-t", str(pid), *ENTER_USER, *kinds, f"--wdns={os.getcwd()}"]
 
 
 @dataclass
@@ -197,7 +196,7 @@ class Lab:
         processes = []
         for rank in range(world_size):
             host, local_rank = divmod(rank, nproc_per_node)
-            variables = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": host}
+            variables: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": host}
             variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": nproc_per_node}
             variables |= {"MASTER_ADDR": self.hosts[0].address, "MASTER_PORT": 29500}
             text = {name: str(value) for name, value in variables.items()}
@@ -207,7 +206,7 @@ class Lab:
     def environment(self, host: int) -> dict[str, str]:
         """The variables of every process in a host."""
         mine = {"ZEROPG_HOST_ID": f"lab-{self.hosts[host].name}", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        path = os.environ.get("PYTHONPATH") or str(BUILD / "python")
+        path = os.environ.get("PYTHONPATH") or str(PACKAGES)
         return os.environ | mine | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
     # --- the network ---

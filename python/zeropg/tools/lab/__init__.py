@@ -1,0 +1,1 @@
+"""Hosts on this machine, with slow links between them."""
