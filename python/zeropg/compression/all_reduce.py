@@ -43,7 +43,7 @@ def all_reduce(
         backend = backend_of(group, "compression.all_reduce")
     else:
         state.check_serves(codec, group)
-        backend, compressor = state.backend, state.compressor
+        backend, compressor = state.backend, state.compressor or codec.make_compressor()
         ranges = [(state.name_of(tensor, name), 0, tensor.numel())]
         residuals = state.residuals
         if state.owes(ranges):  # of another world size: added to what this rank contributes

@@ -62,6 +62,8 @@ def report(source: torch.nn.Module | State) -> Report:
     Between steps. Raises ValueError for a model that is not sharded, or without compressed gradients.
     """
     if isinstance(source, State):
+        if source.compressor is None:
+            raise ValueError('[zeropg] compression.report: "auto" compresses nothing here; there is nothing to report.')
         compressor, residuals, exposed = source.compressor, source.residuals, None
     else:
         core: Any = getattr(source, "_zeropg", None)
