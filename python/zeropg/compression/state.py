@@ -27,7 +27,8 @@ def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
     return backend
 
 
-_RESULT_HOP = 1  # of residuals in units of the average; compression/error_feedback.h
+# Of residuals in units of this rank's gradient, and of the average; compression/error_feedback.h.
+CONTRIBUTION_HOP, RESULT_HOP = 0, 1
 
 
 class State:
@@ -59,6 +60,11 @@ class State:
         self._unnamed: dict[tuple[int, ...], weakref.ref[torch.Tensor]] = {}  # the last one of each shape
         # By name, in units of this rank's gradient: owed since another world size, so to be paid in the next step.
         self._arrears: dict[str, torch.Tensor] = {}
+
+    def use(self, codec: Codec) -> None:
+        """Encodes with `codec` from the next call on; what earlier encodings lost stays owed."""
+        if codec != self.codec:
+            self.codec, self._compressor = check_codec(codec, "State"), codec.make_compressor()
 
     def ranges(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, int, int]]:
         """Whose gradients a bucket of these parameters holds: (name, 0, numel) in its order."""
@@ -164,7 +170,7 @@ class State:
             self._owe(name, 0, values * (world_size / former))
         if world_size != former:
             for name, hop, start, values in self.residuals.segments():
-                self._owe(name, start, values * (world_size if hop == _RESULT_HOP else world_size / former))
+                self._owe(name, start, values * (world_size if hop == RESULT_HOP else world_size / former))
             self.residuals.clear()
 
     def _owe(self, name: str, start: int, values: torch.Tensor) -> None:
