@@ -151,7 +151,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "backend": {"_native", "rank_io"},
     "flight_recorder": {"backend"},
     "sharding": {"_native", "compression", "rank_io", "backend"},
-    "optim": {"_native", "rank_io", "sharding"},
+    "optim": {"_native", "compression", "rank_io", "sharding"},
     "export": {"_native", "rank_io", "sharding"},
     "checkpoint": {"_native", "rank_io", "sharding", "optim", "export"},
     "__init__": {

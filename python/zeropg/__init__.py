@@ -11,6 +11,7 @@ import _zeropg_register
 from zeropg import _native as _native  # checks versions before anything loads the core
 from zeropg import _notices as _notices
 from zeropg import compression as compression
+from zeropg import optim as optim
 from zeropg.backend import BackendOptions, Topology, empty, shrink_group, stats, topology
 from zeropg.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from zeropg.checkpoint.ema import ema

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from zeropg._native import _C
 from zeropg.compression.auto import Watch, choose, say
-from zeropg.compression.codec import Codec
+from zeropg.compression.codec import Codec, check_codec
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 
 
@@ -29,7 +30,8 @@ def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
     return backend
 
 
-_RESULT_HOP = 1  # of residuals in units of the average; compression/error_feedback.h
+# Of residuals in units of this rank's gradient, and of the average; compression/error_feedback.h.
+CONTRIBUTION_HOP, RESULT_HOP = 0, 1
 
 
 class State:
@@ -73,6 +75,12 @@ class State:
         self._unnamed: dict[tuple[int, ...], weakref.ref[torch.Tensor]] = {}  # the last one of each shape
         # By name, in units of this rank's gradient: owed since another world size, so to be paid in the next step.
         self._arrears: dict[str, torch.Tensor] = {}
+
+    def use(self, codec: Codec) -> None:
+        """Encodes with `codec` from the next call on; what earlier encodings lost stays owed."""
+        if codec != self.codec:
+            gradients = check_codec(codec, "State")
+            self._use(Plan(gradients=gradients) if self.plan is None else replace(self.plan, gradients=gradients))
 
     def _use(self, plan: Plan | None) -> None:
         self.plan = plan
@@ -210,7 +218,7 @@ class State:
             self._owe(name, 0, values * (world_size / former))
         if world_size != former:
             for name, hop, start, values in self.residuals.segments():
-                self._owe(name, start, values * (world_size if hop == _RESULT_HOP else world_size / former))
+                self._owe(name, start, values * (world_size if hop == RESULT_HOP else world_size / former))
             self.residuals.clear()
 
     def _owe(self, name: str, start: int, values: torch.Tensor) -> None:

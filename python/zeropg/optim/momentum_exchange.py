@@ -1,0 +1,144 @@
+"""Momenta averaged over the ranks in few bits: what `OneBitAdam`, `OneBitLamb` and `DGC` share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zeropg.compression.codec import Codec
+from zeropg.compression.state import CONTRIBUTION_HOP, State
+
+# Vectors and small matrices are a few per mille of a model's bytes, and the ones that low bits hurt first (CGX).
+_FEWEST_COMPRESSED = 1024
+# A call costs time whatever its size, and encoding is fastest in the cache.
+_BUCKET_ELEMENTS = 1 << 20
+_MOST_IN_FLIGHT = 2  # one travels while the next is filled; more would only hold memory
+
+
+@dataclass
+class Part:
+    """What an update rule sees of one parameter.
+
+    gradient, and what the rule calls momentum in `state`, are whole; weight, and the rest of `state`, are elements
+    [start, stop) of it where a sharded model has this rank update no more.
+    """
+
+    parameter: torch.Tensor
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    start: int
+    stop: int
+    group: dict[str, Any]
+    state: dict[str, Any]
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of a whole tensor that this rank updates, in the weight's shape."""
+        if whole.shape == self.weight.shape:
+            return whole
+        return whole.reshape(-1)[self.start : self.stop]
+
+
+class Momentum(NamedTuple):
+    """A whole momentum of this rank. Encoded divided by `scale`, so that tensors in one bucket are of one size."""
+
+    parameter: torch.Tensor
+    values: torch.Tensor
+    scale: float = 1.0
+
+
+class MomentumExchange:
+    """Averages the momenta of one model over a group of zeropg; keeps what the encodings lose.
+
+    shards_weights: whether each rank updates its own part of the weights.
+
+    Raises ValueError for a group of another backend.
+    """
+
+    def __init__(
+        self, codec: Codec, model: torch.nn.Module, group: dist.ProcessGroup, *, shards_weights: bool = False
+    ) -> None:
+        self.group = group
+        self._shards_weights = shards_weights
+        self.state = State(codec, process_group=group, model=model)
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def world_size(self) -> int:
+        return self.group.size()
+
+    def average(self, momenta: Sequence[Momentum]) -> None:
+        """Replaces each tensor by its average over the ranks: all get the same bits. Collective."""
+        small = [momentum for momentum in momenta if not is_compressed(momentum.parameter)]
+        self._average_exactly([momentum.values for momentum in small])
+        in_flight: list[tuple[Any, torch.Tensor, list[Momentum]]] = []
+        for bucket in _buckets([momentum for momentum in momenta if is_compressed(momentum.parameter)]):
+            flat = torch.cat([values.reshape(-1).float().div(scale) for _, values, scale in bucket])
+            work = self.state.all_reduce(flat, [momentum.parameter for momentum in bucket])
+            in_flight.append((work, flat, bucket))
+            if len(in_flight) == _MOST_IN_FLIGHT:
+                _finish(*in_flight.pop(0))
+        for entry in in_flight:
+            _finish(*entry)
+
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums over the elements that this rank updates become those over whole tensors. Collective."""
+        if self._shards_weights:
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.group)
+        return sums
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The same for maxima."""
+        if self._shards_weights:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def debts(self) -> dict[str, list[tuple[int, torch.Tensor]]]:
+        """What this rank has not sent yet, by parameter: (first element, values), live."""
+        debts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for name, hop, start, values in [] if self.state.residuals is None else self.state.residuals.segments():
+            if hop == CONTRIBUTION_HOP:
+                debts.setdefault(name, []).append((start, values))
+        return debts
+
+    def _average_exactly(self, tensors: Sequence[torch.Tensor]) -> None:
+        if tensors:
+            flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+            dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group)
+            _put_back(flat, tensors)
+
+
+def is_compressed(parameter: torch.Tensor) -> bool:
+    """Whether the momentum of `parameter` travels encoded: matrices, of a size that pays."""
+    return parameter.ndim > 1 and parameter.numel() >= _FEWEST_COMPRESSED
+
+
+def _buckets(momenta: Sequence[Momentum]) -> Iterator[list[Momentum]]:
+    bucket: list[Momentum] = []
+    numel = 0
+    for momentum in momenta:
+        if bucket and numel + momentum.values.numel() > _BUCKET_ELEMENTS:
+            yield bucket
+            bucket, numel = [], 0
+        bucket.append(momentum)
+        numel += momentum.values.numel()
+    if bucket:
+        yield bucket
+
+
+def _finish(work: Any, flat: torch.Tensor, bucket: Sequence[Momentum]) -> None:
+    work.wait()
+    _put_back(flat, [momentum.values for momentum in bucket])
+    for _, values, scale in bucket:
+        values.mul_(scale)
+
+
+def _put_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view(tensor.shape))

@@ -1,0 +1,153 @@
+"""1-bit Adam (Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
+Speed", Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zeropg.compression.codec import CODECS, Codec
+from zeropg.optim.momentum_exchange import Momentum, MomentumExchange, Part
+from zeropg.optim.momentum_optimizer import MomentumOptimizer
+
+
+class OneBitAdam(MomentumOptimizer):
+    """AdamW for `warmup_steps`, then Adam with a frozen variance, whose momentum ranks average in one bit per element.
+
+    Adam's variance is not linear in the gradient, so an encoded gradient spoils it; the momentum is, and error feedback
+    makes up for what its encoding loses.
+
+    params, lr, betas, eps, weight_decay: as torch.optim.AdamW; weight decay is decoupled.
+    warmup_steps: of plain AdamW, for which gradients are averaged as usual. 15 to 25 % of all steps, and at least as
+      long as the learning rate rises.
+    codec: of the momentum. Default: OneBit().
+    warmup_codec: of the gradients during warm-up, e.g. BlockQuant(4); default: none.
+    clip: norm to which the gradient is clipped before the momentum; after warm-up each rank clips its own, to
+      clip * sqrt(world_size). torch's clip_grad_norm_ would clip to `clip` itself.
+
+    From the end of warm-up on `exp_avg_sq` stays, free of its bias. Elements whose variance is zero then, such as rows
+    of an embedding that nobody has used, are moved by weight decay alone. Vectors and matrices below 1024 elements
+    travel in fp32.
+
+    Raises ValueError for hyperparameters out of range, TypeError for something that is no codec.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        warmup_steps: int,
+        codec: Codec | None = None,
+        warmup_codec: Codec | None = None,
+        clip: float | None = None,
+    ) -> None:
+        check_adam(type(self).__name__, lr, betas, eps, weight_decay, warmup_steps)
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps},
+            codec=CODECS["one_bit"]() if codec is None else codec,
+            warmup_codec=warmup_codec,
+            clip=clip,
+        )
+
+    def _is_warming_up(self, group: Mapping[str, Any]) -> bool:
+        return bool(group["steps"] < group["warmup_steps"])
+
+    def _update(self, parts: Sequence[Part], exchange: MomentumExchange) -> None:
+        if self.averages_gradients():
+            for part in parts:
+                begin(part)
+                adamw_(part)
+            return
+        for part in parts:
+            freeze(part, type(self).__name__)
+        average_momenta(parts, exchange)
+        for part in parts:
+            frozen_adam_(part)
+
+
+def begin(part: Part) -> None:
+    """State of a parameter before its first step: torch.optim.AdamW's."""
+    if not part.state:
+        part.state["step"] = torch.tensor(0.0)
+        part.state["exp_avg"] = torch.zeros_like(part.gradient)
+        part.state["exp_avg_sq"] = torch.zeros_like(part.weight)
+
+
+def adamw_(part: Part) -> None:
+    """One step of AdamW, in the order of torch.optim's operations, which gives its bits."""
+    state, gradient = part.state, part.own(part.gradient)
+    beta1, beta2 = part.group["betas"]
+    lr = float(part.group["lr"])
+    state["step"] += 1
+    step = state["step"].item()
+    if part.group["weight_decay"] != 0:
+        part.weight.mul_(1 - lr * part.group["weight_decay"])
+    state["exp_avg"].lerp_(part.gradient, 1 - beta1)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = (state["exp_avg_sq"].sqrt() / (1 - beta2**step) ** 0.5).add_(part.group["eps"])
+    part.weight.addcdiv_(part.own(state["exp_avg"]), denominator, value=-lr / (1 - beta1**step))
+
+
+def freeze(part: Part, who: str) -> None:
+    """At the first step after warm-up: the variance stays as it is, free of its bias.
+
+    The momentum's size is kept beside it: tensors that share a block of an encoding are divided by it (Li et al. 2021,
+    "1-bit LAMB", section 4.2). Raises ValueError for a parameter without variance, which could never move.
+    """
+    state = part.state
+    if "momentum_scale" in state:
+        return
+    if not state:
+        raise ValueError(
+            f"[zeropg] {who}.step: a parameter of shape {list(part.parameter.shape)} got its first gradient after "
+            "warm-up, in which its variance would have been learnt; train all parameters from the beginning, or make "
+            "another optimizer for the new phase"
+        )
+    state["exp_avg_sq"].div_(1 - part.group["betas"][1] ** state["step"].item())
+    rms = (torch.linalg.vector_norm(state["exp_avg"].float()) / max(1, state["exp_avg"].numel()) ** 0.5).item()
+    state["momentum_scale"] = rms if rms > 0 else 1.0
+
+
+def average_momenta(parts: Sequence[Part], exchange: MomentumExchange) -> None:
+    """Every rank's momentum takes in its own gradient, and becomes the average of all ranks'. Collective."""
+    for part in parts:
+        part.state["step"] += 1
+        part.state["exp_avg"].lerp_(part.gradient, 1 - part.group["betas"][0])
+    exchange.average([Momentum(part.parameter, part.state["exp_avg"], part.state["momentum_scale"]) for part in parts])
+
+
+def direction(part: Part) -> torch.Tensor:
+    """The momentum in units of the frozen deviation; zero where that is zero: there only noise of encodings arrives."""
+    deviation = part.state["exp_avg_sq"].sqrt()
+    denominator = deviation.add(part.group["eps"]).masked_fill_(deviation == 0, torch.inf)
+    return torch.div(part.own(part.state["exp_avg"]), denominator)
+
+
+def frozen_adam_(part: Part) -> None:
+    """One step of AdamW whose variance is frozen; the momentum's own bias goes on to vanish."""
+    lr, beta1 = float(part.group["lr"]), part.group["betas"][0]
+    part.weight.mul_(1 - lr * part.group["weight_decay"])
+    part.weight.add_(direction(part), alpha=-lr / (1 - beta1 ** part.state["step"].item()))
+
+
+def check_adam(
+    who: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, warmup_steps: int
+) -> None:
+    """Raises ValueError for what Adam with a frozen variance cannot take."""
+    if not (lr >= 0 and all(0 <= beta < 1 for beta in betas) and eps >= 0 and weight_decay >= 0):
+        raise ValueError(
+            f"[zeropg] {who}: lr {lr}, betas {betas}, eps {eps}, weight_decay {weight_decay}; expected lr, eps and "
+            "weight_decay >= 0, betas in [0, 1)"
+        )
+    if not (isinstance(warmup_steps, int) and warmup_steps >= 1):
+        raise ValueError(
+            f"[zeropg] {who}: warmup_steps is {warmup_steps!r}; expected an integer >= 1: 15 to 25 % of all steps, in "
+            "which the variance is learnt that is frozen then"
+        )
