@@ -14,7 +14,7 @@ namespace zeropg {
 struct RecordedOperation {
   uint64_t id = 0;              // of the group's recorded operations, from 1; what was dropped leaves a gap
   uint64_t completion_key = 0;  // see ZeroWork::completion_key
-  std::string name;             // "all_reduce", "send 0->1", "recv 1<-0"
+  std::string name{};           // "all_reduce", "send 0->1", "recv 1<-0"
   bool is_message = false;
   uint64_t sequence = 0;  // as OperationLabel's
   std::vector<std::vector<int64_t>> input_sizes{};

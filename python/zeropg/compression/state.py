@@ -105,7 +105,7 @@ class State:
     def _owe_all(self) -> None:
         if self.residuals is not None:
             for name, hop, start, values in self.residuals.segments():
-                self._owe(name, start, values * (self.backend.size() if hop == _RESULT_HOP else 1))
+                self._owe(name, start, values * (self.backend.size() if hop == RESULT_HOP else 1))
             self.residuals.clear()
 
     def ranges(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, int, int]]:
