@@ -98,7 +98,7 @@ def coalesced(group: Any, count: int) -> None:
 
 def all_to_all_of_lists(group: Any, count: int) -> Any:
     size = group.size()
-    return dist.all_to_all([torch.empty(count)] * size, [torch.ones(count)] * size, group=group)
+    return dist.all_to_all([torch.empty(count) for _ in range(size)], [torch.ones(count)] * size, group=group)
 
 
 def receive_from_anybody(group: Any, count: int) -> None:
