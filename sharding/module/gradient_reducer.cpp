@@ -440,7 +440,7 @@ void GradientReducer::launch(Bucket& bucket) {
   bucket.is_launched = true;
   bucket.reduced = bucket.buffer;
   if (!options_.stage.shards_gradients) {
-    if (communicator_.world_size() > 1) {
+    if (communicator_.world_size() > 1 && averages_) {
       bucket.work = communicator_.all_reduce_average(bucket.buffer, bucket.compression);
     }
     return;

@@ -43,6 +43,10 @@ class GradientReducer {
   void notice_unfrozen();
   // Whether the autograd task that runs puts gradients into `.grad` of parameters: backward() does, grad() does not.
   bool will_accumulate() const;
+  // False: backwards end as always, but gradients stay this rank's own, for an optimizer that averages something else.
+  // Only where gradients are replicated. The same on every rank.
+  void set_averages(bool averages) { averages_ = averages; }
+  bool averages() const { return averages_; }
   // In this backward the bucket of `flat` is sent at the end: it may get more than one gradient.
   void hold_until_end(const FlatParameter& flat);
 
@@ -128,6 +132,7 @@ class GradientReducer {
   std::function<void(FlatParameter&)> on_gradient_;
   size_t next_to_launch_ = 0;
   bool synchronize_ = true;
+  bool averages_ = true;
   DuringBackward during_backward_;
   bool is_showing_full_ = false;
 };

@@ -326,6 +326,12 @@ void ShardedModule::begin_backward() {
   });
 }
 
+void ShardedModule::set_averages_gradients(bool averages) {
+  TORCH_CHECK_VALUE(averages || !options_.stage.shards_gradients, context("set_averages_gradients"), "stage ",
+                    options_.stage.number, " keeps slices of averages; expected stage 0 or 1 for unaveraged gradients");
+  reducer_->set_averages(averages);
+}
+
 void ShardedModule::before_gradient(FlatParameter& flat) {
   begin_backward();
   // Where checkpoints run backwards inside this one, a parameter that was used twice gets a gradient from each.

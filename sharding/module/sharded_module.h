@@ -47,6 +47,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   void abandon_forward(int64_t unit);  // instead of post_forward where it raised
   void set_synchronize(bool synchronize) { synchronize_ = synchronize; }
   bool synchronizes() const { return synchronize_; }
+  // Whether gradients are averaged over the ranks, or stay each rank's own: for stages that do not shard them.
+  void set_averages_gradients(bool averages);
+  bool averages_gradients() const { return reducer_->averages(); }
 
   // --- access between steps ---
   // Gives the masters what the program has written to parameters since the last call that did; every step, load and
