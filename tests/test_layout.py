@@ -153,7 +153,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "sharding": {"_native", "compression", "rank_io", "backend"},
     "optim": {"_native", "compression", "rank_io", "sharding"},
     "export": {"_native", "rank_io", "sharding"},
-    "checkpoint": {"_native", "rank_io", "sharding", "optim", "export"},
+    "checkpoint": {"_native", "compression", "rank_io", "sharding", "optim", "export"},
     "__init__": {
         "_native",
         "_notices",

@@ -173,6 +173,8 @@ void bind_sharding(py::module_& m) {
       .def("abandon_forward", &ShardedModule::abandon_forward, ReleaseGil())
       .def("set_synchronize", &ShardedModule::set_synchronize)
       .def_property_readonly("synchronizes", &ShardedModule::synchronizes)
+      .def_property("averages_gradients", &ShardedModule::averages_gradients, &ShardedModule::set_averages_gradients)
+      .def_property_readonly("is_compressed", [](const ShardedModule& self) { return self.options().codec != nullptr; })
       .def(
           "settle_writes",
           [](ShardedModule& self, const std::string& operation) { self.settle_writes(operation.c_str()); },

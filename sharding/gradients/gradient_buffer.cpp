@@ -64,7 +64,7 @@ void GradientBuffer::launch() {
   }
   // Everybody's whole average, or this rank's slice of it.
   if (!context_.options.stage.shards_gradients) {
-    work_ = communicator.all_reduce_average(values_, compression_);
+    if (context_.averages) work_ = communicator.all_reduce_average(values_, compression_);
     return;
   }
   const bool in_place = !kept_.is_valid() && dtype == flat_.master_dtype();

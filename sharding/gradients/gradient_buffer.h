@@ -14,6 +14,7 @@ struct BucketContext {
   Communicator& communicator;
   ShardingOptions options;
   BufferPool pool;
+  bool averages = true;  // false: gradients stay this rank's own
 };
 
 // Closed, or open: then padding is zero, and the kept gradient has memory (KeptGradient::make_room), which the buffer

@@ -39,6 +39,10 @@ class GradientReducer {
   void notice_unfrozen();
   // Whether the autograd task that runs puts gradients into `.grad` of parameters: backward() does, grad() does not.
   bool will_accumulate() const;
+  // False: backwards end as always, but gradients stay this rank's own, for an optimizer that averages something else.
+  // Only where gradients are replicated. The same on every rank.
+  void set_averages(bool averages) { context_.averages = averages; }
+  bool averages() const { return context_.averages; }
   // In this backward the bucket of `flat` is sent at the end: it may get more than one gradient.
   void hold_until_end(const FlatParameter& flat) { bucket_of(flat).hold_until_end(); }
 

@@ -122,6 +122,13 @@ void ShardedModule::abandon_forward(int64_t index) {
   }
 }
 
+void ShardedModule::set_averages_gradients(bool averages) {
+  TORCH_CHECK_VALUE(averages || !options_.stage.shards_gradients, communicator_.context("set_averages_gradients"),
+                    "stage ", options_.stage.number,
+                    " keeps slices of averages; expected stage 0 or 1 for unaveraged gradients");
+  reducer_->set_averages(averages);
+}
+
 // --- access between steps ---
 
 WriteLedger::Answer ShardedModule::answer_to_write() const {

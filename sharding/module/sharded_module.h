@@ -40,6 +40,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   void abandon_forward(int64_t unit);  // instead of post_forward where it raised
   void set_synchronize(bool synchronize) { backward_->set_synchronize(synchronize); }
   bool synchronizes() const { return backward_->synchronizes(); }
+  // Whether gradients are averaged over the ranks, or stay each rank's own: for stages that do not shard them.
+  void set_averages_gradients(bool averages);
+  bool averages_gradients() const { return reducer_->averages(); }
 
   // --- access between steps ---
   void settle_writes(const char* operation);  // Masters::settle, wherever it is called

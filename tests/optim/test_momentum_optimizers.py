@@ -130,11 +130,14 @@ def test_a_saved_run_goes_on_to_the_bit(make: Make) -> None:
         torch.testing.assert_close(flat(again_ddp), flat(ddp), rtol=0, atol=1e-6)
 
 
-def owed(optimizer: MomentumOptimizer, numels: dict[str, int]) -> dict[str, torch.Tensor]:
+def owed(optimizer: torch.optim.Optimizer, numels: dict[str, int]) -> dict[str, torch.Tensor]:
     """What all ranks together still owe the average, by parameter."""
     debts = {name: torch.zeros(numel) for name, numel in numels.items()}
-    for name, hop, start, values in optimizer.state_dict()["zeropg"]["residuals"]:
+    saved = optimizer.state_dict()["zeropg"]["debts"]
+    for name, hop, start, values in saved["residuals"]:
         debts[name][start : start + len(values)] += values if hop == 1 else values / dist.get_world_size()
+    for name, values in saved["arrears"].items():
+        debts[name][: len(values)] += values / dist.get_world_size()
     for debt in debts.values():
         dist.all_reduce(debt)
     return debts
@@ -309,4 +312,4 @@ def test_the_state_of_another_rank_is_taken_without_its_debts() -> None:
     if dist.get_rank() == 1:
         with pytest.warns(UserWarning, match="this is the state of rank 0"):
             optimizer.load_state_dict(saved[0])
-        assert optimizer.state_dict()["zeropg"]["residuals"] == []
+        assert optimizer.state_dict()["zeropg"]["debts"]["residuals"] == []

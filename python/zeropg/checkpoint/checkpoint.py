@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropg._native import _C
+from zeropg.checkpoint.debts import debt_file, saved_debts
 from zeropg.checkpoint.folder import CheckpointFolder
 from zeropg.checkpoint.load import Loading
 from zeropg.checkpoint.manifest import ALONE, Manifest, SavedFile
@@ -116,7 +117,8 @@ def load_checkpoint(
 
     Each rank reads its own byte ranges, and checks the checksums of the chunks that they lie in. Masters, parameters,
     persistent buffers, the optimizer's state and param groups (learning rate and so on) become what they were. So do
-    the residuals of compression at the same world size; at another one they begin at zero, with a warning.
+    the residuals of compression at the same world size; at another one they begin at zero, with a warning. What ranks
+    owe the momenta of OneBitAdam, OneBitLamb and DGC is kept at every world size.
 
     Args:
         directory: seen by every rank, with the same content.
@@ -290,6 +292,9 @@ class _Save:
         residuals = saved_residuals(self._state.core)
         if residuals is not None:
             self._own_files[residual_file(self.rank)] = make_structure_file(residuals)
+        debts = saved_debts(self._optimizers)
+        if debts is not None:
+            self._own_files[debt_file(self.rank)] = make_structure_file(debts)
         arguments = {
             "directory": str(self.directory),
             "async_save": str(async_save),

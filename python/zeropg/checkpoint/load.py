@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zeropg._native import _C
+from zeropg.checkpoint.debts import is_debt_file, load_debts, taken_debt_files
 from zeropg.checkpoint.folder import reading
 from zeropg.checkpoint.foreign import describe_foreign
 from zeropg.checkpoint.manifest import Manifest, SavedOptimizer, SavedTensor, read_manifest
@@ -118,8 +119,15 @@ class Loading:
         try:
             if failure is not None:
                 raise failure
+            former = self._manifest.world_size
+            debts = [
+                read_structure_file(reader, {"debts"})["debts"]
+                for file, reader in self._readers.items()
+                if is_debt_file(file)
+            ]
             for name, saved in self._manifest.optimizers.items() if self._optimizers else ():
                 self._read_optimizer(saved, self._optimizers[name], advance)
+                load_debts(self._optimizers[name], [each[name] for each in debts if name in each], former)
         except (ValueError, OSError) as error:
             text = f"{error}; the model holds old and new values now: load a checkpoint before you use it"
             raise (ValueError if isinstance(error, ValueError) else OSError)(text) from error
@@ -168,6 +176,10 @@ class Loading:
             # Others would be of another rank's part of the gradients.
             is_same_world = self._manifest.world_size == self._state.core.world_size
             return is_same_world and name == residual_file(self._state.core.rank)
+        if is_debt_file(name):
+            core = self._state.core
+            taken = taken_debt_files(core.rank, core.world_size, self._manifest.world_size)
+            return bool(self._optimizers) and name in taken
         return bool(self._optimizers) or not name.startswith("optimizer")
 
     def _saved_tensor(self, index: int) -> SavedTensor:

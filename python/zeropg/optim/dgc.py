@@ -37,6 +37,8 @@ class DGC(MomentumOptimizer):
     Raises ValueError for hyperparameters out of range.
     """
 
+    tensor_state = whole_state = own_state = frozenset({"momentum_buffer"})
+
     def __init__(
         self,
         params: Any,

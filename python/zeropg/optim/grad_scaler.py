@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for sharded models: `GradScaler`."""
+"""Dynamic loss scaling for optimizers that no single rank can judge: `GradScaler`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ import torch
 import torch.distributed as dist
 
 from zeropg._native import _C
+from zeropg.compression.state import State
+from zeropg.optim.momentum_optimizer import MomentumOptimizer
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import collective_device
+
+Scaled = ShardedOptimizer | MomentumOptimizer
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 class GradScaler:
-    """Keeps float16 gradients away from zero and infinity: `torch.amp.GradScaler` for sharded optimizers.
+    """Keeps float16 gradients away from zero and infinity: `torch.amp.GradScaler` for sharded optimizers, and for those
+    of zeropg.optim under DistributedDataParallel.
 
     The loss is multiplied by a scale, and the gradients are divided by it before the step. If a gradient is not finite
     on any rank, all ranks leave the step out and the scale shrinks; after `growth_interval` good steps it grows. All
@@ -71,8 +76,8 @@ class GradScaler:
         self._found_inf: dict[int, bool] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
-        # Compressed models (cores) that this scaler has met: their residuals are in units of scaled gradients.
-        self._compressed: weakref.WeakSet[_C.ShardedModule] = weakref.WeakSet()
+        # Compressions of gradients that this scaler has met: their residuals are in units of scaled gradients.
+        self._compressed: weakref.WeakSet[_C.ShardedModule | State] = weakref.WeakSet()
 
     def scale(self, outputs: Any) -> Any:
         """Returns a tensor, or the tensors in nested lists and tuples, multiplied by the scale."""
@@ -113,7 +118,7 @@ class GradScaler:
         self._stepped.add(id(sharded))
         if self._found_inf[id(sharded)]:
             return None
-        if id(sharded._core) not in self._unscaled:
+        if _model_key(sharded) not in self._unscaled:
             sharded.gradient_factor = 1.0 / self._scale  # saves a pass over the gradients
         try:
             return sharded.step(*args, **kwargs)
@@ -142,9 +147,9 @@ class GradScaler:
                 self._scale = grown if grown <= torch.finfo(torch.float32).max else self._scale
                 self._growth_tracker = 0
         if self._scale != before:
-            for core in self._compressed:
-                if core.residuals is not None:
-                    core.residuals.scale(self._scale / before)
+            for compression in self._compressed:
+                if compression.residuals is not None:
+                    compression.residuals.scale(self._scale / before)
         self._found_inf.clear()
         self._unscaled.clear()
         self._stepped.clear()
@@ -173,34 +178,46 @@ class GradScaler:
         for key in _KEYS:
             setattr(self, f"_{key.lstrip('_')}", state_dict[key])
 
-    def _check(self, optimizer: torch.optim.Optimizer, call: str) -> ShardedOptimizer:
-        if not isinstance(optimizer, ShardedOptimizer):
+    def _check(self, optimizer: torch.optim.Optimizer, call: str) -> Scaled:
+        is_attached = isinstance(optimizer, MomentumOptimizer) and optimizer.exchange is not None
+        if not isinstance(optimizer, ShardedOptimizer) and not is_attached:
             raise TypeError(
                 f"[zeropg] GradScaler.{call}: got a {type(optimizer).__name__}, expected what zeropg.shard_optimizer "
-                "returned; for other optimizers use torch.amp.GradScaler"
+                "returned, or an optimizer of zeropg.optim that is attached to a model; for other optimizers use "
+                "torch.amp.GradScaler"
             )
+        assert isinstance(optimizer, ShardedOptimizer | MomentumOptimizer)
         if id(optimizer) in self._stepped:
             raise RuntimeError(f"[zeropg] GradScaler.{call}: the optimizer has stepped already; call update() first")
         return optimizer
 
     @torch.no_grad()
-    def _unscale(self, optimizer: ShardedOptimizer) -> None:
-        if optimizer._model_state is not None:
+    def _unscale(self, optimizer: Scaled) -> None:
+        if isinstance(optimizer, ShardedOptimizer) and optimizer._model_state is not None:
             optimizer._model_state.check_outside_full_gradients("GradScaler")
         self._find_inf(optimizer)
-        if id(optimizer._core) not in self._unscaled:
-            self._unscaled.add(id(optimizer._core))
+        if _model_key(optimizer) in self._unscaled:
+            return
+        self._unscaled.add(_model_key(optimizer))
+        if isinstance(optimizer, MomentumOptimizer):
+            torch._foreach_mul_(optimizer.gradients(), 1.0 / self._scale)
+        else:
             optimizer._core.scale_gradients(1.0 / self._scale)
             for gradient in _ignored_gradients(optimizer._model, optimizer._core):
                 gradient.mul_(1.0 / self._scale)
 
     @torch.no_grad()
-    def _find_inf(self, optimizer: ShardedOptimizer) -> None:
+    def _find_inf(self, optimizer: Scaled) -> None:
         if id(optimizer) in self._found_inf:
             return
-        group = optimizer._core.process_group
-        if optimizer._core.residuals is not None:
+        if isinstance(optimizer, ShardedOptimizer):
+            group = optimizer._core.process_group
             self._compressed.add(optimizer._core)
+        else:
+            assert optimizer.exchange is not None  # as _check says
+            group = optimizer.exchange.group
+            if optimizer.warmup_state is not None:
+                self._compressed.add(optimizer.warmup_state)
         worst = torch.zeros(1, dtype=torch.int64)
         for gradient in _gradients(optimizer):
             # The largest magnitude: inf and nan come through, and no tensor of flags is made.
@@ -211,8 +228,18 @@ class GradScaler:
         self._found_inf[id(optimizer)] = bool(worst.item())
 
 
-def _gradients(optimizer: ShardedOptimizer) -> Iterator[torch.Tensor]:
+def _model_key(optimizer: Scaled) -> int:
+    return id(optimizer._core if isinstance(optimizer, ShardedOptimizer) else optimizer)
+
+
+def _gradients(optimizer: Scaled) -> Iterator[torch.Tensor]:
     """Yields the gradients that this rank steps by: flat parts of the whole model, and ignored parameters'."""
+    if isinstance(optimizer, MomentumOptimizer):
+        yield from optimizer.gradients()
+        return
+    if not optimizer._core.averages_gradients:  # each rank has others, also outside of the part that it updates
+        yield from (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        return
     for flat in optimizer._core.flat_groups:
         gradient = flat.grad() if flat.is_trainable else None
         if gradient is not None:

@@ -5,7 +5,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from zeropg.compression.state import State
 from zeropg.optim.momentum_exchange import MomentumExchange, Part
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_INSTEAD = (
+INSTEAD = (
     "low bits in the momentum need whole momenta on every rank: DistributedDataParallel, or fully_shard(stage=0 or 1). "
     "Elsewhere use torch.optim.AdamW with compression=zeropg.compression.BlockQuant(4), which Adam bears"
 )
@@ -37,6 +37,12 @@ class MomentumOptimizer(torch.optim.Optimizer):
 
     or, with a sharded model, `zeropg.shard_optimizer(optimizer, zeropg.fully_shard(model, stage=1))`.
     """
+
+    # Keys of `state` that are tensors: all; those that are whole on every rank, also where weights are sharded; those
+    # that are each rank's own.
+    tensor_state: frozenset[str]
+    whole_state: frozenset[str]
+    own_state: frozenset[str] = frozenset()
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, codec: Codec, warmup_codec: Codec | None, clip: float | None
@@ -72,11 +78,11 @@ class MomentumOptimizer(torch.optim.Optimizer):
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(
                 f"[zeropg] {who}: got a {type(ddp).__name__}, expected a DistributedDataParallel. A model of "
-                f"zeropg.fully_shard goes through zeropg.shard_optimizer(optimizer, model). Note that {_INSTEAD}"
+                f"zeropg.fully_shard goes through zeropg.shard_optimizer(optimizer, model). Note that {INSTEAD}"
             )
         if self.exchange is not None:
             raise RuntimeError(f"[zeropg] {who}: this optimizer has a model already; make one for each model")
-        self._check_parameters(ddp.module, who)
+        self.check_parameters(ddp.module, who)
         self.exchange = self.make_exchange(ddp.module, ddp.process_group)
         if self.warmup_codec is not None:
             self._warmup_state = State(self.warmup_codec, process_group=ddp.process_group, model=ddp.module)
@@ -90,19 +96,18 @@ class MomentumOptimizer(torch.optim.Optimizer):
             ) from error
         self._model = ddp.module
         if self._loaded is not None:
-            self._load_debts(self._loaded)
+            self.load_debts(self._loaded)
 
-    def make_exchange(self, model: torch.nn.Module, group: dist.ProcessGroup) -> MomentumExchange:
+    def make_exchange(
+        self, model: torch.nn.Module, group: dist.ProcessGroup, *, shards_weights: bool = False
+    ) -> MomentumExchange:
         """What the steps over `model` communicate by. Raises ValueError for a group of another backend."""
-        return MomentumExchange(self.codec, model, group)
+        return MomentumExchange(self.codec, model, group, shards_weights=shards_weights)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, until the optimizer has a model: what it averages is fixed then."""
         if getattr(self, "exchange", None) is not None:
-            raise RuntimeError(
-                f"[zeropg] {type(self).__name__}.add_param_group: the optimizer has its model already, whose other "
-                "parameters nobody averages; make it with all parameters"
-            )
+            self.refuse_more_parameters()
         super().add_param_group(param_group)
         for group in self.param_groups[1:]:
             if group["warmup_steps"] != self.param_groups[0]["warmup_steps"]:
@@ -149,11 +154,32 @@ class MomentumOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["steps"] += 1
 
+    def refuse_more_parameters(self) -> NoReturn:
+        raise RuntimeError(
+            f"[zeropg] {type(self).__name__}.add_param_group: the optimizer has its model already, whose other "
+            "parameters nobody averages; make it with all parameters"
+        )
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that the next step takes, of all param groups."""
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @property
+    def warmup_state(self) -> State | None:
+        """The state of `warmup_codec`, whose residuals are in units of what backward gives."""
+        return self._warmup_state
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        raise NotImplementedError(
+            "[zeropg] torch.amp.GradScaler cannot see an infinite gradient of another rank; use zeropg.GradScaler"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's; "zeropg" beside it is what this rank still owes, so every rank saves its own."""
         state_dict = super().state_dict()
         if self.exchange is not None:
-            state_dict["zeropg"] = {"rank": self.exchange.rank, **self.exchange.state.state_dict()}
+            state_dict["zeropg"] = {"rank": self.exchange.rank, "debts": self.exchange.state.state_dict()}
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -164,7 +190,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
         super().load_state_dict(dict(state_dict))
         self._loaded = state_dict.get("zeropg", {})
         if self.exchange is not None:
-            self._load_debts(self._loaded)
+            self.load_debts(self._loaded)
 
     @abstractmethod
     def _is_warming_up(self, group: Mapping[str, Any]) -> bool:
@@ -174,7 +200,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
     def _update(self, parts: Sequence[Part], exchange: MomentumExchange) -> None:
         """Applies the optimizer's rule; gradients are clipped."""
 
-    def _load_debts(self, saved: Mapping[str, Any]) -> None:
+    def load_debts(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what this rank owed: {"rank", "debts"} of a state_dict, or {} for nothing."""
         assert self.exchange is not None
         is_own = saved.get("rank") == self.exchange.rank
         if saved and not is_own:
@@ -185,10 +212,11 @@ class MomentumOptimizer(torch.optim.Optimizer):
                 stacklevel=3,
             )
         nothing = {"residuals": [], "world_size": self.exchange.world_size, "arrears": {}}
-        self.exchange.state.load_state_dict(saved if is_own else nothing)
+        self.exchange.state.load_state_dict(saved["debts"] if is_own else nothing)
         self._loaded = None
 
-    def _check_parameters(self, model: torch.nn.Module, who: str) -> None:
+    def check_parameters(self, model: torch.nn.Module, who: str) -> None:
+        """Raises ValueError where the optimizer does not hold what it must average, NotImplementedError for dtypes."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         held = {id(parameter): parameter for group in self.param_groups for parameter in group["params"]}
         missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
@@ -196,12 +224,12 @@ class MomentumOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"[zeropg] {who}: the optimizer lacks {len(missing)} trainable parameters of the model "
                 f"({', '.join(missing[:3])}), whose gradients nobody would average; expected all of them in one "
-                "optimizer. Freeze them before DistributedDataParallel, or add them to its param groups"
+                "optimizer. Freeze them first, or add them to its param groups"
             )
         if strangers := [list(p.shape) for key, p in held.items() if key not in names]:
             raise ValueError(
                 f"[zeropg] {who}: {len(strangers)} parameters of the optimizer are not the model's (shapes "
-                f"{strangers[:3]}); expected those of the module inside DistributedDataParallel"
+                f"{strangers[:3]}); expected the model's, as they are now"
             )
         for key, parameter in held.items():
             if parameter.device.type != "cpu" or parameter.dtype not in _DTYPES:

@@ -34,6 +34,9 @@ class OneBitAdam(MomentumOptimizer):
     Raises ValueError for hyperparameters out of range, TypeError for something that is no codec.
     """
 
+    tensor_state = frozenset({"exp_avg", "exp_avg_sq"})
+    whole_state = frozenset({"exp_avg"})
+
     def __init__(
         self,
         params: Any,

@@ -29,6 +29,8 @@ class OneBitLamb(OneBitAdam):
     Arguments and errors: as `OneBitAdam`.
     """
 
+    tensor_state = frozenset({"exp_avg", "exp_avg_sq", "fresh_sq"})
+
     def __init__(
         self,
         params: Any,

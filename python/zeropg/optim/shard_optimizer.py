@@ -19,6 +19,8 @@ from zeropg.optim.flat_update import (
     put_entries,
 )
 from zeropg.optim.kernels import FUSED, Group, Kernels, kernels_for
+from zeropg.optim.momentum_optimizer import MomentumOptimizer
+from zeropg.optim.momentum_update import MomentumUpdater, make_exchange
 from zeropg.optim.offloaded_update import OffloadedStep, OffloadedUpdater
 from zeropg.rank_io.agreement import together
 from zeropg.sharding.offload import human_bytes
@@ -119,6 +121,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"[zeropg] shard_optimizer: {type(optimizer).__name__} keeps its state in memory, and the model has "
                 f"offload_optimizer; use {', '.join(FUSED)}, or fully_shard without it"
             )
+        self._momentum = optimizer if isinstance(optimizer, MomentumOptimizer) else None
+        if self._momentum is not None:
+            self._momentum.exchange = make_exchange(self._momentum, self._core, model)
         self._offloaded = None if offload is None else OffloadedStep(offload)
         self._failure = ""  # of a step that stopped half-way
         self._updaters: list[Updater] = []
@@ -135,6 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reserve()
         self._put({p: dict(state) for p, state in whole_state.items() if state})
         self._warn_of_parameters_without_group()
+        self._follow_phase()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -179,6 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             self.gradient_factor = 1.0
             self._core.end_step()  # also after an error: the other ranks are waiting in theirs
+        self._follow_phase()
         if self._model_state is not None:
             broadcast_running_statistics(self._model_state.with_statistics, self._core.process_group)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before ask
@@ -198,6 +205,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds parameters of the sharded model that no group holds yet; all ranks must do so alike."""
+        if self._is_made and self._momentum is not None:
+            self._momentum.refuse_more_parameters()
         if isinstance(param_group, dict) and "params" in param_group:
             params = param_group["params"]
             param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -218,6 +227,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "world_size": self._core.world_size,
             "ranges": self.local_ranges(),
         }
+        if self._momentum is not None and self._momentum.exchange is not None:
+            state_dict["zeropg"]["debts"] = self._momentum.exchange.state.state_dict()
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -230,7 +241,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
         origin = loaded.get("zeropg")
-        if origin is not None:
+        if origin is not None and "ranges" in origin:  # else of a whole OneBitAdam
             self._check_origin(origin)
         saved_groups = loaded["param_groups"]
         if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self.param_groups]:
@@ -243,6 +254,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             by_id.update(zip(saved["params"], group["params"], strict=True))
             group.update((key, value) for key, value in saved.items() if key != "params")
         self._put({by_id[k]: s for k, s in loaded["state"].items() if k in by_id})
+        if self._momentum is not None:
+            self._momentum.load_debts(origin or {})
+        self._follow_phase()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -306,6 +320,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self._clear()
             raise
+        self._follow_phase()
+
+    def own_state(self) -> dict[str, Any]:
+        """What is this rank's alone and no part of `local_state`: what it owes, and momenta that ranks do not share."""
+        if self._momentum is None or self._momentum.exchange is None:
+            return {}
+        own: dict[str, dict[str, torch.Tensor]] = {}
+        for updater, index, _ in self._places():
+            segment = updater.segments[index]
+            entries = self.state.get(segment.parameter, {})
+            if mine := {key: entries[key] for key in self._momentum.own_state if key in entries}:
+                own[segment.name] = mine
+        return {"debts": self._momentum.exchange.state.state_dict(), "state": own}
+
+    def load_own_state(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what `own_state` gave on this rank; {}: this rank owes nothing, such momenta begin anew."""
+        if self._momentum is None:
+            return
+        self._momentum.load_debts({"rank": self._core.rank, "debts": saved["debts"]} if saved else {})
+        for updater, index, group in self._places():
+            for key, value in saved.get("state", {}).get(updater.segments[index].name, {}).items():
+                updater.write(index, key, 0, value.reshape(-1), group)
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
@@ -329,6 +365,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         count = len(self._updaters)
         self._held_count = self._count_held()
         self._frozen = [flat for flat in self._core.flat_groups if not flat.is_trainable]
+        if self._momentum is not None:
+            return self._make_momentum_updater(self._momentum)
         held = self._owners().keys() - self._taken
         sharded: set[int] = set()
         for flat in self._core.flat_groups:
@@ -343,6 +381,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._updaters.append(WholeUpdater(ignored, self.state, self._wrapped, owns=is_first))
             self._taken.update(map(id, ignored.values()))
         return len(self._updaters) > count
+
+    def _make_momentum_updater(self, optimizer: MomentumOptimizer) -> bool:
+        assert optimizer.exchange is not None  # made before
+        held = set(self._owners())
+        flats = [flat for flat in self._core.flat_groups if flat.is_trainable]
+        self._updaters = [MomentumUpdater(flats, self.state, optimizer, optimizer.exchange, held)]
+        self._taken = held
+        return True
+
+    def _follow_phase(self) -> None:
+        """Tells the model whether its next backward averages gradients."""
+        if self._momentum is not None:
+            self._core.averages_gradients = self._momentum.averages_gradients()
 
     def _make_updater(self, flat: Any, held: set[int]) -> Updater:
         if self._kernels is None:
@@ -461,7 +512,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clear()
         by_id = {id(parameter): entries for parameter, entries in states.items()}
         for updater, index, group in self._places():
-            put_entries(updater, index, by_id.get(id(updater.segments[index].parameter), {}), group)
+            entries = by_id.get(id(updater.segments[index].parameter), {})
+            if isinstance(updater, MomentumUpdater):
+                updater.put(index, entries, group)
+            else:
+                put_entries(updater, index, entries, group)
 
     def _share_with(self, optimizer: torch.optim.Optimizer) -> None:
         for name in vars(optimizer):
@@ -538,6 +593,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> Kernels | None:
     kind = type(optimizer)
     if kernels := kernels_for(optimizer):
         return kernels
+    if isinstance(optimizer, MomentumOptimizer):
+        return None
     if kind in _ELEMENTWISE or getattr(optimizer, "zeropg_elementwise", False) is True:
         return None
     for name, reason in _REFUSED.items():

@@ -58,6 +58,7 @@ def full_gradients(model: nn.Module) -> Iterator[None]:
     raises RuntimeError, and so do clip_grad_norm_, unscale_, step and zero_grad(set_to_none=False).
     """
     state = state_of(model, "full_gradients")
+    _check_averaged(state.core, "full_gradients")
     state.full_gradients_depth += 1
     try:
         state.core.show_full_gradients()  # a signal may be handled at its very end
@@ -174,6 +175,7 @@ def clip_grad_norm_(
     state = state_of(model, "clip_grad_norm_")
     state.check_outside_full_gradients("clip_grad_norm_")
     core = state.core
+    _check_averaged(core, "clip_grad_norm_")
     max_norm, norm_type = float(max_norm), float(norm_type)
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"[zeropg] clip_grad_norm_: max_norm is {max_norm}; expected a number >= 0.")
@@ -182,3 +184,11 @@ def clip_grad_norm_(
     norm = core.clip_grad_norm(max_norm, norm_type, error_if_nonfinite)
     trainable = [group.master_dtype for group in core.flat_groups if group.is_trainable]
     return torch.tensor(norm, dtype=trainable[0] if trainable else torch.float32)
+
+
+def _check_averaged(core: _C.ShardedModule, operation: str) -> None:
+    if not core.averages_gradients:
+        raise RuntimeError(
+            f"[zeropg rank {core.rank}/{core.world_size}] {operation}: the model's optimizer averages momenta, so "
+            "gradients are each rank's own; clip by the optimizer's clip=, and read `.grad`, which is local."
+        )

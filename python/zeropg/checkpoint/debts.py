@@ -1,0 +1,56 @@
+"""What optimizers that average momenta keep on each rank alone, in checkpoints: in a file of each rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zeropg.compression.state import RESULT_HOP
+from zeropg.optim.shard_optimizer import ShardedOptimizer
+
+
+def debt_file(rank: int) -> str:
+    """The name of a rank's file in a checkpoint."""
+    return f"debts-{rank:05d}.safetensors"
+
+
+def is_debt_file(name: str) -> bool:
+    return name.startswith("debts-")
+
+
+def taken_debt_files(rank: int, world_size: int, former: int) -> list[str]:
+    """The files that a rank reads of a checkpoint of `former` ranks: its own, or so that each is read by one rank."""
+    return [debt_file(theirs) for theirs in range(rank, former, world_size)]
+
+
+def saved_debts(optimizers: Mapping[str, ShardedOptimizer]) -> dict[str, Any] | None:
+    """What `make_structure_file` takes of this rank's; None where there is nothing."""
+    debts = {name: own for name, optimizer in optimizers.items() if (own := optimizer.own_state())}
+    return {"debts": debts} if debts else None
+
+
+def load_debts(optimizer: ShardedOptimizer, saved: Sequence[Mapping[str, Any]], former: int) -> None:
+    """Takes over what ranks of a world of `former` ranks gave as their optimizer's `own_state`.
+
+    Of the same world: this rank's own. Of another one: what the ranks of `taken_debt_files` owed; momenta that were
+    each rank's own begin anew then.
+    """
+    if former == optimizer._core.world_size:
+        optimizer.load_own_state(saved[0] if saved else {})
+        return
+    arrears: dict[str, torch.Tensor] = {}
+    for debts in (own["debts"] for own in saved):
+        for name, hop, start, values in debts["residuals"]:
+            _add(arrears, name, start, values * (former if hop == RESULT_HOP else 1))
+        for name, values in debts["arrears"].items():
+            _add(arrears, name, 0, values)
+    owed = {"debts": {"residuals": [], "world_size": former, "arrears": arrears}}
+    optimizer.load_own_state(owed if arrears else {})
+
+
+def _add(sums: dict[str, torch.Tensor], name: str, start: int, values: torch.Tensor) -> None:
+    known = sums.get(name, values.new_zeros(0))
+    sums[name] = torch.cat([known, values.new_zeros(max(0, start + len(values) - len(known)))])
+    sums[name][start : start + len(values)] += values
