@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zeropg._native import _C
-from zeropg.optim.flat_update import FlatGroup, Group, Segment, State, in_memory, is_per_element
+from zeropg.optim.flat_update import FlatGroup, Segment, State, in_memory, is_per_element
+from zeropg.optim.kernels import Group
 from zeropg.optim.momentum_exchange import MomentumExchange, Part
 from zeropg.optim.momentum_optimizer import INSTEAD, MomentumOptimizer
 
