@@ -18,6 +18,7 @@ SUITES = {
     ),
     "offload": ("zeropg.tools.bench.offload", "a file tier's bandwidth, and a step through it beside one in memory"),
     "compression": ("zeropg.tools.bench.compression", "what codecs cost, lose and save, beside torch's operations"),
+    "loss": ("zeropg.tools.bench.loss.command", "the loss, and the time to it over slow links, for each codec"),
     "table": ("zeropg.tools.bench.table", "what the files of the suites say, as Markdown"),
     "train": ("zeropg.tools.bench.train_step", "a training step and its memory beside DDP and FSDP2"),
 }
@@ -32,6 +33,7 @@ examples:
   python -m zeropg bench collectives --op all -d all -e 1M      every operation and dtype
   python -m zeropg bench optimizer --threads 2                  AdamW beside torch.optim's three forms
   python -m zeropg bench train --rounds 3                       stages 0 to 3 beside DDP and FSDP2
+  python -m zeropg bench loss --quick                           codecs on simulated hosts, beside torch's hooks
   make bench                                                    the whole set, with plots, into benchmarks/results
 """
 
