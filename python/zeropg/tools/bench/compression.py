@@ -91,7 +91,7 @@ def _print(rows: list[Row], quiet: harness.Quiet) -> None:
         cells += [f"{theirs.median('encode_gbps'):.2f}" if theirs else "-"]
         cells += [f"{found[case, count, 'copy'].median('copy_gbps'):.2f}", f"{row.median('percent_of_fp32'):.1f}"]
         cells += [f"{row.median('relative_l2_error'):.4f}", f"{row.median('pays_below_gbps'):.2f} GB/s"]
-        print(f"{case:16} {size(count):>8}" + "".join(f" {cell:>13}" for cell in cells) + f"   {ratio}")
+        print(f"{case:16} {size(int(count)):>8}" + "".join(f" {cell:>13}" for cell in cells) + f"   {ratio}")
     if not quiet.may_claim:
         print(f"# ratios not claimed: {quiet.refusal()}")
 

@@ -155,8 +155,11 @@ def _no_such_optimizer(name: str) -> Callable[[], str]:
     return lambda: "" if hasattr(importlib.import_module("zeropg.optim"), name) else f"no zeropg.optim.{name} here"
 
 
-def _no_such_codec(name: str) -> Callable[[], str]:
-    return lambda: "" if name in CODECS else f"this build has no codec {name}"
+def _arm_of(codec: str, **parameters: Any) -> Arm:
+    """DDP with a codec that is made by its name, which a build may lack."""
+    classes: dict[str, Any] = {**CODECS}  # whose parameters no type checker knows
+    absent = "" if codec in classes else f"this build has no codec {codec}"
+    return Arm("zeropg", _codec(lambda: classes[codec](**parameters)), missing=lambda: absent)
 
 
 def _no_plans() -> str:
@@ -173,22 +176,10 @@ ARMS: dict[str, Arm] = {
     PLAIN["zeropg"]: Arm("zeropg", _plain),
     "ddp zeropg int8": Arm("zeropg", _codec(lambda: BlockQuant(8))),
     "ddp zeropg int4": Arm("zeropg", _codec(lambda: BlockQuant(4))),
-    "ddp zeropg two_bit": Arm("zeropg", _codec(lambda: CODECS["two_bit"]()), missing=_no_such_codec("two_bit")),
-    "ddp zeropg two_bit rotated": Arm(
-        "zeropg",
-        _codec(lambda: CODECS["two_bit"](rotate=True)),  # type: ignore[call-arg]
-        missing=_no_such_codec("two_bit"),
-    ),
-    "ddp zeropg one_bit rotated": Arm(
-        "zeropg",
-        _codec(lambda: CODECS["one_bit"](rotate=True)),  # type: ignore[call-arg]
-        missing=_no_such_codec("one_bit"),
-    ),
-    "ddp zeropg top_k 1%": Arm(
-        "zeropg",
-        _codec(lambda: CODECS["top_k"](ratio=0.01)),  # type: ignore[call-arg]
-        missing=_no_such_codec("top_k"),
-    ),
+    "ddp zeropg two_bit": _arm_of("two_bit"),
+    "ddp zeropg two_bit rotated": _arm_of("two_bit", rotate=True),
+    "ddp zeropg one_bit rotated": _arm_of("one_bit", rotate=True),
+    "ddp zeropg top_k 1%": _arm_of("top_k", ratio=0.01),
     "ddp zeropg 1-bit adam": Arm(
         "zeropg", _one_bit_adam, plain_share=0.2, tasks=("text",), missing=_no_such_optimizer("OneBitAdam")
     ),
