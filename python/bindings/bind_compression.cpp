@@ -43,27 +43,41 @@ std::span<float> mutable_values_of(const at::Tensor& tensor) {
   return {tensor.mutable_data_ptr<float>(), static_cast<size_t>(tensor.numel())};
 }
 
-at::Tensor encode(const BoundCodec& self, const at::Tensor& values, const std::optional<at::Tensor>& residual) {
+// `out` is room for an encoding that the caller keeps; without one the result has its own memory.
+at::Tensor encode(const BoundCodec& self, const at::Tensor& values, const std::optional<at::Tensor>& residual,
+                  const std::optional<at::Tensor>& out) {
   const auto numbers = values_of(values);
   TORCH_CHECK_VALUE(!residual || residual->numel() == values.numel(),
                     "[zeropg] compression: the residual has another size than the values");
-  const at::Tensor encoded = at::empty({self.codec->capacity_bytes(values.numel())}, at::kByte);
+  const int64_t capacity = self.codec->capacity_bytes(values.numel());
+  TORCH_CHECK_VALUE(!out || (out->scalar_type() == at::kByte && out->is_contiguous() && out->numel() == capacity),
+                    "[zeropg] compression: `out` is no contiguous uint8 tensor of ", capacity, " bytes");
+  const at::Tensor encoded = out ? *out : at::empty({capacity}, at::kByte);
   const int64_t length = self.codec->encode(numbers, residual ? mutable_values_of(*residual) : std::span<float>(),
                                             {static_cast<std::byte*>(encoded.mutable_data_ptr()), encoded.nbytes()});
-  return encoded.narrow(0, 0, length).clone();
+  const at::Tensor used = encoded.narrow(0, 0, length);
+  return out ? used : used.clone();
 }
 
-at::Tensor decode(const BoundCodec& self, const at::Tensor& encoded, int64_t numel) {
+std::span<const std::byte> encoding_of(const BoundCodec& self, const at::Tensor& encoded, int64_t numel) {
   TORCH_CHECK_TYPE(encoded.scalar_type() == at::kByte && encoded.is_contiguous(),
                    "[zeropg] compression: expected the contiguous bytes that encode() made");
   const int64_t capacity = numel < 0 ? -1 : self.codec->capacity_bytes(numel);
   const bool fits = self.codec->has_fixed_size() ? encoded.numel() == capacity : encoded.numel() <= capacity;
   TORCH_CHECK_VALUE(fits, "[zeropg] compression: got ", encoded.numel(), " bytes, expected ",
                     self.codec->has_fixed_size() ? "" : "at most ", capacity, " for ", numel, " values");
+  return {static_cast<const std::byte*>(encoded.const_data_ptr()), encoded.nbytes()};
+}
+
+at::Tensor decode(const BoundCodec& self, const at::Tensor& encoded, int64_t numel) {
+  const auto bytes = encoding_of(self, encoded, numel);
   const at::Tensor values = at::empty({numel}, at::kFloat);
-  self.codec->decode({static_cast<const std::byte*>(encoded.const_data_ptr()), encoded.nbytes()},
-                     mutable_values_of(values));
+  self.codec->decode(bytes, mutable_values_of(values));
   return values;
+}
+
+void decode_add(const BoundCodec& self, const at::Tensor& encoded, const at::Tensor& values) {
+  self.codec->decode_add(encoding_of(self, encoded, values.numel()), mutable_values_of(values));
 }
 
 py::dict counters(const BoundCodec& self) {
@@ -121,8 +135,14 @@ void bind_compression(py::module_& m) {
       .def(
           "typical_bytes", [](const BoundCodec& self, int64_t count) { return self.codec->typical_bytes(count); },
           py::arg("count"), "What an encoding of `count` gradients takes as a rule.")
-      .def("encode", &encode, py::arg("values"), py::arg("residual") = py::none(),
-           "The uint8 encoding of a float32 tensor; the residual is added before and updated in place.")
+      .def(
+          "capacity_bytes", [](const BoundCodec& self, int64_t count) { return self.codec->capacity_bytes(count); },
+          py::arg("count"), "The most that an encoding of `count` values takes.")
+      .def(
+          "encode", &encode, py::arg("values"), py::arg("residual") = py::none(), py::arg("out") = py::none(),
+          "The uint8 encoding of a float32 tensor, in `out` (capacity_bytes long) where that is given; the residual is "
+          "added before and updated in place.")
+      .def("decode_add", &decode_add, py::arg("encoded"), py::arg("values"), "Adds what was encoded to `values`.")
       .def("decode", &decode, py::arg("encoded"), py::arg("numel"))
       .def(
           "counters", &counters,

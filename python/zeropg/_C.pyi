@@ -258,8 +258,15 @@ class Compressor:
     def counters(self) -> dict[str, float]:
         """What this object has done so far: {plain_bytes, encoded_bytes, encodings, encode_seconds, decode_seconds}."""
     def decode(self, encoded: torch.Tensor, numel: int) -> torch.Tensor: ...
-    def encode(self, values: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """The uint8 encoding of a float32 tensor; the residual is added before and updated in place."""
+    def capacity_bytes(self, count: int) -> int:
+        """The most that an encoding of `count` values takes."""
+    def decode_add(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds what was encoded to `values`."""
+    def encode(
+        self, values: torch.Tensor, residual: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The uint8 encoding of a float32 tensor, in `out` (capacity_bytes long) where that is given; the residual is
+        added before and updated in place."""
     def typical_bytes(self, count: int) -> int: ...
     @property
     def description(self) -> str: ...

@@ -18,6 +18,7 @@ from zeropg.compression.codec import named_codecs
 from zeropg.tools import machine
 from zeropg.tools.bench import collectives, groups, harness
 from zeropg.tools.bench.cases import CASES, DTYPES, REDUCTIONS, Shape, empty_on_heap, pattern, reduced
+from zeropg.tools.bench.compression import codecs
 from zeropg.tools.bench.results import Row, Spread, read_results, write_results
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -272,10 +273,12 @@ def test_an_optimizer_that_computes_something_else_is_not_timed(monkeypatch, cap
 
 def test_codecs_are_checked_and_timed(tmp_path):
     file = tmp_path / "compression.json"
-    assert program.main(["bench", "compression", "--bytes", "64K", "--even-if-busy", "--output", str(file)]) == 0
+    assert program.main(["bench", "compression", "--bytes", "64K,128K", "--even-if-busy", "--output", str(file)]) == 0
     _, rows = read_results(file)
     ours = {row.case: row for row in rows if row.peer == "zeropg"}
-    assert set(ours) == set(named_codecs())
+    assert set(ours) == set(codecs()) > set(named_codecs())
+    assert {row.parameters["bytes"] for row in rows if row.peer == "copy"} == {64 << 10, 128 << 10}
+    assert {row.case for row in rows if row.peer == "torch"} == {"int8", "int4", "top_k"}
     assert ours["int8"].median("percent_of_fp32") == pytest.approx(25.2, abs=0.1)
     assert ours["int4"].median("percent_of_fp32") == pytest.approx(12.7, abs=0.1)
     assert 0 < ours["int8"].median("relative_l2_error") < ours["int4"].median("relative_l2_error") < 0.2

@@ -81,13 +81,14 @@ def report(source: torch.nn.Module | State) -> Report:
         encoded_bytes=int(counters["encoded_bytes"]),
         encode_seconds=counters["encode_seconds"],
         decode_seconds=counters["decode_seconds"],
-        wire_seconds=max(0.0, _seconds_of_collectives() - coding),
+        wire_seconds=max(0.0, collective_seconds() - coding),
         exposed_seconds=exposed,
         residual_norms=_norms(residuals),
     )
 
 
-def _seconds_of_collectives() -> float:
+def collective_seconds() -> float:
+    """In which collectives of this process's zeropg groups have run so far."""
     backends = {id(backend): backend for group in dist.distributed_c10d._world.pg_map for backend in _zeropg_of(group)}
     return math.fsum(counted["seconds"] for backend in backends.values() for counted in backend.stats().values())
 

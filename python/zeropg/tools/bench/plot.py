@@ -119,20 +119,46 @@ def plot_offload(header: dict[str, Any], rows: list[Row], file: Path) -> None:
 
 
 def plot_compression(header: dict[str, Any], rows: list[Row], file: Path) -> None:
-    """Bars per codec: GB/s of floats, encoded, decoded, and in torch's operations."""
-    codecs = list(dict.fromkeys(row.case for row in rows))
-    figure, panels = _figure(len(codecs), _bars_height(5))
-    for codec, axes in zip(codecs, panels, strict=True):
-        rates = {
-            f"{row.peer}: {name[:-5].replace('_', ' ')}": figure
-            for row in rows
-            for name, figure in row.figures.items()
-            if row.case == codec and name.endswith("_gbps") and name != "pays_below_gbps"
-        }
-        _bars(axes, {name.removeprefix("copy: "): rate for name, rate in rates.items()}, "GB/s", ours="zeropg")
-        share = next(row.median("percent_of_fp32") for row in rows if (row.case, row.peer) == (codec, "zeropg"))
-        axes.set_title(f"{codec}, {share:.1f} % of fp32", fontsize=9)
+    """Bars per size: GB/s of floats that each codec encodes, with its residual, and decodes."""
+    sizes = list(dict.fromkeys(int(row.parameters["bytes"]) for row in rows))
+    keys = {"encode_with_residual_gbps": "encode, with residual", "decode_add_gbps": "decode and add"}
+    count = len({row.case for row in rows})
+    figure, panels = _figure(2 * len(sizes), _bars_height(count + 1), columns=2)
+    for place, of_size in enumerate(sizes):
+        for axes, (key, title) in zip(panels[2 * place :], keys.items(), strict=False):
+            here = [row for row in rows if row.parameters["bytes"] == of_size]
+            ours = [row for row in here if row.peer == "zeropg"]
+            bars = {f"{row.case}, {row.median('percent_of_fp32'):.1f} %": row.figures[key] for row in ours}
+            copies = [row.figures["copy_gbps"] for row in here if row.peer == "copy"]
+            _bars(axes, bars | {"copy": copies[0]}, "GB/s of floats", ours=tuple(bars))
+            axes.set_title(f"{title}, {size(of_size)}", fontsize=9)
     _save(figure, header, "one core", file)
+
+
+def plot_loss(header: dict[str, Any], rows: list[Row], file: Path) -> None:
+    """Validation loss against seconds and against megabytes sent, a line per arm; a row of panels per task and link."""
+    points = [row for row in rows if "step" in row.parameters]
+    cases = list(dict.fromkeys((row.case, row.parameters["link"]) for row in points))
+    arms = list(dict.fromkeys(row.peer for row in points))
+    figure, panels = _figure(2 * len(cases), 2 * _LINES_HEIGHT, columns=2)
+    for place, (case, link) in enumerate(cases):
+        for axes, key, unit in zip(panels[2 * place :], ("elapsed_s", "sent_mb"), ("seconds", "MB sent"), strict=False):
+            for number, arm in enumerate(arms):
+                of_arm = [row for row in points if (row.case, row.parameters["link"], row.peer) == (case, link, arm)]
+                axes.plot(
+                    [row.median(key) for row in of_arm],
+                    [row.median("loss") for row in of_arm],
+                    label=arm,
+                    color=f"C{number % 10}",
+                    linestyle=("-", "--", ":")[number // 10 % 3],
+                    linewidth=1.2,
+                )
+            axes.set_xscale("log")
+            axes.set_xlabel(unit)
+            axes.set_ylabel("validation loss")
+            axes.set_title(f"{case}, {link}", fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    _save(figure, header, f"{header['hosts']} hosts, {header['ranks']} ranks", file)
 
 
 def _bound_gbps(row: Row) -> float:
@@ -141,7 +167,7 @@ def _bound_gbps(row: Row) -> float:
     return 100 * row.median("bus_gbps") / percent if percent > 0 else float("nan")
 
 
-def _bars(axes: Axes, bars: dict[str, Spread | float], unit: str, *, ours: str) -> None:
+def _bars(axes: Axes, bars: dict[str, Spread | float], unit: str, *, ours: str | tuple[str, ...]) -> None:
     """Lying bars from the top down, with their spread and the median in digits; those that `ours` begins are blue."""
     names = list(bars)
     spreads = [value if isinstance(value, Spread) else Spread(value, value, value) for value in bars.values()]
@@ -165,11 +191,13 @@ def _bars_height(count: int) -> float:
     return 0.9 + _BAR_HEIGHT * count
 
 
-def _figure(count: int, panel_height: float, *, same_axes: bool = False) -> tuple[Figure, list[Axes]]:
+def _figure(
+    count: int, panel_height: float, *, columns: int = _COLUMNS, same_axes: bool = False
+) -> tuple[Figure, list[Axes]]:
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
 
-    columns = min(_COLUMNS, max(1, count))
+    columns = min(columns, max(1, count))
     rows = -(-max(1, count) // columns)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, panel_height * rows + 0.7), layout="constrained")

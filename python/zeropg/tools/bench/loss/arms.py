@@ -1,0 +1,192 @@
+"""Who trains: peers from torch, and zeropg with each codec. One line of ARMS each."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zeropg
+from zeropg.compression import Plan, State, ddp_hook
+from zeropg.compression.codec import CODECS, BlockQuant, Codec
+from zeropg.tools.bench.loss.tasks import Task
+
+BASELINE = "ddp gloo fp32"
+PLAIN = {"gloo": BASELINE, "zeropg": "ddp zeropg fp32"}  # what an arm is before it begins to compress
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an arm is given. The model is new, with the same weights on every rank and for every arm."""
+
+    task: Task
+    model: nn.Module
+    group: Any
+    lr: float
+    plain_steps: int
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What an arm makes of it: what is called, the update after a backward pass, and the codec's counters."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    clip: Callable[[], Any]
+    compressor: Any = None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train over one kind of group.
+
+    plain_share: of the steps, in which it does not compress yet.
+    tasks: those it can train.
+    missing: why it cannot run here; empty where it can.
+    """
+
+    backend: str
+    make: Callable[[Setup], Trainer]
+    plain_share: float = 0.0
+    tasks: tuple[str, ...] = ("text", "digits")
+    missing: Callable[[], str] = lambda: ""
+
+    def plain_steps(self, steps: int) -> int:
+        """At least 2, which PowerSGD and the second moments need, where there are any."""
+        return max(2, round(self.plain_share * steps)) if self.plain_share else 0
+
+
+def _ddp(setup: Setup) -> DistributedDataParallel:
+    return DistributedDataParallel(setup.model, process_group=setup.group)
+
+
+def _trainer(setup: Setup, ddp: DistributedDataParallel, compressor: Any = None) -> Trainer:
+    return Trainer(ddp, setup.task.optimizer(setup.model, setup.lr), _clip(setup), compressor)
+
+
+def _clip(setup: Setup) -> Callable[[], Any]:
+    norm = setup.task.clip
+    return lambda: None if norm is None else nn.utils.clip_grad_norm_(setup.model.parameters(), norm)
+
+
+def _plain(setup: Setup) -> Trainer:
+    return _trainer(setup, _ddp(setup))
+
+
+def _bf16(setup: Setup) -> Trainer:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    ddp = _ddp(setup)
+    ddp.register_comm_hook(setup.group, bf16_compress_hook)
+    return _trainer(setup, ddp)
+
+
+def _power_sgd(rank: int) -> Callable[[Setup], Trainer]:
+    def make(setup: Setup) -> Trainer:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        ddp = _ddp(setup)
+        state = PowerSGDState(setup.group, matrix_approximation_rank=rank, start_powerSGD_iter=setup.plain_steps)
+        ddp.register_comm_hook(state, powerSGD_hook)
+        return _trainer(setup, ddp)
+
+    return make
+
+
+def _torch_quantization(setup: Setup) -> Trainer:
+    from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_pertensor_hook
+
+    ddp = _ddp(setup)
+    ddp.register_comm_hook(setup.group, quantization_pertensor_hook)
+    return _trainer(setup, ddp)
+
+
+def _codec(make_codec: Callable[[], Codec]) -> Callable[[Setup], Trainer]:
+    def make(setup: Setup) -> Trainer:
+        ddp = _ddp(setup)
+        state = State(make_codec(), process_group=setup.group, model=setup.model)
+        ddp.register_comm_hook(state, ddp_hook)
+        return _trainer(setup, ddp, state.compressor)
+
+    return make
+
+
+def _one_bit_adam(setup: Setup) -> Trainer:
+    optim = importlib.import_module("zeropg.optim")
+    groups = setup.task.optimizer(setup.model, setup.lr).param_groups
+    optimizer = optim.OneBitAdam(
+        [{"params": each["params"], "weight_decay": each["weight_decay"]} for each in groups],
+        lr=setup.lr,
+        betas=groups[0]["betas"],
+        warmup_steps=setup.plain_steps,
+        clip=setup.task.clip,
+    )
+    ddp = _ddp(setup)
+    optimizer.attach(ddp)
+    return Trainer(ddp, optimizer, lambda: None)
+
+
+def _dgc(setup: Setup) -> Trainer:
+    optim = importlib.import_module("zeropg.optim")
+    optimizer = optim.DGC(setup.model.parameters(), lr=setup.lr, momentum=0.9, ratio=0.01, clip=setup.task.clip)
+    ddp = _ddp(setup)
+    optimizer.attach(ddp)
+    return Trainer(ddp, optimizer, lambda: None)
+
+
+def _sharded(make_compression: Callable[[], Any]) -> Callable[[Setup], Trainer]:
+    def make(setup: Setup) -> Trainer:
+        model: Any = zeropg.fully_shard(setup.model, stage=2, process_group=setup.group, compression=make_compression())
+        optimizer = zeropg.shard_optimizer(setup.task.optimizer(model, setup.lr), model)
+        norm = setup.task.clip
+        clip = (lambda: None) if norm is None else (lambda: zeropg.clip_grad_norm_(model, norm))
+        return Trainer(model, optimizer, clip, model._zeropg.codec)
+
+    return make
+
+
+def _no_such_optimizer(name: str) -> Callable[[], str]:
+    return lambda: "" if hasattr(importlib.import_module("zeropg.optim"), name) else f"no zeropg.optim.{name} here"
+
+
+def _arm_of(codec: str, **parameters: Any) -> Arm:
+    """DDP with a codec that is made by its name, which a build may lack."""
+    classes: dict[str, Any] = {**CODECS}  # whose parameters no type checker knows
+    absent = "" if codec in classes else f"this build has no codec {codec}"
+    return Arm("zeropg", _codec(lambda: classes[codec](**parameters)), missing=lambda: absent)
+
+
+def _no_plans() -> str:
+    annotation = str(inspect.signature(zeropg.fully_shard).parameters["compression"].annotation)
+    return "" if "Plan" in annotation else "fully_shard takes no Plan in this version"
+
+
+ARMS: dict[str, Arm] = {
+    BASELINE: Arm("gloo", _plain),
+    "ddp gloo bf16": Arm("gloo", _bf16),
+    "ddp gloo powersgd 1": Arm("gloo", _power_sgd(1), plain_share=0.1),
+    "ddp gloo powersgd 4": Arm("gloo", _power_sgd(4), plain_share=0.1),
+    "ddp gloo torch int8": Arm("gloo", _torch_quantization),
+    PLAIN["zeropg"]: Arm("zeropg", _plain),
+    "ddp zeropg int8": Arm("zeropg", _codec(lambda: BlockQuant(8))),
+    "ddp zeropg int4": Arm("zeropg", _codec(lambda: BlockQuant(4))),
+    "ddp zeropg two_bit": _arm_of("two_bit"),
+    "ddp zeropg two_bit rotated": _arm_of("two_bit", rotate=True),
+    "ddp zeropg one_bit rotated": _arm_of("one_bit", rotate=True),
+    "ddp zeropg top_k 1%": _arm_of("top_k", ratio=0.01),
+    "ddp zeropg 1-bit adam": Arm(
+        "zeropg", _one_bit_adam, plain_share=0.2, tasks=("text",), missing=_no_such_optimizer("OneBitAdam")
+    ),
+    "ddp zeropg dgc 1%": Arm("zeropg", _dgc, tasks=("digits",), missing=_no_such_optimizer("DGC")),
+    "stage 2 fp32": Arm("zeropg", _sharded(lambda: None)),
+    "stage 2 int4": Arm("zeropg", _sharded(lambda: BlockQuant(4))),
+    "stage 2 int4, weights int4": Arm(
+        "zeropg", _sharded(lambda: Plan(gradients=BlockQuant(4), weights=BlockQuant(4))), missing=_no_plans
+    ),
+}

@@ -1,0 +1,245 @@
+"""`python -m zeropg bench loss`: loss, and time to a loss, over slow links, for each way to send gradients."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from zeropg.tools import machine
+from zeropg.tools.bench import harness
+from zeropg.tools.bench.loss.arms import ARMS, BASELINE, PLAIN
+from zeropg.tools.bench.loss.rank import Job, Outcome, read_outcomes, run_jobs
+from zeropg.tools.bench.loss.rows import Study, rows_of
+from zeropg.tools.bench.loss.tasks import TASKS
+from zeropg.tools.bench.plot import plot_loss
+from zeropg.tools.bench.results import Row
+from zeropg.tools.lab.lab import Lab, missing
+
+SWEEP = (0.5, 1.0, 2.0)  # factors of a task's learning rate
+_VALIDATIONS = 12  # points of a curve
+_SWEEP_SHARE = 0.3  # of the steps
+_SAME_LOSS = 0.02  # relative, of arms that send fp32, at the first validation
+
+_DESCRIPTION = """
+Trains two small tasks on simulated hosts (Linux network namespaces on this machine, joined by links that `tc` limits)
+with each way to send gradients: DDP over gloo in fp32 and with torch's own hooks, DDP over zeropg with each codec, and
+ZeRO stage 2. Each arm takes the best of three learning rates, of its own sweep on seed 0, and then trains with
+`--seeds` seeds, whose batches are the same in every arm.
+
+Losses come from runs on links without a limit, times and bytes from `--timed-steps` steps on the limited link: the time
+to a loss is the steps to it times the median step. --end-to-end trains on the limited link instead, and takes the
+seconds as they passed. Validation is never in the time. `to loss` is the time until the validation loss is that of
+DDP over gloo in fp32 at its end (same seed) plus 0.02. Differences are paired by seed, with a 95 % interval (Student).
+Bytes are what all hosts' interfaces sent, headers and acknowledgements included. `encode`, `decode` and `wire` are of
+zeropg's collectives per step, the mean of all ranks; with DDP the backward pass hides a part of them.
+
+Needs root, or a kernel that lets users make namespaces (`python -m zeropg bench loss` says what is missing).
+"""
+_EXAMPLES = """
+examples:
+  python -m zeropg bench loss --quick                                       a few minutes: 2 seeds, 40 steps
+  python -m zeropg bench loss --links 100mbit,1gbit --seeds 5               the whole of it: some hours on two cores
+  python -m zeropg bench loss --task digits --arm "ddp zeropg int4" --quick one arm beside the baseline
+  python -m zeropg bench loss --links 100mbit --end-to-end --seeds 3        nothing combined: as it passes
+
+status: 0 measured; 1 losses differ or a rank failed; 2 wrong options, or no hosts; 3 others were using the CPUs
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Measure as `arguments` say; returns the exit status. Starts its own hosts and ranks."""
+    options = _parse(arguments)
+    if options.as_rank_of:
+        run_jobs([Job(**each) for each in harness.read_json(options.as_rank_of)["jobs"]], options.result)
+        return 0
+    absent = missing()
+    if absent:
+        print(f"zeropg bench: no hosts to simulate: {absent}", file=sys.stderr)
+        return 2
+    quiet = harness.Quiet(options.even_if_busy)
+    if quiet.refuses():
+        return harness.BUSY
+    load, own = machine.OthersLoad(), harness.own_cpu_seconds()
+    arms = _choose_arms(options)
+    try:
+        studies = [study for task in options.task for study in _studies(task, arms[task], options)]
+    except RuntimeError as error:
+        print(f"zeropg bench: {error}; nothing is measured", file=sys.stderr)
+        return harness.WRONG
+    quiet.others_during = load.stop(harness.own_cpu_seconds() - own)
+    rows = [row for study in studies for row in rows_of(study, may_claim=quiet.may_claim)]
+    facts = harness.header(
+        "loss",
+        arguments,
+        quiet,
+        hosts=options.hosts,
+        ranks=options.hosts * options.ranks_per_host,
+        steps=options.steps,
+        seeds=options.seeds,
+        end_to_end=options.end_to_end,
+        absent=arms["absent"],
+    )
+    harness.print_header(facts)
+    _print(rows, quiet)
+    return harness.finish(options, quiet, facts, rows, plot_loss)
+
+
+def _choose_arms(options: argparse.Namespace) -> dict[str, Any]:
+    """{task: names of its arms, "absent": [why]}; says which ones are left out."""
+    chosen: dict[str, Any] = {"absent": []}
+    for name in list(options.task):
+        why = TASKS[name].missing()
+        if why:
+            chosen["absent"].append(f"{name}: {why}")
+            options.task.remove(name)
+    wanted = [name for name in ARMS if not options.arm or name in options.arm or name in PLAIN.values()]
+    for name in list(wanted):
+        why = ARMS[name].missing()
+        if why:
+            chosen["absent"].append(f"{name}: {why}")
+            wanted.remove(name)
+    for line in chosen["absent"]:
+        print(f"# absent: {line}", file=sys.stderr)
+    return chosen | {task: [name for name in wanted if task in ARMS[name].tasks] for task in options.task}
+
+
+def _studies(task: str, arms: list[str], options: argparse.Namespace) -> list[Study]:
+    """One for each link."""
+    factors = _sweep(task, arms, options)
+    every = math.ceil(options.steps / _VALIDATIONS)
+    runs = [Job(task, arm, factors[arm], seed, options.steps, every) for arm in arms for seed in range(options.seeds)]
+    studies = []
+    outcomes: list[Outcome] = []
+    if not options.end_to_end:
+        outcomes = _run(runs, None, options)
+        _check(runs, outcomes)
+    for link in options.links:
+        timed = []
+        if options.end_to_end:
+            outcomes = _run(runs, link, options)
+            _check(runs, outcomes)
+        else:
+            jobs = [Job(task, arm, factors[arm], 0, options.timed_steps, timed=True) for arm in arms]
+            timed = _run(jobs, link, options)
+        by_arm = {arm: [outcome for job, outcome in zip(runs, outcomes, strict=True) if job.arm == arm] for arm in arms}
+        studies.append(Study(task, link, options.steps, factors, by_arm, dict(zip(arms, timed, strict=False))))
+    return studies
+
+
+def _sweep(task: str, arms: list[str], options: argparse.Namespace) -> dict[str, float]:
+    """The factor of the learning rate with the lowest loss on seed 0, for each arm."""
+    steps = max(2, round(_SWEEP_SHARE * options.steps))
+    jobs = [Job(task, arm, factor, 0, steps, steps) for arm in arms for factor in SWEEP]
+    losses = dict(zip(jobs, (outcome.curve[-1][1] for outcome in _run(jobs, None, options)), strict=True))
+    finite = {job: loss if math.isfinite(loss) else math.inf for job, loss in losses.items()}
+    return {arm: min((job for job in jobs if job.arm == arm), key=lambda job: finite[job]).lr_factor for arm in arms}
+
+
+def _check(jobs: list[Job], outcomes: list[Outcome]) -> None:
+    """Raises RuntimeError where arms that send fp32 come to different losses with one learning rate and seed."""
+    first = {(job.arm, job.lr_factor): outcome.curve[0][1] for job, outcome in zip(jobs, outcomes, strict=True)}
+    for (arm, factor), loss in first.items():
+        truth = first.get((BASELINE, factor))
+        if truth is not None and arm in (*PLAIN.values(), "stage 2 fp32") and abs(loss - truth) > _SAME_LOSS * truth:
+            raise RuntimeError(f"{arm} comes to loss {loss} where {BASELINE} comes to {truth}")
+
+
+def _run(jobs: list[Job], link: str | None, options: argparse.Namespace) -> list[Outcome]:
+    """On hosts of their own. Raises RuntimeError with what was printed where a rank fails."""
+    print(f"# {len(jobs)} runs over {link or 'links without a limit'}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder, Lab(hosts=options.hosts, rate=link) as lab:
+        plan, result = Path(folder) / "jobs.json", Path(folder) / "result.json"
+        harness.write_json(plan, {"jobs": [dataclasses.asdict(job) for job in jobs]})
+        command = ["-m", "zeropg", "bench", "loss", "--as-rank-of", str(plan), "--result", str(result)]
+        launched = lab.torchrun(*command, nproc_per_node=options.ranks_per_host)
+        hosts = launched.wait(timeout=options.timeout)
+        failed = [host.stdout + host.stderr for host in hosts if host.returncode != 0]
+        if failed:
+            print("\n".join(text[-4000:] for text in failed), file=sys.stderr)
+            raise RuntimeError(f"a rank failed, or took more than {options.timeout:g} s (--timeout)")
+        return read_outcomes(result)
+
+
+def _print(rows: list[Row], quiet: harness.Quiet) -> None:
+    heads = {
+        "loss": 9,
+        "difference, 95 %": 24,
+        "right %": 8,
+        "step ms": 9,
+        "kB/step": 9,
+        "encode": 7,
+        "decode": 7,
+        "wire": 7,
+        "s in all": 9,
+        "to loss": 9,
+        "x faster": 9,
+    }
+    for case, link in dict.fromkeys((row.case, row.parameters["link"]) for row in rows if "step" not in row.parameters):
+        print(f"\n{case}, {link}\n{'':28}" + "".join(f" {head:>{width}}" for head, width in heads.items()))
+        for row in rows:
+            if row.case == case and row.parameters["link"] == link and "step" not in row.parameters:
+                print(
+                    f"{row.peer:28}"
+                    + "".join(f" {cell:>{w}}" for cell, w in zip(_cells(row), heads.values(), strict=True))
+                )
+    if not quiet.may_claim:
+        print(f"# times and ratios not claimed: {quiet.refusal()}")
+
+
+def _cells(row: Row) -> list[str]:
+    def number(name: str, form: str, missing: str = "-") -> str:
+        return format(row.median(name), form) if name in row.figures else missing
+
+    difference = "-"
+    if "loss_difference" in row.figures:
+        ends = " to ".join(number(f"loss_difference_{end}", "+.3f", "?") for end in ("low", "high"))
+        difference = f"{number('loss_difference', '+.3f')} ({ends})"
+    return [
+        number("loss", ".4f", "diverged"),
+        difference,
+        number("accuracy_percent", ".1f"),
+        number("step_ms", ".1f"),
+        number("step_kb", ".1f"),
+        *(number(f"{name}_ms", ".2f") for name in ("encode", "decode", "wire")),
+        number("total_s", ".1f"),
+        number("to_loss_s", ".1f", "never"),
+        number("faster_than_ddp", ".2f"),
+    ]
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = harness.make_parser("loss", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/loss.json")
+    tasks = tuple(TASKS)
+    parser.add_argument(
+        "--task", type=harness.choice(tasks), default=list(tasks), help=f"comma list: {', '.join(tasks)}"
+    )
+    parser.add_argument(
+        "--arm", action="append", choices=ARMS, help="besides those that send fp32; may be repeated (default: all)"
+    )
+    parser.add_argument("--links", default="100mbit", help="rates as tc writes them, with commas (default 100mbit)")
+    parser.add_argument("--hosts", type=int, default=2, help="(default 2)")
+    parser.add_argument("--ranks-per-host", type=int, default=2, help="(default 2)")
+    parser.add_argument("--seeds", type=int, help="(default 5; with --quick 2)")
+    parser.add_argument("--steps", type=int, help="of each run (default 240; with --quick 40)")
+    parser.add_argument("--timed-steps", type=int, help="on the limited link (default 30; with --quick 8)")
+    parser.add_argument("--timeout", type=float, default=36000, help="seconds for one group of runs (default 36000)")
+    parser.add_argument("--end-to-end", action="store_true", help="train on the limited link, at its pace")
+    parser.add_argument("--quick", action="store_true", help="few seeds and steps: shows that it works, no more")
+    parser.add_argument("--as-rank-of", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    for name, whole, quick in (("seeds", 5, 2), ("steps", 240, 40), ("timed_steps", 30, 8)):
+        if getattr(options, name) is None:
+            setattr(options, name, quick if options.quick else whole)
+    for name in ("hosts", "ranks_per_host", "seeds", "steps", "timed_steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be positive")
+    options.links = options.links.split(",")
+    if harness.is_a_rank() and not options.as_rank_of:
+        parser.error("this suite starts its own ranks: run it without torchrun, with --hosts and --ranks-per-host")
+    return options

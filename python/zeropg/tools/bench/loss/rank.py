@@ -1,0 +1,153 @@
+"""What one rank does: the jobs of a file in turn, each with a group of its own. Rank 0 writes what came out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeropg.backend import leave_groups
+from zeropg.compression.report import collective_seconds
+from zeropg.tools.bench import harness
+from zeropg.tools.bench.loss.arms import ARMS, Setup, Trainer
+from zeropg.tools.bench.loss.tasks import TASKS
+from zeropg.tools.train.loop import learning_rate_factor
+
+_SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of the host of a lab
+_WARM_UP = 3  # steps before steps are timed: buckets and buffers are made in them
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run. `timed`: a few steps whose times and bytes are wanted, without validation."""
+
+    task: str
+    arm: str
+    lr_factor: float
+    seed: int
+    steps: int
+    validate_every: int = 0
+    timed: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a job gave. Seconds are of the slowest rank, bytes what all hosts' interfaces sent, headers included."""
+
+    curve: list[tuple[int, float]] = field(default_factory=list)  # (step, validation loss)
+    accuracy_percent: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
+    bytes_per_step: float = 0.0
+    encode_seconds: float = 0.0  # a step; the mean over ranks, like the two below
+    decode_seconds: float = 0.0
+    wire_seconds: float = 0.0  # of zeropg's collectives, less the two above
+    parameters: int = 0
+
+    @property
+    def step_median(self) -> float:
+        return statistics.median(self.step_seconds)
+
+
+def read_outcomes(path: Path) -> list[Outcome]:
+    """What `run_jobs` wrote, in the order of its jobs."""
+    content = harness.read_json(path)["outcomes"]
+    return [Outcome(**{**each, "curve": [(step, loss) for step, loss in each["curve"]]}) for each in content]
+
+
+def run_jobs(jobs: list[Job], result: Path) -> None:
+    """Every rank of a lab calls it, with torchrun's variables."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")  # of what is not measured
+    outcomes = []
+    for number, job in enumerate(jobs):
+        if dist.get_rank() == 0:
+            print(f"[{number + 1}/{len(jobs)}] {job}", flush=True)
+        outcomes.append(dataclasses.asdict(_run(job)))
+    if dist.get_rank() == 0:
+        harness.write_json(result, {"outcomes": outcomes})
+    leave_groups()
+
+
+def _run(job: Job) -> Outcome:
+    arm = ARMS[job.arm]
+    group = dist.new_group(backend=arm.backend)
+    task = TASKS[job.task](job.seed, dist.get_rank(), dist.get_world_size())
+    torch.manual_seed(job.seed)
+    model = task.model()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    plain_steps = arm.plain_steps(0 if job.timed else job.steps)
+    trainer = arm.make(Setup(task, model, group, task.lr * job.lr_factor, plain_steps))
+    outcome = Outcome(parameters=parameters)
+    base = [each["lr"] for each in trainer.optimizer.param_groups]
+    first = plain_steps + _WARM_UP if job.timed else 0
+    meter = _Meter(trainer)
+    for step in range(first + job.steps):
+        if step == first:
+            meter.start()
+        begin = time.perf_counter()
+        for each, lr in zip(trainer.optimizer.param_groups, base, strict=True):
+            each["lr"] = lr * learning_rate_factor(step, first + job.steps)
+        task.loss(trainer.model, step).backward()
+        trainer.clip()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        if step >= first:
+            outcome.step_seconds.append(time.perf_counter() - begin)
+        done = step + 1 - first
+        if job.validate_every and (done % job.validate_every == 0 or done == job.steps):
+            meter.pause()
+            loss, outcome.accuracy_percent = task.evaluate(trainer.model)
+            outcome.curve.append((done, loss))
+            meter.start()
+    meter.pause()
+    _sum_up(outcome, meter, job.steps)
+    dist.destroy_process_group(group)
+    return outcome
+
+
+def _sum_up(outcome: Outcome, meter: _Meter, steps: int) -> None:
+    """Brings the ranks' figures together."""
+    slowest = torch.tensor(outcome.step_seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    outcome.step_seconds = slowest.tolist()
+    total = torch.tensor(meter.spent, dtype=torch.float64)
+    dist.all_reduce(total)
+    sent, encode, decode, collectives = (total / steps).tolist()
+    ranks = dist.get_world_size()
+    outcome.bytes_per_step = sent
+    outcome.encode_seconds, outcome.decode_seconds = encode / ranks, decode / ranks
+    outcome.wire_seconds = max(0.0, collectives - encode - decode) / ranks
+
+
+class _Meter:
+    """Bytes that this host has sent (asked by its first rank), and seconds of codecs and collectives, in the steps."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._compressor = trainer.compressor
+        self.spent = [0.0] * 4
+        self._running = False
+        self._before = self.spent
+
+    def start(self) -> None:
+        dist.barrier()
+        self._before = self._now()
+        self._running = True
+
+    def pause(self) -> None:
+        if self._running:
+            dist.barrier()
+            self.spent = [s + n - b for s, n, b in zip(self.spent, self._now(), self._before, strict=True)]
+            self._running = False
+
+    def _now(self) -> list[float]:
+        sends = os.environ["LOCAL_RANK"] == "0" and _SENT.exists()
+        counters: Any = {} if self._compressor is None else self._compressor.counters()
+        coding = [counters.get(name, 0.0) for name in ("encode_seconds", "decode_seconds")]
+        return [float(_SENT.read_text()) if sends else 0.0, *coding, collective_seconds()]

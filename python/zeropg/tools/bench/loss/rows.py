@@ -1,0 +1,111 @@
+"""Outcomes of runs as rows: what was measured on limited links joined with the losses of all seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean
+
+from zeropg.tools.bench.loss.arms import ARMS, BASELINE, PLAIN
+from zeropg.tools.bench.loss.curves import Pace, paired_difference, steps_to
+from zeropg.tools.bench.loss.rank import Outcome
+from zeropg.tools.bench.results import Row, Spread, ratios
+
+TOLERANCE = 0.02  # nats above the baseline's final loss that count as reaching it
+
+
+@dataclass(frozen=True)
+class Study:
+    """One task over one link. `runs`: an outcome per seed; `timed`: steps on the link, none where runs were on it."""
+
+    task: str
+    link: str
+    steps: int
+    lr_factors: dict[str, float]
+    runs: dict[str, list[Outcome]]
+    timed: dict[str, Outcome]
+
+    def paced(self, arm: str) -> list[Outcome]:
+        """Where an arm's times and bytes come from."""
+        return [self.timed[arm]] if self.timed else self.runs[arm]
+
+    def seconds(self, arm: str) -> Pace:
+        """Of a step. Runs on the link have the mean of all their steps, those without encoding among them."""
+        if not self.timed:
+            return Pace(fmean(fmean(run.step_seconds) for run in self.runs[arm]))
+        plain = self.timed.get(PLAIN[ARMS[arm].backend], self.timed[arm])
+        return Pace(self.timed[arm].step_median, plain.step_median, ARMS[arm].plain_steps(self.steps))
+
+    def sent_bytes(self, arm: str) -> Pace:
+        """Of a step, likewise."""
+        each = fmean(outcome.bytes_per_step for outcome in self.paced(arm))
+        if not self.timed:
+            return Pace(each)
+        plain = self.timed.get(PLAIN[ARMS[arm].backend], self.timed[arm])
+        return Pace(each, plain.bytes_per_step, ARMS[arm].plain_steps(self.steps))
+
+
+def rows_of(study: Study, *, may_claim: bool) -> list[Row]:
+    """A row for each arm, and one for each point of its curve."""
+    reached = {arm: _seconds_to_loss(study, arm) for arm in study.runs}
+    rows = []
+    for arm in study.runs:
+        figures = _losses(study, arm) | _paces(study, arm)
+        if all(math.isfinite(each) for each in reached[arm]):
+            figures["to_loss_s"] = Spread.of(reached[arm])
+            if may_claim and arm != BASELINE:
+                figures["faster_than_ddp"] = ratios(reached[BASELINE], reached[arm])
+        rows.append(Row(study.task, arm, figures, {"link": study.link}))
+        rows += _points(study, arm)
+    return rows
+
+
+def _final(study: Study, arm: str) -> list[float]:
+    return [run.curve[-1][1] for run in study.runs[arm]]
+
+
+def _losses(study: Study, arm: str) -> dict[str, Spread | float]:
+    final, baseline = _final(study, arm), _final(study, BASELINE)
+    figures: dict[str, Spread | float] = {"lr_factor": study.lr_factors[arm]}
+    if not all(math.isfinite(loss) for loss in (*final, *baseline)):
+        return figures | {"diverged_seeds": float(sum(not math.isfinite(loss) for loss in final))}
+    figures["loss"] = Spread.of(final)
+    figures["accuracy_percent"] = Spread.of([run.accuracy_percent for run in study.runs[arm]])
+    if arm != BASELINE:
+        difference = paired_difference(final, baseline)
+        figures["loss_difference"] = difference.mean
+        if math.isfinite(difference.low):
+            figures |= {"loss_difference_low": difference.low, "loss_difference_high": difference.high}
+    return figures
+
+
+def _paces(study: Study, arm: str) -> dict[str, Spread | float]:
+    paced = study.paced(arm)
+    seconds, sent = study.seconds(arm), study.sent_bytes(arm)
+    figures: dict[str, Spread | float] = {
+        "step_ms": Spread.of([1000 * each for outcome in paced for each in outcome.step_seconds]),
+        "step_kb": sent.each / 1e3,
+        "total_s": seconds.at(study.steps),
+        "total_mb": sent.at(study.steps) / 1e6,
+    }
+    coded = {name: fmean(getattr(each, f"{name}_seconds") for each in paced) for name in ("encode", "decode", "wire")}
+    return figures | {f"{name}_ms": 1000 * each for name, each in coded.items() if each > 0}
+
+
+def _seconds_to_loss(study: Study, arm: str) -> list[float]:
+    """For each seed; infinite where the run does not come to the baseline's loss."""
+    pace = study.seconds(arm)
+    targets = [loss + TOLERANCE for loss in _final(study, BASELINE)]
+    steps = [steps_to(run.curve, target) for run, target in zip(study.runs[arm], targets, strict=True)]
+    return [pace.at(step) if math.isfinite(step) else math.inf for step in steps]
+
+
+def _points(study: Study, arm: str) -> Iterator[Row]:
+    seconds, sent = study.seconds(arm), study.sent_bytes(arm)
+    for at, (step, _) in enumerate(study.runs[arm][0].curve):
+        losses = [run.curve[at][1] for run in study.runs[arm]]
+        if all(math.isfinite(loss) for loss in losses):
+            figures: dict[str, Spread | float] = {"loss": Spread.of(losses)}
+            figures |= {"elapsed_s": seconds.at(step), "sent_mb": sent.at(step) / 1e6}
+            yield Row(study.task, arm, figures, {"link": study.link, "step": step})
