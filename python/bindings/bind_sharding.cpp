@@ -69,8 +69,8 @@ std::optional<at::Tensor> defined_or_none(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
-// Names, parameter, whether forwards renormalize it.
-using PyParameter = std::tuple<std::vector<std::string>, at::Tensor, bool>;
+// Names, parameter, whether forwards renormalize it, whether it travels encoded.
+using PyParameter = std::tuple<std::vector<std::string>, at::Tensor, bool, bool>;
 using PySource = std::pair<std::string, std::vector<PyParameter>>;
 
 std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
@@ -83,8 +83,8 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
   std::vector<UnitSource> sources;
   for (const auto& [name, parameters] : units) {
     UnitSource source{name, {}};
-    for (const auto& [names, parameter, is_renormalized] : parameters) {
-      source.parameters.push_back({names, parameter, is_renormalized});
+    for (const auto& [names, parameter, is_renormalized, is_encoded] : parameters) {
+      source.parameters.push_back({names, parameter, is_renormalized, is_encoded});
     }
     sources.push_back(std::move(source));
   }
@@ -122,6 +122,7 @@ void bind_sharding(py::module_& m) {
           py::arg("start"), py::arg("values"), ReleaseGil())
       .def_property_readonly("parameter_out",
                              [](const FlatGroup& self) { return defined_or_none(self.flat().parameter_out); })
+      .def_property_readonly("is_encoded", [](const FlatGroup& self) { return self.flat().is_encoded(); })
       .def_property_readonly("is_trainable", [](const FlatGroup& self) { return self.flat().is_trainable(); })
       .def_property_readonly("master_start", [](const FlatGroup& self) { return self.flat().master_start; })
       .def_property_readonly("shard_start", [](const FlatGroup& self) { return self.flat().shard_start(); })

@@ -285,6 +285,8 @@ class FlatGroup:
         """Elements [start, stop) of the masters: a live view, or a copy on the CPU where they are in a tier."""
     def write_master(self, start: int, values: torch.Tensor) -> None: ...
     @property
+    def is_encoded(self) -> bool: ...
+    @property
     def is_trainable(self) -> bool: ...
     @property
     def local_shards(self) -> list[tuple[str, int, int, int]]: ...
@@ -318,7 +320,7 @@ class ShardedModule:
     """The core of a sharded model."""
     def __init__(
         self,
-        units: Sequence[tuple[str, Sequence[tuple[Sequence[str], torch.Tensor, bool]]]],
+        units: Sequence[tuple[str, Sequence[tuple[Sequence[str], torch.Tensor, bool, bool]]]],
         process_group: ProcessGroup,
         reduction_group: ProcessGroup,
         *,

@@ -11,13 +11,13 @@
 namespace zeropg {
 namespace {
 
-// The parameters of a unit by (dtype, trainable or frozen), each group in the given order.
+// The parameters of a unit by (dtype, trainable or frozen, device, encoded or not), each group in the given order.
 std::vector<std::vector<FlatParameter::Source>> group_sources(const std::vector<FlatParameter::Source>& sources) {
   std::vector<std::vector<FlatParameter::Source>> groups;
-  std::map<std::tuple<c10::ScalarType, bool, std::string>, size_t> index;
+  std::map<std::tuple<c10::ScalarType, bool, std::string, bool>, size_t> index;
   for (const auto& source : sources) {
     const auto key = std::make_tuple(source.parameter.scalar_type(), source.parameter.requires_grad(),
-                                     source.parameter.device().str());
+                                     source.parameter.device().str(), source.is_encoded);
     const auto [entry, is_new] = index.try_emplace(key, groups.size());
     if (is_new) {
       groups.emplace_back();

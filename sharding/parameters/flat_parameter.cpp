@@ -36,6 +36,7 @@ FlatParameter::FlatParameter(std::string unit_name, const std::vector<Source>& s
                         : dtype_),
       device_(sources.front().parameter.device()),
       is_trainable_(sources.front().parameter.requires_grad()),
+      is_encoded_(sources.front().is_encoded),
       rank_(rank) {
   at::NoGradGuard no_grad;
   if (!is_trainable_) {

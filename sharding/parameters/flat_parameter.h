@@ -1,5 +1,5 @@
-// The parameters of one unit that share a dtype and are all trainable or all frozen, stored one after another in a flat
-// buffer that is cut into world_size slices.
+// The parameters of one unit that share a dtype, are all trainable or all frozen and all travel encoded or as they are,
+// stored one after another in a flat buffer that is cut into world_size slices.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,6 +41,7 @@ class FlatParameter {
     std::vector<std::string> names;
     at::Tensor parameter;
     bool is_renormalized = false;  // as in ParameterSlot
+    bool is_encoded = false;       // where ShardingOptions has a codec for what travels
   };
 
   // Takes the parameters over: their data moves to `initial_values()`, they are left sharded (unreadable).
@@ -54,6 +55,8 @@ class FlatParameter {
   c10::Device device() const { return device_; }
   // Whether some parameter has been trainable; flags that are flipped later may make it so (make_trainable).
   bool is_trainable() const { return is_trainable_; }
+  // Whether codecs of ShardingOptions encode what travels of it; otherwise it travels as it is.
+  bool is_encoded() const { return is_encoded_; }
   // Whether the parameter itself is the master (no separate copy of higher precision).
   bool is_own_master() const { return dtype_ == master_dtype_; }
   const FlatLayout& layout() const { return layout_; }
@@ -95,6 +98,7 @@ class FlatParameter {
   c10::ScalarType master_dtype_;
   c10::Device device_;
   bool is_trainable_;
+  bool is_encoded_;
   int64_t rank_;
   FlatLayout layout_;
   std::vector<ParameterSlot> slots_;
