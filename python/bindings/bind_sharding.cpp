@@ -79,7 +79,8 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
                                       std::optional<c10::ScalarType> param_dtype,
                                       std::optional<c10::ScalarType> reduce_dtype,
                                       const std::optional<BoundCodec>& codec, std::shared_ptr<ResidualStore> residuals,
-                                      bool reshard_after_forward, const std::shared_ptr<Offload>& optimizer_offload) {
+                                      const std::optional<BoundCodec>& weights_codec, bool reshard_after_forward,
+                                      const std::shared_ptr<Offload>& optimizer_offload) {
   std::vector<UnitSource> sources;
   for (const auto& [name, parameters] : units) {
     UnitSource source{name, {}};
@@ -94,6 +95,7 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
   options.reduce_dtype = reduce_dtype;
   options.codec = codec ? codec->codec : nullptr;
   options.residuals = std::move(residuals);
+  options.weights_codec = weights_codec ? weights_codec->codec : nullptr;
   options.reshard_after_forward = reshard_after_forward;
   options.optimizer_offload = optimizer_offload;
   return ShardedModule::create(sources, group, reduction_group, options);
@@ -123,6 +125,7 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("parameter_out",
                              [](const FlatGroup& self) { return defined_or_none(self.flat().parameter_out); })
       .def_property_readonly("is_encoded", [](const FlatGroup& self) { return self.flat().is_encoded(); })
+      .def_property_readonly("sends_differences", [](const FlatGroup& self) { return self.flat().sends_differences(); })
       .def_property_readonly("is_trainable", [](const FlatGroup& self) { return self.flat().is_trainable(); })
       .def_property_readonly("master_start", [](const FlatGroup& self) { return self.flat().master_start; })
       .def_property_readonly("shard_start", [](const FlatGroup& self) { return self.flat().shard_start(); })
@@ -155,14 +158,15 @@ void bind_sharding(py::module_& m) {
           },
           py::arg("slot"), py::arg("value"), py::arg("start") = 0, ReleaseGil(),
           "Sets the masters that this rank updates of elements [start, start + value.numel()) of the flattened "
-          "parameter; between begin_step and end_step of the core.");
+          "parameter; between begin_step and end_load of the core.");
 
   m.def("is_sharded", &is_sharded, py::arg("tensor"), "Whether the tensor is a parameter of a sharded model.");
 
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
       .def(py::init(&create), py::arg("units"), py::arg("process_group"), py::arg("reduction_group"), py::kw_only(),
            py::arg("stage"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("codec"), py::arg("residuals"),
-           py::arg("reshard_after_forward"), py::arg("optimizer_offload") = py::none(), ReleaseGil())
+           py::arg("weights_codec"), py::arg("reshard_after_forward"), py::arg("optimizer_offload") = py::none(),
+           ReleaseGil())
       .def("pre_forward", &ShardedModule::pre_forward, py::arg("unit"), py::arg("inputs"),
            py::arg("has_other_inputs") = false, ReleaseGil())
       .def("post_forward", &ShardedModule::post_forward, ReleaseGil())
@@ -183,6 +187,7 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("full_depth", &ShardedModule::full_depth)
       .def("begin_step", &ShardedModule::begin_step, ReleaseGil())
       .def("end_step", &ShardedModule::end_step, ReleaseGil())
+      .def("end_load", &ShardedModule::end_load, ReleaseGil(), "Instead of end_step: publishes masters as they are.")
       .def(
           "zero_gradients", [](ShardedModule& self) { self.gradients().zero(); }, ReleaseGil())
       .def(

@@ -78,7 +78,7 @@ std::vector<FlatParameter*> Units::backward_order() const {
   return order;
 }
 
-void Units::unshard(Unit& unit, bool writable) {
+void Units::unshard(Unit& unit, Fetch::Use use) {
   if (unit.is_whole) {
     return;
   }
@@ -90,7 +90,7 @@ void Units::unshard(Unit& unit, bool writable) {
   }
   try {
     for (FlatParameter* flat : unit.flats) {
-      fetch_->unshard(*flat, writable);
+      fetch_->unshard(*flat, use);
       ledger_->show_own_writes(*flat);
     }
   } catch (...) {
@@ -126,7 +126,7 @@ void Units::begin_full(bool writable) {
     reshard_all();
     try {
       for (Unit& unit : units_) {
-        unshard(unit, writable);
+        unshard(unit, writable ? Fetch::Use::kWrite : Fetch::Use::kRead);
       }
     } catch (...) {
       reshard_all();

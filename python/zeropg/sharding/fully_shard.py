@@ -23,7 +23,7 @@ from zeropg.compression.codec import Codec
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 from zeropg.compression.state import backend_of
 from zeropg.sharding.load_state_dict import load_into
-from zeropg.sharding.offload import check_offload_params, human_bytes, offload_of, open_offload
+from zeropg.sharding.offload import Offload, check_offload_params, human_bytes, offload_of, open_offload
 from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
 from zeropg.sharding.units import UnitChoice, UnitPlan, materialize, plan_units, renormalized_parameters
@@ -135,7 +135,8 @@ def fully_shard(
         offload_params: "cpu" is accepted on a CPU model, where it changes nothing; nothing else is available.
         compression: a `zeropg.compression.Plan`, or a codec for gradients such as `zeropg.compression.BlockQuant(4)`;
             default: nothing is encoded. It needs fp32 masters, a group of zeropg and tensors on the CPU. With error
-            feedback each rank keeps up to 4 bytes per parameter more.
+            feedback each rank keeps up to 4 bytes per parameter more. With weights= of a plan masters are apart from
+            fp32 parameters too in stages 1 and 2: 4 bytes per parameter / ranks.
         reshard_after_forward: stage 3: False keeps a unit whole from its forward to its backward, which takes memory
             and saves time.
 
@@ -163,10 +164,7 @@ def fully_shard(
         check_shared_memory(module, plans)
         if plan is not None:
             _check_compression(plan, plans, reduce_dtype, group)
-            if plan.weights is not None:
-                raise NotImplementedError(
-                    "[zeropg] fully_shard: weights= of a plan has no effect here yet; leave it out."
-                )
+            _check_encoded_weights(plan, stage, offload)
     options = {
         "stage": stage,
         "param_dtype": param_dtype,
@@ -182,7 +180,7 @@ def fully_shard(
     if tier is not None and group.rank() == 0:
         print(_offload_plan(tier, plans, stage, param_dtype, group.size()), file=sys.stderr)
     renormalized = renormalized_parameters(module)
-    gradients = None if plan is None else plan.gradients
+    gradients, weights = (None, None) if plan is None else (plan.gradients, plan.weights)
     encoded = set() if plan is None else _encoded_parameters(plan, plans)
     core = _C.ShardedModule(
         [
@@ -196,6 +194,7 @@ def fully_shard(
         reduce_dtype=reduce_dtype,
         codec=None if gradients is None else gradients.make_compressor(),
         residuals=None if gradients is None else gradients.make_residuals(),
+        weights_codec=None if weights is None else weights.make_compressor(),
         reshard_after_forward=reshard_after_forward,
         optimizer_offload=tier,
     )
@@ -386,9 +385,24 @@ def _check_compression(
         for names, parameter in unit.parameters:
             if parameter.requires_grad and (parameter.dtype == torch.float64 or parameter.device.type != "cpu"):
                 raise ValueError(
-                    f"[zeropg] fully_shard: the gradient of {names[0]!r} ({parameter.dtype} on {parameter.device}) "
-                    "cannot be compressed; expected one that is averaged in fp32 on the CPU. Shard without compression."
+                    f"[zeropg] fully_shard: {names[0]!r} ({parameter.dtype} on {parameter.device}) cannot be "
+                    "compressed; expected fp32 masters on the CPU. Shard without compression."
                 )
+
+
+def _check_encoded_weights(plan: Plan, stage: int, offload: Offload | None) -> None:
+    if plan.weights is None:
+        return
+    if stage == 0:
+        raise ValueError(
+            "[zeropg] fully_shard: the plan has a codec for weights, but in stage 0 no weights travel, since every "
+            "rank updates all of them. Leave weights= out, or use stage 1, 2 or 3."
+        )
+    if stage < 3 and offload is not None and offload.device == "nvme":
+        raise ValueError(
+            "[zeropg] fully_shard: weights= of the plan sends differences from the masters, which offload_optimizer "
+            "keeps on a disk; expected them in memory. Leave one of the two out, or use stage 3."
+        )
 
 
 def _encoded_parameters(plan: Plan, units: list[UnitPlan]) -> set[int]:
@@ -481,8 +495,20 @@ def _summary(
         f"[zeropg] stage {core.stage} over {core.world_size} ranks: {count:,} parameters in {len(plans)} units, "
         f"computed in {_names(computed)}, masters in {_names(masters)}, gradients averaged in "
         f"{_names({reduce_dtype} if reduce_dtype else masters)}{'' if codec is None else f' as {codec}'}; "
-        f"parameters {core.fetch_name}"
+        f"parameters {core.fetch_name}{_encoded_weights(core, compression)}"
     )
+
+
+def _encoded_weights(core: _C.ShardedModule, plan: Plan | None) -> str:
+    if plan is None or plan.weights is None:
+        return ""
+    codec = plan.weights.make_compressor().description
+    if any(group.sends_differences for group in core.flat_groups):
+        apart = human_bytes(core.memory_report()["masters"])
+        return f", updates as differences in {codec}, for which masters apart from them take {apart} per rank"
+    if core.fetch_name == "gathered" and core.world_size > 1:
+        return f" as {codec}"
+    return f"; weights as {codec} changes nothing, since no weights travel"
 
 
 def _say_what_the_root_holds(plans: list[UnitPlan]) -> None:
