@@ -260,7 +260,7 @@ void ShardedCore::load_full_state_dict(const StateDict& state) {
                                      state[slots[slot].names.front()]);
     }
   }
-  state_->module->end_step();
+  state_->module->end_load();
   for (auto& buffer : root->named_buffers()) {
     buffer.value().copy_(state[buffer.key()]);
   }

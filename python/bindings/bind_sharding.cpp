@@ -69,8 +69,8 @@ std::optional<at::Tensor> defined_or_none(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
-// Names, parameter, whether forwards renormalize it.
-using PyParameter = std::tuple<std::vector<std::string>, at::Tensor, bool>;
+// Names, parameter, whether forwards renormalize it, whether it travels encoded.
+using PyParameter = std::tuple<std::vector<std::string>, at::Tensor, bool, bool>;
 using PySource = std::pair<std::string, std::vector<PyParameter>>;
 
 std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
@@ -79,12 +79,13 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
                                       std::optional<c10::ScalarType> param_dtype,
                                       std::optional<c10::ScalarType> reduce_dtype,
                                       const std::optional<BoundCodec>& codec, std::shared_ptr<ResidualStore> residuals,
-                                      bool reshard_after_forward, const std::shared_ptr<Offload>& optimizer_offload) {
+                                      const std::optional<BoundCodec>& weights_codec, bool reshard_after_forward,
+                                      const std::shared_ptr<Offload>& optimizer_offload) {
   std::vector<UnitSource> sources;
   for (const auto& [name, parameters] : units) {
     UnitSource source{name, {}};
-    for (const auto& [names, parameter, is_renormalized] : parameters) {
-      source.parameters.push_back({names, parameter, is_renormalized});
+    for (const auto& [names, parameter, is_renormalized, is_encoded] : parameters) {
+      source.parameters.push_back({names, parameter, is_renormalized, is_encoded});
     }
     sources.push_back(std::move(source));
   }
@@ -94,6 +95,7 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
   options.reduce_dtype = reduce_dtype;
   options.codec = codec ? codec->codec : nullptr;
   options.residuals = std::move(residuals);
+  options.weights_codec = weights_codec ? weights_codec->codec : nullptr;
   options.reshard_after_forward = reshard_after_forward;
   options.optimizer_offload = optimizer_offload;
   return ShardedModule::create(sources, group, reduction_group, options);
@@ -127,6 +129,8 @@ void bind_sharding(py::module_& m) {
           py::arg("start"), py::arg("values"), ReleaseGil())
       .def_property_readonly("parameter_out",
                              [](const FlatGroup& self) { return defined_or_none(self.flat().parameter_out); })
+      .def_property_readonly("is_encoded", [](const FlatGroup& self) { return self.flat().is_encoded(); })
+      .def_property_readonly("sends_differences", [](const FlatGroup& self) { return self.flat().sends_differences(); })
       .def_property_readonly("is_trainable", [](const FlatGroup& self) { return self.flat().is_trainable(); })
       .def_property_readonly("master_start", [](const FlatGroup& self) { return self.flat().master_start; })
       .def_property_readonly("shard_start", [](const FlatGroup& self) { return self.flat().shard_start(); })
@@ -159,14 +163,15 @@ void bind_sharding(py::module_& m) {
           },
           py::arg("slot"), py::arg("value"), py::arg("start") = 0, ReleaseGil(),
           "Sets the masters that this rank updates of elements [start, start + value.numel()) of the flattened "
-          "parameter; between begin_step and end_step of the core.");
+          "parameter; between begin_step and end_load of the core.");
 
   m.def("is_sharded", &is_sharded, py::arg("tensor"), "Whether the tensor is a parameter of a sharded model.");
 
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
       .def(py::init(&create), py::arg("units"), py::arg("process_group"), py::arg("reduction_group"), py::kw_only(),
            py::arg("stage"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("codec"), py::arg("residuals"),
-           py::arg("reshard_after_forward"), py::arg("optimizer_offload") = py::none(), ReleaseGil())
+           py::arg("weights_codec"), py::arg("reshard_after_forward"), py::arg("optimizer_offload") = py::none(),
+           ReleaseGil())
       .def("pre_forward", &ShardedModule::pre_forward, py::arg("unit"), py::arg("inputs"),
            py::arg("has_other_inputs") = false, ReleaseGil())
       .def("post_forward", &ShardedModule::post_forward, ReleaseGil())
@@ -189,6 +194,7 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("full_depth", &ShardedModule::full_depth)
       .def("begin_step", &ShardedModule::begin_step, ReleaseGil())
       .def("end_step", &ShardedModule::end_step, ReleaseGil())
+      .def("end_load", &ShardedModule::end_load, ReleaseGil(), "Instead of end_step: publishes masters as they are.")
       .def(
           "zero_gradients", [](ShardedModule& self) { self.gradients().zero(); }, ReleaseGil())
       .def(

@@ -45,6 +45,11 @@ c10::intrusive_ptr<c10d::Work> Communicator::all_gather(at::Tensor whole, at::Te
 #endif
 }
 
+c10::intrusive_ptr<c10d::Work> Communicator::all_gather_encoded(const at::Tensor& whole, const at::Tensor& part,
+                                                                const std::shared_ptr<const Compressor>& codec) {
+  return zeropg_group().compressed_all_gather(whole, part, codec, /*is_asynchronous=*/true);
+}
+
 c10::intrusive_ptr<c10d::Work> Communicator::reduce_scatter_average(at::Tensor part, at::Tensor whole,
                                                                     const Compression& compression) {
   if (compression.codec != nullptr) {

@@ -28,6 +28,10 @@ class Communicator {
   // `whole` [world_size * n] <- everybody's `part` [n]; `part` may be this rank's slice of `whole`. Of any dtype, as
   // broadcast.
   c10::intrusive_ptr<c10d::Work> all_gather(at::Tensor whole, at::Tensor part);
+  // `whole` [world_size * n] <- what everybody's `part` [n] decodes to, this rank's too: the same bits on every rank.
+  // fp32, fp16 or bf16 on a zeropg group. `part` is not in `whole`.
+  c10::intrusive_ptr<c10d::Work> all_gather_encoded(const at::Tensor& whole, const at::Tensor& part,
+                                                    const std::shared_ptr<const Compressor>& codec);
   // `part` [n] <- this rank's slice of the average of everybody's `whole` [world_size * n]. With a codec the bytes
   // travel encoded: fp32 on a zeropg group only.
   c10::intrusive_ptr<c10d::Work> reduce_scatter_average(at::Tensor part, at::Tensor whole,

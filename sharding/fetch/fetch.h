@@ -18,9 +18,11 @@ class Fetch {
   // Gives every flat parameter its home and its master, filled from its initial values. Collective; called once.
   virtual void adopt(const std::vector<FlatParameter*>& flats) = 0;
 
-  // Makes `flat` whole: attaches its parameters. `writable`: in memory of this rank alone. Collective where
-  // is_collective() says so.
-  virtual void unshard(FlatParameter& flat, bool writable) = 0;
+  // What a flat parameter is made whole for: a unit's forward and backward, a program that reads it, or one that may
+  // write it, which gets it in memory of this rank alone.
+  enum class Use { kCompute, kRead, kWrite };
+  // Makes `flat` whole: attaches its parameters. Collective where is_collective() says so.
+  virtual void unshard(FlatParameter& flat, Use use) = 0;
   virtual void reshard(FlatParameter& flat) = 0;
   virtual bool is_collective() const = 0;
 
@@ -28,7 +30,9 @@ class Fetch {
   // old values any more, and whether all ranks passed the same `news`; end_update makes the new values visible to the
   // next unshard on every rank. A begin_update that throws has ended the update too.
   virtual bool begin_update(int64_t news) = 0;
-  virtual void end_update(const std::vector<FlatParameter*>& flats) = 0;
+  // `is_step`: an optimizer's; parameters may then follow masters by differences (FlatParameter::sends_differences).
+  // Otherwise they become what the masters are.
+  virtual void end_update(const std::vector<FlatParameter*>& flats, bool is_step) = 0;
 
   // Bytes that this rank holds, its part of shared memory included.
   struct Memory {

@@ -13,7 +13,8 @@ namespace {
 // order.
 class GatheredFetch final : public Fetch {
  public:
-  explicit GatheredFetch(Communicator& communicator) : communicator_(communicator) {}
+  GatheredFetch(Communicator& communicator, const ShardingOptions& options)
+      : communicator_(communicator), weights_codec_(options.weights_codec) {}
 
   const char* name() const override { return "gathered"; }
   bool is_collective() const override { return communicator_.world_size() > 1; }
@@ -29,13 +30,16 @@ class GatheredFetch final : public Fetch {
     }
   }
 
-  void unshard(FlatParameter& flat, bool /*writable*/) override {
+  void unshard(FlatParameter& flat, Use use) override {
     at::Tensor whole = pool_.acquire(flat.layout().total_numel, flat.dtype(), flat.device());
+    if (travels_encoded(flat, use)) {
+      flat.clear_padding(shards_.at(&flat));
+    }
     if (communicator_.world_size() == 1) {
       whole.copy_(shards_.at(&flat));
     } else {
       try {
-        gather(flat, whole);
+        gather(flat, whole, use);
       } catch (...) {  // where a signal handler ended the waiting the gather goes on
         pool_.forget(whole);
         throw;
@@ -51,13 +55,20 @@ class GatheredFetch final : public Fetch {
   }
 
   bool begin_update(int64_t news) override { return communicator_.is_same_everywhere(news, device_); }
-  void end_update(const std::vector<FlatParameter*>&) override {}
+  void end_update(const std::vector<FlatParameter*>&, bool /*is_step*/) override {}
   Memory memory() const override { return {memory_.parameters, pool_.allocated_bytes()}; }
 
  private:
-  void gather(const FlatParameter& flat, const at::Tensor& whole) {
+  // Only what units compute with: what programs read, write and save is exact.
+  bool travels_encoded(const FlatParameter& flat, Use use) const {
+    return use == Use::kCompute && flat.is_encoded() && weights_codec_ != nullptr;
+  }
+
+  void gather(const FlatParameter& flat, const at::Tensor& whole, Use use) {
+    const at::Tensor& shard = shards_.at(&flat);
     try {
-      communicator_.wait(communicator_.all_gather(whole, shards_.at(&flat)));
+      communicator_.wait(travels_encoded(flat, use) ? communicator_.all_gather_encoded(whole, shard, weights_codec_)
+                                                    : communicator_.all_gather(whole, shard));
     } catch (const c10::Error& error) {
       C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", communicator_.rank(), "/", communicator_.world_size(),
                                                  "] unshard of ", flat.describe(),
@@ -68,6 +79,7 @@ class GatheredFetch final : public Fetch {
   }
 
   Communicator& communicator_;
+  std::shared_ptr<const Compressor> weights_codec_;
   BufferPool pool_;
   std::unordered_map<const FlatParameter*, at::Tensor> shards_;
   c10::Device device_ = c10::kCPU;
@@ -81,7 +93,7 @@ std::unique_ptr<Fetch> make_gathered_fetch(Communicator& communicator, const Sha
   if (!options.stage.shards_parameters) {
     return nullptr;
   }
-  return std::make_unique<GatheredFetch>(communicator);
+  return std::make_unique<GatheredFetch>(communicator, options);
 }
 
 }  // namespace zeropg

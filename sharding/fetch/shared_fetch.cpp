@@ -45,10 +45,10 @@ class SharedFetch final : public Fetch {
       make_master(*flat, whole.narrow(0, flat->shard_start(), flat->layout().shard_numel), values, flat->shard_start());
       memory_.parameters += flat->layout().shard_numel * static_cast<int64_t>(whole.element_size());
     }
-    end_update(flats);
+    end_update(flats, /*is_step=*/false);
   }
 
-  void unshard(FlatParameter& flat, bool writable) override {
+  void unshard(FlatParameter& flat, Use use) override {
     if (seen_ < updates_) {
       communicator_.timed([&] {
         segment_->wait_all(kPublished, updates_, group_->default_timeout(), "the parameters of the last update");
@@ -56,7 +56,7 @@ class SharedFetch final : public Fetch {
       seen_ = updates_;
     }
     const at::Tensor& whole = wholes_.at(&flat);
-    if (!writable) {
+    if (use != Use::kWrite) {
       flat.attach(whole);
       return;
     }
@@ -93,7 +93,9 @@ class SharedFetch final : public Fetch {
     return is_same;
   }
 
-  void end_update(const std::vector<FlatParameter*>&) override { segment_->publish(kPublished, updates_); }
+  void end_update(const std::vector<FlatParameter*>&, bool /*is_step*/) override {
+    segment_->publish(kPublished, updates_);
+  }
 
   Memory memory() const override { return {memory_.parameters, pool_.allocated_bytes()}; }
 

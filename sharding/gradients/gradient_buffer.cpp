@@ -7,6 +7,10 @@ namespace zeropg {
 // Residuals have the names of parameters: buckets depend on units, stage and world.
 void GradientBuffer::choose_compression() {
   const ShardingOptions& options = context_.options;
+  if (!flat_.is_encoded()) {
+    compression_ = {};
+    return;
+  }
   compression_ = {.codec = options.codec, .residuals = options.residuals, .ranges = {}};
   if (options.residuals == nullptr) {
     return;

@@ -54,7 +54,7 @@ void Masters::settle(const char* operation) {
   }
   begin_update(operation);
   if (options_.stage.shards_parameters) {  // where they are replicated, all ranks have the new values by now
-    end_update();
+    end_update(/*is_step=*/false);
   }
 }
 
@@ -78,7 +78,7 @@ void Masters::begin_update(const char* operation) {
   });
   if (failure != nullptr) {
     if (options_.stage.shards_parameters) {
-      end_update();  // the other ranks are waiting in theirs
+      end_update(/*is_step=*/false);  // the other ranks are waiting in theirs
     }
     std::rethrow_exception(failure);
   }
@@ -96,6 +96,9 @@ void Masters::publish() {
       continue;
     }
     const at::Tensor part = flat->whole().narrow(0, flat->shard_start(), flat->layout().shard_numel);
+    if (flat->sends_differences()) {
+      part.copy_(own);
+    }
     communicator_.wait(communicator_.all_gather(flat->whole(), part));
     if (!flat->is_own_master() && flat->master_numel == flat->layout().total_numel) {
       const at::Tensor whole = gather_slices(own.to(flat->device()));
@@ -117,7 +120,13 @@ void Masters::apply(const std::vector<WriteLedger::Change>& changes) {
       continue;
     }
     if (flat.is_attached()) {
-      write_back(flat, start, flat.whole().narrow(0, flat.master_start + start, stop - start));
+      const int64_t first = flat.master_start + start;
+      const at::Tensor written = flat.whole().narrow(0, first, stop - start);
+      if (!flat.sends_differences()) {
+        write_back(flat, start, written, at::Tensor());
+      } else if (change.before.defined()) {
+        write_back(flat, start, written, change.before.narrow(0, first - slot.offset, stop - start));
+      }
       continue;
     }
     const at::Tensor places = change.positions + (slot.offset - flat.master_start);
@@ -125,12 +134,13 @@ void Masters::apply(const std::vector<WriteLedger::Change>& changes) {
     const at::Tensor& home = flat.is_own_master() ? flat.master : flat.parameter_out;
     const at::Tensor written = home.narrow(0, start, stop - start).clone();
     written.index_copy_(0, places.masked_select(is_mine) - start, change.values.masked_select(is_mine));
-    write_back(flat, start, written);
+    write_back(flat, start, written, at::Tensor());
   }
 }
 
-// Sets this rank's masters from element `start` on to what the parameter has there.
-void Masters::write_back(FlatParameter& flat, int64_t start, const at::Tensor& written) {
+// Sets this rank's masters from element `start` on to what the parameter has there. `unwritten`: what it had there
+// before the write; undefined: the masters, rounded.
+void Masters::write_back(FlatParameter& flat, int64_t start, const at::Tensor& written, const at::Tensor& unwritten) {
   if (flat.is_own_master()) {
     if (!written.is_alias_of(flat.master)) {
       flat.master.narrow(0, start, written.numel()).copy_(written);
@@ -140,11 +150,12 @@ void Masters::write_back(FlatParameter& flat, int64_t start, const at::Tensor& w
   // A master is more precise than what the user saw, so it changes only where the user changed something.
   for_each_master_piece(flat, start, start + written.numel(), [&](int64_t first, const at::Tensor& piece) {
     const at::Tensor after = written.narrow(0, first - start, piece.numel()).to(piece.device());
-    const at::Tensor before = piece.to(flat.dtype());
+    const at::Tensor before =
+        unwritten.defined() ? unwritten.narrow(0, first - start, piece.numel()) : piece.to(flat.dtype());
     const at::Tensor is_changed = before.ne(after).logical_and(before.eq(before).logical_or(after.eq(after)));
     flat.write_master(first, at::where(is_changed, after.to(flat.master_dtype()), piece));
   });
-  if (!written.is_alias_of(flat.parameter_out)) {
+  if (flat.parameter_out.defined() && !written.is_alias_of(flat.parameter_out)) {
     flat.parameter_out.narrow(0, start, written.numel()).copy_(written);
   }
 }

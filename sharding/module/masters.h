@@ -32,7 +32,8 @@ class Masters {
   // Bracket a change of masters, which begins with what the program has written. Collective. Where begin_update throws,
   // the change has ended.
   void begin_update(const char* operation);
-  void end_update() { units_.fetch().end_update(units_.flat_pointers()); }
+  // `is_step`: as Fetch::end_update.
+  void end_update(bool is_step) { units_.fetch().end_update(units_.flat_pointers(), is_step); }
   // Makes what every rank has written to the masters of its own slice known to all. Inside an update. Collective.
   void publish();
   // Sets what this rank updates of elements [first, first + value.numel()) of the flattened parameter, at the master's
@@ -45,7 +46,7 @@ class Masters {
   // wait for each other. Collective with offload.
   void fail_together(const std::exception_ptr& failure, const char* operation, const char* could_not, int code);
   void apply(const std::vector<WriteLedger::Change>& changes);
-  void write_back(FlatParameter& flat, int64_t start, const at::Tensor& written);
+  void write_back(FlatParameter& flat, int64_t start, const at::Tensor& written, const at::Tensor& unwritten);
   at::Tensor gather_slices(const at::Tensor& mine);
 
   Communicator& communicator_;

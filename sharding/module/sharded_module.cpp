@@ -211,7 +211,11 @@ void ShardedModule::begin_step() {
   units_->set_updating(true);
 }
 
-void ShardedModule::end_step() {
+void ShardedModule::end_step() { end_update(/*is_step=*/true); }
+
+void ShardedModule::end_load() { end_update(/*is_step=*/false); }
+
+void ShardedModule::end_update(bool is_step) {
   for (const auto& flat : flats()) {
     for (const ParameterSlot& slot : flat->slots()) {
       if (slot.parameter.grad().defined()) {
@@ -221,7 +225,7 @@ void ShardedModule::end_step() {
   }
   at::NoGradGuard no_grad;
   units_->set_updating(false);
-  masters_->end_update();
+  masters_->end_update(is_step);
 }
 
 // --- facts ---

@@ -60,6 +60,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   // --- step ---
   void begin_step();  // collective
   void end_step();    // collective
+  void end_load();    // instead of end_step where masters were changed by anything else than a step; collective
   GradientAccess& gradients() { return *gradients_; }
   Masters& masters() { return *masters_; }
 
@@ -81,6 +82,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
                 const ShardingOptions& options);
   void build(const std::vector<UnitSource>& units);
   WriteLedger::Answer answer_to_write() const;
+  void end_update(bool is_step);
 
   Communicator communicator_;
   Communicator reductions_;

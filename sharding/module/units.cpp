@@ -11,13 +11,13 @@
 namespace zeropg {
 namespace {
 
-// The parameters of a unit by (dtype, trainable or frozen), each group in the given order.
+// The parameters of a unit by (dtype, trainable or frozen, device, encoded or not), each group in the given order.
 std::vector<std::vector<FlatParameter::Source>> group_sources(const std::vector<FlatParameter::Source>& sources) {
   std::vector<std::vector<FlatParameter::Source>> groups;
-  std::map<std::tuple<c10::ScalarType, bool, std::string>, size_t> index;
+  std::map<std::tuple<c10::ScalarType, bool, std::string, bool>, size_t> index;
   for (const auto& source : sources) {
     const auto key = std::make_tuple(source.parameter.scalar_type(), source.parameter.requires_grad(),
-                                     source.parameter.device().str());
+                                     source.parameter.device().str(), source.is_encoded);
     const auto [entry, is_new] = index.try_emplace(key, groups.size());
     if (is_new) {
       groups.emplace_back();
@@ -78,7 +78,7 @@ std::vector<FlatParameter*> Units::backward_order() const {
   return order;
 }
 
-void Units::unshard(Unit& unit, bool writable) {
+void Units::unshard(Unit& unit, Fetch::Use use) {
   if (unit.is_whole) {
     return;
   }
@@ -90,7 +90,7 @@ void Units::unshard(Unit& unit, bool writable) {
   }
   try {
     for (FlatParameter* flat : unit.flats) {
-      fetch_->unshard(*flat, writable);
+      fetch_->unshard(*flat, use);
       ledger_->show_own_writes(*flat);
     }
   } catch (...) {
@@ -126,7 +126,7 @@ void Units::begin_full(bool writable) {
     reshard_all();
     try {
       for (Unit& unit : units_) {
-        unshard(unit, writable);
+        unshard(unit, writable ? Fetch::Use::kWrite : Fetch::Use::kRead);
       }
     } catch (...) {
       reshard_all();

@@ -44,8 +44,8 @@ class Units {
   Fetch& fetch() const { return *fetch_; }
   WriteLedger& ledger() const { return *ledger_; }
 
-  // Collective where the fetch is. `writable`: in memory of this rank alone.
-  void unshard(Unit& unit, bool writable = false);
+  // Collective where the fetch is.
+  void unshard(Unit& unit, Fetch::Use use = Fetch::Use::kCompute);
   void reshard(Unit& unit);  // not inside begin_full/end_full
   void reshard_all();
   // Every unit is whole in between. Nest; `writable` counts for the outermost. All is as before where it throws.

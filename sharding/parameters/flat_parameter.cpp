@@ -36,6 +36,9 @@ FlatParameter::FlatParameter(std::string unit_name, const std::vector<Source>& s
                         : dtype_),
       device_(sources.front().parameter.device()),
       is_trainable_(sources.front().parameter.requires_grad()),
+      is_encoded_(sources.front().is_encoded),
+      may_send_differences_(is_encoded_ && options.weights_codec != nullptr && options.stage.shards_optimizer &&
+                            !options.stage.shards_parameters && world_size > 1),
       rank_(rank) {
   at::NoGradGuard no_grad;
   if (!is_trainable_) {
@@ -94,7 +97,7 @@ void FlatParameter::make_trainable(const ShardingOptions& options) {
     parameter_out = at::Tensor();
     return;
   }
-  parameter_out = home;
+  parameter_out = sends_differences() ? at::Tensor() : home;
   reserve_master(*this, options);
   if (tiered_master != nullptr) {
     tiered_master->write(0, values);
@@ -114,6 +117,16 @@ void FlatParameter::write_master(int64_t start, const at::Tensor& values) {
   } else {
     tiered_master->write(start, values);
   }
+}
+
+void FlatParameter::clear_padding(const at::Tensor& slice) const {
+  int64_t end = shard_start();
+  const auto clear_until = [&](int64_t start) { slice.narrow(0, end - shard_start(), start - end).zero_(); };
+  for (const SlotRange& range : slots_in(shard_start(), shard_start() + slice.numel())) {
+    clear_until(range.flat_start);
+    end = range.flat_start + range.stop - range.start;
+  }
+  clear_until(shard_start() + slice.numel());
 }
 
 void FlatParameter::attach(const at::Tensor& whole) {

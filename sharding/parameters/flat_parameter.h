@@ -1,5 +1,5 @@
-// The parameters of one unit that share a dtype and are all trainable or all frozen, stored one after another in a flat
-// buffer that is cut into world_size slices.
+// The parameters of one unit that share a dtype, are all trainable or all frozen and all travel encoded or as they are,
+// stored one after another in a flat buffer that is cut into world_size slices.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,6 +41,7 @@ class FlatParameter {
     std::vector<std::string> names;
     at::Tensor parameter;
     bool is_renormalized = false;  // as in ParameterSlot
+    bool is_encoded = false;       // where ShardingOptions has a codec for what travels
   };
 
   // Takes the parameters over: their data moves to `initial_values()`, they are left sharded (unreadable).
@@ -54,8 +55,13 @@ class FlatParameter {
   c10::Device device() const { return device_; }
   // Whether some parameter has been trainable; flags that are flipped later may make it so (make_trainable).
   bool is_trainable() const { return is_trainable_; }
+  // Whether codecs of ShardingOptions encode what travels of it; otherwise it travels as it is.
+  bool is_encoded() const { return is_encoded_; }
   // Whether the parameter itself is the master (no separate copy of higher precision).
-  bool is_own_master() const { return dtype_ == master_dtype_; }
+  bool is_own_master() const { return dtype_ == master_dtype_ && !sends_differences(); }
+  // Whether steps travel as encoded differences between the masters and the replica that every rank has
+  // (ReplicatedFetch). Masters are then apart from the parameters, which follow them by more than a rounding.
+  bool sends_differences() const { return is_trainable_ && may_send_differences_; }
   const FlatLayout& layout() const { return layout_; }
   int64_t shard_start() const { return rank_ * layout_.shard_numel; }
   std::vector<ParameterSlot>& slots() { return slots_; }
@@ -68,6 +74,10 @@ class FlatParameter {
 
   // The overlaps of the slots with flat range [start, stop), in order.
   std::vector<SlotRange> slots_in(int64_t start, int64_t stop) const;
+
+  // Zeros the padding in `slice`, which holds what this rank's slice does. An optimizer may leave NaN there (eps=0),
+  // which an encoding would spread over its block.
+  void clear_padding(const at::Tensor& slice) const;
 
   void attach(const at::Tensor& whole);
   void detach();
@@ -85,7 +95,8 @@ class FlatParameter {
   void write_master(int64_t start, const at::Tensor& values);
   // Gives frozen parameters masters that can be updated, of their values. Not collective. TierError.
   void make_trainable(const ShardingOptions& options);
-  // The same range in the parameters' dtype: what an update must also write. Undefined where it is the master itself.
+  // The same range in the parameters' dtype: what an update must also write. Undefined where it is the master itself,
+  // and where differences bring it.
   at::Tensor parameter_out;
 
  private:
@@ -95,6 +106,8 @@ class FlatParameter {
   c10::ScalarType master_dtype_;
   c10::Device device_;
   bool is_trainable_;
+  bool is_encoded_;
+  bool may_send_differences_;
   int64_t rank_;
   FlatLayout layout_;
   std::vector<ParameterSlot> slots_;

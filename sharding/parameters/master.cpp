@@ -17,17 +17,15 @@ void make_master(FlatParameter& flat, at::Tensor home, const at::Tensor& values,
   home.copy_(range);
   flat.master_start = start;
   flat.master_numel = home.numel();
+  flat.parameter_out = flat.is_own_master() || flat.sends_differences() ? at::Tensor() : home;
   if (flat.is_own_master()) {
     flat.master = home;
-    flat.parameter_out = at::Tensor();
   } else if (flat.tiered_master != nullptr) {
     TORCH_INTERNAL_ASSERT(flat.tiered_master->numel() == flat.master_numel);
     flat.tiered_master->write(0, range);
     flat.master = flat.tiered_master->in_place();
-    flat.parameter_out = home;
   } else {
     flat.master = range.to(flat.master_dtype(), /*non_blocking=*/false, /*copy=*/true);
-    flat.parameter_out = home;
   }
 }
 

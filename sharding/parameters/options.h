@@ -19,9 +19,10 @@ struct ShardingOptions {
   std::optional<c10::ScalarType> param_dtype;   // computation; default: the parameter's own
   std::optional<c10::ScalarType> reduce_dtype;  // gradients on the wire; default: the master's (fp32, fp64 for fp64)
   std::shared_ptr<const Compressor> codec;      // of gradients between ranks; null: as they are
-  std::shared_ptr<ResidualStore> residuals;     // this rank's, of the codec; null: no error feedback
-  bool reshard_after_forward = true;            // false: a unit stays whole from its forward to its backward
-  std::shared_ptr<Offload> optimizer_offload;   // where masters go that are apart from the parameters; null: memory
+  std::shared_ptr<const Compressor> weights_codec;  // of updated weights between ranks; null: as they are
+  std::shared_ptr<ResidualStore> residuals;         // this rank's, of the codec; null: no error feedback
+  bool reshard_after_forward = true;                // false: a unit stays whole from its forward to its backward
+  std::shared_ptr<Offload> optimizer_offload;       // where masters go that are apart from the parameters; null: memory
 };
 
 // Parameters of 16 bits and less are updated in fp32: their own dtype loses small updates.

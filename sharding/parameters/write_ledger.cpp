@@ -91,10 +91,22 @@ WatchedStorage::Target WriteLedger::before_write(Entry& entry) {
       if (slot.is_renormalized && !entry.before) {
         entry.before = copy_of(home, entry);
       }
+      keep_settled(entry);
       entry.is_written = true;
       return home;
   }
   TORCH_INTERNAL_ASSERT(false);
+}
+
+// Before the first write since ranks last settled.
+void WriteLedger::keep_settled(Entry& entry) {
+  if (entry.flat->sends_differences() && !entry.settled) {
+    entry.settled = copy_of(target_in(entry.flat->whole(), entry.flat->slots()[entry.slot].offset), entry);
+  }
+}
+
+at::Tensor WriteLedger::settled_values(const Entry& entry) const {
+  return entry.settled ? tensor_of(entry.settled, *entry.flat, entry.flat->slots()[entry.slot].numel) : at::Tensor();
 }
 
 c10::Storage WriteLedger::copy_of(const WatchedStorage::Target& home, const Entry& entry) {
@@ -192,6 +204,7 @@ bool WriteLedger::take_over(Entry& entry) {
     home = tensor_of(entry.copy, flat, slot.numel);
     slot.storage.attach(home, 0, /*is_watched=*/false);
   } else {
+    keep_settled(entry);
     entry.is_written = true;
   }
   home.copy_(theirs.reshape({-1}));
@@ -244,7 +257,7 @@ WriteLedger::Settlement WriteLedger::settle(bool is_same, const char* operation)
   }
   for (const size_t index : news) {
     Entry& entry = entries_[index];
-    settlement.changes.push_back({entry.flat, entry.slot, entry.positions, entry.values});
+    settlement.changes.push_back({entry.flat, entry.slot, entry.positions, entry.values, settled_values(entry)});
     forget(entry);
   }
   settlement.may_have_written_shards = std::exchange(may_have_written_shards_, false);
@@ -314,7 +327,7 @@ std::vector<WriteLedger::Change> WriteLedger::own_writes() const {
   std::vector<Change> changes;
   for (const Entry& entry : entries_) {
     if (entry.is_written && entry.flat->is_attached()) {
-      changes.push_back({entry.flat, entry.slot, at::Tensor(), at::Tensor()});
+      changes.push_back({entry.flat, entry.slot, at::Tensor(), at::Tensor(), settled_values(entry)});
     }
   }
   return changes;
@@ -336,6 +349,7 @@ void WriteLedger::unite(const std::vector<size_t>& differing, Settlement& settle
   std::vector<int64_t> origins;
   for (const size_t index : differing) {
     Entry& entry = entries_[index];
+    keep_settled(entry);
     origins.push_back(entry.digest_before);
     if (entry.before) {
       const int64_t numel = entry.flat->slots()[entry.slot].numel;
@@ -416,6 +430,7 @@ std::string WriteLedger::conflict(const Entry& entry) const {
 void WriteLedger::forget(Entry& entry) {
   entry.is_written = false;
   give_up(entry.before);
+  give_up(entry.settled);
   entry.digest_before = 0;
   entry.positions.reset();
   entry.values.reset();

@@ -52,6 +52,9 @@ class WriteLedger {
     // flat is attached, which then has them.
     at::Tensor positions;
     at::Tensor values;
+    // Where a master does not tell what the program has seen (FlatParameter::sends_differences): what the parameter was
+    // before this rank wrote it, [numel]; undefined where it has not. Valid until the program writes again.
+    at::Tensor before;
   };
   struct Settlement {
     std::vector<Change> changes;           // the same parameters on every rank
@@ -80,6 +83,7 @@ class WriteLedger {
     FlatParameter* flat = nullptr;
     int64_t slot = 0;
     bool is_written = false;    // in place
+    c10::Storage settled;       // what was there before, of flats that send differences
     c10::Storage before;        // what changes count from, of parameters that are renormalized and written in place
     bool had_forward = false;   // since the last settle()
     int64_t digest_before = 0;  // of `before`; 0: as the last settle() left it
@@ -89,6 +93,8 @@ class WriteLedger {
   };
 
   WatchedStorage::Target before_write(Entry& entry);
+  void keep_settled(Entry& entry);
+  at::Tensor settled_values(const Entry& entry) const;
   c10::Storage copy_of(const WatchedStorage::Target& home, const Entry& entry);
   void give_up(c10::Storage& copy);
   static void find_changes(Entry& entry, const at::Tensor& after, const at::Tensor& before);

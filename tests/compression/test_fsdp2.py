@@ -17,7 +17,7 @@ from torch.optim import AdamW
 
 from tests.sharding.ranks import on_ranks, raises
 from tests.small_gpt import SmallGPT, loss_of, make_batches, make_model
-from zeropg.compression import BlockQuant, Codec, Fsdp2ReduceScatter, State
+from zeropg.compression import BlockQuant, Codec, Fsdp2AllGather, Fsdp2ReduceScatter, OneBit, Plan, State
 
 
 def make_sharded(codec: Codec | None, policy: MixedPrecisionPolicy | None = None) -> tuple[SmallGPT, list[FSDPModule]]:
@@ -182,3 +182,55 @@ def test_bad_use_is_named() -> None:
         Fsdp2ReduceScatter(BlockQuant(4), module)
     with raises(TypeError, "expected a codec such as"):
         Fsdp2ReduceScatter(BlockQuant)
+
+
+def encode_weights(modules: list[FSDPModule], codec: Codec | Plan) -> None:
+    for module in modules:
+        module.set_custom_all_gather(Fsdp2AllGather(codec, module))
+
+
+@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_fsdp2_computes_with_decoded_weights_and_keeps_exact_shards(policy: MixedPrecisionPolicy | None) -> None:
+    expected = train(make_sharded(None, policy)[0])
+    model, modules = make_sharded(BlockQuant(4), policy)
+    encode_weights(modules, BlockQuant(8))
+    losses = train(model)
+    assert losses[-1] == pytest.approx(expected[-1], rel=0.08), (losses, expected)
+    exact = {name: parameter.full_tensor() for name, parameter in model.blocks[0].named_parameters()}
+    block = model.blocks[0]
+    block.unshard()
+    for name, parameter in block.named_parameters():
+        away = (parameter.float() - exact[name]).abs().max()
+        assert away <= 0.01 * exact[name].abs().max(), name
+        if policy is None:
+            assert (away == 0) == (parameter.dim() == 1), name
+        first = parameter.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, parameter), name
+    block.reshard()
+    for name, parameter in block.named_parameters():
+        assert torch.equal(parameter.full_tensor(), exact[name]), name
+
+
+@on_ranks(2)
+def test_fsdp2_gathers_what_it_lays_out_in_another_way_as_it_is() -> None:
+    model = make_model()
+    model.norm.bfloat16().requires_grad_(False)  # two dtypes travel as bytes
+    fsdp2(model)
+    encode_weights([model], BlockQuant(8))
+    expected = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    model.unshard()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+@on_ranks(2)
+def test_codecs_that_are_too_coarse_for_weights_are_refused() -> None:
+    _, modules = make_sharded(None)
+    with raises(ValueError, "too coarse", "BlockQuant(8)"):
+        Fsdp2AllGather(OneBit(), modules[0])
+    with raises(ValueError, "no codec for weights"):
+        Fsdp2AllGather(Plan(gradients=BlockQuant(4)), modules[0])
+    with raises(TypeError, "expected a codec"):
+        Fsdp2AllGather(4, modules[0])  # type: ignore[arg-type]

@@ -17,10 +17,10 @@ from torch import nn
 import zeropg
 from tests.sharding.ranks import STAGES, on_ranks, raises
 from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
-from zeropg.compression import BlockQuant, Codec
+from zeropg.compression import BlockQuant, Codec, Plan, TopK
 
 
-def make_sharded(codec: Codec | None, stage: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_sharded(codec: Codec | Plan | None, stage: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = make_model()
     optimizer = make_optimizer(model)
     zeropg.fully_shard(model, stage=stage, compression=codec, **options)
@@ -185,8 +185,11 @@ def test_what_cannot_be_compressed_is_refused_before_anything_is_sharded() -> No
     with raises(ValueError, "needs a group of zeropg", "gloo"):
         zeropg.fully_shard(model, compression=BlockQuant(4), process_group=gloo)
     codec = BlockQuant(4 if dist.get_rank() == 0 else 8)
-    with raises(ValueError, "compression=block_quant(bits="):
+    with raises(ValueError, "compression=Plan(gradients=BlockQuant(", "bits=8", "bits=4"):
         zeropg.fully_shard(model, compression=codec)
+    plan = Plan(gradients=BlockQuant(4), exclude=("*.embed",) if dist.get_rank() == 0 else ())
+    with raises(ValueError, "exclude=('*.embed',)", "exclude=()"):
+        zeropg.fully_shard(model, compression=plan)
     zeropg.fully_shard(model, compression=BlockQuant(4))
 
 
@@ -233,3 +236,40 @@ def load_elsewhere(folder: str) -> None:
 def test_at_another_world_size_residuals_begin_anew(rank_pool: Any, tmp_path: Path) -> None:
     rank_pool(2).run(save_and_go_on, str(tmp_path), 2)
     rank_pool(3).run(load_elsewhere, str(tmp_path))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_what_a_plan_leaves_out_is_averaged_as_it_is(stage: int) -> None:
+    batch = make_batches(1)[0]
+    expected, _ = make_sharded(None, stage)
+    loss_of(expected, batch).backward()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        model, _ = make_sharded(Plan(gradients=TopK(0.05), exclude=("head.*", "blocks.1.*")), stage)
+    loss_of(model, batch).backward()
+    encoded = set()
+    with zeropg.full_gradients(expected), zeropg.full_gradients(model):
+        for (name, one), other in zip(expected.named_parameters(), model.parameters(), strict=True):
+            if torch.allclose(one.grad, other.grad, rtol=1e-6, atol=1e-9):
+                continue
+            encoded.add(name)
+            assert other.grad.count_nonzero() <= 0.2 * other.numel(), name
+    matrices = ("attention.weight", "projection.weight", "up.weight", "down.weight")
+    # The head is the embedding, which is excluded by that name; the places are fewer than 1024 numbers.
+    assert encoded == {f"blocks.{block}.{name}" for block in (0, 2) for name in matrices}
+    groups = model._zeropg.flat_groups  # type: ignore[union-attr]
+    assert {name for group in groups if group.is_encoded for (name, *_), *_ in group.slots} == encoded
+    lines = [line for line in said.getvalue().splitlines() if "travel encoded" in line]
+    assert len(lines) == (1 if dist.get_rank() == 0 else 0)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    share = sum(sizes[name] for name in encoded) / sum(sizes.values())
+    assert all(f" {share:.1%} of the elements" in line for line in lines), lines
+
+
+@on_ranks(2)
+def test_a_plan_has_the_same_losses_in_stages_that_reduce_alike() -> None:
+    batches = make_batches(6)
+    plan = Plan(gradients=BlockQuant(4), exclude=("blocks.0.*",))
+    losses = [train(*make_sharded(plan, stage), batches) for stage in STAGES]
+    assert losses[0] == losses[1]
+    assert losses[2] == losses[3]

@@ -99,6 +99,14 @@ def stage_2(codec: Any) -> nn.Module:
     return zeropg.fully_shard(wide_model(), stage=2, compression=codec)
 
 
+def stage_2_both_ways(codec: Any) -> nn.Module:
+    import zeropg
+    from zeropg.compression import Plan
+
+    plan = None if codec is None else Plan(gradients=codec, weights=codec)
+    return zeropg.fully_shard(wide_model(), stage=2, compression=plan)
+
+
 def fsdp2(codec: Any) -> nn.Module:
     from zeropg.compression import Fsdp2ReduceScatter
 
@@ -113,7 +121,13 @@ def wide_model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(1024, NUMEL // 4096, bias=False) for _ in range(4)))
 
 
-FACES = {"DDP": ddp, "stage 0": stage_0, "the backward of stage 2": stage_2, "the backward of FSDP2": fsdp2}
+FACES = {
+    "DDP": ddp,
+    "stage 0": stage_0,
+    "the backward of stage 2": stage_2,
+    "stage 2 both ways": stage_2_both_ways,
+    "the backward of FSDP2": fsdp2,
+}
 
 
 def prepare(face: str, codec: Any) -> None:
@@ -121,7 +135,7 @@ def prepare(face: str, codec: Any) -> None:
 
     model = FACES[face](codec)
     optimizer = None if face.startswith("the backward") else torch.optim.SGD(model.parameters(), lr=0.1)
-    if face == "stage 0":
+    if face.startswith("stage"):
         optimizer = zeropg.shard_optimizer(optimizer, model)
     prepared.clear()
     for is_last in (False, True):  # what is done once, such as DDP's new buckets, is done in the first
@@ -154,6 +168,49 @@ def test_four_bits_are_an_eighth_of_the_bytes_of(lab: Lab, lab_pool: Callable[[s
     for plain, compressed in zip(*sent, strict=True):
         assert plain >= 2 * NUMEL, "a host sends the other one at least its half"
         assert compressed <= 0.135 * plain, sent
+
+
+def forget() -> None:
+    prepared.clear()
+
+
+def step_stage_3(is_encoded: bool) -> None:
+    """A whole step: each unit is gathered in forward and in backward, and its gradient reduced."""
+    import zeropg
+    from zeropg.compression import BlockQuant, Plan
+
+    if not prepared:
+        plan = Plan(gradients=BlockQuant(4), weights=BlockQuant(8)) if is_encoded else None
+        model = zeropg.fully_shard(
+            wide_model(),
+            stage=3,
+            param_dtype=torch.bfloat16,
+            reduce_dtype=None if is_encoded else torch.bfloat16,
+            compression=plan,
+        )
+        assert model._zeropg.fetch_name == "gathered"
+        optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        prepared[:] = [Step(model, torch.zeros(()), optimizer)]
+    step = prepared[0]
+    x = torch.randn(2, 1024, generator=torch.Generator().manual_seed(dist.get_rank()))
+    step.model(x).float().square().mean().backward()
+    step.optimizer.step()
+    step.optimizer.zero_grad()
+    dist.barrier()
+
+
+def test_stage_3_sends_less_than_half_of_what_bf16_takes(lab: Lab, lab_pool: Callable[[str], RankPool]) -> None:
+    pool = lab_pool("zeropg")
+    sent = []
+    for is_encoded in (False, True):
+        pool.run(forget)
+        pool.run(step_stage_3, is_encoded, timeout=120)
+        before = [lab.interface_bytes(host).tx for host in (0, 1)]
+        pool.run(step_stage_3, is_encoded, timeout=120)
+        sent.append([lab.interface_bytes(host).tx - before[host] for host in (0, 1)])
+    for plain, compressed in zip(*sent, strict=True):
+        assert plain >= 2.9 * NUMEL, "a host sends the other one its half of three times the model in bf16"
+        assert plain >= 2.3 * compressed, sent
 
 
 def gpt_losses(codec: Any) -> list[float]:

@@ -18,7 +18,7 @@ from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
 from tests.spawn import run_ranks
 from zeropg import __main__ as program
 from zeropg._native import _C
-from zeropg.compression import BlockQuant
+from zeropg.compression import BlockQuant, Codec, Plan
 from zeropg.tools.plan.formulas import OPTIMIZER_SLOTS, Settings, bytes_per_kind, memory, paper_bytes, traffic
 from zeropg.tools.plan.shape import Flat, ModelShape, Unit, shape_of, shape_of_config, shape_of_gpt
 from zeropg.tools.train.memory import measured_bytes
@@ -48,16 +48,26 @@ def test_plan_counts_as_the_readme_of_sharding_on_two_ranks(stage, float32, bflo
 
 
 def train_and_measure(
-    stage: int, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, backend: str
+    stage: int,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    backend: str,
+    weights: Codec | None = None,
 ) -> Any:
     """(planned, measured) bytes per kind of the small GPT after three steps."""
     model = make_model()
     settings = Settings(
-        stage=stage, ranks=dist.get_world_size(), param_dtype=param_dtype, reduce_dtype=reduce_dtype, backend=backend
+        stage=stage,
+        ranks=dist.get_world_size(),
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        backend=backend,
+        weights=weights,
     )
     planned = bytes_per_kind(memory(shape_of(model), settings))
     planned["optimizer"] += planned.pop("masters")
-    zeropg.fully_shard(model, stage=stage, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    compression = None if weights is None else Plan(weights=weights)
+    zeropg.fully_shard(model, stage=stage, param_dtype=param_dtype, reduce_dtype=reduce_dtype, compression=compression)
     optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
     for batch in make_batches(3):
         loss_of(model, batch).backward()
@@ -83,6 +93,36 @@ def test_plan_matches_what_the_core_holds(rank_pool, world_size, stage):
     for param_dtype, reduce_dtype in ((None, None), (torch.bfloat16, None), (torch.bfloat16, torch.bfloat16)):
         planned, measured = pool.run(train_and_measure, stage, param_dtype, reduce_dtype, "zeropg", timeout=90)[0]
         check(planned, measured)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_plan_matches_what_the_core_holds_with_weights_as_differences(rank_pool, stage):
+    pool = rank_pool(2)
+    for param_dtype in (None, torch.bfloat16):
+        planned, measured = pool.run(train_and_measure, stage, param_dtype, None, "zeropg", BlockQuant(4), timeout=90)[
+            0
+        ]
+        assert measured["gathered"] == planned["gathered"] > 0
+        check(planned, measured)
+
+
+def test_encoded_weights_take_fewer_bytes_between_nodes(capsys):
+    shape = shape_of_gpt(100_000_000)
+    settings = Settings(stage=2, ranks=4, nodes=2)
+    plain = traffic(shape, settings)
+    both = traffic(shape, replace(settings, compression=BlockQuant(4), weights=BlockQuant(4)))
+    sums = [sum(row.between_bytes for row in rows) for rows in (plain, both)]
+    assert sums[1] / sums[0] == pytest.approx(130 / 1024, rel=1e-3)
+    bf16 = Settings(stage=3, ranks=4, nodes=2, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    encoded = replace(bf16, reduce_dtype=None, compression=BlockQuant(4), weights=BlockQuant(8))
+    sums = [sum(row.between_bytes for row in traffic(shape, each)) for each in (bf16, encoded)]
+    assert sums[0] / sums[1] == pytest.approx(3 * 2 / (130 / 256 + 2 * 258 / 256), rel=0.03)
+    arguments = ["plan", "--params", "1e6", "--stage", "2", "--weights"]
+    assert program.main([*arguments, "int4"]) == 0
+    assert "masters" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        program.main([*arguments, "one_bit"])
+    assert "too coarse" in capsys.readouterr().err
 
 
 def test_plan_matches_what_the_core_holds_where_units_are_gathered():

@@ -163,7 +163,7 @@ def load_checkpoint(
             except Exception as error:
                 failure = error
             finally:
-                state.core.end_step()  # also after an error: the other ranks are waiting in theirs
+                state.core.end_load()  # also after an error: the other ranks are waiting in theirs
             together(group, "load_checkpoint", lambda: opened.read_optimizers(advance, failure))
     finally:
         opened.close()

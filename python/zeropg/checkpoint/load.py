@@ -90,7 +90,7 @@ class Loading:
         return content["extra"], rank_extra
 
     def read_model(self, advance: Advance) -> None:
-        """Sets masters, parameters and buffers; between the core's begin_step and end_step."""
+        """Sets masters, parameters and buffers; between the core's begin_step and end_load."""
         self._is_changing = True
         with torch.no_grad():
             groups: list[Any] = list(self._state.core.flat_groups)

@@ -1,9 +1,11 @@
-"""Gradients in fewer bytes between ranks: codecs, and how DDP and FSDP2 use them.
+"""Gradients and weights in fewer bytes between ranks: codecs, and how DDP and FSDP2 use them.
 
-A codec is an argument: `zeropg.fully_shard(model, compression=BlockQuant(4))`, `ddp.register_comm_hook(
-State(BlockQuant(4)), ddp_hook)`, `fsdp_module.set_custom_reduce_scatter(Fsdp2ReduceScatter(State(BlockQuant(4),
-model=model), fsdp_module))`, and `all_reduce(tensor, BlockQuant(4))` in loops of your own. Nothing else is ever
-compressed: no losses, metrics, broadcasts. fp32, fp16 and bf16 tensors on the CPU, on groups of zeropg.
+A codec is an argument: `zeropg.fully_shard(model, compression=BlockQuant(4))`, or with weights too
+`compression=Plan(gradients=BlockQuant(4), weights=BlockQuant(4))`; `ddp.register_comm_hook(State(BlockQuant(4)),
+ddp_hook)`; `fsdp_module.set_custom_reduce_scatter(Fsdp2ReduceScatter(State(BlockQuant(4), model=model), fsdp_module))`
+and `fsdp_module.set_custom_all_gather(Fsdp2AllGather(BlockQuant(8), fsdp_module))`; and `all_reduce(tensor,
+BlockQuant(4))` in loops of your own. Nothing else is ever compressed: no losses, metrics, broadcasts. fp32, fp16 and
+bf16 tensors on the CPU, on groups of zeropg.
 
 With error feedback (the default) what an encoding loses is added to the next gradient of the same parameter. Each rank
 keeps up to 4 bytes per element for that; they belong into checkpoints (`zeropg.save_checkpoint`, `State.state_dict`). A
@@ -14,10 +16,21 @@ step that is skipped loses what its gradient carried of earlier residuals. After
 from zeropg.compression.all_reduce import all_reduce
 from zeropg.compression.codec import CLASSES, Codec
 from zeropg.compression.ddp import ddp_hook
-from zeropg.compression.fsdp2 import Fsdp2ReduceScatter
+from zeropg.compression.fsdp2 import Fsdp2AllGather, Fsdp2ReduceScatter
 from zeropg.compression.plan import Plan
 from zeropg.compression.report import Report, report
 from zeropg.compression.state import State
 
 globals().update(CLASSES)
-__all__ = ["Codec", "Fsdp2ReduceScatter", "Plan", "Report", "State", "all_reduce", "ddp_hook", "report", *CLASSES]
+__all__ = [
+    "Codec",
+    "Fsdp2AllGather",
+    "Fsdp2ReduceScatter",
+    "Plan",
+    "Report",
+    "State",
+    "all_reduce",
+    "ddp_hook",
+    "report",
+    *CLASSES,
+]

@@ -1,4 +1,4 @@
-"""Compressed gradients under FSDP2."""
+"""Compressed gradients and weights under FSDP2."""
 
 import warnings
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import ReduceScatterOptions
 
 from zeropg._native import _C
 from zeropg.compression.codec import Codec, check_codec
+from zeropg.compression.plan import Plan
 from zeropg.compression.state import State, backend_of
 
 if TYPE_CHECKING:
@@ -156,6 +157,85 @@ class Fsdp2ReduceScatter:
         return parts if world_size * sum(part.numel for part in parts) == numel else []
 
 
+class Fsdp2AllGather:
+    """For `FSDPModule.set_custom_all_gather`: one object for each FSDP module.
+
+    for module in model.modules():  # after fully_shard
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(Fsdp2AllGather(BlockQuant(8), module))
+
+    codec: e.g. BlockQuant(8), or a Plan whose weights have one. What it loses is not made up for: with 4 bits a model
+      learns worse.
+    module: the FSDP module whose parameters these are. Norms, biases and small parameters travel as they are, and so
+      does what FSDP2 gathers in another layout: parameters of several dtypes, those whose class or tensor subclass
+      has a way of its own (fsdp_pre_all_gather), and the second, smaller sharding of reshard_after_forward=n.
+
+    Each rank computes with what the encoding decodes to, its own part too. The shards that the optimizer updates and
+    checkpoints save stay exact. The group is zeropg's.
+
+    Raises TypeError for something that is no codec or plan, ValueError for a codec that loses too much.
+    """
+
+    def __init__(self, codec: Codec | Plan, module: "FSDPModule") -> None:
+        plan = codec if isinstance(codec, Plan) else Plan(weights=check_codec(codec, "Fsdp2AllGather"))
+        if plan.weights is None:
+            raise ValueError("[zeropg] Fsdp2AllGather: the plan has no codec for weights; expected Plan(weights=...).")
+        self.codec = plan.weights
+        self._plan = plan
+        self._compressor = self.codec.make_compressor()
+        self._group = _parameter_group(module)
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}  # type: ignore[attr-defined]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for FSDP2's flat weights; part of its interface."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Gathers `input_tensor` [n] of every rank into `output_tensor` [world_size * n]. Collective.
+
+        Raises ValueError for groups of other backends.
+        """
+        backend = backend_of(group, "Fsdp2AllGather")
+        parts = self._parts(input_tensor)
+        columns = output_tensor.view(group.size(), -1).split([part.numel for part in parts], dim=1)
+        mine = input_tensor.split([part.numel for part in parts])
+        works: list[Any] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for is_encoded in (True, False):
+            chosen = [index for index, part in enumerate(parts) if part.is_encoded == is_encoded]
+            if not chosen:
+                continue
+            flat = torch.cat([mine[index] for index in chosen])  # a copy: FSDP2's input lies in its output
+            result = flat.new_empty(flat.numel() * group.size())
+            if is_encoded:
+                works.append(_C.compressed_all_gather(backend, result, flat, self._compressor, async_op=True))
+            else:
+                works.append(backend._allgather_base(result, flat))
+            results = result.view(group.size(), -1).split([parts[index].numel for index in chosen], dim=1)
+            copies += zip([columns[index] for index in chosen], results, strict=True)
+        work = _Parted(works, copies)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _parts(self, input: torch.Tensor) -> "list[_Part]":
+        """This rank's columns of FSDP2's tensor; one that travels as it is where they cannot be told."""
+        parameters = [] if self._group is None else list(self._group.fsdp_params)
+        parts = [
+            _Part(
+                name := self._names.get(id(parameter.sharded_param), ""),
+                parameter.padded_sharded_param_size.numel(),
+                self._plan.encodes(name, parameter.sharded_param),
+            )
+            for parameter in parameters
+        ]
+        has_layout = input.is_floating_point() and sum(part.numel for part in parts) == input.numel()
+        return parts if has_layout else [_Part("", input.numel(), False)]
+
+
 class _Part(NamedTuple):
     """A parameter's padded shard: of each rank, as many elements of the flat gradients."""
 
@@ -164,17 +244,19 @@ class _Part(NamedTuple):
     is_encoded: bool
 
 
-class _Parted:
-    """The Work of several reductions whose results belong into one tensor."""
+class _Parted(dist.Work):
+    """The Work of several operations whose results belong into one tensor."""
 
     def __init__(self, works: list[Any], copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
         self._works, self._copies = works, copies
 
-    def wait(self) -> None:
+    def wait(self, timeout: Any = None) -> bool:
         for work in self._works:
             work.wait()
         for place, result in self._copies:
             place.copy_(result)
+        return True
 
 
 def _parameter_group(module: "FSDPModule") -> Any:

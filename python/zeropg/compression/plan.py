@@ -11,6 +11,7 @@ import torch
 from zeropg.compression.codec import Codec, check_codec
 
 _MOST_NAMED = 8  # in the one line that says what is not encoded
+_MOST_LOST = 0.25  # of normally distributed weights: block_quant with 4 bits loses a tenth, two_bit a third
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +19,18 @@ class Plan:
     """What of a model travels encoded: `fully_shard(model, compression=Plan(gradients=BlockQuant(4)))`. Frozen.
 
     gradients: a codec for gradients between ranks; None: as they are.
-    weights: a codec for updated weights between ranks; None: as they are.
+    weights: a codec for updated weights between ranks, e.g. BlockQuant(4) in stages 1 and 2 and BlockQuant(8) in stage
+      3; None: as they are. In stages 1 and 2 differences between the masters and what ranks have are encoded, and what
+      one encoding loses is in the next difference. In stage 3 on several nodes the weights themselves are, whenever a
+      unit is made whole; what that loses is not made up for. Masters stay exact. Its error_feedback has no meaning.
     min_elements: parameters below it travel as they are: they save less than they cost.
     exclude: names of parameters that travel as they are, with the wildcards of a shell: ("*.embed*", "head.weight").
 
     Parameters of one dimension or none (norms, biases), of other dtypes than fp32, fp16 and bf16, and on other devices
     than the CPU never travel encoded. The first reduction says once, on rank 0, which those are.
 
-    Raises TypeError for something that is no codec, ValueError where neither gradients nor weights have one.
+    Raises TypeError for something that is no codec, ValueError where neither gradients nor weights have one, and where
+    that for weights loses too much.
     """
 
     gradients: Codec | None = None
@@ -39,6 +44,8 @@ class Plan:
                 check_codec(codec, "Plan")
         if self.gradients is None and self.weights is None:
             raise ValueError("[zeropg] Plan: neither gradients nor weights have a codec; use no compression instead.")
+        if self.weights is not None:
+            _check_weights(self.weights)
         if self.min_elements < 0:
             raise ValueError(f"[zeropg] Plan: min_elements is {self.min_elements}, expected 0 or more.")
         if isinstance(self.exclude, str):
@@ -56,10 +63,21 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        parts = [
-            f"{what} as {codec}" for what, codec in (("gradients", self.gradients), ("weights", self.weights)) if codec
-        ]
+        parts = [] if self.gradients is None else [f"gradients as {self.gradients}"]
+        parts += [] if self.weights is None else [f"weights as {self.weights.make_compressor().description}"]
         return ", ".join(parts)
+
+
+def _check_weights(codec: Codec) -> None:
+    compressor = codec.make_compressor()
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    lost = (values - compressor.decode(compressor.encode(values), len(values))).norm() / values.norm()
+    if lost > _MOST_LOST:
+        raise ValueError(
+            f"[zeropg] Plan: weights is {compressor.description}, which is too coarse for weights: it loses {lost:.0%} "
+            f"of normally distributed values, expected at most {_MOST_LOST:.0%}. Use BlockQuant(4) in stages 1 and 2 "
+            "and BlockQuant(8) in stage 3."
+        )
 
 
 def check_plan(compression: Any, who: str) -> Plan:

@@ -22,7 +22,9 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
     """Makes every parameter whole on every rank inside the `with`: its own shape and dtype. All ranks must enter and
     leave.
 
-    Needs memory for the whole model where parameters are not shared inside the node.
+    Needs memory for the whole model where parameters are not shared inside the node. With weights= of a compression
+    plan, stage 3 gathers them here as they are; in stages 1 and 2 they show what forwards compute with, which follows
+    the masters by differences: `full_state_dict` has those.
 
     Args:
         model: a module that `fully_shard` has sharded, in any stage.
@@ -116,7 +118,7 @@ def writable_shards(model: nn.Module) -> Iterator[list[Shard]]:
             core.publish_shards()
         finally:
             state.is_writing_shards = False
-            core.end_step()
+            core.end_load()
 
 
 def _own_masters(core: _C.ShardedModule) -> Iterator[tuple[_C.FlatGroup, str, int, torch.Tensor, int, int]]:

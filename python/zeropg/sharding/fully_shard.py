@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeropg._native import _C
 from zeropg.backend import group_like, unwrapped_backend
-from zeropg.compression.codec import Codec, check_codec
+from zeropg.compression.codec import Codec
+from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 from zeropg.compression.state import backend_of
 from zeropg.sharding.load_state_dict import load_into
-from zeropg.sharding.offload import check_offload_params, human_bytes, offload_of, open_offload
+from zeropg.sharding.offload import Offload, check_offload_params, human_bytes, offload_of, open_offload
 from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
 from zeropg.sharding.units import UnitChoice, UnitPlan, materialize, plan_units, renormalized_parameters
@@ -105,7 +106,7 @@ def fully_shard(
     buffer_dtype: torch.dtype | None = None,
     offload_params: Any = None,
     offload_optimizer: Any = None,
-    compression: Codec | None = None,
+    compression: Codec | Plan | None = None,
     reshard_after_forward: bool = True,
 ) -> nn.Module:
     """Shards a module over the ranks of a process group, in place. All ranks must call.
@@ -132,9 +133,10 @@ def fully_shard(
             `zeropg.Offload`. Where the parameter is the master (fp32 without param_dtype), only the state goes there.
             Losses stay the same to the bit. A disk serves Adam, AdamW and SGD.
         offload_params: "cpu" is accepted on a CPU model, where it changes nothing; nothing else is available.
-        compression: how gradients are encoded between ranks, e.g. `zeropg.compression.BlockQuant(4)`; default: not at
-            all. It needs fp32 masters, a group of zeropg and tensors on the CPU. With error feedback each rank keeps up
-            to 4 bytes per parameter more.
+        compression: a `zeropg.compression.Plan`, or a codec for gradients such as `zeropg.compression.BlockQuant(4)`;
+            default: nothing is encoded. It needs fp32 masters, a group of zeropg and tensors on the CPU. With error
+            feedback each rank keeps up to 4 bytes per parameter more. With weights= of a plan masters are apart from
+            fp32 parameters too in stages 1 and 2: 4 bytes per parameter / ranks.
         reshard_after_forward: stage 3: False keeps a unit whole from its forward to its backward, which takes memory
             and saves time.
 
@@ -152,8 +154,7 @@ def fully_shard(
     with _failing_together(group):
         _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
         offload = offload_of(offload_optimizer, "offload_optimizer")
-        if compression is not None:
-            check_codec(compression, "fully_shard")
+        plan = None if compression is None else check_plan(compression, "fully_shard")
         _absorb_inner_calls(module)
         device = next((p.device for p in module.parameters() if not p.is_meta), _default_device(group))
         check_offload_params(offload_params, device)
@@ -161,14 +162,15 @@ def fully_shard(
         plans = plan_units(module, _inner_units(module) if units is None else units, ignored_params)
         _check_parameters(module, plans)
         check_shared_memory(module, plans)
-        if compression is not None:
-            _check_compression(compression, plans, reduce_dtype, group)
+        if plan is not None:
+            _check_compression(plan, plans, reduce_dtype, group)
+            _check_encoded_weights(plan, stage, offload)
     options = {
         "stage": stage,
         "param_dtype": param_dtype,
         "reduce_dtype": reduce_dtype,
         "buffer_dtype": buffer_dtype,
-        "compression": None if compression is None else str(compression),
+        "compression": None if plan is None else repr(plan),
         "reshard_after_forward": reshard_after_forward,
         "offload_optimizer": offload and offload.device,  # each rank may have a disk of its own
     }
@@ -178,24 +180,34 @@ def fully_shard(
     if tier is not None and group.rank() == 0:
         print(_offload_plan(tier, plans, stage, param_dtype, group.size()), file=sys.stderr)
     renormalized = renormalized_parameters(module)
+    gradients, weights = (None, None) if plan is None else (plan.gradients, plan.weights)
+    encoded = set() if plan is None else _encoded_parameters(plan, plans)
     core = _C.ShardedModule(
-        [(plan.name, [(names, p, id(p) in renormalized) for names, p in plan.parameters]) for plan in plans],
+        [
+            (unit.name, [(names, p, id(p) in renormalized, id(p) in encoded) for names, p in unit.parameters])
+            for unit in plans
+        ],
         group,
         _reduction_group(group, stage, device),
         stage=stage,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
-        codec=None if compression is None else compression.make_compressor(),
-        residuals=None if compression is None else compression.make_residuals(),
+        codec=None if gradients is None else gradients.make_compressor(),
+        residuals=None if gradients is None else gradients.make_residuals(),
+        weights_codec=None if weights is None else weights.make_compressor(),
         reshard_after_forward=reshard_after_forward,
         optimizer_offload=tier,
     )
     vars(module).update(_zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype))
-    for plan in plans:
-        vars(plan.module)["_zeropg_is_unit"] = True
-        _swap_class(plan.module)
+    for unit in plans:
+        vars(unit.module)["_zeropg_is_unit"] = True
+        _swap_class(unit.module)
     if core.rank == 0:
-        print(_summary(core, plans, reduce_dtype, compression), file=sys.stderr)
+        print(_summary(core, plans, reduce_dtype, plan), file=sys.stderr)
+        if plan is not None:
+            say_what_is_not_encoded(
+                plan, ((_plain_name(plan, names, p) or names[0], p) for unit in plans for names, p in unit.parameters)
+            )
         if units is None and core.fetch_name == "gathered":
             _say_what_the_root_holds(plans)
     return module
@@ -361,21 +373,46 @@ def _exchange(mine: list[str] | str, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _check_compression(
-    compression: Codec, plans: list[UnitPlan], reduce_dtype: torch.dtype | None, group: dist.ProcessGroup
+    plan: Plan, plans: list[UnitPlan], reduce_dtype: torch.dtype | None, group: dist.ProcessGroup
 ) -> None:
     backend_of(group, "fully_shard")
-    if reduce_dtype not in (None, torch.float32):
+    if plan.gradients is not None and reduce_dtype not in (None, torch.float32):
         raise ValueError(
             f"[zeropg] fully_shard: reduce_dtype is {reduce_dtype}, but compression encodes fp32 gradients; leave "
             "reduce_dtype as it is."
         )
-    for plan in plans:
-        for names, parameter in plan.parameters:
+    for unit in plans:
+        for names, parameter in unit.parameters:
             if parameter.requires_grad and (parameter.dtype == torch.float64 or parameter.device.type != "cpu"):
                 raise ValueError(
-                    f"[zeropg] fully_shard: the gradient of {names[0]!r} ({parameter.dtype} on {parameter.device}) "
-                    "cannot be compressed; expected one that is averaged in fp32 on the CPU. Shard without compression."
+                    f"[zeropg] fully_shard: {names[0]!r} ({parameter.dtype} on {parameter.device}) cannot be "
+                    "compressed; expected fp32 masters on the CPU. Shard without compression."
                 )
+
+
+def _check_encoded_weights(plan: Plan, stage: int, offload: Offload | None) -> None:
+    if plan.weights is None:
+        return
+    if stage == 0:
+        raise ValueError(
+            "[zeropg] fully_shard: the plan has a codec for weights, but in stage 0 no weights travel, since every "
+            "rank updates all of them. Leave weights= out, or use stage 1, 2 or 3."
+        )
+    if stage < 3 and offload is not None and offload.device == "nvme":
+        raise ValueError(
+            "[zeropg] fully_shard: weights= of the plan sends differences from the masters, which offload_optimizer "
+            "keeps on a disk; expected them in memory. Leave one of the two out, or use stage 3."
+        )
+
+
+def _encoded_parameters(plan: Plan, units: list[UnitPlan]) -> set[int]:
+    """Ids of the parameters that travel encoded."""
+    return {id(p) for unit in units for names, p in unit.parameters if _plain_name(plan, names, p) is None}
+
+
+def _plain_name(plan: Plan, names: list[str], parameter: nn.Parameter) -> str | None:
+    """The name under which the plan leaves a parameter as it is; None for one that travels encoded."""
+    return next((name for name in names if not plan.encodes(name, parameter)), None)
 
 
 def _check_same_on_all_ranks(
@@ -447,18 +484,31 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _summary(
-    core: _C.ShardedModule, plans: list[Any], reduce_dtype: torch.dtype | None, compression: Codec | None
+    core: _C.ShardedModule, plans: list[Any], reduce_dtype: torch.dtype | None, compression: Plan | None
 ) -> str:
     """One line with every setting that changes numbers."""
     count = sum(parameter.numel() for plan in plans for _, parameter in plan.parameters)
     computed = {parameter.dtype for plan in plans for _, parameter in plan.parameters}
     masters = {group.master_dtype for group in core.flat_groups if group.is_trainable}
+    codec = compression and compression.gradients
     return (
         f"[zeropg] stage {core.stage} over {core.world_size} ranks: {count:,} parameters in {len(plans)} units, "
         f"computed in {_names(computed)}, masters in {_names(masters)}, gradients averaged in "
-        f"{_names({reduce_dtype} if reduce_dtype else masters)}{'' if compression is None else f' as {compression}'}; "
-        f"parameters {core.fetch_name}"
+        f"{_names({reduce_dtype} if reduce_dtype else masters)}{'' if codec is None else f' as {codec}'}; "
+        f"parameters {core.fetch_name}{_encoded_weights(core, compression)}"
     )
+
+
+def _encoded_weights(core: _C.ShardedModule, plan: Plan | None) -> str:
+    if plan is None or plan.weights is None:
+        return ""
+    codec = plan.weights.make_compressor().description
+    if any(group.sends_differences for group in core.flat_groups):
+        apart = human_bytes(core.memory_report()["masters"])
+        return f", updates as differences in {codec}, for which masters apart from them take {apart} per rank"
+    if core.fetch_name == "gathered" and core.world_size > 1:
+        return f" as {codec}"
+    return f"; weights as {codec} changes nothing, since no weights travel"
 
 
 def _say_what_the_root_holds(plans: list[UnitPlan]) -> None:

@@ -35,7 +35,7 @@ def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_p
     try:  # a disk that fails on one rank (masters in a tier) is an error on all
         together(core.process_group, "load_state_dict", lambda: _load_masters(exact))
     finally:
-        core.end_step()
+        core.end_load()
     return result
 
 

@@ -105,7 +105,8 @@ def test_a_scale_that_is_set_between_steps_scales_what_is_pending() -> None:
     import zeropg
 
     ranks = [dist.get_rank()]
-    model = zeropg.fully_shard(make().float(), stage=2, compression=zeropg.compression.BlockQuant(4))
+    plan = zeropg.compression.Plan(gradients=zeropg.compression.BlockQuant(4), min_elements=0)
+    model = zeropg.fully_shard(make().float(), stage=2, compression=plan)
     optimizers = [zeropg.shard_optimizer(torch.optim.SGD(part.parameters(), lr=1e-2), model) for part in model[::2]]
     scaler = zeropg.GradScaler(init_scale=2.0**10)
     scaler.scale(model(torch.ones(4, 7) + ranks[0]).square().mean()).backward()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zeropg.compression.codec import Codec, named_codecs
+from zeropg.compression.plan import Plan
 from zeropg.tools import machine
 from zeropg.tools.plan.formulas import OPTIMIZER_SLOTS, Holding, Settings, memory, traffic, with_ranks
 from zeropg.tools.plan.shape import ModelShape, shape_of_config, shape_of_gpt
@@ -24,11 +25,11 @@ make a table.
 _EXAMPLES = """
 kinds of memory:
   parameters   what the forward reads
-  masters      fp32 parameters, beside 16-bit ones
+  masters      fp32 parameters, beside 16-bit ones; with --weights in stages 1 and 2 beside all
   optimizer    the optimizer's state
   gradients    kept for the step
   buckets      gradients on their way to other ranks
-  gathered     units that are whole, where ranks share no memory
+  gathered     units that are whole, where ranks share no memory; with --weights differences on their way
   autograd     the largest single gradient
   residuals    error feedback of compression
   staging      the process group's own
@@ -68,6 +69,7 @@ def main(arguments: list[str]) -> int:
         backend=options.backend,
         offload_optimizer=None if options.offload_optimizer == "none" else options.offload_optimizer,
         compression=named_codecs().get(options.compression),
+        weights=named_codecs().get(options.weights),
         no_sync=options.no_sync,
     )
     plans = [with_ranks(base, stage, ranks) for stage in options.stage for ranks in options.ranks]
@@ -235,6 +237,12 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
         help="codec of gradients between nodes (default none)",
     )
     run.add_argument(
+        "--weights",
+        choices=("none", *named_codecs()),
+        default="none",
+        help="codec of weights between nodes, in stages 1 to 3 (default none)",
+    )
+    run.add_argument(
         "--no-sync", action="store_true", help="gradients are accumulated over several backwards, inside no_sync"
     )
     compare = parser.add_argument_group("beside it")
@@ -250,6 +258,11 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
         parser.error("give the model's size with --params 7e9, or its config with --model FOLDER; one of them")
     if options.nodes < 1 or options.nodes > max(options.ranks):
         parser.error(f"--nodes {options.nodes} with --ranks {max(options.ranks)}: each node has at least one rank")
+    if options.weights != "none":
+        try:
+            Plan(weights=named_codecs()[options.weights])
+        except ValueError as error:
+            parser.error(f"--weights {options.weights}: {error}")
     if options.layers is not None and options.layers < 1:
         parser.error(f"--layers {options.layers} is not positive")
     if options.node_gbps is not None and not options.node_gbps > 0:

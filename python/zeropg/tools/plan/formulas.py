@@ -6,6 +6,7 @@ Memory follows what sharding/ allocates (its README has the table): tests/tools/
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,6 +36,7 @@ OPTIMIZER_SLOTS = {**_fused_slots(), "lion": 1, "adagrad": 1, "rmsprop": 1}
 _BUCKETS_AT_ONCE = 2
 # Units that are whole at once: the next one is fetched when the last gradient of this one is still computed.
 _UNITS_AT_ONCE = 2
+_DIFFERENCES_AT_ONCE = 2  # of flat parameters: ReplicatedFetch's kMaxInFlight
 _STAGING_BYTES = 2 << 20  # two banks of the default size, per group
 
 
@@ -52,12 +54,18 @@ class Settings:
     backend: str = "zeropg"
     offload_optimizer: str | None = None  # None, "cpu" or "nvme"
     compression: Codec | None = None  # of gradients between nodes
+    weights: Codec | None = None  # of weights between nodes
     no_sync: bool = False  # gradients are accumulated over several backwards without communication
 
     @property
     def local_ranks(self) -> int:
         """Ranks of the fullest node."""
         return -(-self.ranks // self.nodes)
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether encoded weights travel as differences from masters that are apart: ReplicatedFetch."""
+        return self.weights is not None and self.stage in (1, 2) and self.ranks > 1
 
     @property
     def shares_parameters(self) -> bool:
@@ -89,6 +97,7 @@ class Traffic:
 
 def memory(shape: ModelShape, settings: Settings) -> list[Holding]:
     """What one rank holds at the peak of a step, by kind. Activations are the model's, and not in here."""
+    shape = _cut(shape, settings)
     flats = [flat for unit in shape.units for flat in unit.flats]
     holdings = [
         Holding("parameters", sum(_parameter_bytes(f, settings) for f in flats), is_shared=settings.shares_parameters)
@@ -123,27 +132,29 @@ def traffic(shape: ModelShape, settings: Settings) -> list[Traffic]:
     Between nodes every transfer is hierarchical: in the node first, then each rank its share with the same rank of the
     other nodes. Inside a node of CPUs "sent" means written for the others in shared memory.
     """
+    shape = _cut(shape, settings)
     trainable = [flat for unit in shape.units for flat in unit.flats if flat.is_trainable]
     everything = [flat for unit in shape.units for flat in unit.flats]
     gradients = sum(flat.total_numel(settings.ranks) * _reduce_dtype(flat, settings).itemsize for flat in trainable)
-    encoded = _encoded_bytes(trainable, settings)
-    updated = sum(flat.total_numel(settings.ranks) * _dtype(flat, settings).itemsize for flat in trainable)
-    whole = sum(flat.total_numel(settings.ranks) * _dtype(flat, settings).itemsize for flat in everything)
-    root = sum(flat.total_numel(settings.ranks) * _dtype(flat, settings).itemsize for flat in shape.units[-1].flats)
+    encoded = sum(
+        _between_bytes(flat, settings.compression, _reduce_dtype(flat, settings), settings) for flat in trainable
+    )
+    whole, updated, root = (_weight_bytes(flats, settings) for flats in (everything, trainable, shape.units[-1].flats))
     rows = []
     if settings.stage <= 1:
         rows.append(_both_ways("gradients: all-reduce", gradients, encoded, settings))
     else:
         rows.append(_one_way("gradients: reduce-scatter", gradients, encoded, settings))
     if settings.stage in (1, 2):
-        rows.append(_one_way("parameters: all-gather after the step", updated, updated, settings))
+        rows.append(_one_way("parameters: all-gather after the step", *updated, settings))
     if settings.stage == 3:
         if settings.shares_parameters:
             rows.append(Traffic("parameters: shared in the node", 0.0, 0.0))
         else:
-            rows.append(_one_way("parameters: all-gather in forward", whole, whole, settings))
+            rows.append(_one_way("parameters: all-gather in forward", *whole, settings))
             # The root stays whole between its forward and its backward.
-            rows.append(_one_way("parameters: all-gather in backward", whole - root, whole - root, settings))
+            blocks = whole[0] - root[0], whole[1] - root[1]
+            rows.append(_one_way("parameters: all-gather in backward", *blocks, settings))
     return rows
 
 
@@ -194,7 +205,8 @@ def _parameter_bytes(flat: Flat, settings: Settings) -> int:
 def _optimizer_bytes(flat: Flat, settings: Settings) -> tuple[int, int]:
     """(masters beside the parameters, optimizer state)."""
     numel, width = _master_numel(flat, settings), _master_dtype(flat).itemsize
-    masters = 0 if _dtype(flat, settings) == _master_dtype(flat) else numel * width
+    is_apart = _dtype(flat, settings) != _master_dtype(flat) or _sends_differences(flat, settings)
+    masters = numel * width if is_apart else 0
     return masters, OPTIMIZER_SLOTS[settings.optimizer] * numel * width if flat.is_trainable else 0
 
 
@@ -229,6 +241,14 @@ def _bucket_bytes(shape: ModelShape, settings: Settings) -> int:
 
 
 def _gathered_bytes(shape: ModelShape, settings: Settings) -> int:
+    if settings.sends_differences:
+        numels = [
+            flat.total_numel(settings.ranks) + flat.shard_numel(settings.ranks)
+            for unit in shape.units
+            for flat in unit.flats
+            if _sends_differences(flat, settings)
+        ]
+        return 4 * sum(sorted(numels)[-_DIFFERENCES_AT_ONCE:])
     if settings.stage < 3 or settings.shares_parameters:
         return 0
 
@@ -247,7 +267,7 @@ def _largest_gradient_bytes(flats: list[Flat], settings: Settings) -> int:
 
 def _residual_bytes(flat: Flat, settings: Settings) -> int:
     """Error feedback in fp32 of both hops: of the node's share that this rank sends, and of the slice that it owns."""
-    if settings.compression is None or settings.nodes == 1 or not flat.is_trainable:
+    if not flat.is_encoded or settings.compression is None or settings.nodes == 1 or not flat.is_trainable:
         return 0
     return (flat.total_numel(settings.ranks) // settings.local_ranks + flat.shard_numel(settings.ranks)) * 4
 
@@ -256,12 +276,28 @@ def _staging_bytes(settings: Settings) -> int:
     return _STAGING_BYTES if settings.backend == "zeropg" and settings.device == "cpu" and settings.ranks > 1 else 0
 
 
-def _encoded_bytes(flats: list[Flat], settings: Settings) -> int:
-    """The gradients as they travel between nodes."""
-    if settings.compression is None:
-        return sum(f.total_numel(settings.ranks) * _reduce_dtype(f, settings).itemsize for f in flats)
-    compressor = settings.compression.make_compressor()
-    return sum(compressor.typical_bytes(flat.total_numel(settings.ranks)) for flat in flats)
+def _cut(shape: ModelShape, settings: Settings) -> ModelShape:
+    return shape if settings.compression is None and settings.weights is None else shape.split()
+
+
+def _sends_differences(flat: Flat, settings: Settings) -> bool:
+    return settings.sends_differences and flat.is_encoded and flat.is_trainable
+
+
+def _between_bytes(flat: Flat, codec: Codec | None, dtype: torch.dtype, settings: Settings) -> int:
+    """The flat buffer as it travels between nodes."""
+    numel = flat.total_numel(settings.ranks)
+    return codec.make_compressor().typical_bytes(numel) if codec and flat.is_encoded else numel * dtype.itemsize
+
+
+def _weight_bytes(flats: Iterable[Flat], settings: Settings) -> tuple[int, int]:
+    """Weights as they travel (inside nodes, between nodes). Differences are fp32 inside."""
+    inside, between = 0, 0
+    for flat in flats:
+        dtype = torch.float32 if _sends_differences(flat, settings) else _dtype(flat, settings)
+        inside += flat.total_numel(settings.ranks) * dtype.itemsize
+        between += _between_bytes(flat, settings.weights, dtype, settings)
+    return inside, between
 
 
 def _one_way(what: str, inside: float, between: float, settings: Settings) -> Traffic:

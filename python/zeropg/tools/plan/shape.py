@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
+from zeropg.compression.plan import Plan
 from zeropg.sharding.units import UnitChoice, plan_units
 
 # As sharding/flat_layout.h: offsets in a flat buffer, and the slices of the ranks, are multiples of it.
@@ -18,11 +19,27 @@ ALIGNMENT_NUMEL = 32
 
 @dataclass(frozen=True)
 class Flat:
-    """The parameters of one unit with one dtype that are all trainable or all frozen: one flat buffer."""
+    """The parameters of one unit with one dtype that are all trainable or all frozen: one flat buffer.
+
+    encodable: which parameters a plan of compression encodes; None: all of them.
+    is_encoded: all of them travel encoded.
+    """
 
     numels: tuple[int, ...]
     dtype: torch.dtype
     is_trainable: bool = True
+    encodable: tuple[bool, ...] | None = None
+    is_encoded: bool = False
+
+    def split(self) -> tuple[Flat, ...]:
+        """The flat buffers that it becomes with compression: of what travels encoded, and of what does not."""
+        parts: dict[bool, list[int]] = {}
+        for numel, is_encoded in zip(self.numels, self.encodable or (True,) * len(self.numels), strict=True):
+            parts.setdefault(is_encoded, []).append(numel)
+        return tuple(
+            replace(self, numels=tuple(numels), encodable=(is_encoded,) * len(numels), is_encoded=is_encoded)
+            for is_encoded, numels in parts.items()
+        )
 
     def total_numel(self, ranks: int) -> int:
         """Elements of the buffer, padding included."""
@@ -52,6 +69,15 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         return sum(sum(flat.numels) for unit in self.units for flat in unit.flats)
+
+    def split(self) -> ModelShape:
+        """The same with compression (Flat.split)."""
+        return replace(
+            self,
+            units=tuple(
+                replace(unit, flats=tuple(part for flat in unit.flats for part in flat.split())) for unit in self.units
+            ),
+        )
 
     @property
     def trainable_parameters(self) -> int:
@@ -113,10 +139,24 @@ def shape_of_gpt(parameters: int, *, layers: int | None = None, vocabulary: int 
 
 
 def _flats(parameters: Sequence[nn.Parameter]) -> tuple[Flat, ...]:
-    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    groups: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(prod(parameter.shape))
-    return tuple(Flat(tuple(numels), dtype, trainable) for (dtype, trainable), numels in groups.items())
+        groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+    return tuple(
+        Flat(
+            tuple(prod(parameter.shape) for parameter in group),
+            dtype,
+            trainable,
+            tuple(_is_encodable(parameter) for parameter in group),
+        )
+        for (dtype, trainable), group in groups.items()
+    )
+
+
+def _is_encodable(parameter: nn.Parameter) -> bool:
+    """As a plan of compression decides without further arguments, also for parameters on `meta`."""
+    is_float = parameter.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return is_float and parameter.dim() > 1 and parameter.numel() >= Plan.min_elements
 
 
 def _dtype_names(model: nn.Module) -> str:
