@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import zeropg
 from tests.compression.test_all_reduce import group_on_hosts
-from tests.sharding.ranks import on_ranks
+from tests.sharding.ranks import on_ranks, raises
 from zeropg.compression import BlockQuant, State, auto, ddp_hook
 from zeropg.compression.state import backend_of
 
@@ -102,6 +103,21 @@ def test_chooses_again_when_the_link_changes_and_loses_nothing() -> None:
         assert state.residuals is not None and not state.residuals.segments()
     finally:
         module.choose = original
+
+
+@on_ranks(2)
+def test_fully_shard_takes_what_auto_chooses() -> None:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        model = zeropg.fully_shard(nn.Linear(64, 64), compression="auto")
+        model(torch.ones(4, 64)).sum().backward()
+        apart = zeropg.fully_shard(nn.Linear(64, 64), stage=1, compression="auto", process_group=group_on_hosts("a,b"))
+        apart(torch.ones(4, 64)).sum().backward()
+    if dist.get_rank() == 0:
+        chosen = [line for line in said.getvalue().splitlines() if "compression auto" in line]
+        assert len(chosen) == 2 and "all ranks share a node" in chosen[0] and "ms" in chosen[1]
+    with raises(ValueError, "compression is 'int4'", '"auto"'):
+        zeropg.fully_shard(nn.Linear(8, 8), compression="int4")
 
 
 @on_ranks(2)

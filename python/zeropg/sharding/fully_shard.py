@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, zip_longest
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeropg._native import _C
 from zeropg.backend import group_like, unwrapped_backend
+from zeropg.compression.auto import choose, say
 from zeropg.compression.codec import Codec
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 from zeropg.compression.state import backend_of
@@ -106,7 +107,7 @@ def fully_shard(
     buffer_dtype: torch.dtype | None = None,
     offload_params: Any = None,
     offload_optimizer: Any = None,
-    compression: Codec | Plan | None = None,
+    compression: Codec | Plan | Literal["auto"] | None = None,
     reshard_after_forward: bool = True,
 ) -> nn.Module:
     """Shards a module over the ranks of a process group, in place. All ranks must call.
@@ -133,7 +134,8 @@ def fully_shard(
             `zeropg.Offload`. Where the parameter is the master (fp32 without param_dtype), only the state goes there.
             Losses stay the same to the bit. A disk serves Adam, AdamW and SGD.
         offload_params: "cpu" is accepted on a CPU model, where it changes nothing; nothing else is available.
-        compression: a `zeropg.compression.Plan`, or a codec for gradients such as `zeropg.compression.BlockQuant(4)`;
+        compression: a `zeropg.compression.Plan`, or a codec for gradients such as `zeropg.compression.BlockQuant(4)`,
+          or "auto", which measures what pays on this link (bf16, 8 or 4 bits, or nothing) and says so;
             default: nothing is encoded. It needs fp32 masters, a group of zeropg and tensors on the CPU. With error
             feedback each rank keeps up to 4 bytes per parameter more. With weights= of a plan masters are apart from
             fp32 parameters too in stages 1 and 2: 4 bytes per parameter / ranks.
@@ -154,7 +156,7 @@ def fully_shard(
     with _failing_together(group):
         _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
         offload = offload_of(offload_optimizer, "offload_optimizer")
-        plan = None if compression is None else check_plan(compression, "fully_shard")
+        plan = None if compression is None else _plan_of(compression, group)
         _absorb_inner_calls(module)
         device = next((p.device for p in module.parameters() if not p.is_meta), _default_device(group))
         check_offload_params(offload_params, device)
@@ -370,6 +372,21 @@ def _exchange(mine: list[str] | str, group: dist.ProcessGroup) -> list[Any]:
     everybodys: list[Any] = [None] * group.size()
     dist.all_gather_object(everybodys, mine, group=group)
     return everybodys
+
+
+def _plan_of(compression: Any, group: dist.ProcessGroup) -> Plan | None:
+    """What is encoded; "auto" measures what pays on this group. Collective then."""
+    if not isinstance(compression, str):
+        return check_plan(compression, "fully_shard")
+    if compression != "auto":
+        raise ValueError(
+            f'[zeropg] fully_shard: compression is {compression!r}; expected "auto", a codec such as '
+            "zeropg.compression.BlockQuant(4), or a Plan."
+        )
+    backend = backend_of(group, "fully_shard")
+    choice = choose(backend)
+    say(backend, choice)
+    return choice.plan
 
 
 def _check_compression(
