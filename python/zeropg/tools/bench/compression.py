@@ -40,7 +40,8 @@ status: 0 measured; 1 a result was wrong; 2 wrong options; 3 other programs used
 
 def codecs(block: int = 256) -> dict[str, Codec]:
     """What is timed: what commands can name, and rotations."""
-    rotated = {f"{name}_rotated": CODECS[name](rotate=True) for name in ("two_bit", "one_bit")}
+    low_bit: dict[str, Callable[..., Codec]] = {name: CODECS[name] for name in ("two_bit", "one_bit")}
+    rotated = {f"{name}_rotated": make(rotate=True) for name, make in low_bit.items()}
     return named_codecs(block) | rotated
 
 

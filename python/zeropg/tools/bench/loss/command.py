@@ -42,7 +42,7 @@ Needs root, or a kernel that lets users make namespaces (`python -m zeropg bench
 """
 _EXAMPLES = """
 examples:
-  python -m zeropg bench loss --quick                                       a few minutes: 2 seeds, 40 steps
+  python -m zeropg bench loss --quick                                       a few minutes: 2 seeds, 24 steps
   python -m zeropg bench loss --links 100mbit,1gbit --seeds 5               the whole of it: some hours on two cores
   python -m zeropg bench loss --task digits --arm "ddp zeropg int4" --quick one arm beside the baseline
   python -m zeropg bench loss --links 100mbit --end-to-end --seeds 3        nothing combined: as it passes
@@ -225,15 +225,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2, help="(default 2)")
     parser.add_argument("--ranks-per-host", type=int, default=2, help="(default 2)")
     parser.add_argument("--seeds", type=int, help="(default 5; with --quick 2)")
-    parser.add_argument("--steps", type=int, help="of each run (default 240; with --quick 40)")
-    parser.add_argument("--timed-steps", type=int, help="on the limited link (default 30; with --quick 8)")
+    parser.add_argument("--steps", type=int, help="of each run (default 240; with --quick 24)")
+    parser.add_argument("--timed-steps", type=int, help="on the limited link (default 30; with --quick 6)")
     parser.add_argument("--timeout", type=float, default=36000, help="seconds for one group of runs (default 36000)")
     parser.add_argument("--end-to-end", action="store_true", help="train on the limited link, at its pace")
     parser.add_argument("--quick", action="store_true", help="few seeds and steps: shows that it works, no more")
     parser.add_argument("--as-rank-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    for name, whole, quick in (("seeds", 5, 2), ("steps", 240, 40), ("timed_steps", 30, 8)):
+    for name, whole, quick in (("seeds", 5, 2), ("steps", 240, 24), ("timed_steps", 30, 6)):
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else whole)
     for name in ("hosts", "ranks_per_host", "seeds", "steps", "timed_steps"):
