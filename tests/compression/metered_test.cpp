@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "compression/registry.h"
+#include "compression/registry/registry.h"
 
 namespace zeropg {
 namespace {
