@@ -15,7 +15,8 @@ from zeropg.compression.all_reduce import all_reduce
 from zeropg.compression.codec import CLASSES, Codec
 from zeropg.compression.ddp import ddp_hook
 from zeropg.compression.fsdp2 import Fsdp2ReduceScatter
+from zeropg.compression.plan import Plan
 from zeropg.compression.state import State
 
 globals().update(CLASSES)
-__all__ = ["Codec", "Fsdp2ReduceScatter", "State", "all_reduce", "ddp_hook", *CLASSES]
+__all__ = ["Codec", "Fsdp2ReduceScatter", "Plan", "State", "all_reduce", "ddp_hook", *CLASSES]

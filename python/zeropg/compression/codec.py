@@ -60,6 +60,12 @@ if TYPE_CHECKING:
 
         def make_compressor(self) -> _C.Compressor: ...
 
+    @dataclass(frozen=True)
+    class Bf16(Codec):
+        entropy: bool = False
+
+        def make_compressor(self) -> _C.Compressor: ...
+
     # Codecs whose parameters nobody has written down for type checkers.
     def __getattr__(name: str) -> Any: ...
 

@@ -2,13 +2,16 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from zeropg._native import _C
-from zeropg.compression.codec import Codec, check_codec
+from zeropg.compression.auto import Watch, choose, say
+from zeropg.compression.codec import Codec
+from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 
 
 def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
@@ -34,7 +37,8 @@ CONTRIBUTION_HOP, RESULT_HOP = 0, 1
 class State:
     """What `ddp_hook` and `Fsdp2ReduceScatter` need: the codec, the group and the residuals of one model on this rank.
 
-    codec: e.g. BlockQuant(4).
+    codec: e.g. BlockQuant(4), a Plan whose gradients have one, or "auto": what is fastest on this link, measured now
+      and again when reductions become slower or faster (then collective; rank 0 says what it chose and why).
     process_group: that of the model; default: the world.
     model: the module that was wrapped by DDP or sharded by FSDP2; its parameters' names then stand in `state_dict`.
       Without it DDP's parameters are numbered in the order of the first buckets.
@@ -44,19 +48,30 @@ class State:
 
     def __init__(
         self,
-        codec: Codec,
+        codec: Codec | Plan | Literal["auto"],
         *,
         process_group: dist.ProcessGroup | None = None,
         model: torch.nn.Module | None = None,
     ) -> None:
-        self.codec = check_codec(codec, "State")
-        self.residuals = codec.make_residuals()
-        self._compressor = codec.make_compressor()
+        self._is_auto = codec == "auto"
+        given = None if isinstance(codec, str) and self._is_auto else check_plan(codec, "State")
         self.backend = backend_of(process_group, "State")
+        self._watch: Watch | None = None
+        if given is None:
+            choice = choose(self.backend)
+            say(self.backend, choice)
+            self._watch = Watch(self.backend)
+            given = choice.plan
+        elif given.gradients is None:
+            raise ValueError("[zeropg] State: the plan has no codec for gradients; expected Plan(gradients=...).")
+        self._use(given)
+        self.residuals = _C.ResidualStore() if self._is_auto or (self.codec and self.codec.error_feedback) else None
         # By identity, and kept alive: DDP rebuilds its buckets after the first step, the parameters stay.
         self._names: dict[torch.Tensor, str] = {}
         if model is not None:
             self._names = {parameter: name for name, parameter in model.named_parameters()}
+            if self.backend.rank() == 0 and self.plan is not None:
+                say_what_is_not_encoded(self.plan, model.named_parameters())
         self._unnamed: dict[tuple[int, ...], weakref.ref[torch.Tensor]] = {}  # the last one of each shape
         # By name, in units of this rank's gradient: owed since another world size, so to be paid in the next step.
         self._arrears: dict[str, torch.Tensor] = {}
@@ -64,7 +79,34 @@ class State:
     def use(self, codec: Codec) -> None:
         """Encodes with `codec` from the next call on; what earlier encodings lost stays owed."""
         if codec != self.codec:
-            self.codec, self._compressor = check_codec(codec, "State"), codec.make_compressor()
+            assert self.plan is not None
+            self._use(replace(self.plan, gradients=codec))
+
+    def _use(self, plan: Plan | None) -> None:
+        self.plan = plan
+        self.codec = None if plan is None else plan.gradients
+        self.compressor = None if self.codec is None else self.codec.make_compressor()
+
+    def begin_bucket(self) -> None:
+        """Before each bucket: with "auto", at times, measures again. Collective then."""
+        if self._watch is None or not self._watch.begin_call():
+            return
+        choice = choose(self.backend)
+        say(self.backend, choice, was=self.codec, is_first=False)
+        if choice.codec != self.codec:
+            self._owe_all()  # in units of this rank's gradients, whatever comes
+            self._use(choice.plan)
+
+    def end_bucket(self, seconds: float, numel: int) -> None:
+        """After each bucket: how long it took, from its call to its result."""
+        if self._watch is not None:
+            self._watch.end_call(seconds, numel)
+
+    def _owe_all(self) -> None:
+        if self.residuals is not None:
+            for name, hop, start, values in self.residuals.segments():
+                self._owe(name, start, values * (self.backend.size() if hop == RESULT_HOP else 1))
+            self.residuals.clear()
 
     def ranges(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, int, int]]:
         """Whose gradients a bucket of these parameters holds: (name, 0, numel) in its order."""
@@ -115,19 +157,25 @@ class State:
         """Whether another world size left something for these ranges."""
         return any(name in self._arrears for name, *_ in ranges)
 
+    def encodes(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradient of this parameter travels encoded."""
+        return self.plan is not None and self.plan.encodes(self._names.get(parameter, ""), parameter)
+
     def all_reduce(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Any:
         """Averages `buffer` (the flat gradients of `parameters`) over the ranks, in place; returns the Work."""
+        assert self.compressor is not None and self.codec is not None
         ranges = self.ranges(parameters)
         self.pay_arrears(buffer, ranges)
+        residuals = self.residuals if self.codec.error_feedback else None
         return _C.compressed_all_reduce(
-            self.backend,
-            buffer,
-            self._compressor,
-            self.residuals,
-            ranges,
-            dist.ReduceOp.AVG,
-            async_op=True,
+            self.backend, buffer, self.compressor, residuals, ranges, dist.ReduceOp.AVG, async_op=True
         )
+
+    def pay_plain(self, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        """As pay_arrears, for gradients that travel as they are."""
+        if self._arrears:
+            for gradient, owner in zip(gradients, self.ranges(parameters), strict=True):
+                self.pay_arrears(gradient.view(-1), [owner])
 
     def pay_arrears(self, gradients: torch.Tensor, ranges: Sequence[tuple[str, int, int]]) -> None:
         """Adds to this rank's flat gradients of `ranges` what another world size left of earlier ones."""

@@ -1,0 +1,86 @@
+"""What of a model travels encoded, and how."""
+
+import fnmatch
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeropg.compression.codec import Codec, check_codec
+
+_MOST_NAMED = 8  # in the one line that says what is not encoded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What of a model travels encoded: `fully_shard(model, compression=Plan(gradients=BlockQuant(4)))`. Frozen.
+
+    gradients: a codec for gradients between ranks; None: as they are.
+    weights: a codec for updated weights between ranks; None: as they are.
+    min_elements: parameters below it travel as they are: they save less than they cost.
+    exclude: names of parameters that travel as they are, with the wildcards of a shell: ("*.embed*", "head.weight").
+
+    Parameters of one dimension or none (norms, biases), of other dtypes than fp32, fp16 and bf16, and on other devices
+    than the CPU never travel encoded. The first reduction says once, on rank 0, which those are.
+
+    Raises TypeError for something that is no codec, ValueError where neither gradients nor weights have one.
+    """
+
+    gradients: Codec | None = None
+    weights: Codec | None = None
+    min_elements: int = 1024
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for codec in (self.gradients, self.weights):
+            if codec is not None:
+                check_codec(codec, "Plan")
+        if self.gradients is None and self.weights is None:
+            raise ValueError("[zeropg] Plan: neither gradients nor weights have a codec; use no compression instead.")
+        if self.min_elements < 0:
+            raise ValueError(f"[zeropg] Plan: min_elements is {self.min_elements}, expected 0 or more.")
+        if isinstance(self.exclude, str):
+            raise TypeError(f"[zeropg] Plan: exclude is {self.exclude!r}, expected a sequence: ({self.exclude!r},).")
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+
+    def encodes(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether the parameter, its gradient and its updates travel encoded."""
+        return (
+            parameter.dim() > 1
+            and parameter.numel() >= self.min_elements
+            and parameter.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            and parameter.device.type == "cpu"
+            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
+        )
+
+    def __str__(self) -> str:
+        parts = [
+            f"{what} as {codec}" for what, codec in (("gradients", self.gradients), ("weights", self.weights)) if codec
+        ]
+        return ", ".join(parts)
+
+
+def check_plan(compression: Any, who: str) -> Plan:
+    """Returns `compression` as a Plan. Raises TypeError naming `who` for anything else than a plan or a codec."""
+    return compression if isinstance(compression, Plan) else Plan(gradients=check_codec(compression, who))
+
+
+def say_what_is_not_encoded(plan: Plan, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Prints one line: how much of a model travels encoded, and what does not."""
+    encoded, plain, rest = 0, 0, []
+    for name, parameter in parameters:
+        if plan.encodes(name, parameter):
+            encoded += parameter.numel()
+        else:
+            plain += parameter.numel()
+            rest.append(name)
+    if not rest:
+        return
+    named = ", ".join(rest[:_MOST_NAMED]) + (f" and {len(rest) - _MOST_NAMED} more" if len(rest) > _MOST_NAMED else "")
+    print(
+        f"[zeropg] compression: {encoded / max(1, encoded + plain):.1%} of the elements travel encoded ({plan}). "
+        f"As they are, since they are small, of one dimension or excluded: {named}",
+        file=sys.stderr,
+    )
