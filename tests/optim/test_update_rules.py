@@ -8,9 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.optim.test_momentum_optimizers import ADAM, make_ddp, one_bit_adam, train, train_adamw
 from tests.sharding.ranks import on_ranks
-from tests.small_gpt import make_batches
 from zeropg.optim import DGC, OneBitLamb
 from zeropg.optim.dgc import density_at, was_sent
 from zeropg.optim.momentum_exchange import Part
@@ -140,15 +138,3 @@ def test_warm_up_of_lamb_scales_each_layer() -> None:
     optimizer.step()
     expected = before - 0.1 * (before.norm() / update.norm()).clamp(0.01, 10) * update
     torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=500)
-def test_one_bit_adam_ends_where_adamw_does() -> None:
-    batches = make_batches(300)
-    expected, _ = train_adamw(batches)
-    ddp, optimizer = make_ddp(one_bit_adam, warmup_steps=60, **ADAM)
-    losses = train(ddp, optimizer, batches)
-    end, expected_end = sum(losses[-30:]) / 30, sum(expected[-30:]) / 30
-    print(f"loss of the last 30 steps: {end:.4f}, of AdamW {expected_end:.4f}")
-    assert end < 1.03 * expected_end
