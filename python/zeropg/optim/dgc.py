@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zeropg.compression.codec import CODECS, Codec
-from zeropg.optim.momentum_exchange import Momentum, MomentumExchange, Part, is_compressed
+from zeropg.optim.momentum_exchange import Momentum, MomentumExchange, Part
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
 
 _FIRST_DENSITY = 0.25  # section 3.3: sparsity rises 75 %, 93.75 %, 98.4375 %, 99.6 %, 99.9 %
@@ -93,7 +93,7 @@ class DGC(MomentumOptimizer):
         exchange.average([Momentum(part.parameter, mean) for part, mean in zip(parts, averages, strict=True)])
         after = exchange.debts()
         for part, own, average in zip(parts, sent, averages, strict=True):
-            if is_compressed(part.parameter):
+            if exchange.encodes(part.parameter):
                 name = exchange.state.known_name(part.parameter)
                 arrived = was_sent(own.reshape(-1), average.reshape(-1), before.get(name, []), after.get(name, []))
                 part.state["momentum_buffer"].masked_fill_(arrived.view(part.gradient.shape), 0.0)

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from zeropg.compression.codec import Codec
 from zeropg.compression.state import CONTRIBUTION_HOP, State
 
-# Vectors and small matrices are a few per mille of a model's bytes, and the ones that low bits hurt first (CGX).
-_FEWEST_COMPRESSED = 1024
 # A call costs time whatever its size, and encoding is fastest in the cache.
 _BUCKET_ELEMENTS = 1 << 20
 _MOST_IN_FLIGHT = 2  # one travels while the next is filled; more would only hold memory
@@ -73,12 +71,16 @@ class MomentumExchange:
     def world_size(self) -> int:
         return self.group.size()
 
+    def encodes(self, parameter: torch.Tensor) -> bool:
+        """Whether the momentum of `parameter` travels encoded: matrices, of a size that pays."""
+        return self.state.encodes(parameter)
+
     def average(self, momenta: Sequence[Momentum]) -> None:
         """Replaces each tensor by its average over the ranks: all get the same bits. Collective."""
-        small = [momentum for momentum in momenta if not is_compressed(momentum.parameter)]
+        small = [momentum for momentum in momenta if not self.encodes(momentum.parameter)]
         self._average_exactly([momentum.values for momentum in small])
         in_flight: list[tuple[Any, torch.Tensor, list[Momentum]]] = []
-        for bucket in _buckets([momentum for momentum in momenta if is_compressed(momentum.parameter)]):
+        for bucket in _buckets([momentum for momentum in momenta if self.encodes(momentum.parameter)]):
             flat = torch.cat([values.reshape(-1).float().div(scale) for _, values, scale in bucket])
             work = self.state.all_reduce(flat, [momentum.parameter for momentum in bucket])
             in_flight.append((work, flat, bucket))
@@ -112,11 +114,6 @@ class MomentumExchange:
             flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
             dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group)
             _put_back(flat, tensors)
-
-
-def is_compressed(parameter: torch.Tensor) -> bool:
-    """Whether the momentum of `parameter` travels encoded: matrices, of a size that pays."""
-    return parameter.ndim > 1 and parameter.numel() >= _FEWEST_COMPRESSED
 
 
 def _buckets(momenta: Sequence[Momentum]) -> Iterator[list[Momentum]]:
