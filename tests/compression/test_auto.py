@@ -116,7 +116,7 @@ def test_fully_shard_takes_what_auto_chooses() -> None:
     if dist.get_rank() == 0:
         chosen = [line for line in said.getvalue().splitlines() if "compression auto" in line]
         assert len(chosen) == 2 and "all ranks share a node" in chosen[0] and "ms" in chosen[1]
-    with raises(ValueError, "compression is 'int4'", '"auto"'):
+    with raises(TypeError, "compression is 'int4'", '"auto"'):
         zeropg.fully_shard(nn.Linear(8, 8), compression="int4")
 
 

@@ -379,7 +379,7 @@ def _plan_of(compression: Any, group: dist.ProcessGroup) -> Plan | None:
     if not isinstance(compression, str):
         return check_plan(compression, "fully_shard")
     if compression != "auto":
-        raise ValueError(
+        raise TypeError(
             f'[zeropg] fully_shard: compression is {compression!r}; expected "auto", a codec such as '
             "zeropg.compression.BlockQuant(4), or a Plan."
         )
