@@ -222,7 +222,8 @@ TEST(ZeroWork, AFutureThatIsAskedForLateIsCompleteAtOnce) {
 
 TEST(ZeroWork, KnowsAMessageFromACollective) {
   EXPECT_FALSE(make_work()->is_message());
-  const ZeroWork message(OperationLabel{.route = MessageRoute{.is_send = true}}, c10d::OpType::SEND, {}, {}, std::make_shared<IdleHost>());
+  const ZeroWork message(OperationLabel{.route = MessageRoute{.is_send = true}}, c10d::OpType::SEND, {}, {},
+                         std::make_shared<IdleHost>());
   EXPECT_TRUE(message.is_message());
 }
 
