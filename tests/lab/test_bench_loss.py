@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,13 @@ from zeropg.tools.bench.results import read_results
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
 
 
+MODES = {"end_to_end": ["--end-to-end"]}
+if "ZEROPG_PROGRAM_SECONDS" in os.environ:  # make soak
+    MODES["combined"] = []
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [[], ["--end-to-end"]], ids=["combined", "end_to_end"])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_codecs_train_over_a_slow_link(tmp_path: Path, mode: list[str]) -> None:
     output = tmp_path / "loss.json"
     arguments = ["--task", "text", "--arm", "ddp zeropg int4", "--steps", "2", "--seeds", "2", "--timed-steps", "2"]
