@@ -110,9 +110,9 @@ struct ShardedCore::State {
         ranges.push_back({flat.slots()[slot].names.front(), flat.slots()[slot].parameter, {}});
         places.push_back({static_cast<int64_t>(index), static_cast<int64_t>(slot), 0});
       }
-      for (const SlotRange& range : flat.slots_in(flat.master_start, flat.master_start + flat.master.numel())) {
-        const int64_t start = range.flat_start - flat.master_start;
-        ranges[first + range.slot].values = flat.master.narrow(0, start, range.stop - range.start);
+      for (const SlotRange& range : flat.slots_in(flat.master.start, flat.master.start + flat.master.values.numel())) {
+        const int64_t start = range.flat_start - flat.master.start;
+        ranges[first + range.slot].values = flat.master.values.narrow(0, start, range.stop - range.start);
         places[first + range.slot].start = start;
       }
     }
@@ -302,7 +302,7 @@ void ShardedCore::end_step() {
   }
   for (const auto& flat : state_->module->flats()) {
     if (flat->is_trainable() && flat->parameter_out.defined()) {
-      flat->parameter_out.copy_(flat->master);
+      flat->parameter_out.copy_(flat->master.values);
     }
   }
   state_->module->end_step();

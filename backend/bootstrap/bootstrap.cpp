@@ -267,7 +267,8 @@ BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank
       result.network->note_wait(Lane::kCollective, awaited);
       result.network->progress();
     }
-    if (result.arena && !awaited.empty()) result.arena->note_wait(Lane::kCollective, awaited[0]);
+    if (result.arena && !awaited.empty())
+      result.arena->notes_of(result.arena->rank()).note_wait(Lane::kCollective, awaited[0]);
   });
   std::string failure;
   std::optional<int32_t> lost;

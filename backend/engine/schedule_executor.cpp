@@ -9,7 +9,6 @@
 #include "backend/collectives/schedule/encodings.h"
 #include "backend/collectives/schedule/staging_stores.h"
 #include "backend/platform/cpu/copy.h"
-#include "backend/platform/cpu/ieee_arithmetic.h"
 
 namespace zeropg {
 
@@ -40,7 +39,7 @@ ScheduleExecutor::ScheduleExecutor(CollectiveContext& context, const PlannedColl
       between_nodes_(context, collective.spec, call_),
       direct_access_(context, collective, label),
       schedule_(collective.schedule.get()),
-      residuals_(*collective.schedule, collective.compression) {
+      codec_steps_(collective) {
   if (collective.schedule->scratch_bytes > 0) {
     scratch_ = context.scratch(collective.schedule->scratch_bytes);
   }
@@ -100,14 +99,14 @@ bool ScheduleExecutor::run(const Step& step) {
     case StepKind::kReceive:
       return run_receive(step);
     case StepKind::kEncode:
-      encode(step);
+      codec_steps_.encode(step, address(step.source), address(step.destination));
       return true;
     case StepKind::kDecode:
     case StepKind::kDecodeAdd:
-      decode(step);
+      codec_steps_.decode(step, address(step.source), address(step.destination));
       return true;
     case StepKind::kSelect:
-      select(step);
+      codec_steps_.select(step, address(step.source));
       return true;
   }
   TORCH_INTERNAL_ASSERT(false, label_.prefix(), ": a step that the engine does not know");
@@ -201,58 +200,6 @@ void ScheduleExecutor::reduce_step(const Step& step) {
   }
 }
 
-namespace {
-
-std::span<const float> floats_at(const std::byte* address, int64_t bytes) {
-  return {reinterpret_cast<const float*>(address), static_cast<size_t>(bytes / kFloatBytes)};
-}
-
-}  // namespace
-
-void ScheduleExecutor::select(const Step& step) {
-  const IeeeArithmetic rules;
-  selection_ =
-      residuals_.select(codec_of(*collective_.spec.codec, step.hop), floats_at(address(step.source), step.bytes),
-                        step.hop, step.source.offset_bytes / kFloatBytes);
-  has_selection_ = true;
-}
-
-void ScheduleExecutor::encode(const Step& step) {
-  const IeeeArithmetic rules;
-  const Compressor& codec = codec_of(*collective_.spec.codec, step.hop);
-  const auto values = floats_at(address(step.source), step.bytes);
-  const int64_t size_bytes = codec.has_fixed_size() ? 0 : kSizeBytes;
-  std::byte* const message = address(step.destination);
-  const std::span encoded(message + size_bytes,
-                          static_cast<size_t>(codec.capacity_bytes(static_cast<int64_t>(values.size()))));
-  const bool is_selected = has_selection_ && step.hop == kContributionHop;
-  const Selection selection = selection_.at(step.source.offset_bytes / kFloatBytes);
-  int64_t length = 0;
-  if (step.residual.space == Space::kResidual) {
-    length = residuals_.encode(codec, is_selected ? &selection : nullptr, values, step.hop,
-                               step.residual.offset_bytes / kFloatBytes, encoded);
-  } else {
-    length = is_selected ? codec.encode_selected(selection, values, {}, encoded) : codec.encode(values, {}, encoded);
-  }
-  if (size_bytes > 0) put_size({message, kSizeBytes}, length);
-}
-
-void ScheduleExecutor::decode(const Step& step) {
-  const IeeeArithmetic rules;
-  const Compressor& codec = codec_of(*collective_.spec.codec, step.hop);
-  const int64_t count = step.bytes / kFloatBytes;
-  const std::byte* message = address(step.source);
-  const std::span<const std::byte> encoded =
-      codec.has_fixed_size() ? std::span(message, static_cast<size_t>(codec.capacity_bytes(count)))
-                             : std::span(message + kSizeBytes, static_cast<size_t>(get_size({message, kSizeBytes})));
-  const std::span values(reinterpret_cast<float*>(address(step.destination)), static_cast<size_t>(count));
-  if (step.kind == StepKind::kDecodeAdd) {
-    codec.decode_add(encoded, values);
-  } else {
-    codec.decode(encoded, values);
-  }
-}
-
 std::byte* ScheduleExecutor::address(const Region& region) const {
   switch (region.space) {
     case Space::kInput:
@@ -298,7 +245,7 @@ std::vector<int32_t> ScheduleExecutor::awaited() const {
 
 void ScheduleExecutor::note_wait() const {
   const Step& step = schedule_->steps[step_];
-  context_.peers.note_wait(Lane::kCollective, step.kind == StepKind::kBarrier ? ShmArena::kAtBarrier : step.peer,
+  context_.peers.note_wait(Lane::kCollective, step.kind == StepKind::kBarrier ? RankNotes::kAtBarrier : step.peer,
                            awaited(), std::bit_cast<WaitingCall>(call_));
   between_nodes_.compare_with_waiting();
 }

@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "backend/engine/codec_steps.h"
 #include "backend/engine/collective_context.h"
 #include "backend/engine/direct_access.h"
 #include "backend/engine/fingerprint_between_nodes.h"
 #include "backend/engine/fingerprint_in_node.h"
 #include "backend/group/planner.h"
-#include "backend/group/residual_map.h"
 
 namespace zeropg {
 
@@ -40,9 +40,6 @@ class ScheduleExecutor {
   bool run_receive(const Step& step);
   bool receive_until(const Step& step, std::byte* destination, int64_t length);
   int64_t sized_length(const Step& step, const std::byte* message) const;
-  void select(const Step& step);
-  void encode(const Step& step);
-  void decode(const Step& step);
   void choose_schedule();
   bool is_direct() const { return schedule_ == collective_.direct.get(); }
   std::byte* address(const Region& region) const;
@@ -59,9 +56,7 @@ class ScheduleExecutor {
   DirectAccess direct_access_;
   const Schedule* schedule_ = nullptr;  // one of the two of collective_: Note [Direct schedules] in direct_access.h
   std::byte* scratch_ = nullptr;
-  ResidualMap residuals_;
-  Selection selection_;
-  bool has_selection_ = false;
+  CodecSteps codec_steps_;
 
   size_t step_ = 0;
   int64_t moved_bytes_ = 0;  // of the current send or receive

@@ -123,7 +123,7 @@ std::string Peers::silence() const {
 
 void Peers::note_wait(Lane lane, int32_t peer, const std::vector<int32_t>& awaited,
                       const std::optional<WaitingCall>& call) {
-  arena_.note_wait(lane, peer == kAnybody ? topology_.world_size() : peer);
+  arena_.notes_of(arena_.rank()).note_wait(lane, peer == kAnybody ? topology_.world_size() : peer);
   if (network_ != nullptr) {
     network_->note_wait(lane, awaited, call);
   }
@@ -141,12 +141,12 @@ std::vector<int32_t> Peers::awaited_by(int32_t peer, Lane lane) const {
     return waits.empty() ? network_->liveness().waits_of(peer, other) : waits;
   }
   const int32_t local = topology_.local_rank[peer];
-  const std::optional<int32_t> here = arena_.wait_of(local, lane);
-  const std::optional<int32_t> wait = here ? here : arena_.wait_of(local, other);
+  const std::optional<int32_t> here = arena_.notes_of(local).wait(lane);
+  const std::optional<int32_t> wait = here ? here : arena_.notes_of(local).wait(other);
   if (!wait) return {};
   const int32_t world_size = topology_.world_size();
   if (*wait == world_size) return topology_.others_than(peer);
-  if (*wait != ShmArena::kAtBarrier) return *wait < world_size ? std::vector{*wait} : std::vector<int32_t>();
+  if (*wait != RankNotes::kAtBarrier) return *wait < world_size ? std::vector{*wait} : std::vector<int32_t>();
   return topology_.own_ranks(arena_.missing_for(local));
 }
 

@@ -40,7 +40,7 @@ class Peers {
   // "; no sign of life from ranks 2, 3", or "": which ranks of other nodes do not even answer.
   std::string silence() const;
 
-  // What the progress of a lane waits for, said again at every check: `peer`, ShmArena::kAtBarrier or kAnybody, and
+  // What the progress of a lane waits for, said again at every check: `peer`, RankNotes::kAtBarrier or kAnybody, and
   // which ranks those are. Collectives also say in which call.
   void note_wait(Lane lane, int32_t peer, const std::vector<int32_t>& awaited,
                  const std::optional<WaitingCall>& call = {});

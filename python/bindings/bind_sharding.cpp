@@ -35,8 +35,8 @@ struct FlatGroup {
   py::list segments() const {
     py::list result;
     const FlatParameter& f = flat();
-    for (const SlotRange& range : f.slots_in(f.master_start, f.master_start + f.master_numel)) {
-      const int64_t start = range.flat_start - f.master_start;
+    for (const SlotRange& range : f.slots_in(f.master.start, f.master.start + f.master.numel)) {
+      const int64_t start = range.flat_start - f.master.start;
       result.append(py::make_tuple(f.slots()[range.slot].parameter, f.slots()[range.slot].names.front(), start,
                                    start + range.stop - range.start));
     }
@@ -49,7 +49,7 @@ struct FlatGroup {
     py::list result;
     const FlatParameter& f = flat();
     for (const SlotRange& range : f.slots_in(f.shard_start(), f.shard_start() + f.layout().shard_numel)) {
-      result.append(py::make_tuple(f.slots()[range.slot].names.front(), range.flat_start - f.master_start, range.start,
+      result.append(py::make_tuple(f.slots()[range.slot].names.front(), range.flat_start - f.master.start, range.start,
                                    range.stop));
     }
     return result;
@@ -111,11 +111,11 @@ std::optional<BoundCodec> codec_of_gradients(const ShardedModule& self) {
 void bind_sharding(py::module_& m) {
   py::class_<FlatGroup>(m, "FlatGroup", "The parameters of one unit that share a dtype, as one flat buffer.")
       .def_property_readonly(
-          "master", [](const FlatGroup& self) { return defined_or_none(self.flat().master); },
+          "master", [](const FlatGroup& self) { return defined_or_none(self.flat().master.values); },
           "None where the masters must be read from a tier: read_master serves both.")
       .def_property_readonly("master_dtype", [](const FlatGroup& self) { return self.flat().master_dtype(); })
-      .def_property_readonly("master_numel", [](const FlatGroup& self) { return self.flat().master_numel; })
-      .def_property_readonly("tiered_master", [](const FlatGroup& self) { return self.flat().tiered_master; })
+      .def_property_readonly("master_numel", [](const FlatGroup& self) { return self.flat().master.numel; })
+      .def_property_readonly("tiered_master", [](const FlatGroup& self) { return self.flat().master.tiered; })
       .def(
           "read_master",
           [](const FlatGroup& self, int64_t start, int64_t stop) { return self.flat().read_master(start, stop); },
@@ -132,7 +132,7 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("is_encoded", [](const FlatGroup& self) { return self.flat().is_encoded(); })
       .def_property_readonly("sends_differences", [](const FlatGroup& self) { return self.flat().sends_differences(); })
       .def_property_readonly("is_trainable", [](const FlatGroup& self) { return self.flat().is_trainable(); })
-      .def_property_readonly("master_start", [](const FlatGroup& self) { return self.flat().master_start; })
+      .def_property_readonly("master_start", [](const FlatGroup& self) { return self.flat().master.start; })
       .def_property_readonly("shard_start", [](const FlatGroup& self) { return self.flat().shard_start(); })
       .def_property_readonly("shard_numel", [](const FlatGroup& self) { return self.flat().layout().shard_numel; })
       .def_property_readonly("total_numel", [](const FlatGroup& self) { return self.flat().layout().total_numel; })

@@ -63,7 +63,7 @@ class ReplicatedFetch final : public Fetch {
       }
       const at::Tensor own = own_slice(*flat);
       if (flat->sends_differences()) {
-        own.copy_(flat->master);
+        own.copy_(flat->master.values);
       }
       works.push_back(communicator_.all_gather(flat->whole(), own));
     }
@@ -121,7 +121,7 @@ class ReplicatedFetch final : public Fetch {
     const at::Tensor& replica = flat.whole();
     replica.nan_to_num_(0, 0, 0);  // nothing added to a NaN would mend it when the master has been mended
     at::Tensor mine = pool_.acquire(flat.layout().shard_numel, at::kFloat, flat.device());
-    at::sub_out(mine, flat.master, own_slice(flat));
+    at::sub_out(mine, flat.master.values, own_slice(flat));
     flat.clear_padding(mine);
     at::Tensor everybodys = pool_.acquire(flat.layout().total_numel, at::kFloat, flat.device());
     return {&flat, mine, everybodys, communicator_.all_gather_encoded(everybodys, mine, weights_codec_)};

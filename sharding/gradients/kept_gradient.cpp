@@ -12,7 +12,7 @@ int64_t KeptGradient::start() const { return is_sharded_ ? flat_.shard_start() :
 int64_t KeptGradient::numel() const { return is_sharded_ ? flat_.layout().shard_numel : flat_.layout().total_numel; }
 
 at::Tensor KeptGradient::of_masters() const {
-  return is_valid_ ? values_.narrow(0, flat_.master_start - start(), flat_.master_numel) : at::Tensor();
+  return is_valid_ ? values_.narrow(0, flat_.master.start - start(), flat_.master.numel) : at::Tensor();
 }
 
 at::Tensor KeptGradient::part(const ParameterSlot& slot, int64_t* first) const {

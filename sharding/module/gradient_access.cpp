@@ -62,7 +62,7 @@ double GradientAccess::clip_norm(double max_norm, double norm_type, bool error_i
     const FlatParameter& flat = *units_.flats()[trainable[i]];
     const at::Tensor averaged = of(trainable[i]);
     if (averaged.defined()) {
-      const at::Tensor slice = averaged.narrow(0, flat.shard_start() - flat.master_start, flat.layout().shard_numel);
+      const at::Tensor slice = averaged.narrow(0, flat.shard_start() - flat.master.start, flat.layout().shard_numel);
       mine.mutable_data_ptr<double>()[i] = norm_contribution(slice, norm_type);
     }
   }

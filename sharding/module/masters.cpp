@@ -87,10 +87,10 @@ void Masters::begin_update(const char* operation) {
 void Masters::publish() {
   at::NoGradGuard no_grad;
   for (const auto& flat : units_.flats()) {
-    const at::Tensor own = flat->read_master(flat->shard_start() - flat->master_start,
-                                             flat->shard_start() - flat->master_start + flat->layout().shard_numel);
+    const at::Tensor own = flat->master.read(flat->shard_start() - flat->master.start,
+                                             flat->shard_start() - flat->master.start + flat->layout().shard_numel);
     if (flat->parameter_out.defined()) {
-      flat->parameter_out.narrow(0, flat->shard_start() - flat->master_start, own.numel()).copy_(own);
+      flat->parameter_out.narrow(0, flat->shard_start() - flat->master.start, own.numel()).copy_(own);
     }
     if (options_.stage.shards_parameters || communicator_.world_size() == 1) {
       continue;
@@ -100,9 +100,9 @@ void Masters::publish() {
       part.copy_(own);
     }
     communicator_.wait(communicator_.all_gather(flat->whole(), part));
-    if (!flat->is_own_master() && flat->master_numel == flat->layout().total_numel) {
+    if (!flat->is_own_master() && flat->master.numel == flat->layout().total_numel) {
       const at::Tensor whole = gather_slices(own.to(flat->device()));
-      flat->write_master(0, whole);
+      flat->master.write(0, whole);
     }
   }
 }
@@ -114,13 +114,13 @@ void Masters::apply(const std::vector<WriteLedger::Change>& changes) {
     FlatParameter& flat = *change.flat;
     const ParameterSlot& slot = flat.slots()[change.slot];
     // This rank's part of the parameter: elements [start, stop) of the masters.
-    const int64_t start = std::clamp<int64_t>(slot.offset - flat.master_start, 0, flat.master_numel);
-    const int64_t stop = std::clamp<int64_t>(slot.offset + slot.numel - flat.master_start, 0, flat.master_numel);
+    const int64_t start = std::clamp<int64_t>(slot.offset - flat.master.start, 0, flat.master.numel);
+    const int64_t stop = std::clamp<int64_t>(slot.offset + slot.numel - flat.master.start, 0, flat.master.numel);
     if (start == stop) {
       continue;
     }
     if (flat.is_attached()) {
-      const int64_t first = flat.master_start + start;
+      const int64_t first = flat.master.start + start;
       const at::Tensor written = flat.whole().narrow(0, first, stop - start);
       if (!flat.sends_differences()) {
         write_back(flat, start, written, at::Tensor());
@@ -129,9 +129,9 @@ void Masters::apply(const std::vector<WriteLedger::Change>& changes) {
       }
       continue;
     }
-    const at::Tensor places = change.positions + (slot.offset - flat.master_start);
+    const at::Tensor places = change.positions + (slot.offset - flat.master.start);
     const at::Tensor is_mine = places.ge(start).logical_and(places.lt(stop));
-    const at::Tensor& home = flat.is_own_master() ? flat.master : flat.parameter_out;
+    const at::Tensor& home = flat.is_own_master() ? flat.master.values : flat.parameter_out;
     const at::Tensor written = home.narrow(0, start, stop - start).clone();
     written.index_copy_(0, places.masked_select(is_mine) - start, change.values.masked_select(is_mine));
     write_back(flat, start, written, at::Tensor());
@@ -142,8 +142,8 @@ void Masters::apply(const std::vector<WriteLedger::Change>& changes) {
 // before the write; undefined: the masters, rounded.
 void Masters::write_back(FlatParameter& flat, int64_t start, const at::Tensor& written, const at::Tensor& unwritten) {
   if (flat.is_own_master()) {
-    if (!written.is_alias_of(flat.master)) {
-      flat.master.narrow(0, start, written.numel()).copy_(written);
+    if (!written.is_alias_of(flat.master.values)) {
+      flat.master.values.narrow(0, start, written.numel()).copy_(written);
     }
     return;
   }
@@ -153,7 +153,7 @@ void Masters::write_back(FlatParameter& flat, int64_t start, const at::Tensor& w
     const at::Tensor before =
         unwritten.defined() ? unwritten.narrow(0, first - start, piece.numel()) : piece.to(flat.dtype());
     const at::Tensor is_changed = before.ne(after).logical_and(before.eq(before).logical_or(after.eq(after)));
-    flat.write_master(first, at::where(is_changed, after.to(flat.master_dtype()), piece));
+    flat.master.write(first, at::where(is_changed, after.to(flat.master_dtype()), piece));
   });
   if (flat.parameter_out.defined() && !written.is_alias_of(flat.parameter_out)) {
     flat.parameter_out.narrow(0, start, written.numel()).copy_(written);
@@ -167,13 +167,13 @@ void Masters::load(int64_t index, int64_t slot_index, const at::Tensor& value, i
   const ParameterSlot& slot = flat.slots().at(slot_index);
   TORCH_CHECK_VALUE(first >= 0 && values.numel() <= slot.numel - first, communicator_.context("load"), "elements [",
                     first, ", ", first + values.numel(), ") of '", slot.names.front(), "', which has ", slot.numel);
-  for (const SlotRange& range : flat.slots_in(flat.master_start, flat.master_start + flat.master_numel)) {
+  for (const SlotRange& range : flat.slots_in(flat.master.start, flat.master.start + flat.master.numel)) {
     const int64_t from = std::max(range.start, first);
     const int64_t to = std::min(range.stop, first + values.numel());
     if (range.slot == slot_index && from < to) {
-      const int64_t start = range.flat_start + (from - range.start) - flat.master_start;
+      const int64_t start = range.flat_start + (from - range.start) - flat.master.start;
       const at::Tensor part = values.narrow(0, from - first, to - from).to(flat.master_dtype());
-      flat.write_master(start, part);
+      flat.master.write(start, part);
       if (flat.parameter_out.defined()) {
         flat.parameter_out.narrow(0, start, part.numel()).copy_(part);
       }
@@ -185,9 +185,9 @@ at::Tensor Masters::gather(int64_t index) {
   at::NoGradGuard no_grad;
   FlatParameter& flat = *units_.flats()[index];
   at::Tensor mine;
-  const std::exception_ptr failure = failure_of([&] { mine = flat.read_master(0, flat.master_numel); });
+  const std::exception_ptr failure = failure_of([&] { mine = flat.master.read(0, flat.master.numel); });
   fail_together(failure, "full_state_dict", "read", EIO);
-  return flat.master_numel == flat.layout().total_numel ? mine : gather_slices(mine.to(flat.device()));
+  return flat.master.numel == flat.layout().total_numel ? mine : gather_slices(mine.to(flat.device()));
 }
 
 // [world_size * n] of everybody's [n].

@@ -9,6 +9,19 @@
 #include "sharding/parameters/master.h"
 
 namespace zeropg {
+
+at::Tensor Master::read(int64_t first, int64_t last) const {
+  return values.defined() ? values.narrow(0, first, last - first) : tiered->read(first, last);
+}
+
+void Master::write(int64_t first, const at::Tensor& from) {
+  if (values.defined()) {
+    values.narrow(0, first, from.numel()).copy_(from);
+  } else {
+    tiered->write(first, from);
+  }
+}
+
 namespace {
 
 c10::ScalarType computation_dtype(const at::Tensor& parameter, const ShardingOptions& options) {
@@ -84,38 +97,26 @@ void FlatParameter::make_trainable(const ShardingOptions& options) {
   const int64_t start = options.stage.shards_optimizer ? shard_start() : 0;
   const int64_t numel = options.stage.shards_optimizer ? layout_.shard_numel : layout_.total_numel;
   const c10::ScalarType dtype = master_dtype_of(original_dtype_);
-  const int64_t first = start - master_start;
-  const at::Tensor home = (is_own_master() ? master : parameter_out).narrow(0, first, numel);
-  const at::Tensor values = read_master(first, first + numel).to(dtype, /*non_blocking=*/false, /*copy=*/true);
+  const int64_t first = start - master.start;
+  const at::Tensor home = (is_own_master() ? master.values : parameter_out).narrow(0, first, numel);
+  const at::Tensor values = master.read(first, first + numel).to(dtype, /*non_blocking=*/false, /*copy=*/true);
   is_trainable_ = true;
   master_dtype_ = dtype;
-  master_start = start;
-  master_numel = numel;
-  tiered_master.reset();
+  master.start = start;
+  master.numel = numel;
+  master.tiered.reset();
   if (is_own_master()) {
-    master = home;
+    master.values = home;
     parameter_out = at::Tensor();
     return;
   }
   parameter_out = sends_differences() ? at::Tensor() : home;
   reserve_master(*this, options);
-  if (tiered_master != nullptr) {
-    tiered_master->write(0, values);
-    master = tiered_master->in_place();
+  if (master.tiered != nullptr) {
+    master.tiered->write(0, values);
+    master.values = master.tiered->in_place();
   } else {
-    master = values;
-  }
-}
-
-at::Tensor FlatParameter::read_master(int64_t start, int64_t stop) const {
-  return master.defined() ? master.narrow(0, start, stop - start) : tiered_master->read(start, stop);
-}
-
-void FlatParameter::write_master(int64_t start, const at::Tensor& values) {
-  if (master.defined()) {
-    master.narrow(0, start, values.numel()).copy_(values);
-  } else {
-    tiered_master->write(start, values);
+    master.values = values;
   }
 }
 

@@ -34,6 +34,18 @@ struct SlotRange {
   int64_t flat_start = 0;  // elements, in the flat buffer
 };
 
+// The range of a flat buffer that this rank updates, in the master dtype.
+struct Master {
+  at::Tensor values;  // [numel]; undefined where they are in a tier whose bytes must be moved
+  int64_t start = 0;  // where the range begins in the flat buffer
+  int64_t numel = 0;
+  // The tier's vector that holds them, [numel]; null where the parameter is the master, and without offload.
+  std::shared_ptr<TieredVector> tiered;
+
+  at::Tensor read(int64_t first, int64_t last) const;  // a live view, or a copy on the CPU
+  void write(int64_t first, const at::Tensor& from);
+};
+
 // Invariant: `whole`, while defined, is [total_numel] in `dtype` and every slot's storage points into it.
 class FlatParameter {
  public:
@@ -84,15 +96,7 @@ class FlatParameter {
   bool is_attached() const { return whole_.defined(); }
   const at::Tensor& whole() const { return whole_; }
 
-  // --- the masters: the range of the flat buffer that this rank updates, in the master dtype ---
-  // Set by the fetch that owns the memory (make_master). Undefined where they are in a tier whose bytes must be moved.
-  at::Tensor master;
-  int64_t master_start = 0;  // where the range begins in the flat buffer
-  int64_t master_numel = 0;
-  // The tier's vector that holds them, [master_numel]; null where the parameter is the master, and without offload.
-  std::shared_ptr<TieredVector> tiered_master;
-  at::Tensor read_master(int64_t start, int64_t stop) const;  // a live view, or a copy on the CPU
-  void write_master(int64_t start, const at::Tensor& values);
+  Master master;  // set by the fetch that owns the memory (make_master)
   // Gives frozen parameters masters that can be updated, of their values. Not collective. TierError.
   void make_trainable(const ShardingOptions& options);
   // The same range in the parameters' dtype: what an update must also write. Undefined where it is the master itself,

@@ -30,10 +30,10 @@ void CpuBalancer::look_now(TimePoint now) {
   next_look_.store((now + kInterval).time_since_epoch().count(), std::memory_order_relaxed);
   const int32_t own = ::sched_getcpu();
   if (own < 0) return;
-  arena_.note_cpu(own);
+  arena_.notes_of(arena_.rank()).note_cpu(own);
   std::vector<int32_t> cpus;
   for (int32_t rank = 0; rank < arena_.geometry().world_size; ++rank) {
-    const std::optional<int32_t> cpu = arena_.cpu_of(rank);
+    const std::optional<int32_t> cpu = arena_.notes_of(rank).cpu();
     if (!cpu) return;  // it does not wait just now: who knows where it will be
     cpus.push_back(*cpu);
   }
@@ -43,7 +43,7 @@ void CpuBalancer::look_now(TimePoint now) {
   crowded_looks_.store(looks % kLooks, std::memory_order_relaxed);
   if (looks < kLooks) return;
   next_look_.store((now + kAfterMove).time_since_epoch().count(), std::memory_order_relaxed);
-  if (move_to_cpu(cpu)) arena_.note_cpu(cpu);
+  if (move_to_cpu(cpu)) arena_.notes_of(arena_.rank()).note_cpu(cpu);
 }
 
 }  // namespace zeropg

@@ -64,26 +64,6 @@ void check_geometry(const ArenaGeometry& geometry) {
                     "shared arena: mailbox_bytes is ", mailbox, ", expected 0 or a power of two of at least 64");
 }
 
-// A number (at least -1) and when it was noted, in one word, so that a reader never mixes two notes.
-struct Note {
-  static constexpr int kNumberBits = 24;
-  uint64_t milliseconds = 0;  // of the machine's monotonic clock
-  int32_t number = 0;
-
-  explicit Note(int32_t number) : milliseconds(now()), number(number) {}
-  explicit Note(uint64_t word)
-      : milliseconds(word >> kNumberBits), number(static_cast<int32_t>(word & ((1U << kNumberBits) - 1)) - 1) {}
-  uint64_t packed() const { return milliseconds << kNumberBits | static_cast<uint64_t>(number + 1); }
-  std::optional<int32_t> unless_older_than(std::chrono::milliseconds life) const {
-    return now() - milliseconds <= static_cast<uint64_t>(life.count()) ? std::optional(number) : std::nullopt;
-  }
-
-  static uint64_t now() {
-    const auto time = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(time).count());
-  }
-};
-
 uint32_t* futex_word(std::atomic<uint32_t>& word) { return reinterpret_cast<uint32_t*>(&word); }
 
 }  // namespace
@@ -106,8 +86,7 @@ struct ShmArena::RankBlock {
   alignas(64) std::atomic<uint32_t> is_sleeping;
   std::atomic<uint32_t> calls;  // a futex; odd: threads doze, and whoever wakes them makes it even
   alignas(64) std::atomic<uint64_t> nonce[2];
-  std::atomic<uint64_t> waits[kLanes];  // packed: Note
-  std::atomic<uint64_t> cpu;            // likewise
+  RankNotes notes;
   alignas(256) std::byte slots[2][kSlotBytes];
   std::atomic<uint32_t> failure_bytes;
   char failure[kFailureBytes];
@@ -191,20 +170,7 @@ std::vector<int32_t> ShmArena::missing(uint64_t count) const {
   return ranks;
 }
 
-void ShmArena::note_wait(Lane lane, int32_t peer) {
-  block(rank_).waits[static_cast<size_t>(lane)].store(Note(peer).packed(), std::memory_order_relaxed);
-}
-
-std::optional<int32_t> ShmArena::wait_of(int32_t rank, Lane lane) const {
-  return Note(block(rank).waits[static_cast<size_t>(lane)].load(std::memory_order_relaxed))
-      .unless_older_than(kWaitNoteLife);
-}
-
-void ShmArena::note_cpu(int32_t cpu) { block(rank_).cpu.store(Note(cpu).packed(), std::memory_order_relaxed); }
-
-std::optional<int32_t> ShmArena::cpu_of(int32_t rank) const {
-  return Note(block(rank).cpu.load(std::memory_order_relaxed)).unless_older_than(kCpuNoteLife);
-}
+RankNotes& ShmArena::notes_of(int32_t rank) const { return block(rank).notes; }
 
 std::vector<int32_t> ShmArena::missing_for(int32_t rank) const {
   return missing(block(rank).arrived.load(std::memory_order_acquire));

@@ -12,7 +12,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -20,6 +19,7 @@
 
 #include "backend/platform/process/descriptor.h"
 #include "backend/transport/rank_state.h"
+#include "backend/transport/shm/rank_notes.h"
 #include "backend/transport/transport.h"
 
 namespace zeropg {
@@ -76,18 +76,9 @@ class ShmArena {
   bool all_arrived(uint64_t count) const;  // acquire
   std::vector<int32_t> missing(uint64_t count) const;
 
-  // What this rank waits for in a lane, for the error messages of others; to be said again while it lasts: a rank that
-  // was stopped meanwhile must not look like one that waits. `peer` is of the caller's counting.
-  static constexpr int32_t kAtBarrier = -1;
-  static constexpr std::chrono::milliseconds kWaitNoteLife{500};
-  void note_wait(Lane lane, int32_t peer);
-  std::optional<int32_t> wait_of(int32_t rank, Lane lane) const;  // what was noted last, unless that is too long ago
-  std::vector<int32_t> missing_for(int32_t rank) const;           // at the barrier that `rank` reached last
-
-  // On which CPU this rank waits, for Note [Ranks that share CPUs] in cpu_balancer.h.
-  static constexpr std::chrono::milliseconds kCpuNoteLife{20};
-  void note_cpu(int32_t cpu);
-  std::optional<int32_t> cpu_of(int32_t rank) const;  // what was noted last, unless that is too long ago
+  // What `rank` says of itself; only that rank writes there.
+  RankNotes& notes_of(int32_t rank) const;
+  std::vector<int32_t> missing_for(int32_t rank) const;  // at the barrier that `rank` reached last
 
   // First error wins and is final; a departed rank stays departed. Wakes sleepers. Any thread.
   void set_state(RankState state, std::string_view error = {});

@@ -46,7 +46,7 @@ struct Pair {
     const std::vector<int32_t> allowed = allowed_cpus();
     move_to_cpu(allowed[0]);
     for (const auto start = Clock::now(); Clock::now() - start < limit;) {
-      other.note_cpu(allowed[0]);
+      other.notes_of(other.rank()).note_cpu(allowed[0]);
       spread.look(Clock::now());
       if (::sched_getcpu() != allowed[0]) return true;
     }

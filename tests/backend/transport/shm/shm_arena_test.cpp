@@ -147,19 +147,19 @@ TEST(ShmArena, BarrierPublishesStagingBytesAmongThreads) {
 
 TEST(ShmArena, AWaitIsKnownToOthersAndForgottenWhenItIsNotSaidAgain) {
   auto ranks = make_ranks(3);
-  EXPECT_EQ(ranks[0]->wait_of(1, Lane::kCollective), std::nullopt);
-  ranks[1]->note_wait(Lane::kPointToPoint, 0);
-  ranks[1]->note_wait(Lane::kCollective, 2);
-  EXPECT_EQ(ranks[0]->wait_of(1, Lane::kCollective), 2);
-  ranks[1]->note_wait(Lane::kPointToPoint, 0);  // again: this thread may have been held up
-  EXPECT_EQ(ranks[0]->wait_of(1, Lane::kPointToPoint), 0);
-  ranks[2]->note_wait(Lane::kCollective, ShmArena::kAtBarrier);
-  EXPECT_EQ(ranks[0]->wait_of(2, Lane::kCollective), ShmArena::kAtBarrier);
+  EXPECT_EQ(ranks[0]->notes_of(1).wait(Lane::kCollective), std::nullopt);
+  ranks[1]->notes_of(1).note_wait(Lane::kPointToPoint, 0);
+  ranks[1]->notes_of(1).note_wait(Lane::kCollective, 2);
+  EXPECT_EQ(ranks[0]->notes_of(1).wait(Lane::kCollective), 2);
+  ranks[1]->notes_of(1).note_wait(Lane::kPointToPoint, 0);  // again: this thread may have been held up
+  EXPECT_EQ(ranks[0]->notes_of(1).wait(Lane::kPointToPoint), 0);
+  ranks[2]->notes_of(2).note_wait(Lane::kCollective, RankNotes::kAtBarrier);
+  EXPECT_EQ(ranks[0]->notes_of(2).wait(Lane::kCollective), RankNotes::kAtBarrier);
   ranks[0]->arrive(1);
   ranks[2]->arrive(1);
   EXPECT_EQ(ranks[0]->missing_for(2), std::vector<int32_t>{1});
-  std::this_thread::sleep_for(2 * ShmArena::kWaitNoteLife);
-  EXPECT_EQ(ranks[0]->wait_of(1, Lane::kCollective), std::nullopt);
+  std::this_thread::sleep_for(2 * RankNotes::kWaitLife);
+  EXPECT_EQ(ranks[0]->notes_of(1).wait(Lane::kCollective), std::nullopt);
 }
 
 TEST(ShmArena, FirstErrorWinsAndIsFinal) {

@@ -1,0 +1,28 @@
+// The steps of a schedule in which floats become bytes and bytes become floats.
+#pragma once
+
+#include <cstddef>
+
+#include "backend/group/planner.h"
+#include "backend/group/residual_map.h"
+
+namespace zeropg {
+
+// Of one execution of `collective`, which must have a codec where any of these is called, and must outlive this.
+// `source` and `destination` are where the step's regions lie.
+class CodecSteps {
+ public:
+  explicit CodecSteps(const PlannedCollective& collective);
+
+  void select(const Step& step, const std::byte* source);  // for the encodings of contributions that follow
+  void encode(const Step& step, const std::byte* source, std::byte* destination);
+  void decode(const Step& step, const std::byte* source, std::byte* destination) const;  // or adds what it decodes
+
+ private:
+  const PlannedCollective& collective_;
+  ResidualMap residuals_;
+  Selection selection_;
+  bool has_selection_ = false;
+};
+
+}  // namespace zeropg
