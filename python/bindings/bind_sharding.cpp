@@ -118,13 +118,13 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("tiered_master", [](const FlatGroup& self) { return self.flat().master.tiered; })
       .def(
           "read_master",
-          [](const FlatGroup& self, int64_t start, int64_t stop) { return self.flat().read_master(start, stop); },
+          [](const FlatGroup& self, int64_t start, int64_t stop) { return self.flat().master.read(start, stop); },
           py::arg("start"), py::arg("stop"), ReleaseGil(),
           "Elements [start, stop) of the masters: a live view, or a copy on the CPU where they are in a tier.")
       .def(
           "write_master",
           [](const FlatGroup& self, int64_t start, const at::Tensor& values) {
-            self.flat().write_master(start, values);
+            self.flat().master.write(start, values);
           },
           py::arg("start"), py::arg("values"), ReleaseGil())
       .def_property_readonly("parameter_out",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from pathlib import Path
 
 import pytest
 
 from zeropg.tools.bench.loss.arms import ARMS, BASELINE, PLAIN
 from zeropg.tools.bench.loss.command import main
 from zeropg.tools.bench.loss.curves import Pace, paired_difference, steps_to, student
-from zeropg.tools.bench.loss.rank import Outcome
+from zeropg.tools.bench.loss.journal import Journal, Place
+from zeropg.tools.bench.loss.outcome import Job, Outcome
 from zeropg.tools.bench.loss.rows import TOLERANCE, Study, rows_of
 from zeropg.tools.bench.loss.tasks import TASKS
 
@@ -58,6 +60,23 @@ def test_steps_before_compression_take_their_own_time() -> None:
     pace = Pace(each=1.0, plain=10.0, plain_steps=3)
     assert [pace.at(step) for step in (0, 2, 3, 5)] == [0, 20, 30, 32]
     assert Pace(each=0.5).at(4) == 2
+
+
+def test_a_journal_gives_back_what_ran_at_the_same_place_and_nothing_that_was_cut(tmp_path: Path) -> None:
+    journal, place = Journal(tmp_path / "kept.jsonl"), Place("100mbit", 2, 2, "abc")
+    jobs = [Job("text", BASELINE, 1.0, seed, 20, 10) for seed in range(3)]
+    assert journal.outcomes(place, jobs) == {}
+    outcome = Outcome(curve=[(10, 3.0), (20, math.nan)], step_seconds=[0.5])
+    for job in jobs[:2]:
+        journal.append(place, job, outcome)
+    whole = journal.path.read_text()
+    journal.path.write_text(whole + whole[: len(whole) // 4])  # the third, cut in the middle
+    kept = journal.outcomes(place, jobs)
+    assert list(kept) == jobs[:2]
+    assert kept[jobs[0]].curve[0] == (10, 3.0)
+    assert kept[jobs[0]].step_seconds == [0.5]
+    for elsewhere in (Place(None, 2, 2, "abc"), Place("100mbit", 4, 2, "abc"), Place("100mbit", 2, 2, "abd")):
+        assert journal.outcomes(elsewhere, jobs) == {}
 
 
 def test_every_arm_trains_tasks_that_exist_and_has_one_that_does_not_compress_beside_it() -> None:

@@ -18,7 +18,7 @@ _TICKS = 5  # on an axis of sizes; only they have a marker
 _COLUMNS = 3  # of panels; as wide together as a README, so that letters keep their size there
 _WIDTH, _LINES_HEIGHT, _BAR_HEIGHT = 9.6, 2.1, 0.24  # inches; of all panels, of one with lines, of a bar
 # Letters stay text, and identifiers do not change from one drawing to the next: small files, small diffs.
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "zeropg",
     "font.size": 8,

@@ -13,7 +13,9 @@ from typing import Any
 from zeropg.tools import machine
 from zeropg.tools.bench import harness
 from zeropg.tools.bench.loss.arms import ARMS, BASELINE, PLAIN
-from zeropg.tools.bench.loss.rank import Job, Outcome, read_outcomes, run_jobs
+from zeropg.tools.bench.loss.journal import Journal, Place
+from zeropg.tools.bench.loss.outcome import Job, Outcome
+from zeropg.tools.bench.loss.rank import run_jobs
 from zeropg.tools.bench.loss.rows import Study, rows_of
 from zeropg.tools.bench.loss.tasks import TASKS
 from zeropg.tools.bench.plot import plot_loss
@@ -55,7 +57,8 @@ def main(arguments: list[str]) -> int:
     """Measure as `arguments` say; returns the exit status. Starts its own hosts and ranks."""
     options = _parse(arguments)
     if options.as_rank_of:
-        run_jobs([Job(**each) for each in harness.read_json(options.as_rank_of)["jobs"]], options.result)
+        plan = harness.read_json(options.as_rank_of)
+        run_jobs([Job(**each) for each in plan["jobs"]], Place(**plan["place"]), Journal(options.keep))
         return 0
     absent = missing()
     if absent:
@@ -150,19 +153,33 @@ def _check(jobs: list[Job], outcomes: list[Outcome]) -> None:
 
 
 def _run(jobs: list[Job], link: str | None, options: argparse.Namespace) -> list[Outcome]:
-    """On hosts of their own. Raises RuntimeError with what was printed where a rank fails."""
-    print(f"# {len(jobs)} runs over {link or 'links without a limit'}", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory() as folder, Lab(hosts=options.hosts, rate=link) as lab:
-        plan, result = Path(folder) / "jobs.json", Path(folder) / "result.json"
-        harness.write_json(plan, {"jobs": [dataclasses.asdict(job) for job in jobs]})
-        command = ["-m", "zeropg", "bench", "loss", "--as-rank-of", str(plan), "--result", str(result)]
+    """On hosts of their own, but for those in the journal. Raises RuntimeError with what a failed rank printed."""
+    place = Place(link, options.hosts, options.ranks_per_host, machine.commit())
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal((options.keep or Path(folder) / "journal.jsonl").resolve())
+        wanted = [job for job in jobs if job not in journal.outcomes(place, jobs)]
+        kept = f", {len(jobs) - len(wanted)} more are in {journal.path}" if len(wanted) < len(jobs) else ""
+        print(f"# {len(wanted)} runs over {link or 'links without a limit'}{kept}", file=sys.stderr, flush=True)
+        if wanted:
+            plan = Path(folder) / "jobs.json"
+            harness.write_json(
+                plan, {"jobs": [dataclasses.asdict(job) for job in wanted], "place": dataclasses.asdict(place)}
+            )
+            with journal.progress(place, wanted):
+                _launch(["--as-rank-of", str(plan), "--keep", str(journal.path)], link, options)
+        outcomes = journal.outcomes(place, jobs)
+        return [outcomes[job] for job in jobs]
+
+
+def _launch(arguments: list[str], link: str | None, options: argparse.Namespace) -> None:
+    with Lab(hosts=options.hosts, rate=link) as lab:
+        command = ["-m", "zeropg", "bench", "loss", *arguments]
         launched = lab.torchrun(*command, nproc_per_node=options.ranks_per_host)
         hosts = launched.wait(timeout=options.timeout)
         failed = [host.stdout + host.stderr for host in hosts if host.returncode != 0]
         if failed:
             print("\n".join(text[-4000:] for text in failed), file=sys.stderr)
             raise RuntimeError(f"a rank failed, or took more than {options.timeout:g} s (--timeout)")
-        return read_outcomes(result)
 
 
 def _print(rows: list[Row], quiet: harness.Quiet) -> None:
@@ -229,9 +246,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--timed-steps", type=int, help="on the limited link (default 30; with --quick 6)")
     parser.add_argument("--timeout", type=float, default=36000, help="seconds for one group of runs (default 36000)")
     parser.add_argument("--end-to-end", action="store_true", help="train on the limited link, at its pace")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="appends what each run gave, and goes on from there where it was cut"
+    )
     parser.add_argument("--quick", action="store_true", help="few seeds and steps: shows that it works, no more")
     parser.add_argument("--as-rank-of", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     for name, whole, quick in (("seeds", 5, 2), ("steps", 240, 24), ("timed_steps", 30, 6)):
         if getattr(options, name) is None:

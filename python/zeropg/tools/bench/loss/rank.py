@@ -1,12 +1,9 @@
-"""What one rank does: the jobs of a file in turn, each with a group of its own. Rank 0 writes what came out."""
+"""What one rank does: the jobs of a file in turn, each with a group of its own. Rank 0 writes what each gave."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import statistics
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,9 @@ import torch.distributed as dist
 
 from zeropg.backend import leave_groups
 from zeropg.compression.report import collective_seconds
-from zeropg.tools.bench import harness
 from zeropg.tools.bench.loss.arms import ARMS, Setup, Trainer
+from zeropg.tools.bench.loss.journal import Journal, Place
+from zeropg.tools.bench.loss.outcome import Job, Outcome
 from zeropg.tools.bench.loss.tasks import TASKS
 from zeropg.tools.train.loop import learning_rate_factor
 
@@ -24,54 +22,16 @@ _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of the host of a lab
 _WARM_UP = 3  # steps before steps are timed: buckets and buffers are made in them
 
 
-@dataclass(frozen=True)
-class Job:
-    """One training run. `timed`: a few steps whose times and bytes are wanted, without validation."""
-
-    task: str
-    arm: str
-    lr_factor: float
-    seed: int
-    steps: int
-    validate_every: int = 0
-    timed: bool = False
-
-
-@dataclass
-class Outcome:
-    """What a job gave. Seconds are of the slowest rank, bytes what all hosts' interfaces sent, headers included."""
-
-    curve: list[tuple[int, float]] = field(default_factory=list)  # (step, validation loss)
-    accuracy_percent: float = 0.0
-    step_seconds: list[float] = field(default_factory=list)
-    bytes_per_step: float = 0.0
-    encode_seconds: float = 0.0  # a step; the mean over ranks, like the two below
-    decode_seconds: float = 0.0
-    wire_seconds: float = 0.0  # of zeropg's collectives, less the two above
-    parameters: int = 0
-
-    @property
-    def step_median(self) -> float:
-        return statistics.median(self.step_seconds)
-
-
-def read_outcomes(path: Path) -> list[Outcome]:
-    """What `run_jobs` wrote, in the order of its jobs."""
-    content = harness.read_json(path)["outcomes"]
-    return [Outcome(**{**each, "curve": [(step, loss) for step, loss in each["curve"]]}) for each in content]
-
-
-def run_jobs(jobs: list[Job], result: Path) -> None:
-    """Every rank of a lab calls it, with torchrun's variables."""
+def run_jobs(jobs: list[Job], place: Place, journal: Journal) -> None:
+    """Every rank of a lab calls it, with torchrun's variables. Rank 0 appends to `journal` what each job gave."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # of what is not measured
-    outcomes = []
     for number, job in enumerate(jobs):
         if dist.get_rank() == 0:
             print(f"[{number + 1}/{len(jobs)}] {job}", flush=True)
-        outcomes.append(dataclasses.asdict(_run(job)))
-    if dist.get_rank() == 0:
-        harness.write_json(result, {"outcomes": outcomes})
+        outcome = _run(job)
+        if dist.get_rank() == 0:
+            journal.append(place, job, outcome)
     leave_groups()
 
 

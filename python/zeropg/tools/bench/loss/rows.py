@@ -9,7 +9,7 @@ from statistics import fmean
 
 from zeropg.tools.bench.loss.arms import ARMS, BASELINE, PLAIN
 from zeropg.tools.bench.loss.curves import Pace, paired_difference, steps_to
-from zeropg.tools.bench.loss.rank import Outcome
+from zeropg.tools.bench.loss.outcome import Outcome
 from zeropg.tools.bench.results import Row, Spread, ratios
 
 TOLERANCE = 0.02  # nats above the baseline's final loss that count as reaching it
