@@ -184,7 +184,7 @@ class Optimizer:
         """Updates elements [range[0], range[1]) of the 1-D tensors in place; parameter_out may be None."""
     @property
     def counts_steps(self) -> bool:
-        """Whether torch's class keeps `step` beside the state slots."""
+        """Whether those classes keep `step` beside the state slots."""
     @property
     def hyperparameters(self) -> dict[str, float]:
         """The names that step() demands, with values to measure with."""
@@ -192,7 +192,10 @@ class Optimizer:
     def name(self) -> str: ...
     @property
     def torch_classes(self) -> list[str]:
-        """Names in torch.optim of the classes whose update it is; the first is that by its defaults."""
+        """Names in torch.optim, or else in zeropg.optim, of the classes whose update it is.
+
+        The first is that by its defaults.
+        """
     @property
     def torch_flags(self) -> dict[str, bool]:
         """Flags of those classes' param groups that must be so."""
