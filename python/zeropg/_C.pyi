@@ -429,6 +429,20 @@ def join_checksums(pieces: Sequence[tuple[int, int, int]], file_bytes: int, chun
 def listen_to_notices(listener: Callable[[str], Any] | None) -> None:
     """The function that gets each line for people that the core says, on the main thread; None: they go to stderr."""
 
+class TierTraits:
+    """What a tier is; see sharding/offload/registry.h."""
+    @property
+    def device(self) -> str: ...
+    @property
+    def has_path(self) -> bool:
+        """Whether users name its directory."""
+    @property
+    def is_host_memory(self) -> bool:
+        """Whether a model on the CPU computes there anyway."""
+
+def tiers() -> list[TierTraits]:
+    """Every tier."""
+
 def make_offload(
     *,
     device: str,

@@ -24,7 +24,7 @@ from zeropg.compression.codec import Codec
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 from zeropg.compression.state import backend_of
 from zeropg.sharding.load_state_dict import load_into
-from zeropg.sharding.offload import Offload, check_offload_params, human_bytes, offload_of, open_offload
+from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_memory, offload_of, open_offload
 from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
 from zeropg.sharding.units import UnitChoice, UnitPlan, materialize, plan_units, renormalized_parameters
@@ -166,7 +166,7 @@ def fully_shard(
         check_shared_memory(module, plans)
         if plan is not None:
             _check_compression(plan, plans, reduce_dtype, group)
-            _check_encoded_weights(plan, stage, offload)
+            _check_encoded_weights(plan, stage, offload is not None and leaves_memory(offload, device))
     options = {
         "stage": stage,
         "param_dtype": param_dtype,
@@ -407,7 +407,7 @@ def _check_compression(
                 )
 
 
-def _check_encoded_weights(plan: Plan, stage: int, offload: Offload | None) -> None:
+def _check_encoded_weights(plan: Plan, stage: int, offloads_masters: bool) -> None:
     if plan.weights is None:
         return
     if stage == 0:
@@ -415,7 +415,7 @@ def _check_encoded_weights(plan: Plan, stage: int, offload: Offload | None) -> N
             "[zeropg] fully_shard: the plan has a codec for weights, but in stage 0 no weights travel, since every "
             "rank updates all of them. Leave weights= out, or use stage 1, 2 or 3."
         )
-    if stage < 3 and offload is not None and offload.device == "nvme":
+    if stage < 3 and offloads_masters:
         raise ValueError(
             "[zeropg] fully_shard: weights= of the plan sends differences from the masters, which offload_optimizer "
             "keeps on a disk; expected them in memory. Leave one of the two out, or use stage 3."
