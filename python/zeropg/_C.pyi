@@ -256,7 +256,7 @@ def compressors() -> list[tuple[str, str, list[tuple[str, bool | int | float]]]]
     """[(name, help, [(parameter, default)])]: what is registered."""
 
 class Compressor:
-    """A codec of compression/registry.h with its parameters."""
+    """A codec of compression/registry/registry.h with its parameters."""
     def __init__(self, name: str, parameters: Mapping[str, float]) -> None: ...
     def counters(self) -> dict[str, float]:
         """What this object has done so far: {plain_bytes, encoded_bytes, encodings, encode_seconds, decode_seconds}."""
@@ -374,6 +374,9 @@ class ShardedModule:
     def unshard_all(self, writable: bool) -> None: ...
     def zero_gradients(self) -> None: ...
     @property
+    def fetch_is_collective(self) -> bool:
+        """Whether ranks communicate to make a unit whole."""
+    @property
     def fetch_name(self) -> str: ...
     @property
     def flat_groups(self) -> list[FlatGroup]: ...
@@ -479,6 +482,20 @@ def wires() -> dict[str, str]:
     """Name of every wire between nodes -> the package that may bring its library; empty: it needs none."""
 
 built_with_cuda: bool
+
+class OpTraits:
+    """What sets one operation apart from the others; see collective_spec.h."""
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a tensor has a block for each rank."""
+    @property
+    def has_tensors(self) -> bool:
+        """Whether it moves anything."""
+    @property
+    def name(self) -> str: ...
+
+def collective_operations() -> list[OpTraits]:
+    """Every operation that is planned."""
 
 def collective_algorithms(operation: str) -> list[str]:
     """Names of the algorithms of an operation such as all_reduce, for one node and for several."""

@@ -210,7 +210,7 @@ def fully_shard(
             say_what_is_not_encoded(
                 plan, ((_plain_name(plan, names, p) or names[0], p) for unit in plans for names, p in unit.parameters)
             )
-        if units is None and core.fetch_name == "gathered":
+        if units is None and core.fetch_name == "gathered":  # also with one rank: what is whole is a copy
             _say_what_the_root_holds(plans)
     return module
 
@@ -523,7 +523,7 @@ def _encoded_weights(core: _C.ShardedModule, plan: Plan | None) -> str:
     if any(group.sends_differences for group in core.flat_groups):
         apart = human_bytes(core.memory_report()["masters"])
         return f", updates as differences in {codec}, for which masters apart from them take {apart} per rank"
-    if core.fetch_name == "gathered" and core.world_size > 1:
+    if core.fetch_is_collective:
         return f" as {codec}"
     return f"; weights as {codec} changes nothing, since no weights travel"
 
