@@ -275,6 +275,16 @@ def test_a_wire_is_its_source_a_line_of_the_registry_its_suites_and_a_row() -> N
     }
 
 
+def test_an_algorithm_is_a_line_of_the_registry_and_a_row_that_names_its_file() -> None:
+    collectives = ROOT / "backend" / "collectives"
+    registry = (collectives / "select" / "registry.cpp").read_text()
+    readme = (collectives / "README.md").read_text()
+    files = dict(re.findall(r"^\| `(\w+)` \| `(\w+\.cpp)` \|", readme, re.MULTILINE))
+    assert set(re.findall(r'^    \{"(\w+)", OpKind::', registry, re.MULTILINE)) == set(files)
+    sources = {file: (collectives / "algorithms" / file).read_text() for file in files.values()}
+    assert not {name: file for name, file in files.items() if f"Schedule plan_{name}(" not in sources[file]}
+
+
 def test_schedules_and_codecs_include_no_torch() -> None:
     pure = [path for path in sources() if folder(path) in WITHOUT_TORCH]
     wrong = [f"{path}: {name}" for path in pure for name in includes(path) if TORCH.match(name)]

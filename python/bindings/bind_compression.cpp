@@ -126,7 +126,7 @@ void bind_compression(py::module_& m) {
       },
       "[(name, help, [(parameter, default)])]: what is registered.");
 
-  py::class_<BoundCodec>(m, "Compressor", "A codec of compression/registry.h with its parameters.")
+  py::class_<BoundCodec>(m, "Compressor", "A codec of compression/registry/registry.h with its parameters.")
       .def(py::init([](const std::string& name, const CompressorParameters& parameters) {
              return BoundCodec{metered(make_compressor(name, parameters))};
            }),

@@ -31,6 +31,14 @@ void bind_offload(py::module_& m) {
       .def_property_readonly("buffer_bytes", &Offload::buffer_bytes)
       .def_property_readonly("staging_bytes", &Offload::staging_bytes)
       .def("describe", [](const Offload& self) { return self.tier().describe(); });
+  py::class_<TierTraits>(m, "TierTraits", "What a tier is; see sharding/offload/registry.h.")
+      .def_property_readonly("device", [](const TierTraits& self) { return self.device; })
+      .def_property_readonly(
+          "has_path", [](const TierTraits& self) { return self.has_path; }, "Whether users name its directory.")
+      .def_property_readonly(
+          "is_host_memory", [](const TierTraits& self) { return self.is_host_memory; },
+          "Whether a model on the CPU computes there anyway.");
+  m.def("tiers", &tiers, "Every tier.");
   m.def("make_offload", &make_offload, py::kw_only(), py::arg("device"), py::arg("directory"), py::arg("threads"),
         py::arg("is_pinned"), py::arg("buffer_bytes"), py::arg("rank"), py::arg("world_size"), ReleaseGil());
 

@@ -64,10 +64,11 @@ void bind_optim(pybind11::module_& m) {
           "The names that step() demands, with values to measure with.")
       .def_property_readonly(
           "counts_steps", [](const Optimizer& self) { return self.traits().counts_steps; },
-          "Whether torch's class keeps `step` beside the state slots.")
+          "Whether those classes keep `step` beside the state slots.")
       .def_property_readonly(
           "torch_classes", [](const Optimizer& self) { return self.traits().torch_classes; },
-          "Names in torch.optim of the classes whose update it is; the first is that by its defaults.")
+          "Names in torch.optim, or else in zeropg.optim, of the classes whose update it is; the first is that by its "
+          "defaults.")
       .def_property_readonly(
           "torch_flags",
           [](const Optimizer& self) {

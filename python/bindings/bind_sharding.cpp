@@ -220,6 +220,8 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("world_size", [](const ShardedModule& self) { return self.communicator().world_size(); })
       .def_property_readonly("process_group", [](const ShardedModule& self) { return self.communicator().group(); })
       .def_property_readonly("fetch_name", &ShardedModule::fetch_name)
+      .def_property_readonly("fetch_is_collective", &ShardedModule::fetch_is_collective,
+                             "Whether ranks communicate to make a unit whole.")
       .def_property_readonly("codec", &codec_of_gradients, "The Compressor of gradients; None without compression.")
       .def_property_readonly("residuals", [](const ShardedModule& self) { return self.options().residuals; })
       .def_property_readonly("flat_groups", [](const std::shared_ptr<ShardedModule>& self) {

@@ -50,6 +50,15 @@ void bind_tools(pybind11::module_& m) {
 #endif
   m.def("reduction_instruction_sets", &reduction_instruction_sets,
         "Those that this processor runs; the last one is used.");
+  py::class_<OpTraits>(m, "OpTraits", "What sets one operation apart from the others; see collective_spec.h.")
+      .def_property_readonly("name", [](const OpTraits& self) { return self.name; })
+      .def_property_readonly("has_blocks", &OpTraits::has_blocks, "Whether a tensor has a block for each rank.")
+      .def_property_readonly(
+          "has_tensors", [](const OpTraits& self) { return self.input != BlockCount::kNone; },
+          "Whether it moves anything.");
+  m.def(
+      "collective_operations", [] { return std::vector<OpTraits>(std::begin(kOpTraits), std::end(kOpTraits)); },
+      "Every operation that is planned.");
   m.def("collective_algorithms", &collective_algorithms, py::arg("operation"),
         "Names of the algorithms of an operation such as all_reduce, for one node and for several.");
   m.def("probe_host_id", &probe_host_id, "Equal for two processes exactly when they can share memory.");

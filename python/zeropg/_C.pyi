@@ -184,7 +184,7 @@ class Optimizer:
         """Updates elements [range[0], range[1]) of the 1-D tensors in place; parameter_out may be None."""
     @property
     def counts_steps(self) -> bool:
-        """Whether torch's class keeps `step` beside the state slots."""
+        """Whether those classes keep `step` beside the state slots."""
     @property
     def hyperparameters(self) -> dict[str, float]:
         """The names that step() demands, with values to measure with."""
@@ -192,7 +192,10 @@ class Optimizer:
     def name(self) -> str: ...
     @property
     def torch_classes(self) -> list[str]:
-        """Names in torch.optim of the classes whose update it is; the first is that by its defaults."""
+        """Names in torch.optim, or else in zeropg.optim, of the classes whose update it is.
+
+        The first is that by its defaults.
+        """
     @property
     def torch_flags(self) -> dict[str, bool]:
         """Flags of those classes' param groups that must be so."""
@@ -253,7 +256,7 @@ def compressors() -> list[tuple[str, str, list[tuple[str, bool | int | float]]]]
     """[(name, help, [(parameter, default)])]: what is registered."""
 
 class Compressor:
-    """A codec of compression/registry.h with its parameters."""
+    """A codec of compression/registry/registry.h with its parameters."""
     def __init__(self, name: str, parameters: Mapping[str, float]) -> None: ...
     def counters(self) -> dict[str, float]:
         """What this object has done so far: {plain_bytes, encoded_bytes, encodings, encode_seconds, decode_seconds}."""
@@ -371,6 +374,9 @@ class ShardedModule:
     def unshard_all(self, writable: bool) -> None: ...
     def zero_gradients(self) -> None: ...
     @property
+    def fetch_is_collective(self) -> bool:
+        """Whether ranks communicate to make a unit whole."""
+    @property
     def fetch_name(self) -> str: ...
     @property
     def flat_groups(self) -> list[FlatGroup]: ...
@@ -426,6 +432,20 @@ def join_checksums(pieces: Sequence[tuple[int, int, int]], file_bytes: int, chun
 def listen_to_notices(listener: Callable[[str], Any] | None) -> None:
     """The function that gets each line for people that the core says, on the main thread; None: they go to stderr."""
 
+class TierTraits:
+    """What a tier is; see sharding/offload/registry.h."""
+    @property
+    def device(self) -> str: ...
+    @property
+    def has_path(self) -> bool:
+        """Whether users name its directory."""
+    @property
+    def is_host_memory(self) -> bool:
+        """Whether a model on the CPU computes there anyway."""
+
+def tiers() -> list[TierTraits]:
+    """Every tier."""
+
 def make_offload(
     *,
     device: str,
@@ -462,6 +482,20 @@ def wires() -> dict[str, str]:
     """Name of every wire between nodes -> the package that may bring its library; empty: it needs none."""
 
 built_with_cuda: bool
+
+class OpTraits:
+    """What sets one operation apart from the others; see collective_spec.h."""
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a tensor has a block for each rank."""
+    @property
+    def has_tensors(self) -> bool:
+        """Whether it moves anything."""
+    @property
+    def name(self) -> str: ...
+
+def collective_operations() -> list[OpTraits]:
+    """Every operation that is planned."""
 
 def collective_algorithms(operation: str) -> list[str]:
     """Names of the algorithms of an operation such as all_reduce, for one node and for several."""

@@ -70,6 +70,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   const ShardingOptions& options() const { return options_; }
   const Communicator& communicator() const { return communicator_; }
   const char* fetch_name() const { return units_->fetch().name(); }
+  bool fetch_is_collective() const { return units_->fetch().is_collective(); }
   double communication_seconds() const { return communicator_.seconds() + reductions_.seconds(); }
   // Bytes of this rank by class: parameters, masters, gathered units, gradients, buckets of the reducer, residuals of
   // compression; with offload also what is in the tier, and the staging buffers.

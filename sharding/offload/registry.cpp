@@ -10,13 +10,14 @@ namespace zeropg {
 namespace {
 
 struct Entry {
-  std::string_view device;
+  TierTraits traits;
   std::unique_ptr<Tier> (*make)(const TierOptions& options);
 };
 
 constexpr Entry kTiers[] = {
-    {"cpu", [](const TierOptions& options) { return make_host_tier(options.is_pinned); }},
-    {"nvme", [](const TierOptions& options) { return make_file_tier(options.file); }},
+    {{.device = "cpu", .is_host_memory = true},
+     [](const TierOptions& options) { return make_host_tier(options.is_pinned); }},
+    {{.device = "nvme", .has_path = true}, [](const TierOptions& options) { return make_file_tier(options.file); }},
 };
 
 }  // namespace
@@ -24,19 +25,19 @@ constexpr Entry kTiers[] = {
 std::unique_ptr<Tier> make_tier(std::string_view device, const TierOptions& options) {
   std::string known;
   for (const Entry& entry : kTiers) {
-    if (entry.device == device) return entry.make(options);
+    if (entry.traits.device == device) return entry.make(options);
     known += ' ';
-    known += entry.device;
+    known += entry.traits.device;
   }
   TORCH_CHECK_VALUE(false, "[zeropg] offload: no tier is named '", device, "'; the registry has", known);
 }
 
-std::vector<std::string_view> tier_devices() {
-  std::vector<std::string_view> devices;
+std::vector<TierTraits> tiers() {
+  std::vector<TierTraits> all;
   for (const Entry& entry : kTiers) {
-    devices.push_back(entry.device);
+    all.push_back(entry.traits);
   }
-  return devices;
+  return all;
 }
 
 }  // namespace zeropg

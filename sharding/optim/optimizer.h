@@ -43,8 +43,8 @@ struct OptimizerTraits {
 
   std::string_view name;  // in registry.cpp
   std::vector<Hyperparameter> hyperparameters;
-  bool counts_steps = true;  // torch's class keeps `step` beside the state slots
-  // Classes of torch.optim whose update it is; the first is that by its defaults.
+  bool counts_steps = true;  // those classes keep `step` beside the state slots
+  // Classes of torch.optim, or else of zeropg.optim, whose update it is; the first is that by its defaults.
   std::vector<std::string_view> torch_classes;
   // Flags of those classes' param groups that must be so; where a group lacks one, the class's default counts.
   std::vector<std::pair<std::string_view, bool>> torch_flags;

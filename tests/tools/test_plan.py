@@ -227,6 +227,16 @@ def test_offloaded_state_leaves_the_device():
     assert tiers["optimizer"] == tiers["masters"] == "nvme" and tiers["parameters"] == "device"
 
 
+@pytest.mark.parametrize("tier", _C.tiers(), ids=lambda tier: tier.device)
+def test_plan_knows_every_tier(tier, capsys):
+    arguments = ["--params", "1e6", "--param-dtype", "bf16", "--offload-optimizer", tier.device]
+    assert program.main(["plan", *arguments]) == 0
+    # Beside a model on the CPU, host memory is the memory that computes.
+    assert (f"sum, {tier.device}" in capsys.readouterr().out) == (not tier.is_host_memory)
+    assert program.main(["plan", *arguments, "--device", "cuda"]) == 0
+    assert f"sum, {'host memory' if tier.is_host_memory else tier.device}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("parameters", [1, 1000, 124_000_000, 7_000_000_000, 175_000_000_000])
 def test_assumed_shapes_have_the_parameters_that_were_asked_for(parameters):
     assert shape_of_gpt(parameters).parameters == parameters

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from zeropg import __main__ as program
+from zeropg._native import _C
 
 
 def simulate(capsys, *arguments: str) -> dict:
@@ -37,9 +38,11 @@ def test_every_operation_runs_with_every_algorithm_that_serves_the_nodes(capsys,
         assert result["time_us"] > 0
 
 
-@pytest.mark.parametrize("operation", ["scatter", "all_to_all", "barrier"])
-def test_operations_without_reduction_run_too(capsys, operation):
-    assert chosen(simulate(capsys, "--op", operation, "--placement", "2,2", "--size", "64K"))
+@pytest.mark.parametrize("operation", _C.collective_operations(), ids=lambda operation: operation.name)
+def test_every_operation_that_is_planned_runs(capsys, operation):
+    answer = simulate(capsys, "--op", operation.name, "--placement", "2,2", "--size", "64K")
+    assert chosen(answer)["time_us"] > 0
+    assert answer["size_bytes"] == (64 << 10 if operation.has_tensors else 0)
 
 
 def test_worlds_that_are_too_large_get_the_formulas_time(capsys):

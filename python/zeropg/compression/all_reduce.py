@@ -37,19 +37,11 @@ def all_reduce(
     without names; DistBackendError on every rank where ranks make different calls.
     """
     check_codec(codec, "compression.all_reduce")
-    residuals, ranges = None, []
     if state is None:
-        compressor = codec.make_compressor()
         backend = backend_of(group, "compression.all_reduce")
+        work = _C.compressed_all_reduce(backend, tensor, codec.make_compressor(), None, [], op, async_op=async_op)
     else:
         state.check_serves(codec, group)
-        backend, compressor = state.backend, state.compressor or codec.make_compressor()
         ranges = [(state.name_of(tensor, name), 0, tensor.numel())]
-        residuals = state.residuals
-        if state.owes(ranges):  # of another world size: added to what this rank contributes
-            owed = tensor.contiguous().view(-1)
-            state.pay_arrears(owed, ranges)
-            if owed.data_ptr() != tensor.data_ptr():
-                tensor.copy_(owed.view_as(tensor))
-    work = _C.compressed_all_reduce(backend, tensor, compressor, residuals, ranges, op, async_op=async_op)
+        work = state.reduce_ranges(tensor, ranges, op, async_op=async_op)
     return work if async_op else tensor

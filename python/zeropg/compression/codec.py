@@ -1,4 +1,4 @@
-"""Codecs: how floats become fewer bytes. Their classes are made of what compression/registry.cpp reports."""
+"""Codecs: how floats become fewer bytes. Their classes are made of what compression/registry/registry.cpp reports."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, make_dataclass
@@ -32,7 +32,7 @@ class Codec(ABC):
 
 
 def _make_class(name: str, help: str, parameters: list[tuple[str, bool | int | float]]) -> type[Codec]:
-    """The class of what compression/registry.cpp calls `name`: "block_quant" becomes BlockQuant(bits=8, block=256)."""
+    """The class of what C++ calls `name`: "block_quant" becomes BlockQuant(bits=8, block=256)."""
 
     def make_compressor(self: Codec) -> _C.Compressor:
         return _C.Compressor(name, {key: getattr(self, key) for key, _ in parameters})

@@ -1,7 +1,7 @@
 """Compressed gradients and weights under FSDP2."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -111,27 +111,17 @@ class Fsdp2ReduceScatter:
     def _reduce_apart(
         self, backend: Any, output: torch.Tensor, input: torch.Tensor, world_size: int, parts: "list[_Part]", op: Any
     ) -> "_Parted":
-        """Some parameters travel encoded and some as they are: two calls over copies of their columns."""
-        columns = input.view(world_size, -1).split([part.numel for part in parts], dim=1)
-        places = output.split([part.numel for part in parts])
-        works: list[Any] = []
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for is_encoded in (True, False):
-            chosen = [index for index, part in enumerate(parts) if part.is_encoded == is_encoded]
-            if not chosen:
-                continue
-            flat = torch.cat([columns[index] for index in chosen], dim=1).view(-1)
-            result = torch.empty(flat.numel() // world_size, dtype=flat.dtype)
-            if is_encoded:
-                mine = [parts[index] for index in chosen]
-                works.append(self._reduce(backend, result, flat, world_size, mine, op, True))
-            else:
-                options = ReduceScatterOptions()
-                options.reduceOp = op
-                works.append(backend._reduce_scatter_base(result, flat, options))
-            results = result.split([parts[index].numel for index in chosen])
-            copies += zip([places[index] for index in chosen], results, strict=True)
-        return _Parted(works, copies)
+        """Some parameters travel encoded and some as they are: two calls."""
+
+        def start(columns: torch.Tensor, mine: list[_Part]) -> tuple[Any, torch.Tensor]:
+            result = columns.new_empty(columns.shape[1])
+            if mine[0].is_encoded:
+                return self._reduce(backend, result, columns.view(-1), world_size, mine, op, True), result
+            options = ReduceScatterOptions()
+            options.reduceOp = op
+            return backend._reduce_scatter_base(result, columns.view(-1), options), result
+
+        return _start_apart(parts, input.view(world_size, -1), output, start)
 
     def _parameters(self) -> list[Any]:
         return [] if self._group is None else list(self._group.fsdp_params)
@@ -198,24 +188,16 @@ class Fsdp2AllGather:
         Raises ValueError for groups of other backends.
         """
         backend = backend_of(group, "Fsdp2AllGather")
-        parts = self._parts(input_tensor)
-        columns = output_tensor.view(group.size(), -1).split([part.numel for part in parts], dim=1)
-        mine = input_tensor.split([part.numel for part in parts])
-        works: list[Any] = []
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for is_encoded in (True, False):
-            chosen = [index for index, part in enumerate(parts) if part.is_encoded == is_encoded]
-            if not chosen:
-                continue
-            flat = torch.cat([mine[index] for index in chosen])  # a copy: FSDP2's input lies in its output
-            result = flat.new_empty(flat.numel() * group.size())
-            if is_encoded:
-                works.append(_C.compressed_all_gather(backend, result, flat, self._compressor, async_op=True))
-            else:
-                works.append(backend._allgather_base(result, flat))
-            results = result.view(group.size(), -1).split([parts[index].numel for index in chosen], dim=1)
-            copies += zip([columns[index] for index in chosen], results, strict=True)
-        work = _Parted(works, copies)
+
+        def start(shard: torch.Tensor, mine: list[_Part]) -> tuple[Any, torch.Tensor]:
+            result = shard.new_empty(group.size(), shard.numel())
+            if mine[0].is_encoded:
+                work = _C.compressed_all_gather(backend, result.view(-1), shard, self._compressor, async_op=True)
+                return work, result
+            return backend._allgather_base(result.view(-1), shard), result
+
+        # Over a copy: FSDP2's input lies in its output.
+        work = _start_apart(self._parts(input_tensor), input_tensor, output_tensor.view(group.size(), -1), start)
         if async_op:
             return work
         work.wait()
@@ -257,6 +239,32 @@ class _Parted(dist.Work):
         for place, result in self._copies:
             place.copy_(result)
         return True
+
+
+def _start_apart(
+    parts: list[_Part],
+    input: torch.Tensor,
+    output: torch.Tensor,
+    start: Callable[[torch.Tensor, list[_Part]], tuple[Any, torch.Tensor]],
+) -> _Parted:
+    """Starts one call for the parts that travel encoded and one for those that travel as they are.
+
+    The last dimension of `input` and of `output` holds the parts' columns side by side. `start` gets a copy of the
+    columns of one kind, and returns the Work and the tensor in which their results will be.
+    """
+    numels = [part.numel for part in parts]
+    columns, places = input.split(numels, dim=-1), output.split(numels, dim=-1)
+    works: list[Any] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for is_encoded in (True, False):
+        chosen = [index for index, part in enumerate(parts) if part.is_encoded == is_encoded]
+        if chosen:
+            mine = [parts[index] for index in chosen]
+            work, result = start(torch.cat([columns[index] for index in chosen], dim=-1), mine)
+            works.append(work)
+            results = result.split([part.numel for part in mine], dim=-1)
+            copies += zip([places[index] for index in chosen], results, strict=True)
+    return _Parted(works, copies)
 
 
 def _parameter_group(module: "FSDPModule") -> Any:

@@ -153,23 +153,29 @@ class State:
                 "State(codec, process_group=group)."
             )
 
-    def owes(self, ranges: Sequence[tuple[str, int, int]]) -> bool:
-        """Whether another world size left something for these ranges."""
-        return any(name in self._arrears for name, *_ in ranges)
-
     def encodes(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient of this parameter travels encoded."""
         return self.plan is not None and self.plan.encodes(self._names.get(parameter, ""), parameter)
 
     def all_reduce(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Any:
         """Averages `buffer` (the flat gradients of `parameters`) over the ranks, in place; returns the Work."""
+        return self.reduce_ranges(buffer, self.ranges(parameters), dist.ReduceOp.AVG, async_op=True)
+
+    def reduce_ranges(
+        self, tensor: torch.Tensor, ranges: Sequence[tuple[str, int, int]], op: Any, *, async_op: bool
+    ) -> Any:
+        """Reduces `tensor`, which holds `ranges` in their order, over the ranks, in place. Returns what the core does.
+
+        What another world size left of earlier calls is added to what this rank contributes.
+        """
         assert self.compressor is not None and self.codec is not None
-        ranges = self.ranges(parameters)
-        self.pay_arrears(buffer, ranges)
+        if any(name in self._arrears for name, *_ in ranges):
+            flat = tensor.contiguous().view(-1)
+            self.pay_arrears(flat, ranges)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view_as(tensor))
         residuals = self.residuals if self.codec.error_feedback else None
-        return _C.compressed_all_reduce(
-            self.backend, buffer, self.compressor, residuals, ranges, dist.ReduceOp.AVG, async_op=True
-        )
+        return _C.compressed_all_reduce(self.backend, tensor, self.compressor, residuals, ranges, op, async_op=async_op)
 
     def pay_plain(self, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
         """As pay_arrears, for gradients that travel as they are."""

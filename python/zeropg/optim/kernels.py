@@ -1,12 +1,13 @@
-"""Which of zeropg's fused kernels steps an optimizer of torch.optim: what the C++ registry says of each."""
+"""Which of zeropg's fused kernels steps a torch.optim.Optimizer: what the C++ registry says of each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from zeropg import optim
 from zeropg._native import _C
 
 Group = dict[str, Any]
@@ -43,7 +44,7 @@ class Kernels:
 
 
 def kernels_for(optimizer: torch.optim.Optimizer) -> Kernels | None:
-    """Returns the kernels for an optimizer of a class of torch.optim, None where there are none."""
+    """Returns the kernels for an optimizer whose class they name, None where there are none."""
     name = type(optimizer).__name__
     if FUSED.get(name) is not type(optimizer):
         return None
@@ -56,11 +57,16 @@ def number(value: Any) -> float:
     return float(value.item() if isinstance(value, torch.Tensor) else value)
 
 
+def class_of(name: str) -> type[torch.optim.Optimizer] | None:
+    """Returns the class that a kernel calls so: torch.optim's, or else zeropg.optim's; None where there is none."""
+    return getattr(torch.optim, name, None) or getattr(optim, name, None)
+
+
+def fused_classes(kernels: Iterable[Kernel]) -> dict[str, type[torch.optim.Optimizer]]:
+    """Returns, by their names, the classes that a kernel is by their defaults."""
+    names = [name for kernel in kernels for name in kernel.torch_classes[:1]]
+    return {name: found for name in names if (found := class_of(name)) is not None}
+
+
 _KERNELS = tuple(Kernel(name) for name in _C.optimizer_names())
-# The classes of torch.optim that a kernel is by their defaults.
-FUSED: dict[str, type[torch.optim.Optimizer]] = {
-    name: getattr(torch.optim, name)
-    for kernel in _KERNELS
-    for name in kernel.torch_classes[:1]
-    if hasattr(torch.optim, name)
-}
+FUSED = fused_classes(_KERNELS)

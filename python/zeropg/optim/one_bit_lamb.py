@@ -10,7 +10,7 @@ import torch
 
 from zeropg.compression.codec import Codec
 from zeropg.optim.momentum_exchange import MomentumExchange, Part
-from zeropg.optim.one_bit_adam import OneBitAdam, average_momenta, begin, direction, freeze
+from zeropg.optim.one_bit_adam import OneBitAdam, average_momenta, begin, direction, freeze, learn
 
 # Section 4.1 and appendix A: how far the frozen coefficient may be scaled, and by how much more in one step.
 _FACTORS = (0.5, 4.0)
@@ -92,14 +92,8 @@ class OneBitLamb(OneBitAdam):
 
 def lamb_update(part: Part) -> torch.Tensor:
     """LAMB's direction before it is scaled; takes the averaged gradient into momentum and variance."""
-    state, gradient = part.state, part.own(part.gradient)
-    beta1, beta2 = part.group["betas"]
-    state["step"] += 1
-    step = state["step"].item()
-    state["exp_avg"].lerp_(part.gradient, 1 - beta1)
-    state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = (state["exp_avg_sq"].sqrt() / (1 - beta2**step) ** 0.5).add_(part.group["eps"])
-    return _with_decay(part, part.own(state["exp_avg"]) / denominator / (1 - beta1**step))
+    denominator, bias = learn(part)
+    return _with_decay(part, part.own(part.state["exp_avg"]) / denominator / bias)
 
 
 def trust_ratio(weight: float, update: float) -> float:

@@ -24,7 +24,7 @@ from zeropg.compression.codec import Codec
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 from zeropg.compression.state import backend_of
 from zeropg.sharding.load_state_dict import load_into
-from zeropg.sharding.offload import Offload, check_offload_params, human_bytes, offload_of, open_offload
+from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_memory, offload_of, open_offload
 from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
 from zeropg.sharding.units import UnitChoice, UnitPlan, materialize, plan_units, renormalized_parameters
@@ -166,7 +166,7 @@ def fully_shard(
         check_shared_memory(module, plans)
         if plan is not None:
             _check_compression(plan, plans, reduce_dtype, group)
-            _check_encoded_weights(plan, stage, offload)
+            _check_encoded_weights(plan, stage, offload is not None and leaves_memory(offload, device))
     options = {
         "stage": stage,
         "param_dtype": param_dtype,
@@ -210,7 +210,7 @@ def fully_shard(
             say_what_is_not_encoded(
                 plan, ((_plain_name(plan, names, p) or names[0], p) for unit in plans for names, p in unit.parameters)
             )
-        if units is None and core.fetch_name == "gathered":
+        if units is None and core.fetch_name == "gathered":  # also with one rank: what is whole is a copy
             _say_what_the_root_holds(plans)
     return module
 
@@ -407,7 +407,7 @@ def _check_compression(
                 )
 
 
-def _check_encoded_weights(plan: Plan, stage: int, offload: Offload | None) -> None:
+def _check_encoded_weights(plan: Plan, stage: int, offloads_masters: bool) -> None:
     if plan.weights is None:
         return
     if stage == 0:
@@ -415,7 +415,7 @@ def _check_encoded_weights(plan: Plan, stage: int, offload: Offload | None) -> N
             "[zeropg] fully_shard: the plan has a codec for weights, but in stage 0 no weights travel, since every "
             "rank updates all of them. Leave weights= out, or use stage 1, 2 or 3."
         )
-    if stage < 3 and offload is not None and offload.device == "nvme":
+    if stage < 3 and offloads_masters:
         raise ValueError(
             "[zeropg] fully_shard: weights= of the plan sends differences from the masters, which offload_optimizer "
             "keeps on a disk; expected them in memory. Leave one of the two out, or use stage 3."
@@ -523,7 +523,7 @@ def _encoded_weights(core: _C.ShardedModule, plan: Plan | None) -> str:
     if any(group.sends_differences for group in core.flat_groups):
         apart = human_bytes(core.memory_report()["masters"])
         return f", updates as differences in {codec}, for which masters apart from them take {apart} per rank"
-    if core.fetch_name == "gathered" and core.world_size > 1:
+    if core.fetch_is_collective:
         return f" as {codec}"
     return f"; weights as {codec} changes nothing, since no weights travel"
 

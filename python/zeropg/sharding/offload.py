@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Literal
 
 _MIB = 2**20
+TIERS = {tier.device: tier for tier in _C.tiers()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +43,12 @@ class Offload:
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        if self.device not in ("cpu", "nvme"):
-            raise ValueError(f"[zeropg] Offload: device is {self.device!r}; expected 'cpu' or 'nvme'")
-        if (self.device == "nvme") != (self.path is not None):
+        if self.device not in TIERS:
+            raise ValueError(f"[zeropg] Offload: device is {self.device!r}; expected {' or '.join(map(repr, TIERS))}")
+        if TIERS[self.device].has_path != (self.path is not None):
+            wanted = "a directory on a local disk" if TIERS[self.device].has_path else "None"
             raise ValueError(
-                f"[zeropg] Offload: device is {self.device!r} and path {self.path!r}; expected a directory on a local "
-                "disk for 'nvme', and none for 'cpu'"
+                f"[zeropg] Offload: device is {self.device!r} and path is {self.path!r}; expected {wanted} as path"
             )
         for name, least in (("buffer_bytes", 48 * 1024), ("threads", 1)):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
@@ -58,9 +59,9 @@ def offload_of(value: Any, argument: str) -> Offload | None:
     """Returns what an `offload_...` argument means: None, "cpu", a directory, or an Offload."""
     if value is None or isinstance(value, Offload):
         return value
-    if value == "cpu":
-        return Offload(device="cpu")
-    if isinstance(value, str | os.PathLike) and os.fspath(value) not in ("", "nvme", "disk", "cuda", "none"):
+    if isinstance(value, str) and value in TIERS and not TIERS[value].has_path:
+        return Offload(device=value)  # type: ignore[arg-type]
+    if isinstance(value, str | os.PathLike) and os.fspath(value) not in ("", *TIERS, "disk", "cuda", "none"):
         return Offload(device="nvme", path=value)
     raise ValueError(
         f"[zeropg] fully_shard: {argument} is {value!r}; expected None, 'cpu', a directory on a local disk, or "
@@ -68,10 +69,15 @@ def offload_of(value: Any, argument: str) -> Offload | None:
     )
 
 
+def leaves_memory(offload: Offload, device: torch.device) -> bool:
+    """Whether that is another place than the memory in which a model on `device` computes."""
+    return not (TIERS[offload.device].is_host_memory and device.type == "cpu")
+
+
 def check_offload_params(value: Any, device: torch.device) -> None:
     """Raises NotImplementedError unless parameters may stay where they are."""
     offload = offload_of(value, "offload_params")
-    if offload is not None and (offload.device, device.type) != ("cpu", "cpu"):
+    if offload is not None and leaves_memory(offload, device):
         raise NotImplementedError(
             f"[zeropg] fully_shard: offload_params to {offload.path or offload.device} of a model on {device.type} is "
             "not available; offload_params='cpu' on a CPU model and offload_optimizer='cpu' or '/a/directory' are"
@@ -80,7 +86,7 @@ def check_offload_params(value: Any, device: torch.device) -> None:
 
 def open_offload(offload: Offload | None, device: torch.device, group: dist.ProcessGroup) -> _C.Offload | None:
     """Opens this rank's tier; None where it is the memory that computes. Collective: all ranks open or all raise."""
-    if offload is None or (offload.device, device.type) == ("cpu", "cpu"):
+    if offload is None or not leaves_memory(offload, device):
         return None
     opened: list[_C.Offload] = []
 
@@ -90,7 +96,7 @@ def open_offload(offload: Offload | None, device: torch.device, group: dist.Proc
                 device=offload.device,
                 directory=os.fspath(offload.path or ""),
                 threads=offload.threads,
-                is_pinned=offload.device == "cpu" and offload.pin_memory,
+                is_pinned=offload.pin_memory,
                 buffer_bytes=offload.buffer_bytes,
                 rank=group.rank(),
                 world_size=group.size(),

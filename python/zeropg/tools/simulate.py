@@ -9,18 +9,7 @@ from typing import Any
 from zeropg._native import _C
 from zeropg.tools.quantities import byte_count, size
 
-_OPERATIONS = (
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "barrier",
-)
-_IN_BLOCKS = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
+_OPERATIONS = {traits.name: traits for traits in _C.collective_operations()}
 
 _DESCRIPTION = """
 Computes what one collective would cost on nodes that need not exist. It runs the schedules of all ranks in this
@@ -76,7 +65,7 @@ def _run(options: argparse.Namespace, nodes: list[list[int]], block: int, algori
         options.op,
         block,
         nodes,
-        element_bytes=1 if options.op == "barrier" else 4,
+        element_bytes=4 if _OPERATIONS[options.op].has_tensors else 1,
         algorithm=algorithm,
         barrier_us=options.barrier_us,
         memory_bytes_per_us=1000 * options.memory_gbps,
@@ -128,14 +117,19 @@ def _place(placement: list[int]) -> list[list[int]]:
 
 
 def _block_bytes(options: argparse.Namespace, world_size: int) -> int:
-    if options.op == "barrier":
+    if not _OPERATIONS[options.op].has_tensors:
         return 0
     total: int = options.size
-    return max(4, total // (world_size if options.op in _IN_BLOCKS else 1) // 4 * 4)
+    return max(4, total // _blocks(options, world_size) // 4 * 4)
 
 
 def _size(options: argparse.Namespace, block: int, world_size: int) -> int:
-    return block * (world_size if options.op in _IN_BLOCKS else 1)
+    return block * _blocks(options, world_size)
+
+
+def _blocks(options: argparse.Namespace, world_size: int) -> int:
+    """How many blocks the buffer has that --size is about."""
+    return world_size if _OPERATIONS[options.op].has_blocks else 1
 
 
 def _bound_us(options: argparse.Namespace, world_size: int) -> float | None:

@@ -34,8 +34,10 @@ def sharded(case: Case, dtype: torch.dtype = torch.float32) -> nn.Module:
     return zeropg.fully_shard(make_model(dtype, seed=dist.get_rank()), stage=case.stage)
 
 
-def check_name(case: Case, name: str) -> None:
-    assert sharded(case)._zeropg.fetch_name == name
+def check_what_it_says_of_itself(case: Case, name: str) -> None:
+    core = sharded(case)._zeropg
+    assert core.fetch_name == name
+    assert core.fetch_is_collective == (case.is_collective and dist.get_world_size() > 1)
 
 
 def check_every_rank_sees_the_values_of_rank_0(case: Case, name: str) -> None:

@@ -186,8 +186,14 @@ TEST(Offload, too_few_buffers_are_refused) {
 }
 
 TEST(Offload, an_unknown_device_is_refused_with_the_list) {
-  EXPECT_THROW(make_offload("tape", 1 << 20), c10::ValueError);
-  EXPECT_EQ(tier_devices(), (std::vector<std::string_view>{"cpu", "nvme"}));
+  try {
+    make_offload("tape", 1 << 20);
+    FAIL();
+  } catch (const c10::ValueError& error) {
+    for (const TierTraits& tier : tiers()) {
+      EXPECT_NE(std::string(error.what()).find(tier.device), std::string::npos) << tier.device;
+    }
+  }
 }
 
 }  // namespace

@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import zeropg
 from tests.sharding.optim.fake_core import ranks_of, shard, whole_master
 from zeropg._native import _C
+from zeropg.optim import kernels
+from zeropg.optim.flat_update import FusedUpdater
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -72,13 +75,31 @@ def test_every_kernel_agrees_with_its_classes_of_torch(name: str) -> None:
 
         def make(parameters: Any, torch_class: str = torch_class) -> torch.optim.Optimizer:
             group = {"params": list(parameters), **kernel.torch_flags}
-            return getattr(torch.optim, torch_class)([group], lr=3e-2)
+            kind: Any = kernels.class_of(torch_class)
+            return kind([group], lr=3e-2)
 
         model = shard(make_model())
         optimizer = shard_optimizer(make(model.parameters()), model)
         (updater,) = optimizer._updaters  # type: ignore[attr-defined]
         assert updater._kernels.of(optimizer.param_groups[0]).name == name
         train_both(make)
+
+
+class Smoothed(torch.optim.AdamW):
+    """A class of zeropg.optim, as a kernel without a class of torch brings one."""
+
+
+def test_a_kernel_steps_the_class_of_zeropg_optim_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = kernels.Kernel("adamw")
+    kernel.torch_classes = ["Smoothed"]
+    monkeypatch.setattr(zeropg.optim, "Smoothed", Smoothed, raising=False)
+    monkeypatch.setattr(kernels, "_KERNELS", (kernel,))
+    monkeypatch.setattr(kernels, "FUSED", kernels.fused_classes((kernel,)))
+    model = shard(make_model())
+    optimizer = shard_optimizer(Smoothed(model.parameters()), model)
+    (updater,) = optimizer._updaters  # type: ignore[attr-defined]
+    assert isinstance(updater, FusedUpdater) and updater._kernels.default is kernel
+    train_both(lambda parameters: Smoothed(parameters, lr=3e-2))
 
 
 SGD = [

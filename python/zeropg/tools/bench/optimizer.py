@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import zeropg
 from zeropg._native import _C
 from zeropg.tools import machine
 from zeropg.tools.bench import harness
@@ -129,7 +130,8 @@ def _theirs(
     known: dict[str, Any] = {key: value for key, value in kernel.hyperparameters.items() if value}  # 0: torch's default
     if "beta1" in known:
         known["betas"] = (known.pop("beta1"), known.pop("beta2"))
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, kernel.torch_classes[0])([master], **known, **flags)
+    home = torch.optim if hasattr(torch.optim, kernel.torch_classes[0]) else zeropg.optim
+    optimizer: torch.optim.Optimizer = getattr(home, kernel.torch_classes[0])([master], **known, **flags)
     is_mixed = gradient.dtype != torch.float32
     parameter = master.detach().to(gradient.dtype)
     master.grad = torch.empty_like(start) if is_mixed else gradient.clone()

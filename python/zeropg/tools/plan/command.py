@@ -11,6 +11,7 @@ import torch
 
 from zeropg.compression.codec import Codec, named_codecs
 from zeropg.compression.plan import Plan
+from zeropg.sharding.offload import TIERS
 from zeropg.tools import machine
 from zeropg.tools.plan.formulas import OPTIMIZER_SLOTS, Holding, Settings, memory, traffic, with_ranks
 from zeropg.tools.plan.shape import ModelShape, shape_of_config, shape_of_gpt
@@ -112,7 +113,7 @@ def _print_one(shape: ModelShape, plan: Settings, options: argparse.Namespace) -
 
 
 def _print_table(shape: ModelShape, plans: list[Settings], options: argparse.Namespace) -> None:
-    tiers = [tier for tier in ("device", "host", "nvme") if any(_tier_bytes(shape, plan, tier) for plan in plans)]
+    tiers = [tier for tier in ("device", "host", *TIERS) if any(_tier_bytes(shape, plan, tier) for plan in plans)]
     head = "".join(f" {_tier_name(tier, plans[0]) + '/rank':>14}" for tier in tiers)
     print(f"\n{'stage':>5} {'ranks':>6} {'nodes':>6}{head} {'in node/step':>14} {'between/step':>14}  fits")
     for plan in plans:
@@ -134,7 +135,7 @@ def _where(holding: Holding, plan: Settings) -> str:
 
 
 def _tier_name(tier: str, plan: Settings) -> str:
-    return {"device": "GPU" if plan.device == "cuda" else "memory", "host": "host memory", "nvme": "nvme"}[tier]
+    return {"device": "GPU" if plan.device == "cuda" else "memory", "host": "host memory"}.get(tier, tier)
 
 
 def _tier_bytes(shape: ModelShape, plan: Settings, tier: str) -> int:
@@ -226,7 +227,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
     )
     run.add_argument(
         "--offload-optimizer",
-        choices=("none", "cpu", "nvme"),
+        choices=("none", *TIERS),
         default="none",
         help="where masters and optimizer state lie between steps (default none: in memory)",
     )

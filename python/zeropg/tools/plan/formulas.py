@@ -13,6 +13,7 @@ import torch
 
 from zeropg._native import _C
 from zeropg.compression.codec import Codec
+from zeropg.sharding.offload import TIERS
 from zeropg.tools.plan.shape import Flat, ModelShape, Unit
 
 
@@ -29,8 +30,8 @@ def _fused_slots() -> dict[str, int]:
     return slots
 
 
-# Tensors per element that an optimizer keeps beside the master: fused kernels, and some classes that run as they are.
-OPTIMIZER_SLOTS = {**_fused_slots(), "lion": 1, "adagrad": 1, "rmsprop": 1}
+# Tensors per element that an optimizer keeps beside the master: some classes that run as they are, and fused kernels.
+OPTIMIZER_SLOTS = {"lion": 1, "adagrad": 1, "rmsprop": 1, **_fused_slots()}
 
 # Buckets of units that live at once: one on its way to the other ranks while the next is filled (kMaxInFlight).
 _BUCKETS_AT_ONCE = 2
@@ -52,7 +53,7 @@ class Settings:
     optimizer: str = "adamw"
     device: str = "cpu"
     backend: str = "zeropg"
-    offload_optimizer: str | None = None  # None, "cpu" or "nvme"
+    offload_optimizer: str | None = None  # a tier, as in zeropg.Offload(device=)
     compression: Codec | None = None  # of gradients between nodes
     weights: Codec | None = None  # of weights between nodes
     no_sync: bool = False  # gradients are accumulated over several backwards without communication
@@ -75,7 +76,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Holding:
-    """Bytes of one kind on one rank, and where: "device" (host memory for CPU tensors), "host" or "nvme".
+    """Bytes of one kind on one rank, and where: "device" (host memory for CPU tensors), "host", or a tier ("nvme").
 
     is_shared: a part of memory that all ranks of the node map; it is counted once, with the rank that owns it.
     """
@@ -103,9 +104,8 @@ def memory(shape: ModelShape, settings: Settings) -> list[Holding]:
         Holding("parameters", sum(_parameter_bytes(f, settings) for f in flats), is_shared=settings.shares_parameters)
     ]
     masters, state = (sum(part) for part in zip(*(_optimizer_bytes(f, settings) for f in flats), strict=True))
-    tier = {None: "device", "cpu": "host" if settings.device == "cuda" else "device", "nvme": "nvme"}
     # Where the parameter is its own master, it stays for the computation, and only the state goes.
-    where = tier[settings.offload_optimizer]
+    where = _offload_tier(settings)
     holdings += [Holding("masters", masters, where), Holding("optimizer", state, where)]
     holdings += [
         Holding("gradients", sum(_gradient_bytes(f, settings) for f in flats)),
@@ -177,6 +177,14 @@ def paper_bytes(stage: int, ranks: int, parameters: int, param_dtype: torch.dtyp
 def with_ranks(settings: Settings, stage: int, ranks: int) -> Settings:
     """`settings` for another stage and number of ranks; never fewer ranks than nodes."""
     return replace(settings, stage=stage, ranks=ranks, nodes=min(settings.nodes, ranks))
+
+
+def _offload_tier(settings: Settings) -> str:
+    if settings.offload_optimizer is None:
+        return "device"
+    if TIERS[settings.offload_optimizer].is_host_memory:
+        return "host" if settings.device == "cuda" else "device"
+    return settings.offload_optimizer
 
 
 def _dtype(flat: Flat, settings: Settings) -> torch.dtype:
