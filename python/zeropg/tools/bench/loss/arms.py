@@ -91,7 +91,9 @@ def _power_sgd(rank: int) -> Callable[[Setup], Trainer]:
     def make(setup: Setup) -> Trainer:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-        ddp = _ddp(setup)
+        # In one bucket: the hook's callbacks wait for collectives in threads of gloo's, of which there are two, and with
+        # as many buckets on their way as threads they wait for ever.
+        ddp = DistributedDataParallel(setup.model, process_group=setup.group, bucket_cap_mb=25)
         state = PowerSGDState(setup.group, matrix_approximation_rank=rank, start_powerSGD_iter=setup.plain_steps)
         ddp.register_comm_hook(state, powerSGD_hook)
         return _trainer(setup, ddp)
