@@ -66,6 +66,11 @@ def _ddp(setup: Setup) -> DistributedDataParallel:
     return DistributedDataParallel(setup.model, process_group=setup.group)
 
 
+def _in_one_bucket(setup: Setup) -> DistributedDataParallel:
+    """For torch's hooks that call collectives in callbacks: with two buckets their order differs between ranks."""
+    return DistributedDataParallel(setup.model, process_group=setup.group, bucket_cap_mb=100)
+
+
 def _trainer(setup: Setup, ddp: DistributedDataParallel, compressor: Any = None) -> Trainer:
     return Trainer(ddp, setup.task.optimizer(setup.model, setup.lr), _clip(setup), compressor)
 
@@ -91,7 +96,7 @@ def _power_sgd(rank: int) -> Callable[[Setup], Trainer]:
     def make(setup: Setup) -> Trainer:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-        ddp = _ddp(setup)
+        ddp = _in_one_bucket(setup)
         state = PowerSGDState(setup.group, matrix_approximation_rank=rank, start_powerSGD_iter=setup.plain_steps)
         ddp.register_comm_hook(state, powerSGD_hook)
         return _trainer(setup, ddp)
@@ -102,7 +107,7 @@ def _power_sgd(rank: int) -> Callable[[Setup], Trainer]:
 def _torch_quantization(setup: Setup) -> Trainer:
     from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_pertensor_hook
 
-    ddp = _ddp(setup)
+    ddp = _in_one_bucket(setup)
     ddp.register_comm_hook(setup.group, quantization_pertensor_hook)
     return _trainer(setup, ddp)
 
@@ -170,12 +175,10 @@ def _no_plans() -> str:
 ARMS: dict[str, Arm] = {
     BASELINE: Arm("gloo", _plain),
     "ddp gloo bf16": Arm("gloo", _bf16),
+    "ddp gloo powersgd 1": Arm("gloo", _power_sgd(1), plain_share=0.1),
+    "ddp gloo powersgd 4": Arm("gloo", _power_sgd(4), plain_share=0.1),
+    "ddp gloo torch int8": Arm("gloo", _torch_quantization),
     PLAIN["zeropg"]: Arm("zeropg", _plain),
-    # torch's hooks, over zeropg: they wait for collectives in callbacks, which run on gloo's two threads. Over gloo they
-    # hang or abort now and then.
-    "ddp zeropg torch int8": Arm("zeropg", _torch_quantization),
-    "ddp zeropg powersgd 1": Arm("zeropg", _power_sgd(1), plain_share=0.1),
-    "ddp zeropg powersgd 4": Arm("zeropg", _power_sgd(4), plain_share=0.1),
     "ddp zeropg int8": Arm("zeropg", _codec(lambda: BlockQuant(8))),
     "ddp zeropg int4": Arm("zeropg", _codec(lambda: BlockQuant(4))),
     "ddp zeropg two_bit": _arm_of("two_bit"),
