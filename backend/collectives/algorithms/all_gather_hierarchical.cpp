@@ -35,33 +35,23 @@ Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec) {
   const InternodePhases between(spec, placement, layout);
   Schedule schedule = make_schedule("all_gather_hierarchical", pieces.chunks.count);
   if (pieces.chunks.count == 0) return schedule;
-  const auto is_chunk = [&](int64_t chunk) { return chunk >= 0 && chunk < pieces.chunks.count; };
-  const auto piece_of = [&](int64_t chunk) { return part_of(spec.bytes, pieces.chunks.bytes, chunk); };
-  const auto outputs = [&](int64_t chunk) {
-    return extents_of_blocks(spec, placement, layout, piece_of(chunk), output_block);
-  };
+  const auto stage = [&](int32_t lag) { return PipelineStage(schedule, lag, pieces.chunks.count); };
+  const std::vector<Extent> outputs = extents_of_blocks(spec, placement, layout, pieces.chunks, output_block);
   const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;
   const bool is_encoded = spec.codec != nullptr;
   if (is_encoded) schedule.scratch_bytes = between.scratch_bytes();
-  const auto own_piece = [&](int64_t chunk, int64_t place) {
-    return is_encoded ? between.completed(chunk, place) : input(piece_of(chunk).offset_bytes + place - first_place);
+  const Region own_input = with_stride(input(0), pieces.chunks.bytes);
+  const auto own_piece = [&](int64_t place) {
+    return is_encoded ? between.completed(place) : advance(own_input, place - first_place);
   };
+  const auto staged = [&](int64_t place) { return staging(spec.rank, 0, place); };
   add_barrier(schedule);
-  for (int64_t slot = 0; slot < pieces.chunks.count + 2; ++slot) {
-    if (is_chunk(slot - 2)) add_barrier(schedule);
-    if (is_chunk(slot)) {
-      const auto [offset, bytes] = piece_of(slot);
-      if (is_encoded) add_copy(schedule, own_piece(slot, first_place), input(offset), bytes);
-      between.send_completed(schedule, placement.other_nodes(), outputs(slot),
-                             [&](int64_t place) { return own_piece(slot, place); });
-    }
-    if (is_chunk(slot - 2)) copy_out(schedule, slot - 2, outputs(slot - 2), layout, placement);
-    if (is_chunk(slot - 1)) {
-      const auto staged = [&](int64_t place) { return staging(spec.rank, slot - 1, place); };
-      add_copy(schedule, staged(first_place), own_piece(slot - 1, first_place), piece_of(slot - 1).bytes);
-      between.receive_completed(schedule, outputs(slot - 1), staged);
-    }
-  }
+  add_barrier(stage(2));
+  if (is_encoded) add_copy(stage(0), own_piece(first_place), own_input, pieces.chunks);
+  between.send_completed(stage(0), placement.other_nodes(), outputs, own_piece);
+  copy_out(stage(2), outputs, layout, placement);
+  add_copy(stage(1), staged(first_place), own_piece(first_place), pieces.chunks);
+  between.receive_completed(stage(1), outputs, staged);
   return schedule;
 }
 

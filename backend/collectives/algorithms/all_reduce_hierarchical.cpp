@@ -58,66 +58,54 @@ class Plan {
         layout_(is_one_shot ? ChunkLayout::of_one_part(placement_, sizes_.chunks.bytes, sizes_.alignment)
                             : ChunkLayout::of_equal_parts(placement_, sizes_.chunks.bytes, sizes_.alignment)),
         between_(spec, placement_, layout_),
+        inputs_(extents_of_range(input(0), sizes_.chunks)),
         schedule_(make_schedule(name, sizes_.chunks.count)) {}
 
   // `is_reduce`: only the root wants the result, so only its node gets the completed parts.
   Schedule run(bool is_reduce) && {
     const int64_t lag = is_one_shot_ ? 2 : 3;  // slots from a chunk's reduction to its copying out
-    const bool stages_results = !is_reduce || placement_.node() == placement_.node_of(spec_.root);
-    const bool copies_out = !is_reduce || spec_.rank == spec_.root;
-    if (sizes_.chunks.count > 0) schedule_.scratch_bytes = between_.scratch_bytes();
-    if (is_chunk(0)) stage_inputs(schedule_, 0, inputs(0), layout_, placement_);
-    for (int64_t slot = 0; slot < sizes_.chunks.count + lag && sizes_.chunks.count > 0; ++slot) {
-      if (is_chunk(slot) || is_chunk(slot - lag)) add_barrier(schedule_);
-      if (is_chunk(slot)) {
-        reduce_in_node(schedule_, slot, inputs(slot), layout_, placement_,
-                       [&](int32_t part, int64_t place) { return between_.partial(slot, part, place); });
-        between_.send_partials(schedule_, slot, inputs(slot));
-      }
-      if (is_chunk(slot - lag) && copies_out) {
-        copy_out(schedule_, slot - lag, outputs(slot - lag), layout_, placement_);
-      }
-      if (is_chunk(slot + 1)) stage_inputs(schedule_, slot + 1, inputs(slot + 1), layout_, placement_);
-      if (is_one_shot_) {
-        if (is_chunk(slot - 1)) complete_in_staging(slot - 1);
-        continue;
-      }
-      if (is_chunk(slot - 1)) complete(slot - 1, is_reduce);
-      if (is_chunk(slot - 2) && stages_results) stage_results(slot - 2);
+    const int64_t count = sizes_.chunks.count;
+    if (count == 0) return std::move(schedule_);
+    schedule_.scratch_bytes = between_.scratch_bytes();
+    add_barrier(stage(1, count < lag ? count : count + lag));
+    if (count < lag) add_barrier(stage(1 + lag));
+    reduce_in_node(stage(1), inputs_, layout_, placement_,
+                   [&](int32_t part, int64_t place) { return between_.partial(part, place); });
+    between_.send_partials(stage(1), inputs_);
+    if (!is_reduce || spec_.rank == spec_.root) {
+      copy_out(stage(1 + lag), extents_of_range(output(0), sizes_.chunks), layout_, placement_);
     }
+    stage_inputs(stage(0), inputs_, layout_, placement_);
+    if (is_one_shot_) {
+      between_.complete(stage(2), inputs_, staged());
+      return std::move(schedule_);
+    }
+    complete(is_reduce);
+    if (!is_reduce || placement_.node() == placement_.node_of(spec_.root)) stage_results();
     return std::move(schedule_);
   }
 
  private:
-  bool is_chunk(int64_t chunk) const { return chunk >= 0 && chunk < sizes_.chunks.count; }
-  std::vector<Extent> inputs(int64_t chunk) const {
-    const auto [offset, bytes] = part_of(spec_.bytes, sizes_.chunks.bytes, chunk);
-    return extents_of_range(input(offset), bytes);
+  PipelineStage stage(int64_t lag) { return stage(lag, sizes_.chunks.count); }
+  PipelineStage stage(int64_t lag, int64_t chunks) { return {schedule_, static_cast<int32_t>(lag), chunks}; }
+  RegionOfPlace staged() const {
+    return [this](int64_t place) { return staging(spec_.rank, 0, place); };
   }
-  std::vector<Extent> outputs(int64_t chunk) const {
-    const auto [offset, bytes] = part_of(spec_.bytes, sizes_.chunks.bytes, chunk);
-    return extents_of_range(output(offset), bytes);
-  }
-  RegionOfPlace staged(int64_t chunk) const {
-    return [this, chunk](int64_t place) { return staging(spec_.rank, chunk, place); };
-  }
-
-  void complete_in_staging(int64_t chunk) { between_.complete(schedule_, chunk, inputs(chunk), staged(chunk)); }
 
   // Into scratch: the own slot's place is still read by the ranks that copy an earlier chunk out.
-  void complete(int64_t chunk, bool is_reduce) {
-    const RegionOfPlace completed = [&](int64_t place) { return between_.completed(chunk, place); };
-    between_.complete(schedule_, chunk, inputs(chunk), completed);
+  void complete(bool is_reduce) {
+    const RegionOfPlace completed = [&](int64_t place) { return between_.completed(place); };
+    between_.complete(stage(2), inputs_, completed);
     const std::vector<int32_t> root_node{placement_.node_of(spec_.root)};
-    between_.send_completed(schedule_, is_reduce ? root_node : placement_.other_nodes(), inputs(chunk), completed);
+    between_.send_completed(stage(2), is_reduce ? root_node : placement_.other_nodes(), inputs_, completed);
   }
 
-  void stage_results(int64_t chunk) {
-    for (const Extent& extent : cut(inputs(chunk), layout_.own_slice(layout_.part_of_node(placement_.node())))) {
-      const auto [place, bytes] = extent.places;
-      add_copy(schedule_, staging(spec_.rank, chunk, place), between_.completed(chunk, place), bytes);
+  void stage_results() {
+    for (const Extent& extent : cut(inputs_, layout_.own_slice(layout_.part_of_node(placement_.node())))) {
+      const int64_t place = extent.places.offset_bytes;
+      add_copy(stage(3), staging(spec_.rank, 0, place), between_.completed(place), extent.bytes());
     }
-    between_.receive_completed(schedule_, inputs(chunk), staged(chunk));
+    between_.receive_completed(stage(3), inputs_, staged());
   }
 
   const CollectiveSpec& spec_;
@@ -126,6 +114,7 @@ class Plan {
   const Placement placement_;
   const ChunkLayout layout_;
   const InternodePhases between_;
+  const std::vector<Extent> inputs_;
   Schedule schedule_;
 };
 

@@ -87,12 +87,13 @@ Region InternodePhases::incoming_encoding() const { return advance(outgoing_enco
 
 // Residuals are counted over the whole input: blocks of a list as if they were packed.
 Region InternodePhases::residual_of(ResidualHop hop, const Extent& extent) const {
-  return residual(spec_, hop, extent.tensor.index * spec_.bytes + extent.tensor.offset_bytes);
+  const int64_t first = extent.tensor.index * spec_.bytes + extent.tensor.offset_bytes;
+  return with_stride(residual(spec_, hop, first), extent.tensor.stride_bytes);
 }
 
-Region InternodePhases::partial(int64_t chunk, int32_t part, int64_t place) const {
-  const int64_t slice = chunk % 2 * layout_.part_count() + part;
-  return scratch(slice * slice_bytes_ + place - layout_.own_slice(part).offset_bytes);
+Region InternodePhases::partial(int32_t part, int64_t place) const {
+  const Region first = scratch(part * slice_bytes_ + place - layout_.own_slice(part).offset_bytes);
+  return with_stride(first, layout_.part_count() * slice_bytes_);
 }
 
 Region InternodePhases::incoming(int32_t node, int64_t place) const {
@@ -100,33 +101,34 @@ Region InternodePhases::incoming(int32_t node, int64_t place) const {
   return scratch(slice * slice_bytes_ + place - layout_.own_slice(own_part()).offset_bytes);
 }
 
-Region InternodePhases::completed(int64_t chunk, int64_t place) const {
-  const int64_t slice = 2 * layout_.part_count() + placement_.node_count() + chunk % 2;
-  return scratch(slice * slice_bytes_ + place - layout_.own_slice(own_part()).offset_bytes);
+Region InternodePhases::completed(int64_t place) const {
+  const int64_t slice = 2 * layout_.part_count() + placement_.node_count();
+  return with_stride(scratch(slice * slice_bytes_ + place - layout_.own_slice(own_part()).offset_bytes), slice_bytes_);
 }
 
 // Both ends walk the overlaps of a pair of ranks in the order of places, so their streams of bytes agree.
-void InternodePhases::send_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+void InternodePhases::send_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                                  const RegionOfPlace& source) const {
   for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
     const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
     for (const Extent& extent : cut(extents, common)) {
-      const auto [place, bytes] = extent.places;
-      add_send(schedule, placement_.rank_at(node, peer), source(place), bytes);
+      const int64_t place = extent.places.offset_bytes;
+      add_send(stage, placement_.rank_at(node, peer), source(place), extent.bytes());
     }
   }
 }
 
 // Each message is an encoding of its own.
-void InternodePhases::send_encoded(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+void InternodePhases::send_encoded(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                                    const RegionOfPlace& source) const {
   for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
     const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
     for (const Extent& extent : cut(extents, common)) {
-      const auto [place, bytes] = extent.places;
-      add_encode(schedule, kContributionHop, outgoing_encoding(), source(place), residual_of(kContributionHop, extent),
-                 bytes);
-      add_send_encoding(schedule, spec_, kContributionHop, placement_.rank_at(node, peer), outgoing_encoding(), bytes);
+      const int64_t place = extent.places.offset_bytes;
+      add_encode(stage, kContributionHop, outgoing_encoding(), source(place), residual_of(kContributionHop, extent),
+                 extent.bytes());
+      add_send_encoding(stage, spec_, kContributionHop, placement_.rank_at(node, peer), outgoing_encoding(),
+                        extent.bytes());
     }
   }
 }
@@ -149,107 +151,109 @@ std::vector<Range> InternodePhases::pieces_of(int32_t node, int32_t local_rank) 
 }
 
 // One encoding of each piece for all nodes, so that all get the same bits.
-void InternodePhases::send_completed_encoded(Schedule& schedule, const std::vector<int32_t>& nodes,
+void InternodePhases::send_completed_encoded(PipelineStage stage, const std::vector<int32_t>& nodes,
                                              const std::vector<Extent>& extents, const RegionOfPlace& source) const {
   for (const Range& piece : pieces_of(placement_.node(), placement_.local_rank())) {
     for (const Extent& extent : cut(extents, piece)) {
-      const auto [place, bytes] = extent.places;
-      add_encode(schedule, kResultHop, outgoing_encoding(), source(place), residual_of(kResultHop, extent), bytes);
+      const int64_t place = extent.places.offset_bytes;
+      add_encode(stage, kResultHop, outgoing_encoding(), source(place), residual_of(kResultHop, extent),
+                 extent.bytes());
       for (const int32_t node : nodes) {
         for (int32_t peer = 0; node != placement_.node() && peer < placement_.node_size(node); ++peer) {
           if (overlap(piece, layout_.slice(own_part(), node, peer)).bytes == 0) continue;
-          add_send_encoding(schedule, spec_, kResultHop, placement_.rank_at(node, peer), outgoing_encoding(), bytes);
+          add_send_encoding(stage, spec_, kResultHop, placement_.rank_at(node, peer), outgoing_encoding(),
+                            extent.bytes());
         }
       }
-      add_decode(schedule, kResultHop, source(place), outgoing_encoding(), bytes);
+      add_decode(stage, kResultHop, source(place), outgoing_encoding(), extent.bytes());
     }
   }
 }
 
-void InternodePhases::receive_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+void InternodePhases::receive_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                                     const RegionOfPlace& destination) const {
   for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
     const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
     for (const Extent& extent : cut(extents, common)) {
-      const auto [place, bytes] = extent.places;
+      const int64_t place = extent.places.offset_bytes;
       if (is_encoded()) {
-        receive_encoding(schedule, kContributionHop, placement_.rank_at(node, peer), destination(place), bytes);
+        receive_encoding(stage, kContributionHop, placement_.rank_at(node, peer), destination(place), extent.bytes());
       } else {
-        add_receive(schedule, placement_.rank_at(node, peer), destination(place), bytes);
+        add_receive(stage, placement_.rank_at(node, peer), destination(place), extent.bytes());
       }
     }
   }
 }
 
-void InternodePhases::receive_completed_encoded(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
+void InternodePhases::receive_completed_encoded(PipelineStage stage, int32_t node, const std::vector<Extent>& extents,
                                                 const RegionOfPlace& destination) const {
   const Range own = layout_.own_slice(layout_.part_of_node(node));
   for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
     for (const Range& piece : pieces_of(node, peer)) {
       for (const Extent& extent : cut(extents, overlap(own, piece))) {
-        const auto [place, bytes] = extent.places;
-        receive_encoding(schedule, kResultHop, placement_.rank_at(node, peer), destination(place), bytes);
+        const int64_t place = extent.places.offset_bytes;
+        receive_encoding(stage, kResultHop, placement_.rank_at(node, peer), destination(place), extent.bytes());
       }
     }
   }
 }
 
-void InternodePhases::receive_encoding(Schedule& schedule, ResidualHop hop, int32_t rank, Region destination,
-                                       int64_t bytes) const {
-  add_receive_encoding(schedule, spec_, hop, rank, incoming_encoding(), bytes);
-  add_decode(schedule, hop, destination, incoming_encoding(), bytes);
+void InternodePhases::receive_encoding(PipelineStage stage, ResidualHop hop, int32_t rank, Region destination,
+                                       StepBytes bytes) const {
+  add_receive_encoding(stage, spec_, hop, rank, incoming_encoding(), bytes);
+  add_decode(stage, hop, destination, incoming_encoding(), bytes);
 }
 
-void InternodePhases::send_partials(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents) const {
+void InternodePhases::send_partials(PipelineStage stage, const std::vector<Extent>& extents) const {
   for (const int32_t node : placement_.other_nodes()) {
     const int32_t part = layout_.part_of_node(node);
-    const RegionOfPlace source = [&](int64_t place) { return partial(chunk, part, place); };
+    const RegionOfPlace source = [&](int64_t place) { return partial(part, place); };
     if (is_encoded()) {
-      send_encoded(schedule, part, node, extents, source);
+      send_encoded(stage, part, node, extents, source);
     } else {
-      send_slice(schedule, part, node, extents, source);
+      send_slice(stage, part, node, extents, source);
     }
   }
 }
 
-void InternodePhases::complete(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents,
+void InternodePhases::complete(PipelineStage stage, const std::vector<Extent>& extents,
                                const RegionOfPlace& destination) const {
   const int32_t part = own_part();
   for (auto node = placement_.other_nodes().rbegin(); node != placement_.other_nodes().rend(); ++node) {
-    receive_slice(schedule, part, *node, extents, [&](int64_t place) { return incoming(*node, place); });
+    receive_slice(stage, part, *node, extents, [&](int64_t place) { return incoming(*node, place); });
   }
   std::vector<Region> sources(placement_.node_count());
   for (const Extent& extent : cut(extents, layout_.own_slice(part))) {
-    const auto [place, bytes] = extent.places;
+    const int64_t place = extent.places.offset_bytes;
     if (is_encoded() && spec_.codec->selects()) {
-      add_round_trip(schedule, kContributionHop, partial(chunk, part, place), partial(chunk, part, place),
-                     outgoing_encoding(), residual_of(kContributionHop, extent), bytes);
+      add_round_trip(stage, kContributionHop, partial(part, place), partial(part, place), outgoing_encoding(),
+                     residual_of(kContributionHop, extent), extent.bytes());
     }
     for (int32_t node = 0; node < placement_.node_count(); ++node) {
-      sources[node] = node == placement_.node() ? partial(chunk, part, place) : incoming(node, place);
+      sources[node] = node == placement_.node() ? partial(part, place) : incoming(node, place);
     }
-    add_reduce(schedule, destination(place), sources, bytes, ReduceScope::kOfNodes);
+    add_reduce(stage, destination(place), sources, extent.bytes(), ReduceScope::kOfNodes);
   }
 }
 
-void InternodePhases::send_completed(Schedule& schedule, const std::vector<int32_t>& nodes,
+void InternodePhases::send_completed(PipelineStage stage, const std::vector<int32_t>& nodes,
                                      const std::vector<Extent>& extents, const RegionOfPlace& source) const {
-  if (is_encoded()) return send_completed_encoded(schedule, nodes, extents, source);
+  if (is_encoded()) return send_completed_encoded(stage, nodes, extents, source);
   for (const int32_t node : nodes) {
-    if (node != placement_.node()) send_slice(schedule, own_part(), node, extents, source);
+    if (node != placement_.node()) send_slice(stage, own_part(), node, extents, source);
   }
 }
 
-void InternodePhases::receive_completed(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
+void InternodePhases::receive_completed(PipelineStage stage, int32_t node, const std::vector<Extent>& extents,
                                         const RegionOfPlace& destination) const {
-  if (is_encoded()) return receive_completed_encoded(schedule, node, extents, destination);
-  receive_slice(schedule, layout_.part_of_node(node), node, extents, destination);
+  if (is_encoded()) return receive_completed_encoded(stage, node, extents, destination);
+  receive_slice(stage, layout_.part_of_node(node), node, extents, destination);
 }
 
-void InternodePhases::receive_completed(Schedule& schedule, const std::vector<Extent>& extents,
+void InternodePhases::receive_completed(PipelineStage stage, const std::vector<Extent>& extents,
                                         const RegionOfPlace& destination) const {
   for (auto node = placement_.other_nodes().rbegin(); node != placement_.other_nodes().rend(); ++node) {
-    receive_completed(schedule, *node, extents, destination);
+    receive_completed(stage, *node, extents, destination);
   }
 }
 

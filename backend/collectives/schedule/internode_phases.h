@@ -42,28 +42,27 @@ BlockPieces cut_blocks(const CollectiveSpec& spec, int32_t messages_under_way);
 
 class InternodePhases {
  public:
-  // All must outlive this object. `extents` in the following are those of the chunk, at input or output alike.
+  // All must outlive this object. `extents` in the following are those of the chunks, at input or output alike.
   InternodePhases(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout);
 
   int64_t scratch_bytes() const;
 
   // Scratch for this rank's slice of a part, summed over its node; two chunks may be under way.
-  Region partial(int64_t chunk, int32_t part, int64_t place) const;
+  Region partial(int32_t part, int64_t place) const;
   // Scratch for this rank's slice of its node's part, summed over all nodes; two chunks may be under way.
-  Region completed(int64_t chunk, int64_t place) const;
+  Region completed(int64_t place) const;
 
   // Sends the partial sums of each other node's part to that node.
-  void send_partials(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents) const;
+  void send_partials(PipelineStage stage, const std::vector<Extent>& extents) const;
   // Receives the other nodes' partial sums of this node's part and adds all in node order.
-  void complete(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents,
-                const RegionOfPlace& destination) const;
+  void complete(PipelineStage stage, const std::vector<Extent>& extents, const RegionOfPlace& destination) const;
   // Sends this rank's slice of its node's part to `nodes`; with a codec `source` becomes what they will decode.
-  void send_completed(Schedule& schedule, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents,
+  void send_completed(PipelineStage stage, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents,
                       const RegionOfPlace& source) const;
   // Receives this rank's slice of the part of another node, or of all other nodes.
-  void receive_completed(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
+  void receive_completed(PipelineStage stage, int32_t node, const std::vector<Extent>& extents,
                          const RegionOfPlace& destination) const;
-  void receive_completed(Schedule& schedule, const std::vector<Extent>& extents,
+  void receive_completed(PipelineStage stage, const std::vector<Extent>& extents,
                          const RegionOfPlace& destination) const;
 
  private:
@@ -73,17 +72,17 @@ class InternodePhases {
   Region outgoing_encoding() const;
   Region incoming_encoding() const;
   Region residual_of(ResidualHop hop, const Extent& extent) const;
-  void send_encoded(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+  void send_encoded(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                     const RegionOfPlace& source) const;
-  void send_completed_encoded(Schedule& schedule, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents,
-                              const RegionOfPlace& source) const;
-  void receive_completed_encoded(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
+  void send_completed_encoded(PipelineStage stage, const std::vector<int32_t>& nodes,
+                              const std::vector<Extent>& extents, const RegionOfPlace& source) const;
+  void receive_completed_encoded(PipelineStage stage, int32_t node, const std::vector<Extent>& extents,
                                  const RegionOfPlace& destination) const;
-  void receive_encoding(Schedule& schedule, ResidualHop hop, int32_t rank, Region destination, int64_t bytes) const;
+  void receive_encoding(PipelineStage stage, ResidualHop hop, int32_t rank, Region destination, StepBytes bytes) const;
   std::vector<Range> pieces_of(int32_t node, int32_t local_rank) const;
-  void send_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+  void send_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                   const RegionOfPlace& source) const;
-  void receive_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+  void receive_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                      const RegionOfPlace& destination) const;
   int32_t own_part() const { return layout_.part_of_node(placement_.node()); }
 

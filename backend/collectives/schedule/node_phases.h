@@ -17,17 +17,17 @@
 namespace zeropg {
 
 // Copies what the other ranks of the node will reduce into the own slot.
-void stage_inputs(Schedule& schedule, int64_t chunk, const std::vector<Extent>& inputs, const ChunkLayout& layout,
+void stage_inputs(PipelineStage stage, const std::vector<Extent>& inputs, const ChunkLayout& layout,
                   const Placement& placement);
 
 // Reduces the own slice of every part over the ranks of the node into `partial`.
 using PartialOfPlace = std::function<Region(int32_t part, int64_t place)>;
-void reduce_in_node(Schedule& schedule, int64_t chunk, const std::vector<Extent>& inputs, const ChunkLayout& layout,
+void reduce_in_node(PipelineStage stage, const std::vector<Extent>& inputs, const ChunkLayout& layout,
                     const Placement& placement, const PartialOfPlace& partial,
                     ReduceScope scope = ReduceScope::kOfRanks);
 
 // Copies the slices of all ranks of the node, complete in their slots, to the own output (`is_streaming`: schedule.h).
-void copy_out(Schedule& schedule, int64_t chunk, const std::vector<Extent>& outputs, const ChunkLayout& layout,
+void copy_out(PipelineStage stage, const std::vector<Extent>& outputs, const ChunkLayout& layout,
               const Placement& placement, bool is_streaming = false);
 
 }  // namespace zeropg
