@@ -39,23 +39,9 @@ CollectiveSpec spec_of(const EstimateRequest& request) {
   return spec;
 }
 
-void check(const EstimateRequest& request, const CollectiveSpec& spec) {
-  const auto refuse = [](const std::string& what) { throw std::invalid_argument("estimate: " + what); };
-  if (spec.world_size < 1) refuse("there are no ranks; give the ranks of at least one node");
-  if (std::any_of(request.nodes.begin(), request.nodes.end(), [](const auto& node) { return node.empty(); })) {
-    refuse("a node has no ranks; leave it out");
-  }
-  if (request.element_bytes < 1 || request.bytes < 0 || request.bytes % request.element_bytes != 0) {
-    refuse(std::to_string(request.bytes) + " bytes are not a whole number of elements of " +
-           std::to_string(request.element_bytes) + " bytes");
-  }
-  if (request.bytes > kMostBytes / spec.world_size) {
-    refuse(std::to_string(request.bytes) + " bytes for each of " + std::to_string(spec.world_size) +
-           " ranks are more than a machine can address");
-  }
-  if (request.root < 0 || request.root >= spec.world_size) {
-    refuse("root " + std::to_string(request.root) + " is not one of " + std::to_string(spec.world_size) + " ranks");
-  }
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("estimate: " + what); }
+
+void check_links(const EstimateRequest& request) {
   if (!request.node_bytes_per_us.empty() && request.node_bytes_per_us.size() != request.nodes.size()) {
     refuse(std::to_string(request.node_bytes_per_us.size()) + " link speeds for " +
            std::to_string(request.nodes.size()) + " nodes; give one per node");
@@ -76,6 +62,25 @@ void check(const EstimateRequest& request, const CollectiveSpec& spec) {
            std::to_string(request.nodes.size()) + " nodes, among " + std::to_string(request.rack_bytes_per_us.size()) +
            " racks; give the rack of each node");
   }
+}
+
+void check(const EstimateRequest& request, const CollectiveSpec& spec) {
+  if (spec.world_size < 1) refuse("there are no ranks; give the ranks of at least one node");
+  if (std::any_of(request.nodes.begin(), request.nodes.end(), [](const auto& node) { return node.empty(); })) {
+    refuse("a node has no ranks; leave it out");
+  }
+  if (request.element_bytes < 1 || request.bytes < 0 || request.bytes % request.element_bytes != 0) {
+    refuse(std::to_string(request.bytes) + " bytes are not a whole number of elements of " +
+           std::to_string(request.element_bytes) + " bytes");
+  }
+  if (request.bytes > kMostBytes / spec.world_size) {
+    refuse(std::to_string(request.bytes) + " bytes for each of " + std::to_string(spec.world_size) +
+           " ranks are more than a machine can address");
+  }
+  if (request.root < 0 || request.root >= spec.world_size) {
+    refuse("root " + std::to_string(request.root) + " is not one of " + std::to_string(spec.world_size) + " ranks");
+  }
+  check_links(request);
 }
 
 // What a rank has of its node's link, and of its rack's uplink, which all ranks behind them share.

@@ -16,14 +16,19 @@ struct RankInNode {
   int32_t local_rank = 0;
 };
 
+struct SentMessage {
+  double arrival_us;
+  bool is_empty;  // a header alone: the next message of that pair takes it along
+};
+
 struct TimedRank {
   ScheduleCursor cursor;
   int32_t rank;
   int32_t timed;  // its node's place in TimedGroup::timed
   RankClock clock{};
   bool is_at_barrier = false;
-  std::unordered_map<int64_t, std::vector<double>> sent{};  // arrivals, by where to
-  std::unordered_map<int32_t, size_t> received{};           // messages, by sender
+  std::unordered_map<int64_t, std::vector<SentMessage>> sent{};  // by where to
+  std::unordered_map<int32_t, size_t> received{};                // messages, by sender
 };
 
 class TimeSimulation {
@@ -117,8 +122,9 @@ class TimeSimulation {
     const int64_t bytes = typical_message_bytes(step, group_.codec);
     const SimulatedLink link = group_.link(rank.rank, step.peer);
     const bool is_near_peer = is_near(rank.rank, step.peer);
-    rank.sent[way(rank.rank, step.peer)].push_back(is_near_peer ? rank.clock.send_near(link, bytes)
-                                                                : rank.clock.send_far(link, bytes, group_.model));
+    const double arrival_us =
+        is_near_peer ? rank.clock.send_near(link, bytes) : rank.clock.send_far(link, bytes, group_.model);
+    rank.sent[way(rank.rank, step.peer)].push_back({arrival_us, bytes == 0});
   }
 
   bool receive(TimedRank& rank, const Step& step) {
@@ -126,8 +132,11 @@ class TimeSimulation {
     const TimedRank& sender = ranks_[first_ranks_[group_.stands_for[from.node]] + from.local_rank];
     const auto sent = sender.sent.find(way(step.peer, rank.rank));
     size_t& received = rank.received[step.peer];
-    if (sent == sender.sent.end() || received == sent->second.size()) return false;
-    const double arrival_us = sent->second[received++];
+    if (sent == sender.sent.end()) return false;
+    const std::vector<SentMessage>& messages = sent->second;
+    while (step.bytes > 0 && received < messages.size() && messages[received].is_empty) ++received;
+    if (received == messages.size()) return false;
+    const double arrival_us = messages[received++].arrival_us;
     if (is_near(rank.rank, step.peer)) {
       rank.clock.receive_near(arrival_us);
     } else {

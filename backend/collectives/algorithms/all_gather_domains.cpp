@@ -7,9 +7,9 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/domain_phases.h"
+#include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/domain_phases.h"
-#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/steps.h"
 #include "backend/platform/cpu/copy.h"
 
@@ -19,6 +19,8 @@ Schedule plan_all_gather_domains(const CollectiveSpec& spec) {
   const DomainPieces pieces = cut_blocks_over_domains(spec);
   const Placement placement = Placement::over_domains(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
+  const SlotLayout slots(layout);
+  const NodeLayout in_domain{placement, layout, slots};
   const DomainPhases between(spec, placement, layout);
   Schedule schedule = make_schedule("all_gather_domains", pieces.chunks.count);
   if (pieces.chunks.count == 0) return schedule;
@@ -28,7 +30,7 @@ Schedule plan_all_gather_domains(const CollectiveSpec& spec) {
   const bool is_streaming = spec.world_size * spec.bytes >= kStreamingBytes;
   add_barrier({schedule, 1, pieces.chunks.count + 1});
   between.fetch(stage(1), outputs);
-  copy_out(stage(2), outputs, layout, placement, is_streaming);
+  copy_out(stage(2), outputs, in_domain, is_streaming);
   add_copy(stage(0), between.completed(own_place), with_stride(input(0), pieces.chunks.bytes), pieces.chunks);
   return schedule;
 }

@@ -16,9 +16,9 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/domain_phases.h"
+#include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/domain_phases.h"
-#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/steps.h"
 
 namespace zeropg {
@@ -33,6 +33,8 @@ Schedule plan_all_reduce_domains(const CollectiveSpec& spec) {
   const DomainPieces pieces = cut_over_domains(spec);
   const Placement placement = Placement::over_domains(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
+  const SlotLayout slots(layout);
+  const NodeLayout in_domain{placement, layout, slots};
   const DomainPhases between(spec, placement, layout);
   Schedule schedule = make_schedule("all_reduce_domains", pieces.chunks.count);
   if (pieces.chunks.count == 0) return schedule;
@@ -42,11 +44,11 @@ Schedule plan_all_reduce_domains(const CollectiveSpec& spec) {
   const std::vector<Extent> outputs = extents_of_range(output(0), chunks);
   add_barrier({schedule, 1, chunks.count + kLag});
   const auto partial = [&](int32_t part, int64_t place) { return between.partial(part, place); };
-  reduce_in_node(stage(1), inputs, layout, placement, partial, ReduceScope::kOfRanksOfDomain);
+  reduce_in_node(stage(1), inputs, in_domain, partial, ReduceScope::kOfRanksOfDomain);
   between.complete(stage(2), inputs, [&](int64_t place) { return between.completed(place); });
   between.fetch(stage(3), outputs);
-  copy_out(stage(1 + kLag), outputs, layout, placement);
-  stage_inputs(stage(0), inputs, layout, placement);
+  copy_out(stage(1 + kLag), outputs, in_domain);
+  stage_inputs(stage(0), inputs, in_domain);
   return schedule;
 }
 

@@ -7,9 +7,9 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/domain_phases.h"
+#include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/domain_phases.h"
-#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/steps.h"
 #include "backend/platform/cpu/copy.h"
 
@@ -28,6 +28,8 @@ Schedule plan_broadcast_domains(const CollectiveSpec& spec) {
   const Chunks chunks = chunks_of(spec);
   const Placement placement = Placement::over_domains(spec);
   const ChunkLayout layout = ChunkLayout::of_one_part(placement, chunks.bytes, cut_chunk(spec, 1).alignment);
+  const SlotLayout slots(layout);
+  const NodeLayout in_domain{placement, layout, slots};
   Schedule schedule = make_schedule("broadcast_domains", chunks.count);
   if (chunks.count == 0) return schedule;
   const bool is_near_root = placement.node() == placement.node_of(spec.root);
@@ -44,7 +46,7 @@ Schedule plan_broadcast_domains(const CollectiveSpec& spec) {
       const int64_t place = extent.places.offset_bytes;
       add_copy(stage(1), staging(spec.rank, 0, place), staging(spec.root, 0, place), extent.bytes());
     }
-    copy_out(stage(2), outputs, layout, placement, is_streaming);
+    copy_out(stage(2), outputs, in_domain, is_streaming);
   }
   return schedule;
 }

@@ -7,9 +7,9 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/internode_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
 #include "backend/collectives/schedule/chunk_layout.h"
-#include "backend/collectives/schedule/internode_phases.h"
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/steps.h"
 
@@ -97,7 +97,8 @@ Cost cost(const CollectiveSpec& spec, double hops, double copies_of_root) {
   return {.barriers = 1.0 + sizes_of(spec).chunks.count,
           .memory_bytes = 2.0 * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : hops,
-          .network_bytes = copies_of_root * spec.bytes};
+          .network_bytes = copies_of_root * spec.bytes,
+          .messages = (1.0 + copies_of_root) * sizes_of(spec).chunks.count};
 }
 
 }  // namespace

@@ -39,7 +39,8 @@ Cost cost_gather_staged(const CollectiveSpec& spec) {
   return {.barriers = chunks,
           .memory_bytes = 2.0 * (spec.world_size - far) * spec.bytes,
           .network_hops = far > 0 ? 1.0 : 0,
-          .network_bytes = far * spec.bytes};
+          .network_bytes = far * spec.bytes,
+          .messages = far * chunks};
 }
 
 }  // namespace zeropg

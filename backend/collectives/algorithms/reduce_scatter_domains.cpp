@@ -6,9 +6,9 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/domain_phases.h"
+#include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/domain_phases.h"
-#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/steps.h"
 
 namespace zeropg {
@@ -17,6 +17,8 @@ Schedule plan_reduce_scatter_domains(const CollectiveSpec& spec) {
   const DomainPieces pieces = cut_blocks_over_domains(spec);
   const Placement placement = Placement::over_domains(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
+  const SlotLayout slots(layout);
+  const NodeLayout in_domain{placement, layout, slots};
   const DomainPhases between(spec, placement, layout);
   Schedule schedule = make_schedule("reduce_scatter_domains", pieces.chunks.count);
   if (pieces.chunks.count == 0) return schedule;
@@ -25,10 +27,10 @@ Schedule plan_reduce_scatter_domains(const CollectiveSpec& spec) {
   const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;
   add_barrier({schedule, 1, pieces.chunks.count + 1});
   const auto partial = [&](int32_t part, int64_t place) { return between.partial(part, place); };
-  reduce_in_node(stage(1), inputs, layout, placement, partial, ReduceScope::kOfRanksOfDomain);
+  reduce_in_node(stage(1), inputs, in_domain, partial, ReduceScope::kOfRanksOfDomain);
   between.complete(stage(2), inputs,
                    [&](int64_t place) { return with_stride(output(place - first_place), pieces.chunks.bytes); });
-  stage_inputs(stage(0), inputs, layout, placement);
+  stage_inputs(stage(0), inputs, in_domain);
   return schedule;
 }
 

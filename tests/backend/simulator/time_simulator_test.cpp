@@ -69,7 +69,7 @@ TEST(TimeSimulatorTest, OneNodeStandsForAllThatAreLikeIt) {
 TEST(TimeSimulatorTest, AFewChunksTellTheTimeOfMany) {
   const Nodes nodes = nodes_of_sizes({2, 2, 2});
   for (const char* name : {"all_reduce_hierarchical", "all_gather_hierarchical", "broadcast_chain"}) {
-    const SimulatedCollective collective(*find_algorithm(name), shape_of(nodes, 1 << 17));
+    const SimulatedCollective collective(*find_algorithm(name), shape_of(nodes, 1 << 18));
     const auto time_of = [&](int64_t chunks) {
       TimedGroup group = group_of(collective, nodes, 3);
       for (TimedNode& node : group.timed) {

@@ -28,9 +28,12 @@ namespace zeropg {
 bool can_exchange(const CollectiveSpec& spec, int32_t piece_count, int32_t messages_under_way);
 // A cache line where lines fit banks and window, else the element.
 int64_t exchange_alignment(const CollectiveSpec& spec, int32_t piece_count, int32_t messages_under_way);
-// The most bytes of a staging slot for one chunk: longer than within a node, as a message costs more than a barrier,
-// but such that a large tensor has several chunks to overlap.
+// The most bytes of a chunk that a staging slot holds: longer than within a node, as a message costs more than a
+// barrier, but such that a large tensor has several chunks to overlap.
+int64_t network_slot_bytes(const CollectiveSpec& spec);
 int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment);
+// Of a chunk with a part for each node, which may be longer: Note [Groups of parts] in slot_layout.h.
+int64_t parted_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment);
 int64_t largest_message_bytes(const CollectiveSpec& spec, int32_t messages_under_way, int64_t alignment);
 
 // The cut of collectives whose chunks hold a piece of every rank's block.
@@ -39,6 +42,7 @@ struct BlockPieces {
   Chunks chunks{};  // of one block
 };
 BlockPieces cut_blocks(const CollectiveSpec& spec, int32_t messages_under_way);
+int32_t group_count(const CollectiveSpec& spec, const BlockPieces& pieces);  // in a chunk: slot_layout.h
 
 class InternodePhases {
  public:
@@ -52,17 +56,15 @@ class InternodePhases {
   // Scratch for this rank's slice of its node's part, summed over all nodes; two chunks may be under way.
   Region completed(int64_t place) const;
 
-  // Sends the partial sums of each other node's part to that node.
-  void send_partials(PipelineStage stage, const std::vector<Extent>& extents) const;
+  // Sends the partial sums of the parts of `nodes`, not the own one, to them.
+  void send_partials(PipelineStage stage, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents) const;
   // Receives the other nodes' partial sums of this node's part and adds all in node order.
   void complete(PipelineStage stage, const std::vector<Extent>& extents, const RegionOfPlace& destination) const;
   // Sends this rank's slice of its node's part to `nodes`; with a codec `source` becomes what they will decode.
   void send_completed(PipelineStage stage, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents,
                       const RegionOfPlace& source) const;
-  // Receives this rank's slice of the part of another node, or of all other nodes.
+  // Receives this rank's slice of the part of another node.
   void receive_completed(PipelineStage stage, int32_t node, const std::vector<Extent>& extents,
-                         const RegionOfPlace& destination) const;
-  void receive_completed(PipelineStage stage, const std::vector<Extent>& extents,
                          const RegionOfPlace& destination) const;
 
  private:

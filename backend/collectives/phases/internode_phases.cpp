@@ -1,4 +1,4 @@
-#include "backend/collectives/schedule/internode_phases.h"
+#include "backend/collectives/phases/internode_phases.h"
 
 #include <algorithm>
 #include <iterator>
@@ -6,6 +6,7 @@
 #include <set>
 
 #include "backend/collectives/schedule/encodings.h"
+#include "backend/collectives/schedule/slot_layout.h"
 #include "backend/collectives/schedule/steps.h"
 
 namespace zeropg {
@@ -16,6 +17,10 @@ namespace {
 constexpr int64_t kMostChunkBytes = 512 << 10;
 constexpr int64_t kLeastChunkBytes = 64 << 10;
 constexpr int64_t kChunksToOverlap = 4;
+// A message costs its two ends some 27 us of CPU together, beside its bytes. 16 KiB take 13 us at 10 Gb/s, which eight
+// ranks of a node share; so its cost is a fraction of the link's time there, and at 4 KiB as much.
+constexpr int64_t kLeastMessageBytes = 4 << 10;
+constexpr int64_t kMostMessageBytes = 16 << 10;
 
 int64_t whole_lines(int64_t bytes) { return part_count(bytes, kCacheLineBytes) * kCacheLineBytes; }
 
@@ -40,9 +45,22 @@ int64_t exchange_alignment(const CollectiveSpec& spec, int32_t piece_count, int3
   return has_lines ? kCacheLineBytes : spec.element_bytes;
 }
 
+int64_t network_slot_bytes(const CollectiveSpec& spec) { return std::min(spec.bank_bytes, kMostChunkBytes); }
+
 int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment) {
-  const int64_t wanted = std::clamp(total_bytes / kChunksToOverlap, kLeastChunkBytes, kMostChunkBytes);
-  return std::min(spec.bank_bytes, wanted) / alignment * alignment;
+  const int64_t wanted = std::max(total_bytes / kChunksToOverlap, kLeastChunkBytes);
+  return std::min(network_slot_bytes(spec), wanted) / alignment * alignment;
+}
+
+int64_t parted_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment) {
+  const int64_t messages = int64_t{node_count(spec)} * largest_node_size(spec);
+  const int64_t wanted =
+      std::clamp(total_bytes / kChunksToOverlap, messages * kLeastMessageBytes, messages * kMostMessageBytes);
+  // Each part fits a slot. All parts are equal, so that they have the same places in it.
+  const int64_t parts = int64_t{node_count(spec)} * alignment;
+  const int64_t most = network_slot_bytes(spec) / alignment * parts;
+  const int64_t one_slot = network_chunk_bytes(spec, total_bytes, alignment);
+  return std::max(one_slot, std::min(wanted, most) / parts * parts);
 }
 
 int64_t largest_message_bytes(const CollectiveSpec& spec, int32_t messages_under_way, int64_t alignment) {
@@ -55,10 +73,20 @@ int64_t largest_message_bytes(const CollectiveSpec& spec, int32_t messages_under
 
 BlockPieces cut_blocks(const CollectiveSpec& spec, int32_t messages_under_way) {
   const int64_t alignment = exchange_alignment(spec, spec.world_size, messages_under_way);
-  const int64_t slot_bytes = network_chunk_bytes(spec, spec.world_size * spec.bytes, alignment);
-  const int64_t most = std::min(std::max(slot_bytes / spec.world_size / alignment, int64_t{1}) * alignment,
-                                largest_message_bytes(spec, messages_under_way, alignment));
-  return {alignment, equal_chunks(spec.bytes, most, alignment)};
+  const int64_t total_bytes = spec.world_size * spec.bytes;
+  const int64_t in_slot = network_chunk_bytes(spec, total_bytes, alignment) / spec.world_size;
+  const int64_t wanted = std::clamp(spec.bytes / kChunksToOverlap, kLeastMessageBytes, kMostMessageBytes);
+  // The part of the largest node fits a slot.
+  const int64_t most = std::min(wanted, network_slot_bytes(spec) / largest_node_size(spec));
+  const int64_t bytes = std::max(std::max(in_slot, most) / alignment, int64_t{1}) * alignment;
+  return {
+      alignment,
+      equal_chunks(spec.bytes, std::min(bytes, largest_message_bytes(spec, messages_under_way, alignment)), alignment)};
+}
+
+int32_t group_count(const CollectiveSpec& spec, const BlockPieces& pieces) {
+  if (spec.world_size * pieces.chunks.bytes <= network_slot_bytes(spec)) return 1;
+  return group_count(node_count(spec), largest_node_size(spec) * pieces.chunks.bytes, network_slot_bytes(spec));
 }
 
 InternodePhases::InternodePhases(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout)
@@ -204,8 +232,9 @@ void InternodePhases::receive_encoding(PipelineStage stage, ResidualHop hop, int
   add_decode(stage, hop, destination, incoming_encoding(), bytes);
 }
 
-void InternodePhases::send_partials(PipelineStage stage, const std::vector<Extent>& extents) const {
-  for (const int32_t node : placement_.other_nodes()) {
+void InternodePhases::send_partials(PipelineStage stage, const std::vector<int32_t>& nodes,
+                                    const std::vector<Extent>& extents) const {
+  for (const int32_t node : nodes) {
     const int32_t part = layout_.part_of_node(node);
     const RegionOfPlace source = [&](int64_t place) { return partial(part, place); };
     if (is_encoded()) {
@@ -248,13 +277,6 @@ void InternodePhases::receive_completed(PipelineStage stage, int32_t node, const
                                         const RegionOfPlace& destination) const {
   if (is_encoded()) return receive_completed_encoded(stage, node, extents, destination);
   receive_slice(stage, layout_.part_of_node(node), node, extents, destination);
-}
-
-void InternodePhases::receive_completed(PipelineStage stage, const std::vector<Extent>& extents,
-                                        const RegionOfPlace& destination) const {
-  for (auto node = placement_.other_nodes().rbegin(); node != placement_.other_nodes().rend(); ++node) {
-    receive_completed(stage, *node, extents, destination);
-  }
 }
 
 }  // namespace zeropg

@@ -1,4 +1,4 @@
-#include "backend/collectives/schedule/domain_phases.h"
+#include "backend/collectives/phases/domain_phases.h"
 
 #include <algorithm>
 
