@@ -7,6 +7,7 @@
 
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/schedule_cursor.h"
+#include "backend/collectives/schedule/steps.h"
 #include "backend/collectives/select/registry.h"
 #include "backend/simulator/time_simulator.h"
 
@@ -19,6 +20,7 @@ constexpr int32_t kMostNodesEach = 16;       // that are simulated one by one wh
 constexpr double kMostStepsAsTheyAre = 1e6;  // of all ranks; of more, long loops are not run to their end
 constexpr int64_t kFewChunks = 8;            // longer than any pipeline within a rank
 constexpr double kMostPlanBytes = 4e8;
+constexpr int64_t kMostRounding = 20;  // sizes are rounded by at most this part of themselves
 
 CollectiveSpec spec_of(const EstimateRequest& request) {
   CollectiveSpec spec{.op = request.op,
@@ -136,22 +138,37 @@ struct Representation {
   std::vector<int32_t> stands_for{};  // by node: a place in `nodes`
 };
 
-Schedule plan_of(const Algorithm& algorithm, CollectiveSpec spec, int32_t rank) {
+Schedule plan_of(const Algorithm& algorithm, CollectiveSpec& spec, int32_t rank) {
   spec.rank = rank;
   return algorithm.plan(spec);
 }
 
+// As if the last chunk were as long as the others: it may have bytes for some nodes only.
+Schedule with_whole_chunks(Schedule schedule) {
+  size_t begin = 0;
+  for (size_t loop = 0; loop <= schedule.loop_ends.size(); ++loop) {
+    const size_t end = loop < schedule.loop_ends.size() ? schedule.loop_ends[loop] : schedule.steps.size();
+    const int64_t most = most_chunks(schedule, begin, end);
+    for (; begin < end; ++begin) {
+      Step& step = schedule.steps[begin];
+      if (step.kind != StepKind::kBarrier && step.chunks > 1) step.chunks = std::max(step.chunks, most);
+      step.last_bytes = step.bytes;
+    }
+  }
+  return schedule;
+}
+
 // Whether the first ranks of two nodes have the same plans but for whom they talk to, who are at the same distance.
-bool is_same_from_every_node(const Algorithm& algorithm, const CollectiveSpec& spec, const Placement& placement) {
+bool is_same_from_every_node(const Algorithm& algorithm, CollectiveSpec& spec, const Placement& placement) {
   const int32_t nodes = placement.node_count();
   for (int32_t node = 0; node < nodes; ++node) {
     if (placement.node_size(node) != placement.node_size(0)) return false;
   }
-  const Schedule first = plan_of(algorithm, spec, placement.rank_at(0, 0));
-  const Schedule other = plan_of(algorithm, spec, placement.rank_at(nodes / 2, 0));
+  const Schedule first = with_whole_chunks(plan_of(algorithm, spec, placement.rank_at(0, 0)));
+  const Schedule other = with_whole_chunks(plan_of(algorithm, spec, placement.rank_at(nodes / 2, 0)));
   const auto is_alike = [&](const Step& a, const Step& b) {
-    if (a.kind != b.kind || a.bytes != b.bytes || a.last_bytes != b.last_bytes || a.chunks != b.chunks ||
-        a.lag != b.lag || (a.peer < 0) != (b.peer < 0)) {
+    if (a.kind != b.kind || a.bytes != b.bytes || a.chunks != b.chunks || a.lag != b.lag ||
+        (a.peer < 0) != (b.peer < 0)) {
       return false;
     }
     return a.peer < 0 || (placement.local_rank_of(a.peer) == placement.local_rank_of(b.peer) &&
@@ -160,10 +177,8 @@ bool is_same_from_every_node(const Algorithm& algorithm, const CollectiveSpec& s
   return std::equal(first.steps.begin(), first.steps.end(), other.steps.begin(), other.steps.end(), is_alike);
 }
 
-Representation represent(const EstimateRequest& request, const Algorithm& algorithm, const CollectiveSpec& spec,
-                         const Placement& placement) {
+Representation represent(const EstimateRequest& request, const Placement& placement, bool is_same) {
   Representation result;
-  const bool is_same = placement.node_count() > kMostNodesEach && is_same_from_every_node(algorithm, spec, placement);
   const LinkShares shares = link_shares(request);
   std::map<std::pair<double, double>, int32_t> by_speed;
   for (int32_t node = 0; node < placement.node_count(); ++node) {
@@ -177,23 +192,33 @@ Representation represent(const EstimateRequest& request, const Algorithm& algori
 }
 
 // What a group runs, on the nodes that are simulated; none of them where their plans are too large.
-TimedGroup timed_group(const EstimateRequest& request, const Algorithm& algorithm, const CollectiveSpec& spec,
+TimedGroup timed_group(const EstimateRequest& request, const Algorithm& algorithm, CollectiveSpec spec,
                        const Placement& placement) {
-  Representation represented = represent(request, algorithm, spec, placement);
+  const bool is_same = placement.node_count() > kMostNodesEach && is_same_from_every_node(algorithm, spec, placement);
+  const auto root_bytes = static_cast<double>(memory_bytes(plan_of(algorithm, spec, spec.root)));
+  const int32_t other_than_root = (spec.root + spec.world_size / 2) % spec.world_size;
+  const auto bytes = static_cast<double>(memory_bytes(plan_of(algorithm, spec, other_than_root)));
+  if (!is_same && root_bytes + bytes * (spec.world_size - 1) > kMostPlanBytes) return {};
+  Representation represented = represent(request, placement, is_same);
   TimedGroup group{.nodes = request.nodes,
                    .stands_for = std::move(represented.stands_for),
                    .link = links_of(request, placement),
                    .model = request.model};
-  double bytes = 0;
   for (const int32_t node : represented.nodes) {
     group.timed.push_back({.node = node});
     for (const int32_t rank : group.nodes[node]) {
-      group.timed.back().schedules.push_back(plan_of(algorithm, spec, rank));
-      bytes += static_cast<double>(memory_bytes(group.timed.back().schedules.back()));
+      Schedule plan = plan_of(algorithm, spec, rank);
+      group.timed.back().schedules.push_back(is_same ? with_whole_chunks(std::move(plan)) : std::move(plan));
     }
-    if (bytes > kMostPlanBytes) return {};
   }
   return group;
+}
+
+// A little more bytes, or as many, that all ranks of nodes of one size divide into whole cache lines.
+CollectiveSpec with_equal_parts(CollectiveSpec spec) {
+  const int64_t lines = int64_t{spec.world_size} * kCacheLineBytes;
+  if (spec.bytes >= kMostRounding * lines) spec.bytes = part_count(spec.bytes, lines) * lines;
+  return spec;
 }
 
 double steps_of(const TimedGroup& group) {
@@ -254,6 +279,7 @@ Estimate estimate(const EstimateRequest& request) {
   Estimate result{.algorithm = std::string(algorithm.name), .link_bytes = {}};
   result.is_chosen = &select_algorithm(spec, {}, request.model) == &algorithm;
   TimedGroup group = timed_group(request, algorithm, spec, placement);
+  if (group.timed.empty()) group = timed_group(request, algorithm, with_equal_parts(spec), placement);
   if (group.timed.empty()) {
     result.time_us = estimate_us(algorithm.cost(spec), request.model);
     return result;

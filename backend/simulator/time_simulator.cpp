@@ -153,16 +153,18 @@ class TimeSimulation {
   std::vector<size_t> first_ranks_;  // by timed node
 };
 
-int64_t most_chunks(const Schedule& schedule, size_t begin, size_t end, bool of_barriers) {
+}  // namespace
+
+int64_t most_chunks(const Schedule& schedule, size_t begin, size_t end) {
   int64_t most = 0;
+  int64_t most_barriers = 0;
   for (size_t i = begin; i < end; ++i) {
     const Step& step = schedule.steps[i];
-    if ((step.kind == StepKind::kBarrier) == of_barriers) most = std::max(most, step.chunks);
+    int64_t& found = step.kind == StepKind::kBarrier ? most_barriers : most;
+    found = std::max(found, step.chunks);
   }
-  return most;
+  return most > 0 ? most : most_barriers;
 }
-
-}  // namespace
 
 double simulate_time(const TimedGroup& group) { return TimeSimulation(group).run(); }
 
@@ -172,9 +174,7 @@ Schedule shortened(const Schedule& schedule, int64_t chunks) {
   size_t begin = 0;
   for (size_t loop = 0; loop <= schedule.loop_ends.size(); ++loop) {
     const size_t end = loop < schedule.loop_ends.size() ? schedule.loop_ends[loop] : schedule.steps.size();
-    int64_t most = most_chunks(schedule, begin, end, false);
-    if (most == 0) most = most_chunks(schedule, begin, end, true);
-    const int64_t dropped = std::max<int64_t>(0, most - chunks);
+    const int64_t dropped = std::max<int64_t>(0, most_chunks(schedule, begin, end) - chunks);
     for (size_t i = begin; i < end; ++i) {
       Step& step = result.steps[i];
       if (step.kind != StepKind::kBarrier) {

@@ -7,6 +7,7 @@
 // all where every node stands for itself.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -37,6 +38,9 @@ struct TimedGroup {
 // When the last of the simulated ranks is done. Throws SimulationError where ranks wait for what nobody sends.
 double simulate_time(const TimedGroup& group);
 
+// Of a loop's steps, those from `begin` to before `end`, but for barriers, which may have more; if it has nothing else,
+// of those.
+int64_t most_chunks(const Schedule& schedule, size_t begin, size_t end);
 // The schedule of the first chunks of its tensors: that many, in each loop, and the shorter last one among them.
 Schedule shortened(const Schedule& schedule, int64_t chunks);
 

@@ -77,6 +77,7 @@ class Plan {
   Schedule run(bool is_reduce) && {
     if (sizes_.chunks.count == 0) return std::move(schedule_);
     schedule_.scratch_bytes = between_.scratch_bytes();
+    reserve();
     for (int32_t group = 0; group < slots_.group_count(); ++group) {
       const bool is_first = group == 0;
       const bool is_last = group + 1 == slots_.group_count();
@@ -98,6 +99,15 @@ class Plan {
   }
 
  private:
+  // In large groups the steps are megabytes, which are not to be moved while they grow.
+  void reserve() {
+    const auto nodes = static_cast<size_t>(placement_.node_count());
+    const size_t ranks = placement_.local_ranks().size();
+    constexpr size_t kOthersOfAPart = 8;  // two copies, a reduction, four messages; barriers
+    schedule_.steps.reserve(nodes * (ranks + kOthersOfAPart));
+    schedule_.sources.reserve(nodes * (ranks + 1));
+  }
+
   PipelineStage stage(int32_t lag) { return {schedule_, lag, sizes_.chunks.count}; }
   PartialOfPlace partials() const {
     return [this](int32_t part, int64_t place) { return between_.partial(part, place); };
