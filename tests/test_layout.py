@@ -46,8 +46,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "backend/collectives/reduce": {"backend/platform/cpu"},
     "backend/collectives/schedule": {"compression", "backend/collectives/reduce"},
-    "backend/collectives/select": {"backend/collectives/schedule"},
-    "backend/collectives/algorithms": {"backend/platform/cpu", "backend/collectives/schedule"},
+    "backend/collectives/phases": {"backend/collectives/schedule"},
+    "backend/collectives/select": {"backend/collectives/schedule", "backend/collectives/phases"},
+    "backend/collectives/algorithms": {
+        "backend/platform/cpu",
+        "backend/collectives/schedule",
+        "backend/collectives/phases",
+    },
     "backend/simulator": {
         "compression",
         "backend/collectives/reduce",

@@ -39,24 +39,30 @@ ScheduleExecutor::ScheduleExecutor(CollectiveContext& context, const PlannedColl
       between_nodes_(context, collective.spec, call_),
       direct_access_(context, collective, label),
       schedule_(collective.schedule.get()),
-      codec_steps_(collective) {
+      codec_steps_(collective),
+      cursor_(*schedule_) {
   if (collective.schedule->scratch_bytes > 0) {
     scratch_ = context.scratch(collective.schedule->scratch_bytes);
   }
   if (direct_access_.begins_direct()) {
     schedule_ = collective.direct.get();
+    cursor_ = ScheduleCursor(*schedule_);
   }
 }
 
 Progress ScheduleExecutor::advance() {
   bool has_moved = false;
-  while (step_ < schedule_->steps.size()) {
+  while (!cursor_.is_done()) {
     const int64_t moved_before = moved_bytes_;
-    if (!run(schedule_->steps[step_])) {
+    if (!run(cursor_.step())) {
       note_blocked();
       return has_moved || moved_bytes_ != moved_before ? Progress::kMoved : Progress::kBlocked;
     }
-    step_ = std::exchange(is_to_restart_, false) ? 0 : step_ + 1;
+    if (std::exchange(is_to_restart_, false)) {
+      cursor_ = ScheduleCursor(*schedule_);
+    } else {
+      cursor_.next();
+    }
     moved_bytes_ = 0;
     has_moved = true;
     note_moved();
@@ -186,7 +192,7 @@ void ScheduleExecutor::reduce_step(const Step& step) {
     }
     const int64_t bytes = std::min(piece_bytes, step.bytes - offset);
     for (int32_t i = 0; i < step.source_count; ++i) {
-      sources[static_cast<size_t>(i)] = address(schedule_->sources[step.first_source + i]) + times.of_sources * offset;
+      sources[static_cast<size_t>(i)] = address(cursor_.source(i)) + times.of_sources * offset;
     }
     std::byte* destination = address(step.destination) + times.of_destination * offset;
     reduce(is_streamed ? piece : destination, sources.data(), step.source_count, bytes / collective_.spec.element_bytes,
@@ -195,7 +201,7 @@ void ScheduleExecutor::reduce_step(const Step& step) {
       copy_bytes(destination, piece, times.of_destination * bytes, /*is_streaming=*/true);
     }
     for (int32_t i = 0; i < step.echo_count; ++i) {
-      std::memcpy(address(schedule_->echoes[step.first_echo + i]) + offset, destination, static_cast<size_t>(bytes));
+      std::memcpy(address(cursor_.echo(i)) + offset, destination, static_cast<size_t>(bytes));
     }
   }
 }
@@ -224,7 +230,7 @@ void ScheduleExecutor::choose_schedule() {
   const DirectAccess::Decision decision = direct_access_.decide(in_node_);
   if (decision.is_direct) {
     schedule_ = collective_.direct.get();
-    step_ = 0;  // its barrier, which was this one
+    cursor_ = ScheduleCursor(*schedule_);  // its barrier, which was this one
   } else {
     schedule_ = collective_.schedule.get();
   }
@@ -232,11 +238,10 @@ void ScheduleExecutor::choose_schedule() {
 }
 
 std::vector<int32_t> ScheduleExecutor::awaited() const {
-  const std::vector<Step>& steps = schedule_->steps;
-  if (step_ >= steps.size()) {
+  if (cursor_.is_done()) {
     return {};
   }
-  const Step& step = steps[step_];
+  const Step& step = cursor_.step();
   if (step.kind == StepKind::kBarrier) {
     return barrier_ == 0 ? std::vector<int32_t>() : context_.missing_at(barrier_);
   }
@@ -244,14 +249,17 @@ std::vector<int32_t> ScheduleExecutor::awaited() const {
 }
 
 void ScheduleExecutor::note_wait() const {
-  const Step& step = schedule_->steps[step_];
+  const Step& step = cursor_.step();
   context_.peers.note_wait(Lane::kCollective, step.kind == StepKind::kBarrier ? RankNotes::kAtBarrier : step.peer,
                            awaited(), std::bit_cast<WaitingCall>(call_));
   between_nodes_.compare_with_waiting();
 }
 
 std::string ScheduleExecutor::describe_wait() const {
-  return c10::str("in step ", step_ + 1, " of ", schedule_->steps.size(), " of ", schedule_->algorithm);
+  const auto [step, chunk] = cursor_.position();
+  const int64_t chunks = step < schedule_->steps.size() ? schedule_->steps[step].chunks : 1;
+  const std::string where = chunks > 1 ? c10::str(" in chunk ", chunk + 1, " of ", chunks) : "";
+  return c10::str("in step ", step + 1, " of ", schedule_->steps.size(), where, " of ", schedule_->algorithm);
 }
 
 // Who is late is sampled, not known: a rank counts as late for as long as the samples find it missing.

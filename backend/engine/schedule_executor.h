@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/collectives/schedule/schedule_cursor.h"
 #include "backend/engine/codec_steps.h"
 #include "backend/engine/collective_context.h"
 #include "backend/engine/direct_access.h"
@@ -30,7 +31,7 @@ class ScheduleExecutor {
   std::vector<int32_t> awaited() const;  // the ranks that this one waits for
   // For other ranks: Peers::note_wait. Throws DistBackendError when one of another node waits in a different call.
   void note_wait() const;
-  std::string describe_wait() const;                                               // "at step 3 of 12 (barrier)"
+  std::string describe_wait() const;  // "in step 3 of 12 of broadcast_tree"
   const std::vector<double>& waiting_seconds() const { return waiting_seconds_; }  // per rank
 
  private:
@@ -58,7 +59,7 @@ class ScheduleExecutor {
   std::byte* scratch_ = nullptr;
   CodecSteps codec_steps_;
 
-  size_t step_ = 0;
+  ScheduleCursor cursor_;    // of schedule_
   int64_t moved_bytes_ = 0;  // of the current send or receive
   uint64_t barrier_ = 0;     // the count that the current barrier waits for; 0: not arrived yet
   bool is_announced_ = false;

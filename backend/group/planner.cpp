@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "backend/collectives/schedule/direct.h"
+#include "backend/collectives/schedule/schedule_cursor.h"
 #include "backend/collectives/select/registry.h"
 #include "backend/collectives/select/select.h"
 #include "backend/transport/shm/cma.h"
@@ -16,8 +17,9 @@ namespace zeropg {
 
 namespace {
 
-// About 20 MB of steps; a training loop's shapes need a fraction of it.
-constexpr size_t kLargestCacheSteps = 200'000;
+// A schedule takes kilobytes inside a node and up to some megabytes in a group of thousands of ranks; a training loop
+// has tens of shapes.
+constexpr size_t kLargestCacheBytes = 64 << 20;
 
 std::optional<DType> reducible_dtype(at::ScalarType dtype) {
   switch (dtype) {
@@ -103,7 +105,7 @@ CallFingerprint fingerprint_of(const PlannedCollective& collective, at::ScalarTy
 int64_t copied_bytes(const Schedule& schedule) {
   int64_t bytes = 0;
   for (const Step& step : schedule.steps) {
-    bytes += step.bytes * (step.kind == StepKind::kReduce ? step.source_count + step.echo_count : 1);
+    bytes += total_bytes(step) * (step.kind == StepKind::kReduce ? step.source_count + step.echo_count : 1);
   }
   return bytes;
 }
@@ -196,16 +198,15 @@ Planner::Plan Planner::plan_for(const CollectiveSpec& spec) {
     }
   }
   Plan plan = make_plan(spec);
-  const size_t steps = plan.schedule->steps.size() + (plan.direct ? plan.direct->steps.size() : 0);
+  const size_t bytes =
+      memory_bytes(*plan.schedule) + (plan.direct ? memory_bytes(*plan.direct) : 0) + key.size() * sizeof(key[0]);
   std::lock_guard<std::mutex> lock(mutex_);
-  if (cached_steps_ + steps > kLargestCacheSteps) {
+  if (cached_bytes_ + bytes > kLargestCacheBytes) {
     cache_.clear();
-    cached_steps_ = 0;
+    cached_bytes_ = 0;
   }
-  if (steps <= kLargestCacheSteps / 4) {
-    cached_steps_ += steps;
-    cache_.emplace(std::move(key), plan);
-  }
+  cached_bytes_ += bytes;
+  cache_.emplace(std::move(key), plan);
   return plan;
 }
 

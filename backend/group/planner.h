@@ -81,7 +81,7 @@ class Planner {
   std::mutex mutex_;
   std::map<std::vector<int64_t>, Plan> cache_;  // guarded by mutex_
   std::map<std::string, int64_t> codec_ids_;    // guarded by mutex_; by description
-  size_t cached_steps_ = 0;                     // guarded by mutex_
+  size_t cached_bytes_ = 0;                     // guarded by mutex_
 };
 
 // Whether collectives can reduce this dtype with this operation.

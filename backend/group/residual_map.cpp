@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "backend/collectives/schedule/schedule_cursor.h"
+
 namespace zeropg {
 
 namespace {
@@ -18,8 +20,11 @@ std::map<int32_t, std::vector<Interval>> encoded_intervals(const Schedule& sched
   std::map<int32_t, std::vector<Interval>> intervals;
   for (const Step& step : schedule.steps) {
     if (step.kind != StepKind::kEncode || step.residual.space != Space::kResidual) continue;
-    const int64_t start = step.residual.offset_bytes / kFloatBytes;
-    intervals[step.residual.index].push_back({start, start + step.bytes / kFloatBytes});
+    for (int64_t chunk = 0; chunk < step.chunks; ++chunk) {
+      const Step one = step_of_chunk(step, chunk);
+      const int64_t start = one.residual.offset_bytes / kFloatBytes;
+      intervals[step.residual.index].push_back({start, start + one.bytes / kFloatBytes});
+    }
   }
   for (auto& [hop, list] : intervals) {
     std::sort(list.begin(), list.end(), [](const Interval& a, const Interval& b) { return a.start < b.start; });

@@ -1,18 +1,26 @@
 #include "backend/simulator/cost_estimate.h"
 
 #include <algorithm>
+#include <functional>
+#include <map>
 #include <stdexcept>
 
 #include "backend/collectives/schedule/placement.h"
+#include "backend/collectives/schedule/schedule_cursor.h"
+#include "backend/collectives/schedule/steps.h"
 #include "backend/collectives/select/registry.h"
-#include "backend/simulator/schedule_simulator.h"
+#include "backend/simulator/time_simulator.h"
 
 namespace zeropg {
 
 namespace {
 
 constexpr int64_t kMostBytes = int64_t{1} << 60;
-constexpr int64_t kMostSteps = 4'000'000;  // about 1 GB of them
+constexpr int32_t kMostNodesEach = 16;       // that are simulated one by one where others could stand for them
+constexpr double kMostStepsAsTheyAre = 1e6;  // of all ranks; of more, long loops are not run to their end
+constexpr int64_t kFewChunks = 8;            // longer than any pipeline within a rank
+constexpr double kMostPlanBytes = 4e8;
+constexpr int64_t kMostRounding = 20;  // sizes are rounded by at most this part of themselves
 
 CollectiveSpec spec_of(const EstimateRequest& request) {
   CollectiveSpec spec{.op = request.op,
@@ -33,8 +41,32 @@ CollectiveSpec spec_of(const EstimateRequest& request) {
   return spec;
 }
 
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("estimate: " + what); }
+
+void check_links(const EstimateRequest& request) {
+  if (!request.node_bytes_per_us.empty() && request.node_bytes_per_us.size() != request.nodes.size()) {
+    refuse(std::to_string(request.node_bytes_per_us.size()) + " link speeds for " +
+           std::to_string(request.nodes.size()) + " nodes; give one per node");
+  }
+  const auto is_positive = [](double speed) { return speed > 0; };
+  if (!is_positive(request.model.bytes_per_us) || !is_positive(request.model.network_bytes_per_us) ||
+      !std::all_of(request.node_bytes_per_us.begin(), request.node_bytes_per_us.end(), is_positive) ||
+      !std::all_of(request.rack_bytes_per_us.begin(), request.rack_bytes_per_us.end(), is_positive)) {
+    refuse("a speed is not positive");
+  }
+  const auto is_rack = [&](int32_t rack) {
+    return rack >= 0 && static_cast<size_t>(rack) < request.rack_bytes_per_us.size();
+  };
+  if (!request.rack_of_node.empty() &&
+      (request.rack_of_node.size() != request.nodes.size() ||
+       !std::all_of(request.rack_of_node.begin(), request.rack_of_node.end(), is_rack))) {
+    refuse("racks are given for " + std::to_string(request.rack_of_node.size()) + " of " +
+           std::to_string(request.nodes.size()) + " nodes, among " + std::to_string(request.rack_bytes_per_us.size()) +
+           " racks; give the rack of each node");
+  }
+}
+
 void check(const EstimateRequest& request, const CollectiveSpec& spec) {
-  const auto refuse = [](const std::string& what) { throw std::invalid_argument("estimate: " + what); };
   if (spec.world_size < 1) refuse("there are no ranks; give the ranks of at least one node");
   if (std::any_of(request.nodes.begin(), request.nodes.end(), [](const auto& node) { return node.empty(); })) {
     refuse("a node has no ranks; leave it out");
@@ -50,49 +82,41 @@ void check(const EstimateRequest& request, const CollectiveSpec& spec) {
   if (request.root < 0 || request.root >= spec.world_size) {
     refuse("root " + std::to_string(request.root) + " is not one of " + std::to_string(spec.world_size) + " ranks");
   }
-  if (!request.node_bytes_per_us.empty() && request.node_bytes_per_us.size() != request.nodes.size()) {
-    refuse(std::to_string(request.node_bytes_per_us.size()) + " link speeds for " +
-           std::to_string(request.nodes.size()) + " nodes; give one per node");
-  }
-  const auto is_positive = [](double speed) { return speed > 0; };
-  if (!is_positive(request.model.bytes_per_us) || !is_positive(request.model.network_bytes_per_us) ||
-      !std::all_of(request.node_bytes_per_us.begin(), request.node_bytes_per_us.end(), is_positive)) {
-    refuse("a speed is not positive");
-  }
+  check_links(request);
 }
 
-SimulatorOptions simulator_options(const EstimateRequest& request, const CollectiveSpec& spec,
-                                   const Placement& placement) {
-  SimulatorOptions options{.world_size = spec.world_size,
-                           .bank_bytes = spec.bank_bytes,
-                           .mailbox_bytes = spec.mailbox_bytes,
-                           .model = request.model,
-                           .nodes = spec.nodes,
-                           .window_bytes = spec.window_bytes,
-                           .moves_bytes = false};
-  if (request.node_bytes_per_us.empty()) return options;
-  options.link = [&](int32_t from, int32_t to) -> SimulatedLink {
-    const int32_t a = placement.node_of(from);
-    const int32_t b = placement.node_of(to);
-    if (a == b) return {};
-    const double speed = std::min(request.node_bytes_per_us[a] / placement.node_size(a),
-                                  request.node_bytes_per_us[b] / placement.node_size(b));
+// What a rank has of its node's link, and of its rack's uplink, which all ranks behind them share.
+struct LinkShares {
+  std::vector<double> of_node;
+  std::vector<double> of_uplink;  // by node; empty: there are no racks
+};
+
+LinkShares link_shares(const EstimateRequest& request) {
+  LinkShares shares;
+  std::vector<double> ranks_of_rack(request.rack_bytes_per_us.size());
+  for (size_t node = 0; node < request.nodes.size(); ++node) {
+    const auto ranks = static_cast<double>(request.nodes[node].size());
+    const bool is_alike = request.node_bytes_per_us.empty();
+    shares.of_node.push_back((is_alike ? request.model.network_bytes_per_us : request.node_bytes_per_us[node]) / ranks);
+    if (!request.rack_of_node.empty()) ranks_of_rack[request.rack_of_node[node]] += ranks;
+  }
+  for (const int32_t rack : request.rack_of_node) {
+    shares.of_uplink.push_back(request.rack_bytes_per_us[rack] / ranks_of_rack[rack]);
+  }
+  return shares;
+}
+
+std::function<SimulatedLink(int32_t, int32_t)> links_of(const EstimateRequest& request, const Placement& placement) {
+  return [&, shares = link_shares(request)](int32_t from, int32_t to) -> SimulatedLink {
+    const int32_t sender = placement.node_of(from);
+    const int32_t receiver = placement.node_of(to);
+    if (sender == receiver) return {};
+    double speed = std::min(shares.of_node[sender], shares.of_node[receiver]);
+    if (!shares.of_uplink.empty() && request.rack_of_node[sender] != request.rack_of_node[receiver]) {
+      speed = std::min({speed, shares.of_uplink[sender], shares.of_uplink[receiver]});
+    }
     return {.latency_us = request.model.hop_us, .bytes_per_us = speed};
   };
-  return options;
-}
-
-// Of all ranks together, from the plan for a few chunks: the steps of a long plan would themselves be too many.
-double expected_steps(const EstimateRequest& request, const Algorithm& algorithm) {
-  const CollectiveSpec whole = spec_of(request);
-  const int64_t blocks = traits_of(request.op).has_blocks() ? whole.world_size : 1;
-  const int64_t numel = std::max<int64_t>(1, (2 << 20) / request.element_bytes / blocks);
-  EstimateRequest sample = request;
-  sample.bytes = std::min(request.bytes, numel * request.element_bytes);
-  CollectiveSpec spec = spec_of(sample);
-  spec.rank = spec.root;
-  const double repeats = sample.bytes == 0 ? 1 : static_cast<double>(request.bytes) / sample.bytes;
-  return repeats * algorithm.plan(spec).steps.size() * spec.world_size;
 }
 
 // A direct algorithm is never chosen here: nothing says where tensors lie. But it may be named.
@@ -107,24 +131,162 @@ const Algorithm& algorithm_of(const EstimateRequest& request, const CollectiveSp
   return *named;
 }
 
+// Which nodes are simulated, and for which others each of them stands: itself alone, or, where plans are the same from
+// every node on, all nodes with links as fast as its own.
+struct Representation {
+  std::vector<int32_t> nodes{};
+  std::vector<int32_t> stands_for{};  // by node: a place in `nodes`
+};
+
+Schedule plan_of(const Algorithm& algorithm, CollectiveSpec& spec, int32_t rank) {
+  spec.rank = rank;
+  return algorithm.plan(spec);
+}
+
+// As if the last chunk were as long as the others: it may have bytes for some nodes only.
+Schedule with_whole_chunks(Schedule schedule) {
+  size_t begin = 0;
+  for (size_t loop = 0; loop <= schedule.loop_ends.size(); ++loop) {
+    const size_t end = loop < schedule.loop_ends.size() ? schedule.loop_ends[loop] : schedule.steps.size();
+    const int64_t most = most_chunks(schedule, begin, end);
+    for (; begin < end; ++begin) {
+      Step& step = schedule.steps[begin];
+      if (step.kind != StepKind::kBarrier && step.chunks > 1) step.chunks = std::max(step.chunks, most);
+      step.last_bytes = step.bytes;
+    }
+  }
+  return schedule;
+}
+
+// Whether the first ranks of two nodes have the same plans but for whom they talk to, who are at the same distance.
+bool is_same_from_every_node(const Algorithm& algorithm, CollectiveSpec& spec, const Placement& placement) {
+  const int32_t nodes = placement.node_count();
+  for (int32_t node = 0; node < nodes; ++node) {
+    if (placement.node_size(node) != placement.node_size(0)) return false;
+  }
+  const Schedule first = with_whole_chunks(plan_of(algorithm, spec, placement.rank_at(0, 0)));
+  const Schedule other = with_whole_chunks(plan_of(algorithm, spec, placement.rank_at(nodes / 2, 0)));
+  const auto is_alike = [&](const Step& a, const Step& b) {
+    if (a.kind != b.kind || a.bytes != b.bytes || a.chunks != b.chunks || a.lag != b.lag ||
+        (a.peer < 0) != (b.peer < 0)) {
+      return false;
+    }
+    return a.peer < 0 || (placement.local_rank_of(a.peer) == placement.local_rank_of(b.peer) &&
+                          (placement.node_of(a.peer) + nodes / 2) % nodes == placement.node_of(b.peer));
+  };
+  return std::equal(first.steps.begin(), first.steps.end(), other.steps.begin(), other.steps.end(), is_alike);
+}
+
+Representation represent(const EstimateRequest& request, const Placement& placement, bool is_same) {
+  Representation result;
+  const LinkShares shares = link_shares(request);
+  std::map<std::pair<double, double>, int32_t> by_speed;
+  for (int32_t node = 0; node < placement.node_count(); ++node) {
+    const std::pair speed{shares.of_node[node], shares.of_uplink.empty() ? 0 : shares.of_uplink[node]};
+    const auto next = static_cast<int32_t>(result.nodes.size());
+    const int32_t place = is_same ? by_speed.try_emplace(speed, next).first->second : next;
+    if (place == next) result.nodes.push_back(node);
+    result.stands_for.push_back(place);
+  }
+  return result;
+}
+
+// What a group runs, on the nodes that are simulated; none of them where their plans are too large.
+TimedGroup timed_group(const EstimateRequest& request, const Algorithm& algorithm, CollectiveSpec spec,
+                       const Placement& placement) {
+  const bool is_same = placement.node_count() > kMostNodesEach && is_same_from_every_node(algorithm, spec, placement);
+  const auto root_bytes = static_cast<double>(memory_bytes(plan_of(algorithm, spec, spec.root)));
+  const int32_t other_than_root = (spec.root + spec.world_size / 2) % spec.world_size;
+  const auto bytes = static_cast<double>(memory_bytes(plan_of(algorithm, spec, other_than_root)));
+  if (!is_same && root_bytes + bytes * (spec.world_size - 1) > kMostPlanBytes) return {};
+  Representation represented = represent(request, placement, is_same);
+  TimedGroup group{.nodes = request.nodes,
+                   .stands_for = std::move(represented.stands_for),
+                   .link = links_of(request, placement),
+                   .model = request.model};
+  for (const int32_t node : represented.nodes) {
+    group.timed.push_back({.node = node});
+    for (const int32_t rank : group.nodes[node]) {
+      Schedule plan = plan_of(algorithm, spec, rank);
+      group.timed.back().schedules.push_back(is_same ? with_whole_chunks(std::move(plan)) : std::move(plan));
+    }
+  }
+  return group;
+}
+
+// A little more bytes, or as many, that all ranks of nodes of one size divide into whole cache lines.
+CollectiveSpec with_equal_parts(CollectiveSpec spec) {
+  const int64_t lines = int64_t{spec.world_size} * kCacheLineBytes;
+  if (spec.bytes >= kMostRounding * lines) spec.bytes = part_count(spec.bytes, lines) * lines;
+  return spec;
+}
+
+double steps_of(const TimedGroup& group) {
+  double steps = 0;
+  for (const TimedNode& node : group.timed) {
+    for (const Schedule& schedule : node.schedules) steps += steps_to_run(schedule);
+  }
+  return steps;
+}
+
+void shorten(TimedGroup& group, int64_t chunks) {
+  for (TimedNode& node : group.timed) {
+    for (Schedule& schedule : node.schedules) schedule = shortened(schedule, chunks);
+  }
+}
+
+// Long loops are not run to their end: once the pipeline is full each further chunk takes as long as the one before.
+double time_of(TimedGroup group) {
+  const double steps = steps_of(group);
+  if (steps <= kMostStepsAsTheyAre) return simulate_time(group);
+  shorten(group, 2 * kFewChunks);
+  const double more_us = simulate_time(group);
+  const double more_steps = steps_of(group);
+  if (more_steps == steps) return more_us;
+  shorten(group, kFewChunks);
+  const double us_per_step = (more_us - simulate_time(group)) / (more_steps - steps_of(group));
+  return more_us + us_per_step * (steps - more_steps);
+}
+
+// From each node to each other one; nodes that are not simulated send what those that stand for them do.
+std::vector<std::vector<int64_t>> link_bytes_of(const TimedGroup& group, const Placement& placement) {
+  const int32_t nodes = placement.node_count();
+  std::vector<std::vector<int64_t>> by_distance(group.timed.size(), std::vector<int64_t>(nodes));
+  for (size_t i = 0; i < group.timed.size(); ++i) {
+    for (const Schedule& schedule : group.timed[i].schedules) {
+      for (const Step& step : schedule.steps) {
+        if (step.kind != StepKind::kSend) continue;
+        by_distance[i][(placement.node_of(step.peer) - group.timed[i].node + nodes) % nodes] += total_bytes(step);
+      }
+    }
+  }
+  std::vector<std::vector<int64_t>> bytes(nodes, std::vector<int64_t>(nodes));
+  for (int32_t from = 0; from < nodes; ++from) {
+    for (int32_t distance = 1; distance < nodes; ++distance) {
+      bytes[from][(from + distance) % nodes] = by_distance[group.stands_for[from]][distance];
+    }
+  }
+  return bytes;
+}
+
 }  // namespace
 
 Estimate estimate(const EstimateRequest& request) {
-  CollectiveSpec spec = spec_of(request);
+  const CollectiveSpec spec = spec_of(request);
   check(request, spec);
   const Placement placement(spec);
   const Algorithm& algorithm = algorithm_of(request, spec);
   Estimate result{.algorithm = std::string(algorithm.name), .link_bytes = {}};
-  if (expected_steps(request, algorithm) > kMostSteps) {
+  result.is_chosen = &select_algorithm(spec, {}, request.model) == &algorithm;
+  TimedGroup group = timed_group(request, algorithm, spec, placement);
+  if (group.timed.empty()) group = timed_group(request, algorithm, with_equal_parts(spec), placement);
+  if (group.timed.empty()) {
     result.time_us = estimate_us(algorithm.cost(spec), request.model);
     return result;
   }
-  SimulatedOperation operation;
-  for (spec.rank = 0; spec.rank < spec.world_size; ++spec.rank) operation.schedules.push_back(algorithm.plan(spec));
-  const std::vector<Traffic> traffic = simulate(simulator_options(request, spec, placement), {operation});
-  for (const Traffic& rank : traffic) result.time_us = std::max(result.time_us, rank.time_us);
   result.is_simulated = true;
-  result.link_bytes = bytes_between_nodes(traffic, spec.nodes);
+  result.link_bytes = link_bytes_of(group, placement);
+  result.time_us = time_of(std::move(group));
   return result;
 }
 

@@ -20,6 +20,8 @@ struct EstimateRequest {
   std::string algorithm{};                    // empty: the one that is chosen for this specification and model
   CostModel model{};
   std::vector<double> node_bytes_per_us{};  // the speed of each node's link; empty: the model's for all
+  std::vector<int32_t> rack_of_node{};      // empty: there are none
+  std::vector<double> rack_bytes_per_us{};  // what all nodes of a rack together send to other racks, or receive
   int64_t bank_bytes = int64_t{1} << 20;    // these three as in BackendOptions
   int64_t mailbox_bytes = int64_t{256} << 10;
   int64_t window_bytes = int64_t{4} << 20;
@@ -29,7 +31,8 @@ struct Estimate {
   std::string algorithm;
   double time_us = 0;  // until the last rank is done
   bool is_simulated =
-      false;  // false: too many steps to simulate, the time is the cost formula's and links are not known
+      false;               // false: too many steps to simulate, the time is the cost formula's and links are not known
+  bool is_chosen = false;  // a group of this specification and model would choose it
   std::vector<std::vector<int64_t>> link_bytes;  // from each node to each other one
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <string>
@@ -10,6 +11,7 @@
 
 #include "backend/collectives/schedule/encodings.h"
 #include "backend/collectives/schedule/placement.h"
+#include "backend/collectives/schedule/schedule_cursor.h"
 
 namespace zeropg {
 
@@ -39,7 +41,7 @@ struct Access {
   int64_t end;
   bool is_write;
   size_t operation;  // of that rank, and its step
-  size_t step;
+  SchedulePosition position;
 };
 
 // The same of the ranks' tensors, by address.
@@ -49,7 +51,7 @@ struct TensorAccess {
   const std::byte* end;
   bool is_write;
   size_t operation;
-  size_t step;
+  SchedulePosition position;
 };
 
 struct Bank {
@@ -60,8 +62,8 @@ struct Bank {
 struct Mailbox {
   struct Piece {
     int64_t size;
-    std::vector<std::byte> bytes;  // empty where no bytes are moved
-    double arrival_us;             // of its first byte between nodes, of its last one within a node
+    std::vector<std::byte> bytes;
+    double arrival_us;  // of its first byte between nodes, of its last one within a node
   };
   std::deque<Piece> pieces;
   int64_t used_bytes = 0;
@@ -69,13 +71,12 @@ struct Mailbox {
 
 struct RankState {
   size_t operation = 0;
-  size_t step = 0;
-  int64_t moved_bytes = 0;  // of the current send or receive
+  std::optional<ScheduleCursor> cursor{};  // of the operation's schedule; none: all are done
+  int64_t moved_bytes = 0;                 // of the current send or receive
   bool is_at_barrier = false;
   int32_t banks_used = 0;         // by the operations that are done
   double message_arrival_us = 0;  // of the current send
-  double sending_until_us = 0;    // between nodes, as the next one
-  double receiving_until_us = 0;
+  RankClock clock;
   std::vector<std::byte> scratch;
   std::vector<std::byte> received;
   Selection selection;
@@ -90,9 +91,7 @@ class Simulation {
     place_ranks();
     check_operations();
     banks_.resize(2 * size_t(options.world_size));
-    if (options.moves_bytes) {
-      for (Bank& bank : banks_) bank.bytes.assign(options.bank_bytes, kPoison);
-    }
+    for (Bank& bank : banks_) bank.bytes.assign(options.bank_bytes, kPoison);
     tensor_accesses_.resize(nodes_.size());
     traffic_.resize(options.world_size);
     for (int32_t rank = 0; rank < options.world_size; ++rank) {
@@ -103,11 +102,7 @@ class Simulation {
   }
 
   std::vector<Traffic> run() {
-    if (options_.moves_bytes) {
-      take_steps_at_random();
-    } else {
-      take_steps_in_turn();
-    }
+    take_steps_at_random();
     const auto is_done = [&](const RankState& state) { return state.operation == operations_.size(); };
     if (!std::all_of(ranks_.begin(), ranks_.end(), is_done)) throw SimulationError(deadlock_report());
     for (const auto& [pair, mailbox] : mailboxes_) {
@@ -115,6 +110,7 @@ class Simulation {
       throw SimulationError(std::to_string(mailbox.used_bytes) + " bytes from rank " + std::to_string(pair.first) +
                             " to rank " + std::to_string(pair.second) + " were sent but never received");
     }
+    for (size_t rank = 0; rank < ranks_.size(); ++rank) traffic_[rank].time_us = ranks_[rank].clock.now_us;
     return std::move(traffic_);
   }
 
@@ -124,17 +120,6 @@ class Simulation {
       const int32_t rank = draw_rank();
       if (rank < 0) break;
       take_step(rank);
-    }
-  }
-
-  // Each rank as far as it goes: times do not depend on who is first.
-  void take_steps_in_turn() {
-    bool has_moved = true;
-    while (has_moved) {
-      has_moved = false;
-      for (int32_t rank = 0; rank < options_.world_size; ++rank) {
-        for (; can_step(rank); has_moved = true) take_step(rank);
-      }
     }
   }
 
@@ -162,8 +147,7 @@ class Simulation {
   void check_operations() const {
     for (const SimulatedOperation& operation : operations_) {
       const auto world_size = static_cast<size_t>(options_.world_size);
-      if (operation.schedules.size() != world_size ||
-          (options_.moves_bytes && operation.tensors.size() != world_size)) {
+      if (operation.schedules.size() != world_size || operation.tensors.size() != world_size) {
         throw std::invalid_argument("simulate: an operation has " + std::to_string(operation.schedules.size()) +
                                     " schedules and " + std::to_string(operation.tensors.size()) +
                                     " sets of tensors, expected one per rank of " + std::to_string(world_size));
@@ -181,18 +165,23 @@ class Simulation {
 
   const SimulatedOperation& operation_of(int32_t rank) const { return operations_[ranks_[rank].operation]; }
   const Schedule& schedule_of(int32_t rank) const { return operation_of(rank).schedules[rank]; }
-  const Step& step_of(int32_t rank) const { return schedule_of(rank).steps[ranks_[rank].step]; }
+  const Step& step_of(int32_t rank) const { return ranks_[rank].cursor->step(); }
 
-  std::string describe(int32_t rank) const { return describe(rank, ranks_[rank].operation, ranks_[rank].step); }
+  SchedulePosition position_of(int32_t rank) const {
+    return ranks_[rank].cursor ? ranks_[rank].cursor->position() : SchedulePosition();
+  }
 
-  std::string describe(int32_t rank, size_t operation, size_t index) const {
+  std::string describe(int32_t rank) const { return describe(rank, ranks_[rank].operation, position_of(rank)); }
+
+  std::string describe(int32_t rank, size_t operation, SchedulePosition position) const {
     std::ostringstream text;
     text << "rank " << rank << ", operation " << operation;
     if (operation == operations_.size()) return text.str() + ": done";
     const Schedule& schedule = operations_[operation].schedules[rank];
-    const Step& step = schedule.steps[index];
-    text << " " << schedule.algorithm << ", step " << index << " of " << schedule.steps.size() << " ("
-         << kind_name(step.kind);
+    const Step step = step_of_chunk(schedule.steps[position.step], position.chunk);
+    text << " " << schedule.algorithm << ", step " << position.step << " of " << schedule.steps.size();
+    if (step.chunks > 1) text << " in chunk " << position.chunk << " of " << step.chunks;
+    text << " (" << kind_name(step.kind);
     if (step.kind == StepKind::kSend) text << ' ' << step.bytes << " bytes to rank " << step.peer;
     if (step.kind == StepKind::kReceive) {
       text << ' ' << step.bytes << " bytes from rank " << step.peer;
@@ -216,12 +205,13 @@ class Simulation {
   // Schedules without steps are passed at once; the bank parity moves on with each schedule.
   void enter_operation(int32_t rank) {
     RankState& state = ranks_[rank];
-    state.step = 0;
     while (state.operation < operations_.size()) {
-      if (options_.moves_bytes) state.scratch.assign(schedule_of(rank).scratch_bytes, kPoison);
-      if (!schedule_of(rank).steps.empty()) return;
+      state.scratch.assign(schedule_of(rank).scratch_bytes, kPoison);
+      state.cursor.emplace(schedule_of(rank));
+      if (!state.cursor->is_done()) return;
       leave_operation(rank);
     }
+    state.cursor.reset();
   }
 
   void leave_operation(int32_t rank) {
@@ -232,7 +222,8 @@ class Simulation {
   void finish_step(int32_t rank) {
     RankState& state = ranks_[rank];
     state.moved_bytes = 0;
-    if (++state.step < schedule_of(rank).steps.size()) return;
+    state.cursor->next();
+    if (!state.cursor->is_done()) return;
     leave_operation(rank);
     enter_operation(rank);
   }
@@ -299,22 +290,22 @@ class Simulation {
     }
   }
 
-  void spend(int32_t rank, int64_t read_bytes, int64_t written_bytes) {
-    traffic_[rank].memory_bytes += read_bytes + written_bytes;
-    traffic_[rank].time_us += (read_bytes + written_bytes) / options_.model.bytes_per_us;
+  void spend(int32_t rank) {
+    const SimulatedOperation& operation = operation_of(rank);
+    const int64_t bytes = memory_bytes_of(step_of(rank), operation.dtype, operation.codec);
+    traffic_[rank].memory_bytes += bytes;
+    ranks_[rank].clock.work(bytes, options_.model);
   }
 
   void copy(int32_t rank) {
     const Step& step = step_of(rank);
-    if (options_.moves_bytes) {
-      if (locate(rank, step.source, step.bytes, false) == locate(rank, step.destination, step.bytes, true)) return;
-      const std::byte* source = resolve(rank, step.source, step.bytes, false);
-      std::byte* destination = resolve(rank, step.destination, step.bytes, true);
-      check_apart(rank, destination, source, step.bytes);
-      std::copy_n(source, step.bytes, destination);
-    }
+    if (locate(rank, step.source, step.bytes, false) == locate(rank, step.destination, step.bytes, true)) return;
+    const std::byte* source = resolve(rank, step.source, step.bytes, false);
+    std::byte* destination = resolve(rank, step.destination, step.bytes, true);
+    check_apart(rank, destination, source, step.bytes);
+    std::copy_n(source, step.bytes, destination);
     traffic_[rank].copied_bytes += step.bytes;
-    spend(rank, step.bytes, step.bytes);
+    spend(rank);
   }
 
   void reduce_sources(int32_t rank) {
@@ -332,12 +323,11 @@ class Simulation {
     const Widening times = widening(operation.dtype, step.form);
     const int64_t source_bytes = times.of_sources * step.bytes;
     const int64_t result_bytes = times.of_destination * step.bytes;
-    spend(rank, step.source_count * source_bytes, (1 + step.echo_count) * result_bytes);
-    if (!options_.moves_bytes) return;
+    spend(rank);
     std::vector<const void*> sources;
     std::byte* destination = resolve(rank, step.destination, result_bytes, true);
     for (int32_t i = 0; i < step.source_count; ++i) {
-      const std::byte* source = resolve(rank, schedule.sources[step.first_source + i], source_bytes, false);
+      const std::byte* source = resolve(rank, ranks_[rank].cursor->source(i), source_bytes, false);
       const bool is_same = source == destination && source_bytes == result_bytes;
       if (!is_same) check_apart(rank, destination, source, std::max(source_bytes, result_bytes));
       sources.push_back(source);
@@ -356,7 +346,7 @@ class Simulation {
            operation.factor, step.is_final, step.form);
     traffic_[rank].reduced_bytes += static_cast<int64_t>(sources.size()) * source_bytes;
     for (int32_t i = 0; i < step.echo_count; ++i) {
-      std::copy_n(destination, result_bytes, resolve(rank, schedule.echoes[step.first_echo + i], result_bytes, true));
+      std::copy_n(destination, result_bytes, resolve(rank, ranks_[rank].cursor->echo(i), result_bytes, true));
     }
   }
 
@@ -380,8 +370,7 @@ class Simulation {
   void select(int32_t rank) {
     const Step& step = step_of(rank);
     const Compressor& codec = codec_of(rank);
-    spend(rank, 3 * step.bytes, step.bytes);
-    if (!options_.moves_bytes) return;
+    spend(rank);
     const SelectionRange range{resolve_as<const float>(rank, step.source, step.bytes, false), residual_of(rank)};
     ranks_[rank].selection = codec.select({&range, 1});
   }
@@ -394,9 +383,7 @@ class Simulation {
     const int64_t count = step.bytes / kFloatBytes;
     const int64_t size_bytes = codec.has_fixed_size() ? 0 : kSizeBytes;
     traffic_[rank].encoded_bytes += step.bytes;
-    const int64_t residual_bytes = step.residual.space == Space::kResidual ? step.bytes : 0;
-    spend(rank, step.bytes + residual_bytes, codec.typical_bytes(count) + residual_bytes);
-    if (!options_.moves_bytes) return;
+    spend(rank);
     const auto values = resolve_as<const float>(rank, step.source, step.bytes, false);
     const auto room = resolve_as<std::byte>(rank, step.destination, size_bytes + codec.capacity_bytes(count), true);
     const auto encoded = room.subspan(static_cast<size_t>(size_bytes));
@@ -419,8 +406,7 @@ class Simulation {
     const Step& step = step_of(rank);
     const Compressor& codec = codec_of(rank);
     const int64_t count = step.bytes / kFloatBytes;
-    spend(rank, codec.typical_bytes(count) + (step.kind == StepKind::kDecodeAdd ? step.bytes : 0), step.bytes);
-    if (!options_.moves_bytes) return;
+    spend(rank);
     const int64_t size_bytes = codec.has_fixed_size() ? 0 : kSizeBytes;
     auto encoded = resolve_as<const std::byte>(rank, step.source, size_bytes + codec.capacity_bytes(count), false);
     if (size_bytes > 0) encoded = encoded.subspan(kSizeBytes, static_cast<size_t>(get_size(encoded)));
@@ -439,12 +425,12 @@ class Simulation {
     double latest_us = 0;
     for (const int32_t each : node) {
       if (!ranks_[each].is_at_barrier) return;
-      latest_us = std::max(latest_us, traffic_[each].time_us);
+      latest_us = std::max(latest_us, ranks_[each].clock.now_us);
     }
     tensor_accesses_[node_of_[rank]].clear();
     for (const int32_t each : node) {
       for (int bank = 0; bank < 2; ++bank) banks_[2 * each + bank].accesses.clear();
-      traffic_[each].time_us = latest_us + options_.model.barrier_us;
+      ranks_[each].clock.now_us = latest_us + options_.model.barrier_us;
       ranks_[each].is_at_barrier = false;
       finish_step(each);
     }
@@ -462,22 +448,19 @@ class Simulation {
     }
     Mailbox& mailbox = mailboxes_[{rank, step.peer}];
     const int64_t room = std::min(length - state.moved_bytes, capacity(rank, step.peer) - mailbox.used_bytes);
-    const int64_t bytes = !options_.moves_bytes || room == 0 || draw(2) == 0 ? room : 1 + draw(room);
+    const int64_t bytes = room == 0 || draw(2) == 0 ? room : 1 + draw(room);
     mailbox.pieces.push_back({.size = bytes, .bytes = {}, .arrival_us = state.message_arrival_us});
-    if (options_.moves_bytes) {
-      const std::byte* source = resolve(rank, step.source, length, false) + state.moved_bytes;
-      mailbox.pieces.back().bytes.assign(source, source + bytes);
-    }
+    const std::byte* source = resolve(rank, step.source, length, false) + state.moved_bytes;
+    mailbox.pieces.back().bytes.assign(source, source + bytes);
     mailbox.used_bytes += bytes;
     state.moved_bytes += bytes;
     if (state.moved_bytes == length) finish_step(rank);
   }
 
-  // Of a message, or of as much of it as is known yet. Where no bytes are moved an encoding is as long as most are.
+  // Of a message, or of as much of it as is known yet.
   int64_t sent_length(int32_t rank) {
     const Step& step = step_of(rank);
     if (!step.is_sized) return step.bytes;
-    if (!options_.moves_bytes) return typical_length(rank);
     return kSizeBytes + get_size(resolve_as<const std::byte>(rank, step.source, step.bytes, false));
   }
 
@@ -485,42 +468,26 @@ class Simulation {
     const Step& step = step_of(rank);
     const RankState& state = ranks_[rank];
     if (!step.is_sized) return step.bytes;
-    if (!options_.moves_bytes) return typical_length(rank);
     if (state.moved_bytes < kSizeBytes) return kSizeBytes;
     const int64_t length = kSizeBytes + get_size(state.received);
     if (length > step.bytes) fail(rank, "a message of " + std::to_string(length) + " bytes for that room");
     return length;
   }
 
-  int64_t typical_length(int32_t rank) const {
-    constexpr int64_t kMany = 1 << 20;
-    const Compressor& codec = codec_of(rank);
-    return std::max(kSizeBytes, step_of(rank).bytes * codec.typical_bytes(kMany) / codec.capacity_bytes(kMany));
-  }
-
   // When it begins to arrive; within a node, where the sender copies it, when it has arrived.
   double start_message(int32_t rank, int32_t peer, int64_t bytes) {
-    const auto [latency_us, bytes_per_us] = link(rank, peer);
-    double& now_us = traffic_[rank].time_us;
-    if (is_near(rank, peer)) {
-      now_us += bytes / bytes_per_us;
-      return now_us + latency_us;
-    }
-    double& until_us = ranks_[rank].sending_until_us;
-    const double start_us = std::max(now_us, until_us);
-    until_us = start_us + bytes / bytes_per_us;
-    return start_us + latency_us;
+    RankClock& clock = ranks_[rank].clock;
+    return is_near(rank, peer) ? clock.send_near(link(rank, peer), bytes)
+                               : clock.send_far(link(rank, peer), bytes, options_.model);
   }
 
   void take_time_to_receive(int32_t rank, int32_t peer, double arrival_us, int64_t bytes) {
-    double& now_us = traffic_[rank].time_us;
+    RankClock& clock = ranks_[rank].clock;
     if (is_near(rank, peer)) {
-      now_us = std::max(now_us, arrival_us);
-      return;
+      clock.receive_near(arrival_us);
+    } else {
+      clock.receive_far(link(peer, rank), arrival_us, bytes);
     }
-    double& until_us = ranks_[rank].receiving_until_us;
-    until_us = std::max(until_us, arrival_us) + bytes / link(peer, rank).bytes_per_us;
-    now_us = std::max(now_us, until_us);
   }
 
   void receive(int32_t rank) {
@@ -530,11 +497,9 @@ class Simulation {
     Mailbox& mailbox = mailboxes_[{step.peer, rank}];
     Mailbox::Piece& piece = mailbox.pieces.front();
     const int64_t bytes = std::min(received_length(rank) - state.moved_bytes, piece.size);
-    if (options_.moves_bytes) {
-      state.received.resize(static_cast<size_t>(state.moved_bytes + bytes));
-      std::copy_n(piece.bytes.begin(), bytes, state.received.begin() + state.moved_bytes);
-      piece.bytes.erase(piece.bytes.begin(), piece.bytes.begin() + bytes);
-    }
+    state.received.resize(static_cast<size_t>(state.moved_bytes + bytes));
+    std::copy_n(piece.bytes.begin(), bytes, state.received.begin() + state.moved_bytes);
+    piece.bytes.erase(piece.bytes.begin(), piece.bytes.begin() + bytes);
     take_time_to_receive(rank, step.peer, piece.arrival_us, bytes);
     piece.size -= bytes;
     if (piece.size == 0) mailbox.pieces.pop_front();
@@ -542,9 +507,8 @@ class Simulation {
     state.moved_bytes += bytes;
     const int64_t length = received_length(rank);
     if (state.moved_bytes < length) return;
-    if (options_.moves_bytes) {
-      std::copy_n(state.received.begin(), length, resolve(rank, step.destination, step.bytes, true));
-    }
+    if (!is_near(rank, step.peer)) state.clock.take_far(options_.model);
+    std::copy_n(state.received.begin(), length, resolve(rank, step.destination, step.bytes, true));
     finish_step(rank);
   }
 
@@ -632,13 +596,15 @@ class Simulation {
   void log_tensor_access(int32_t rank, const Region& region, std::span<const std::byte> bytes, bool is_write) {
     const RankState& state = ranks_[rank];
     std::vector<TensorAccess>& accesses = tensor_accesses_[node_of_[rank]];
-    const TensorAccess access{rank, bytes.data(), bytes.data() + bytes.size(), is_write, state.operation, state.step};
+    const TensorAccess access{rank,     bytes.data(),    bytes.data() + bytes.size(),
+                              is_write, state.operation, position_of(rank)};
     for (const TensorAccess& other : accesses) {
       const bool overlaps = access.begin < other.end && other.begin < access.end;
       if (other.rank == rank || !overlaps || !(access.is_write || other.is_write)) continue;
       fail(rank, "race: it " + std::string(is_write ? "writes " : "reads ") + std::to_string(bytes.size()) +
                      " bytes at " + to_string(region) + " which, with no barrier between, are " +
-                     (other.is_write ? "written by " : "read by ") + describe(other.rank, other.operation, other.step));
+                     (other.is_write ? "written by " : "read by ") +
+                     describe(other.rank, other.operation, other.position));
     }
     accesses.push_back(access);
   }
@@ -651,13 +617,15 @@ class Simulation {
   void log_access(int32_t rank, const Region& region, int64_t bytes, bool is_write) {
     Bank& bank = bank_of(rank, region);
     const RankState& state = ranks_[rank];
-    const Access access{rank, region.offset_bytes, region.offset_bytes + bytes, is_write, state.operation, state.step};
+    const Access access{rank,     region.offset_bytes, region.offset_bytes + bytes,
+                        is_write, state.operation,     position_of(rank)};
     for (const Access& other : bank.accesses) {
       const bool overlaps = access.begin < other.end && other.begin < access.end;
       if (other.rank == rank || !overlaps || !(access.is_write || other.is_write)) continue;
       fail(rank, "race: it " + std::string(is_write ? "writes " : "reads ") + std::to_string(bytes) + " bytes at " +
                      to_string(region) + " which, with no barrier between, are " +
-                     (other.is_write ? "written by " : "read by ") + describe(other.rank, other.operation, other.step));
+                     (other.is_write ? "written by " : "read by ") +
+                     describe(other.rank, other.operation, other.position));
     }
     bank.accesses.push_back(access);
     if (!is_write) traffic_[rank].staged_read_bytes[region.index] += bytes;

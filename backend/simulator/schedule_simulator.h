@@ -18,16 +18,10 @@
 #include "backend/collectives/reduce/reduce.h"
 #include "backend/collectives/schedule/schedule.h"
 #include "backend/collectives/select/select.h"
+#include "backend/simulator/rank_clock.h"
 #include "compression/compressor.h"
 
 namespace zeropg {
-
-// The alpha-beta model of the way from one rank to another. Between nodes a message travels while its sender goes on;
-// what one rank sends to other nodes, or receives from them, travels one message after the other.
-struct SimulatedLink {
-  double latency_us = 1;
-  double bytes_per_us = 10'000;
-};
 
 struct SimulatorOptions {
   int32_t world_size = 1;
@@ -37,8 +31,6 @@ struct SimulatorOptions {
   CostModel model{};  // of barriers, copies, reductions, and of links between nodes where `link` is empty
   std::vector<std::vector<int32_t>> nodes{};  // as in CollectiveSpec; empty: one node
   int64_t window_bytes = 0;                   // as mailbox_bytes, between nodes
-  // False: no tensors are needed or touched; steps are only timed and counted, faults other than deadlocks not found.
-  bool moves_bytes = true;
   // Empty: within a node a default SimulatedLink, between nodes the model's, shared equally by the ranks of the node.
   // Mailboxes and windows are taken as deep enough not to slow a sender down.
   std::function<SimulatedLink(int32_t from, int32_t to)> link{};
@@ -54,7 +46,7 @@ struct SimulatedTensors {
 
 struct SimulatedOperation {
   std::vector<Schedule> schedules{};        // one per rank
-  std::vector<SimulatedTensors> tensors{};  // one per rank, where bytes are moved
+  std::vector<SimulatedTensors> tensors{};  // one per rank
   DType dtype = DType::kUInt8;              // of reducing steps, as are the next two
   ReduceOp reduce_op = ReduceOp::kSum;
   std::complex<double> factor = 1;
@@ -69,7 +61,7 @@ struct Traffic {
   int64_t encoded_bytes = 0;               // of floats, by kEncode
   int64_t memory_bytes = 0;                // read plus written by all steps but messages
   std::vector<int64_t> sent_bytes;         // to each peer, through its mailbox
-  std::vector<int64_t> staged_read_bytes;  // from the staging slot of each rank, where bytes are moved
+  std::vector<int64_t> staged_read_bytes;  // from the staging slot of each rank
   double time_us = 0;                      // until this rank was done
 };
 

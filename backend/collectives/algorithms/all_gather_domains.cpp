@@ -7,9 +7,9 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/domain_phases.h"
+#include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/domain_phases.h"
-#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/steps.h"
 #include "backend/platform/cpu/copy.h"
 
@@ -19,26 +19,19 @@ Schedule plan_all_gather_domains(const CollectiveSpec& spec) {
   const DomainPieces pieces = cut_blocks_over_domains(spec);
   const Placement placement = Placement::over_domains(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
+  const SlotLayout slots(layout);
+  const NodeLayout in_domain{placement, layout, slots};
   const DomainPhases between(spec, placement, layout);
   Schedule schedule = make_schedule("all_gather_domains", pieces.chunks.count);
   if (pieces.chunks.count == 0) return schedule;
-  const auto is_chunk = [&](int64_t chunk) { return chunk >= 0 && chunk < pieces.chunks.count; };
-  const auto piece_of = [&](int64_t chunk) { return part_of(spec.bytes, pieces.chunks.bytes, chunk); };
-  const auto outputs = [&](int64_t chunk) {
-    return extents_of_blocks(spec, placement, layout, piece_of(chunk), output_block);
-  };
-  const auto stage_block = [&](int64_t chunk) {
-    const int64_t place = layout.own_slice(placement.node()).offset_bytes;
-    add_copy(schedule, between.completed(chunk, place), input(piece_of(chunk).offset_bytes), piece_of(chunk).bytes);
-  };
+  const auto stage = [&](int32_t lag) { return PipelineStage(schedule, lag, pieces.chunks.count); };
+  const std::vector<Extent> outputs = extents_of_blocks(spec, placement, layout, pieces.chunks, output_block);
+  const int64_t own_place = layout.own_slice(placement.node()).offset_bytes;
   const bool is_streaming = spec.world_size * spec.bytes >= kStreamingBytes;
-  stage_block(0);
-  for (int64_t slot = 0; slot <= pieces.chunks.count; ++slot) {
-    add_barrier(schedule);
-    if (is_chunk(slot)) between.fetch(schedule, slot, outputs(slot));
-    if (is_chunk(slot - 1)) copy_out(schedule, slot - 1, outputs(slot - 1), layout, placement, is_streaming);
-    if (is_chunk(slot + 1)) stage_block(slot + 1);
-  }
+  add_barrier({schedule, 1, pieces.chunks.count + 1});
+  between.fetch(stage(1), outputs);
+  copy_out(stage(2), outputs, in_domain, is_streaming);
+  add_copy(stage(0), between.completed(own_place), with_stride(input(0), pieces.chunks.bytes), pieces.chunks);
   return schedule;
 }
 

@@ -9,10 +9,10 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/internode_phases.h"
+#include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
 #include "backend/collectives/schedule/chunk_layout.h"
-#include "backend/collectives/schedule/internode_phases.h"
-#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/steps.h"
 
@@ -32,44 +32,50 @@ Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec) {
   const BlockPieces pieces = cut_blocks(spec, kMessagesUnderWay);
   const Placement placement(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
+  const SlotLayout slots(placement, layout, network_slot_bytes(spec));
+  const NodeLayout in_node{placement, layout, slots};
   const InternodePhases between(spec, placement, layout);
-  Schedule schedule = make_schedule("all_gather_hierarchical", pieces.chunks.count);
+  const int32_t groups = slots.group_count();
+  Schedule schedule = make_schedule("all_gather_hierarchical", pieces.chunks.count * groups);
   if (pieces.chunks.count == 0) return schedule;
-  const auto is_chunk = [&](int64_t chunk) { return chunk >= 0 && chunk < pieces.chunks.count; };
-  const auto piece_of = [&](int64_t chunk) { return part_of(spec.bytes, pieces.chunks.bytes, chunk); };
-  const auto outputs = [&](int64_t chunk) {
-    return extents_of_blocks(spec, placement, layout, piece_of(chunk), output_block);
-  };
+  const auto stage = [&](int32_t lag) { return PipelineStage(schedule, lag, pieces.chunks.count); };
+  const std::vector<Extent> outputs = extents_of_blocks(spec, placement, layout, pieces.chunks, output_block);
   const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;
   const bool is_encoded = spec.codec != nullptr;
   if (is_encoded) schedule.scratch_bytes = between.scratch_bytes();
-  const auto own_piece = [&](int64_t chunk, int64_t place) {
-    return is_encoded ? between.completed(chunk, place) : input(piece_of(chunk).offset_bytes + place - first_place);
+  const Region own_input = with_stride(input(0), pieces.chunks.bytes);
+  const auto own_piece = [&](int64_t place) {
+    return is_encoded ? between.completed(place) : advance(own_input, place - first_place);
   };
   add_barrier(schedule);
-  for (int64_t slot = 0; slot < pieces.chunks.count + 2; ++slot) {
-    if (is_chunk(slot - 2)) add_barrier(schedule);
-    if (is_chunk(slot)) {
-      const auto [offset, bytes] = piece_of(slot);
-      if (is_encoded) add_copy(schedule, own_piece(slot, first_place), input(offset), bytes);
-      between.send_completed(schedule, placement.other_nodes(), outputs(slot),
-                             [&](int64_t place) { return own_piece(slot, place); });
+  for (int32_t group = 0; group < groups; ++group) {
+    add_barrier(stage(group == 0 ? 2 : 1));
+    if (group == 0) {
+      if (is_encoded) add_copy(stage(0), own_piece(first_place), own_input, pieces.chunks);
+      between.send_completed(stage(0), placement.other_nodes(), outputs, own_piece);
     }
-    if (is_chunk(slot - 2)) copy_out(schedule, slot - 2, outputs(slot - 2), layout, placement);
-    if (is_chunk(slot - 1)) {
-      const auto staged = [&](int64_t place) { return staging(spec.rank, slot - 1, place); };
-      add_copy(schedule, staged(first_place), own_piece(slot - 1, first_place), piece_of(slot - 1).bytes);
-      between.receive_completed(schedule, outputs(slot - 1), staged);
+    copy_out(stage(group == 0 ? 2 : 1), outputs, in_node, false, group == 0 ? groups - 1 : group - 1);
+    const std::vector<int32_t> nodes = slots.other_nodes(placement, group);
+    if (slots.group_of(placement.node()) == group) {
+      const Region own_place = slots.staged(spec.rank, placement.node(), first_place);
+      add_copy(stage(1), own_place, own_piece(first_place), pieces.chunks);
+    }
+    for (auto node = nodes.rbegin(); node != nodes.rend(); ++node) {
+      between.receive_completed(stage(1), *node, outputs,
+                                [&](int64_t place) { return slots.staged(spec.rank, *node, place); });
     }
   }
   return schedule;
 }
 
 Cost cost_all_gather_hierarchical(const CollectiveSpec& spec) {
-  return {.barriers = 1.0 + cut_blocks(spec, kMessagesUnderWay).chunks.count,
+  const BlockPieces pieces = cut_blocks(spec, kMessagesUnderWay);
+  const double chunks = pieces.chunks.count;
+  return {.barriers = 1.0 + chunks * group_count(spec, pieces),
           .memory_bytes = 2.0 * (spec.world_size + 1) * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : 1.0,
-          .network_bytes = static_cast<double>(blocks_over_busiest_link(spec)) * spec.bytes};
+          .network_bytes = static_cast<double>(blocks_over_busiest_link(spec)) * spec.bytes,
+          .messages = 2.0 * (node_count(spec) - 1) * chunks};
 }
 
 }  // namespace zeropg

@@ -11,17 +11,17 @@ namespace zeropg {
 Schedule plan_all_gather_staged(const CollectiveSpec& spec) {
   constexpr std::string_view kName = "all_gather_staged";
   if (spec.world_size == 1) return plan_alone(kName, spec);
-  const auto stage = [&](Schedule& schedule, int64_t chunk, Range range) {
-    add_copy(schedule, staging(spec.rank, chunk, 0), input(range.offset_bytes), range.bytes);
+  const auto copy_in = [&](PipelineStage stage, const Chunks& chunks) {
+    add_copy(stage, staging(spec.rank, 0, 0), with_stride(input(0), chunks.bytes), chunks);
   };
   const bool is_streaming = spec.world_size * spec.bytes >= kStreamingBytes;
-  const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
+  const auto copy_out = [&](PipelineStage stage, const Chunks& chunks) {
     for (int32_t rank = 0; rank < spec.world_size; ++rank) {
-      const Region source = rank == spec.rank ? input(range.offset_bytes) : staging(rank, chunk, 0);
-      add_long_copy(schedule, output_block(spec, rank, range.offset_bytes), source, range.bytes, is_streaming);
+      const Region source = rank == spec.rank ? with_stride(input(0), chunks.bytes) : staging(rank, 0, 0);
+      add_long_copy(stage, with_stride(output_block(spec, rank, 0), chunks.bytes), source, chunks, is_streaming);
     }
   };
-  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, stage, take);
+  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, copy_in, copy_out);
 }
 
 Cost cost_all_gather_staged(const CollectiveSpec& spec) {

@@ -16,16 +16,16 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/domain_phases.h"
+#include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/domain_phases.h"
-#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/steps.h"
 
 namespace zeropg {
 
 namespace {
 
-constexpr int64_t kLag = 3;  // slots from a chunk's reduction to its copying out
+constexpr int32_t kLag = 3;  // slots from a chunk's reduction to its copying out
 
 }  // namespace
 
@@ -33,29 +33,22 @@ Schedule plan_all_reduce_domains(const CollectiveSpec& spec) {
   const DomainPieces pieces = cut_over_domains(spec);
   const Placement placement = Placement::over_domains(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
+  const SlotLayout slots(layout);
+  const NodeLayout in_domain{placement, layout, slots};
   const DomainPhases between(spec, placement, layout);
   Schedule schedule = make_schedule("all_reduce_domains", pieces.chunks.count);
   if (pieces.chunks.count == 0) return schedule;
-  const auto is_chunk = [&](int64_t chunk) { return chunk >= 0 && chunk < pieces.chunks.count; };
-  const auto extents = [&](int64_t chunk, Region (*tensor)(int64_t)) {
-    const auto [offset, bytes] = part_of(spec.bytes, spec.world_size * pieces.chunks.bytes, chunk);
-    return extents_of_range(tensor(offset), bytes);
-  };
-  stage_inputs(schedule, 0, extents(0, input), layout, placement);
-  for (int64_t slot = 0; slot < pieces.chunks.count + kLag; ++slot) {
-    add_barrier(schedule);
-    if (is_chunk(slot)) {
-      const auto partial = [&](int32_t part, int64_t place) { return between.partial(slot, part, place); };
-      reduce_in_node(schedule, slot, extents(slot, input), layout, placement, partial, ReduceScope::kOfRanksOfDomain);
-    }
-    if (is_chunk(slot - 1)) {
-      between.complete(schedule, slot - 1, extents(slot - 1, input),
-                       [&](int64_t place) { return between.completed(slot - 1, place); });
-    }
-    if (is_chunk(slot - 2)) between.fetch(schedule, slot - 2, extents(slot - 2, output));
-    if (is_chunk(slot - kLag)) copy_out(schedule, slot - kLag, extents(slot - kLag, output), layout, placement);
-    if (is_chunk(slot + 1)) stage_inputs(schedule, slot + 1, extents(slot + 1, input), layout, placement);
-  }
+  const auto stage = [&](int32_t lag) { return PipelineStage(schedule, lag, pieces.chunks.count); };
+  const Chunks chunks = chunks_of_size(spec.bytes, spec.world_size * pieces.chunks.bytes);
+  const std::vector<Extent> inputs = extents_of_range(input(0), chunks);
+  const std::vector<Extent> outputs = extents_of_range(output(0), chunks);
+  add_barrier({schedule, 1, chunks.count + kLag});
+  const auto partial = [&](int32_t part, int64_t place) { return between.partial(part, place); };
+  reduce_in_node(stage(1), inputs, in_domain, partial, ReduceScope::kOfRanksOfDomain);
+  between.complete(stage(2), inputs, [&](int64_t place) { return between.completed(place); });
+  between.fetch(stage(3), outputs);
+  copy_out(stage(1 + kLag), outputs, in_domain);
+  stage_inputs(stage(0), inputs, in_domain);
   return schedule;
 }
 

@@ -5,7 +5,8 @@
 // all partial sums to all nodes, each of which completes everything: one message deep, (m - 1) times the bytes.
 //
 // Note [Pipeline between nodes]
-// Several chunks are under way. In slot t, that is between two barriers, a rank
+// Several chunks are under way. In slot t, that is between two barriers (as many slots for each chunk as it has groups
+// of parts: slot_layout.h), a rank
 //   reduces chunk t in its node and sends its partial sums,
 //   copies chunk t - 3 out and chunk t + 1 in,
 //   receives the other nodes' partial sums of chunk t - 1, completes its slice and sends it,
@@ -19,10 +20,10 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/internode_phases.h"
+#include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
 #include "backend/collectives/schedule/chunk_layout.h"
-#include "backend/collectives/schedule/internode_phases.h"
-#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/steps.h"
 
@@ -36,6 +37,7 @@ constexpr int32_t kMessagesUnderWayOneShot = 2;  // the partial sums of two chun
 struct Sizes {
   int64_t alignment;
   Chunks chunks;
+  int32_t groups;  // of parts, in a chunk: slot_layout.h
 };
 
 Sizes sizes_of(const CollectiveSpec& spec, bool is_one_shot) {
@@ -43,9 +45,17 @@ Sizes sizes_of(const CollectiveSpec& spec, bool is_one_shot) {
   const int64_t alignment = exchange_alignment(spec, 1, under_way);
   // A message is at most a slice of the larger node of a pair.
   const int64_t slices = int64_t{second_smallest_node_size(spec)} * (is_one_shot ? 1 : node_count(spec));
-  const int64_t most = std::min(network_chunk_bytes(spec, spec.bytes, alignment),
-                                slices * largest_message_bytes(spec, under_way, alignment));
-  return {alignment, equal_chunks(spec.bytes, most, alignment)};
+  const int64_t wanted =
+      is_one_shot ? network_chunk_bytes(spec, spec.bytes, alignment) : parted_chunk_bytes(spec, spec.bytes, alignment);
+  const int64_t most = std::min(wanted, slices * largest_message_bytes(spec, under_way, alignment));
+  const int64_t slot_bytes = network_slot_bytes(spec);
+  const Chunks chunks = equal_chunks(spec.bytes, most, alignment);
+  if (chunks.bytes <= slot_bytes || is_one_shot) return {alignment, chunks, 1};
+  const int32_t nodes = node_count(spec);
+  const int64_t parts = alignment * nodes;
+  const Chunks in_parts = equal_chunks(spec.bytes, most / parts * parts, parts);
+  if (in_parts.bytes <= slot_bytes) return {alignment, in_parts, 1};
+  return {alignment, in_parts, group_count(nodes, in_parts.bytes / nodes, slot_bytes)};
 }
 
 class Plan {
@@ -57,67 +67,93 @@ class Plan {
         placement_(spec),
         layout_(is_one_shot ? ChunkLayout::of_one_part(placement_, sizes_.chunks.bytes, sizes_.alignment)
                             : ChunkLayout::of_equal_parts(placement_, sizes_.chunks.bytes, sizes_.alignment)),
+        slots_(placement_, layout_, network_slot_bytes(spec)),
+        in_node_{placement_, layout_, slots_},
         between_(spec, placement_, layout_),
-        schedule_(make_schedule(name, sizes_.chunks.count)) {}
+        inputs_(extents_of_range(input(0), sizes_.chunks)),
+        schedule_(make_schedule(name, sizes_.chunks.count * sizes_.groups)) {}
 
   // `is_reduce`: only the root wants the result, so only its node gets the completed parts.
   Schedule run(bool is_reduce) && {
-    const int64_t lag = is_one_shot_ ? 2 : 3;  // slots from a chunk's reduction to its copying out
-    const bool stages_results = !is_reduce || placement_.node() == placement_.node_of(spec_.root);
-    const bool copies_out = !is_reduce || spec_.rank == spec_.root;
-    if (sizes_.chunks.count > 0) schedule_.scratch_bytes = between_.scratch_bytes();
-    if (is_chunk(0)) stage_inputs(schedule_, 0, inputs(0), layout_, placement_);
-    for (int64_t slot = 0; slot < sizes_.chunks.count + lag && sizes_.chunks.count > 0; ++slot) {
-      if (is_chunk(slot) || is_chunk(slot - lag)) add_barrier(schedule_);
-      if (is_chunk(slot)) {
-        reduce_in_node(schedule_, slot, inputs(slot), layout_, placement_,
-                       [&](int32_t part, int64_t place) { return between_.partial(slot, part, place); });
-        between_.send_partials(schedule_, slot, inputs(slot));
+    if (sizes_.chunks.count == 0) return std::move(schedule_);
+    schedule_.scratch_bytes = between_.scratch_bytes();
+    reserve();
+    for (int32_t group = 0; group < slots_.group_count(); ++group) {
+      const bool is_first = group == 0;
+      const bool is_last = group + 1 == slots_.group_count();
+      const int32_t lag = is_one_shot_ ? 2 : is_first ? 3 : 2;  // from a reduction to the copying out of what is staged
+      add_barriers(1, 1 + lag);
+      reduce_in_node(stage(1), inputs_, in_node_, partials(), ReduceScope::kOfRanks, group);
+      between_.send_partials(stage(1), slots_.other_nodes(placement_, group), inputs_);
+      if (!is_reduce || spec_.rank == spec_.root) {
+        copy_out(stage(1 + lag), extents_of_range(output(0), sizes_.chunks), in_node_, false,
+                 is_first ? slots_.group_count() - 1 : group - 1);
       }
-      if (is_chunk(slot - lag) && copies_out) {
-        copy_out(schedule_, slot - lag, outputs(slot - lag), layout_, placement_);
-      }
-      if (is_chunk(slot + 1)) stage_inputs(schedule_, slot + 1, inputs(slot + 1), layout_, placement_);
-      if (is_one_shot_) {
-        if (is_chunk(slot - 1)) complete_in_staging(slot - 1);
-        continue;
-      }
-      if (is_chunk(slot - 1)) complete(slot - 1, is_reduce);
-      if (is_chunk(slot - 2) && stages_results) stage_results(slot - 2);
+      stage_inputs(stage(is_last ? 0 : 1), inputs_, in_node_, is_last ? 0 : group + 1);
+      if (is_first) complete();
+      if (is_one_shot_) continue;
+      if (is_last) send_completed(is_reduce);
+      if (!is_reduce || placement_.node() == placement_.node_of(spec_.root)) stage_results(group);
     }
     return std::move(schedule_);
   }
 
  private:
-  bool is_chunk(int64_t chunk) const { return chunk >= 0 && chunk < sizes_.chunks.count; }
-  std::vector<Extent> inputs(int64_t chunk) const {
-    const auto [offset, bytes] = part_of(spec_.bytes, sizes_.chunks.bytes, chunk);
-    return extents_of_range(input(offset), bytes);
-  }
-  std::vector<Extent> outputs(int64_t chunk) const {
-    const auto [offset, bytes] = part_of(spec_.bytes, sizes_.chunks.bytes, chunk);
-    return extents_of_range(output(offset), bytes);
-  }
-  RegionOfPlace staged(int64_t chunk) const {
-    return [this, chunk](int64_t place) { return staging(spec_.rank, chunk, place); };
+  // In large groups the steps are megabytes, which are not to be moved while they grow.
+  void reserve() {
+    const auto nodes = static_cast<size_t>(placement_.node_count());
+    const size_t ranks = placement_.local_ranks().size();
+    constexpr size_t kOthersOfAPart = 8;  // two copies, a reduction, four messages; barriers
+    schedule_.steps.reserve(nodes * (ranks + kOthersOfAPart));
+    schedule_.sources.reserve(nodes * (ranks + 1));
   }
 
-  void complete_in_staging(int64_t chunk) { between_.complete(schedule_, chunk, inputs(chunk), staged(chunk)); }
-
-  // Into scratch: the own slot's place is still read by the ranks that copy an earlier chunk out.
-  void complete(int64_t chunk, bool is_reduce) {
-    const RegionOfPlace completed = [&](int64_t place) { return between_.completed(chunk, place); };
-    between_.complete(schedule_, chunk, inputs(chunk), completed);
-    const std::vector<int32_t> root_node{placement_.node_of(spec_.root)};
-    between_.send_completed(schedule_, is_reduce ? root_node : placement_.other_nodes(), inputs(chunk), completed);
+  PipelineStage stage(int32_t lag) { return {schedule_, lag, sizes_.chunks.count}; }
+  PartialOfPlace partials() const {
+    return [this](int32_t part, int64_t place) { return between_.partial(part, place); };
   }
 
-  void stage_results(int64_t chunk) {
-    for (const Extent& extent : cut(inputs(chunk), layout_.own_slice(layout_.part_of_node(placement_.node())))) {
-      const auto [place, bytes] = extent.places;
-      add_copy(schedule_, staging(spec_.rank, chunk, place), between_.completed(chunk, place), bytes);
+  // One before every reduction and one before every copying out; one for both where they fall together.
+  void add_barriers(int32_t reduction, int32_t copying_out) {
+    const int64_t distance = copying_out - reduction;
+    const int64_t chunks = sizes_.chunks.count;
+    if (chunks < distance) {
+      add_barrier(stage(reduction));
+      add_barrier(stage(copying_out));
+    } else {
+      add_barrier({schedule_, reduction, chunks + distance});
     }
-    between_.receive_completed(schedule_, inputs(chunk), staged(chunk));
+  }
+
+  // In one shot where others copy it from, otherwise into scratch: the own slot's place is still read by the ranks that
+  // copy an earlier chunk out.
+  void complete() {
+    if (is_one_shot_) {
+      return between_.complete(stage(2), inputs_, [&](int64_t place) { return slots_.staged(spec_.rank, 0, place); });
+    }
+    between_.complete(stage(2), inputs_, [&](int64_t place) { return between_.completed(place); });
+  }
+
+  // Behind the partial sums of all groups, as they are received: what was completed last of an earlier chunk.
+  void send_completed(bool is_reduce) {
+    const std::vector<int32_t> root_node{placement_.node_of(spec_.root)};
+    between_.send_completed(stage(2), is_reduce ? root_node : placement_.other_nodes(), inputs_,
+                            [&](int64_t place) { return between_.completed(place); });
+  }
+
+  void stage_results(int32_t group) {
+    const int32_t own_part = placement_.node();
+    if (slots_.group_of(own_part) == group) {
+      for (const Extent& extent : cut(inputs_, layout_.own_slice(own_part))) {
+        const int64_t place = extent.places.offset_bytes;
+        add_copy(stage(3), slots_.staged(spec_.rank, own_part, place), between_.completed(place), extent.bytes());
+      }
+    }
+    const std::vector<int32_t> nodes = slots_.other_nodes(placement_, group);
+    for (auto node = nodes.rbegin(); node != nodes.rend(); ++node) {
+      between_.receive_completed(stage(3), *node, inputs_,
+                                 [&](int64_t place) { return slots_.staged(spec_.rank, *node, place); });
+    }
   }
 
   const CollectiveSpec& spec_;
@@ -125,24 +161,30 @@ class Plan {
   const Sizes sizes_;
   const Placement placement_;
   const ChunkLayout layout_;
+  const SlotLayout slots_;
+  const NodeLayout in_node_;
   const InternodePhases between_;
+  const std::vector<Extent> inputs_;
   Schedule schedule_;
 };
 
 // Through staging as within a node; then a rank's slice, 1 / n of the tensor, is added over m nodes: all of it in one
 // shot, otherwise one part of m, which is staged as well.
 Cost cost(const CollectiveSpec& spec, bool is_one_shot) {
+  const Sizes sizes = sizes_of(spec, is_one_shot);
   const double nodes = node_count(spec);
-  const double chunks = sizes_of(spec, is_one_shot).chunks.count;
+  const double chunks = sizes.chunks.count;
   const double overlap = is_one_shot ? 2 : 3;
   const double slice = static_cast<double>(spec.bytes) / largest_node_size(spec);
   const double reading = is_one_shot ? nodes : (nodes + 3) / nodes - 1;
-  return {.barriers = chunks == 0 ? 1 : chunks + std::min(chunks, overlap),
+  const double more_groups = (sizes.groups - 1) * (chunks + std::min(chunks, 2.0));
+  return {.barriers = chunks == 0 ? 1 : chunks + std::min(chunks, overlap) + more_groups,
           .memory_bytes = 5.0 * spec.bytes + reading * slice,
           .network_hops = chunks == 0   ? 0
                           : is_one_shot ? 1.0
                                         : 2.0,
-          .network_bytes = (is_one_shot ? nodes - 1 : 2 * (nodes - 1) / nodes) * spec.bytes};
+          .network_bytes = (is_one_shot ? nodes - 1 : 2 * (nodes - 1) / nodes) * spec.bytes,
+          .messages = (is_one_shot ? 2 : 4) * (nodes - 1) * chunks};
 }
 
 }  // namespace

@@ -14,13 +14,13 @@ namespace zeropg {
 Schedule plan_all_reduce_one_shot(const CollectiveSpec& spec) {
   constexpr std::string_view kName = "all_reduce_one_shot";
   if (spec.world_size == 1) return plan_alone(kName, spec);
-  const auto stage = [&](Schedule& schedule, int64_t chunk, Range range) {
-    add_copy(schedule, staging(spec.rank, chunk, 0), input(range.offset_bytes), range.bytes);
+  const auto copy_in = [&](PipelineStage stage, const Chunks& chunks) {
+    add_copy(stage, staging(spec.rank, 0, 0), with_stride(input(0), chunks.bytes), chunks);
   };
-  const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
-    add_reduce(schedule, output(range.offset_bytes), contributions(spec, chunk, range.offset_bytes), range.bytes);
+  const auto reduce = [&](PipelineStage stage, const Chunks& chunks) {
+    add_reduce(stage, with_stride(output(0), chunks.bytes), contributions(spec, chunks.bytes), chunks);
   };
-  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, stage, take);
+  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, copy_in, reduce);
 }
 
 Cost cost_all_reduce_one_shot(const CollectiveSpec& spec) {

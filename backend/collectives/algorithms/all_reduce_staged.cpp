@@ -18,68 +18,71 @@ namespace zeropg {
 
 namespace {
 
-struct Plan {
-  const CollectiveSpec& spec;
-  Pieces share;
-  Schedule schedule;
+// Of nearly equal size, so that also the last one keeps all ranks busy.
+Chunks chunks_of(const CollectiveSpec& spec) {
+  const Pieces share = cut_chunk(spec, spec.world_size);
+  return equal_chunks(spec.bytes, share.bytes * spec.world_size, share.alignment * spec.world_size);
+}
 
-  // Where share `owner` of a chunk lies in the tensor.
-  Range share_of(int64_t chunk, int32_t owner) const {
-    const Range whole = part_of(spec.bytes, share.bytes * spec.world_size, chunk);
-    const Range part = equal_part_of(whole.bytes, spec.world_size, share.alignment, owner);
-    return {whole.offset_bytes + part.offset_bytes, part.bytes};
+class Plan {
+ public:
+  explicit Plan(const CollectiveSpec& spec)
+      : spec_(spec), chunks_(chunks_of(spec)), share_bytes_(chunks_.bytes / spec.world_size) {}
+
+  Schedule run() {
+    Schedule schedule = make_schedule("all_reduce_staged", chunks_.count);
+    if (chunks_.count == 0) return schedule;
+    add_barrier({schedule, 1, chunks_.count + 1});
+    reduce({schedule, 1, chunks_.count});
+    copy_out({schedule, 2, chunks_.count});
+    copy_in({schedule, 0, chunks_.count});
+    return schedule;
   }
 
-  Region staged(int32_t slot, int64_t chunk, int32_t owner) const { return staging(slot, chunk, owner * share.bytes); }
+ private:
+  Region staged(int32_t slot, int32_t owner) const { return staging(slot, 0, owner * share_bytes_); }
+  Region of_share(Region tensor, int32_t owner) const {
+    return with_stride(advance(tensor, owner * share_bytes_), chunks_.bytes);
+  }
+  StepBytes bytes_of_share(int32_t owner) const {
+    return {share_bytes_, part_of(chunks_.last_bytes, share_bytes_, owner).bytes};
+  }
 
-  void copy_in(int64_t chunk) {
-    for (int32_t owner = 0; owner < spec.world_size; ++owner) {
-      if (owner == spec.rank) continue;
-      const auto [offset, bytes] = share_of(chunk, owner);
-      add_copy(schedule, staged(spec.rank, chunk, owner), input(offset), bytes);
+  void copy_in(PipelineStage stage) const {
+    for (int32_t owner = 0; owner < spec_.world_size; ++owner) {
+      if (owner == spec_.rank) continue;
+      add_copy(stage, staged(spec_.rank, owner), of_share(input(0), owner), bytes_of_share(owner));
     }
   }
 
-  void reduce(int64_t chunk) {
-    const auto [offset, bytes] = share_of(chunk, spec.rank);
-    std::vector<Region> sources(spec.world_size);
-    for (int32_t rank = 0; rank < spec.world_size; ++rank) {
-      sources[rank] = rank == spec.rank ? input(offset) : staged(rank, chunk, spec.rank);
+  void reduce(PipelineStage stage) const {
+    std::vector<Region> sources(spec_.world_size);
+    for (int32_t rank = 0; rank < spec_.world_size; ++rank) {
+      sources[rank] = rank == spec_.rank ? of_share(input(0), rank) : staged(rank, spec_.rank);
     }
-    add_reduce(schedule, staged(spec.rank, chunk, spec.rank), sources, bytes);
+    add_reduce(stage, staged(spec_.rank, spec_.rank), sources, bytes_of_share(spec_.rank));
   }
 
-  void copy_out(int64_t chunk) {
-    for (int32_t owner = 0; owner < spec.world_size; ++owner) {
-      const auto [offset, bytes] = share_of(chunk, owner);
-      add_copy(schedule, output(offset), staged(owner, chunk, owner), bytes);
+  void copy_out(PipelineStage stage) const {
+    for (int32_t owner = 0; owner < spec_.world_size; ++owner) {
+      add_copy(stage, of_share(output(0), owner), staged(owner, owner), bytes_of_share(owner));
     }
   }
+
+  const CollectiveSpec& spec_;
+  const Chunks chunks_;
+  const int64_t share_bytes_;
 };
 
 }  // namespace
 
 Schedule plan_all_reduce_staged(const CollectiveSpec& spec) {
-  constexpr std::string_view kName = "all_reduce_staged";
-  if (spec.world_size == 1) return plan_alone(kName, spec);
-  const Pieces share = cut_chunk(spec, spec.world_size);
-  const int64_t chunks = part_count(spec.bytes, share.bytes * spec.world_size);
-  Plan plan{spec, share, make_schedule(kName, chunks)};
-  if (chunks == 0) return std::move(plan.schedule);
-  plan.copy_in(0);
-  add_barrier(plan.schedule);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    plan.reduce(chunk);
-    if (chunk > 0) plan.copy_out(chunk - 1);
-    if (chunk + 1 < chunks) plan.copy_in(chunk + 1);
-    add_barrier(plan.schedule);
-  }
-  plan.copy_out(chunks - 1);
-  return std::move(plan.schedule);
+  if (spec.world_size == 1) return plan_alone("all_reduce_staged", spec);
+  return Plan(spec).run();
 }
 
 Cost cost_all_reduce_staged(const CollectiveSpec& spec) {
-  const double chunks = part_count(spec.bytes, cut_chunk(spec, spec.world_size).bytes * spec.world_size);
+  const double chunks = chunks_of(spec).count;
   return {.barriers = chunks + 1,
           .memory_bytes = (5 - 1.0 / spec.world_size) * spec.bytes,
           .far_bytes = 2.0 * far_ranks(spec) / spec.world_size * spec.bytes};

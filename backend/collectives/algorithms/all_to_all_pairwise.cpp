@@ -77,16 +77,14 @@ Schedule plan_all_to_all_pairwise(const CollectiveSpec& spec) {
     const int32_t from = (spec.rank - distance + spec.world_size) % spec.world_size;
     const Range to_send = rest_of(to, spec.send_bytes[to]);
     const Range to_receive = rest_of(from, spec.receive_bytes[from]);
-    const int64_t pieces =
-        std::max(part_count(to_send.bytes, piece_bytes(to)), part_count(to_receive.bytes, piece_bytes(from)));
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      const Range sent = part_of(to_send.bytes, piece_bytes(to), piece);
-      const Range received = part_of(to_receive.bytes, piece_bytes(from), piece);
-      add_send(schedule, to, advance(sources[to], to_send.offset_bytes + sent.offset_bytes), sent.bytes);
-      add_receive(schedule, from, advance(destinations[from], to_receive.offset_bytes + received.offset_bytes),
-                  received.bytes);
-    }
+    const Chunks sent = chunks_of_size(to_send.bytes, piece_bytes(to));
+    const Chunks received = chunks_of_size(to_receive.bytes, piece_bytes(from));
+    begin_loop(schedule);
+    add_send({schedule, 0, sent.count}, to, with_stride(advance(sources[to], to_send.offset_bytes), sent.bytes), sent);
+    add_receive({schedule, 0, received.count}, from,
+                with_stride(advance(destinations[from], to_receive.offset_bytes), received.bytes), received);
     if (spec.receive_bytes[from] == 0 && needs_header(from)) {
+      begin_loop(schedule);
       schedule.steps.push_back({.kind = StepKind::kReceive, .peer = from, .destination = destinations[from]});
     }
   }

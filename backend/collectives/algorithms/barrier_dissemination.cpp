@@ -33,7 +33,7 @@ Schedule plan_barrier_dissemination(const CollectiveSpec& spec) {
 Cost cost_barrier_dissemination(const CollectiveSpec& spec) {
   double hops = 0;
   for (int32_t distance = 1; distance < node_count(spec); distance *= 2) ++hops;
-  return {.barriers = 2, .network_hops = hops, .network_bytes = hops};
+  return {.barriers = 2, .network_hops = hops, .network_bytes = hops, .messages = 2 * hops};
 }
 
 }  // namespace zeropg

@@ -7,9 +7,9 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/domain_phases.h"
+#include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/domain_phases.h"
-#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/steps.h"
 #include "backend/platform/cpu/copy.h"
 
@@ -28,36 +28,25 @@ Schedule plan_broadcast_domains(const CollectiveSpec& spec) {
   const Chunks chunks = chunks_of(spec);
   const Placement placement = Placement::over_domains(spec);
   const ChunkLayout layout = ChunkLayout::of_one_part(placement, chunks.bytes, cut_chunk(spec, 1).alignment);
+  const SlotLayout slots(layout);
+  const NodeLayout in_domain{placement, layout, slots};
   Schedule schedule = make_schedule("broadcast_domains", chunks.count);
   if (chunks.count == 0) return schedule;
   const bool is_near_root = placement.node() == placement.node_of(spec.root);
-  const auto is_chunk = [&](int64_t chunk) { return chunk >= 0 && chunk < chunks.count; };
-  const auto range_of = [&](int64_t chunk) { return part_of(spec.bytes, chunks.bytes, chunk); };
-  const auto outputs = [&](int64_t chunk) {
-    return extents_of_range(output(range_of(chunk).offset_bytes), range_of(chunk).bytes);
-  };
-  const auto stage = [&](int64_t chunk) {
-    add_copy(schedule, staging(spec.root, chunk, 0), input(range_of(chunk).offset_bytes), range_of(chunk).bytes);
-  };
+  const auto stage = [&](int32_t lag) { return PipelineStage(schedule, lag, chunks.count); };
+  const std::vector<Extent> outputs = extents_of_range(output(0), chunks);
   const bool is_streaming = spec.world_size * spec.bytes >= kStreamingBytes;
-  if (spec.rank == spec.root) stage(0);
-  for (int64_t slot = 0; slot <= chunks.count; ++slot) {
-    add_barrier(schedule);
-    if (spec.rank == spec.root) {
-      if (is_chunk(slot + 1)) stage(slot + 1);
-    } else if (is_near_root) {
-      if (!is_chunk(slot)) continue;
-      add_long_copy(schedule, output(range_of(slot).offset_bytes), staging(spec.root, slot, 0), range_of(slot).bytes,
-                    is_streaming);
-    } else {
-      if (is_chunk(slot)) {
-        for (const Extent& extent : cut(outputs(slot), layout.own_slice(0))) {
-          const auto [place, bytes] = extent.places;
-          add_copy(schedule, staging(spec.rank, slot, place), staging(spec.root, slot, place), bytes);
-        }
-      }
-      if (is_chunk(slot - 1)) copy_out(schedule, slot - 1, outputs(slot - 1), layout, placement, is_streaming);
+  add_barrier({schedule, 1, chunks.count + 1});
+  if (spec.rank == spec.root) {
+    add_copy(stage(0), staging(spec.root, 0, 0), with_stride(input(0), chunks.bytes), chunks);
+  } else if (is_near_root) {
+    add_long_copy(stage(1), with_stride(output(0), chunks.bytes), staging(spec.root, 0, 0), chunks, is_streaming);
+  } else {
+    for (const Extent& extent : cut(outputs, layout.own_slice(0))) {
+      const int64_t place = extent.places.offset_bytes;
+      add_copy(stage(1), staging(spec.rank, 0, place), staging(spec.root, 0, place), extent.bytes());
     }
+    copy_out(stage(2), outputs, in_domain, is_streaming);
   }
   return schedule;
 }

@@ -11,16 +11,16 @@ namespace zeropg {
 Schedule plan_broadcast_staged(const CollectiveSpec& spec) {
   constexpr std::string_view kName = "broadcast_staged";
   if (spec.world_size == 1) return plan_alone(kName, spec);
-  const auto stage = [&](Schedule& schedule, int64_t chunk, Range range) {
+  const auto copy_in = [&](PipelineStage stage, const Chunks& chunks) {
     if (spec.rank != spec.root) return;
-    add_copy(schedule, staging(spec.root, chunk, 0), input(range.offset_bytes), range.bytes);
+    add_copy(stage, staging(spec.root, 0, 0), with_stride(input(0), chunks.bytes), chunks);
   };
   const bool is_streaming = spec.world_size * spec.bytes >= kStreamingBytes;
-  const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
+  const auto copy_out = [&](PipelineStage stage, const Chunks& chunks) {
     if (spec.rank == spec.root) return;
-    add_long_copy(schedule, output(range.offset_bytes), staging(spec.root, chunk, 0), range.bytes, is_streaming);
+    add_long_copy(stage, with_stride(output(0), chunks.bytes), staging(spec.root, 0, 0), chunks, is_streaming);
   };
-  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, stage, take);
+  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, copy_in, copy_out);
 }
 
 Cost cost_broadcast_staged(const CollectiveSpec& spec) {

@@ -7,9 +7,9 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/internode_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
 #include "backend/collectives/schedule/chunk_layout.h"
-#include "backend/collectives/schedule/internode_phases.h"
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/steps.h"
 
@@ -65,41 +65,30 @@ Schedule plan(std::string_view name, const CollectiveSpec& spec, Tree (*tree_of)
   const Tree tree = tree_of((placement.node() - root_node + nodes) % nodes, nodes);
   const InternodePhases between(spec, placement, layout);
   Schedule schedule = make_schedule(name, sizes.chunks.count);
-  const auto chunk_range = [&](int64_t chunk) { return part_of(spec.bytes, sizes.chunks.bytes, chunk); };
-  const auto extents = [&](int64_t chunk) {
-    return extents_of_range(output(chunk_range(chunk).offset_bytes), chunk_range(chunk).bytes);
-  };
+  if (sizes.chunks.count == 0) return schedule;
+  const auto stage = [&](int32_t lag) { return PipelineStage(schedule, lag, sizes.chunks.count); };
+  const std::vector<Extent> outputs = extents_of_range(output(0), sizes.chunks);
   // Where a rank's slice of a chunk lies: in the root's slot, or in the slot of the rank that received it.
   const auto slot_of = [&](int32_t local_rank) { return is_at_root ? spec.root : placement.local_ranks()[local_rank]; };
-  const auto own_slice = [&](int64_t chunk) {
-    return [&, chunk](int64_t place) { return staging(slot_of(placement.local_rank()), chunk, place); };
-  };
-  const auto pass_on = [&](int64_t chunk) {
+  const auto own_slice = [&](int64_t place) { return staging(slot_of(placement.local_rank()), 0, place); };
+  const auto pass_on = [&](PipelineStage at) {
     std::vector<int32_t> children;
     for (const int32_t child : tree.children) children.push_back(absolute(child));
-    between.send_completed(schedule, children, extents(chunk), own_slice(chunk));
+    between.send_completed(at, children, outputs, own_slice);
   };
-  const auto take_in = [&](int64_t chunk) {
-    if (chunk >= sizes.chunks.count) return;
-    const auto [offset, bytes] = chunk_range(chunk);
-    if (spec.rank == spec.root) add_copy(schedule, staging(spec.root, chunk, 0), input(offset), bytes);
-    if (is_at_root) return;
-    between.receive_completed(schedule, absolute(tree.parent), extents(chunk), own_slice(chunk));
-    pass_on(chunk);
-  };
-  if (sizes.chunks.count > 0) add_barrier(schedule);
-  take_in(0);
-  for (int64_t chunk = 0; chunk < sizes.chunks.count; ++chunk) {
-    add_barrier(schedule);
-    if (is_at_root) pass_on(chunk);
-    for (int32_t local_rank = 0; local_rank < placement.node_size(placement.node()); ++local_rank) {
-      if (spec.rank == spec.root) continue;
-      for (const Extent& extent : cut(extents(chunk), layout.slice(0, placement.node(), local_rank))) {
-        const auto [place, bytes] = extent.places;
-        add_copy(schedule, extent.tensor, staging(slot_of(local_rank), chunk, place), bytes);
-      }
+  add_barrier({schedule, 0, sizes.chunks.count + 1});
+  if (is_at_root) pass_on(stage(1));
+  for (int32_t local_rank = 0; local_rank < placement.node_size(placement.node()); ++local_rank) {
+    if (spec.rank == spec.root) continue;
+    for (const Extent& extent : cut(outputs, layout.slice(0, placement.node(), local_rank))) {
+      add_copy(stage(1), extent.tensor, staging(slot_of(local_rank), 0, extent.places.offset_bytes), extent.bytes());
     }
-    take_in(chunk + 1);
+  }
+  if (spec.rank == spec.root) {
+    add_copy(stage(0), staging(spec.root, 0, 0), with_stride(input(0), sizes.chunks.bytes), sizes.chunks);
+  } else if (!is_at_root) {
+    between.receive_completed(stage(0), absolute(tree.parent), outputs, own_slice);
+    pass_on(stage(0));
   }
   return schedule;
 }
@@ -108,7 +97,8 @@ Cost cost(const CollectiveSpec& spec, double hops, double copies_of_root) {
   return {.barriers = 1.0 + sizes_of(spec).chunks.count,
           .memory_bytes = 2.0 * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : hops,
-          .network_bytes = copies_of_root * spec.bytes};
+          .network_bytes = copies_of_root * spec.bytes,
+          .messages = (1.0 + copies_of_root) * sizes_of(spec).chunks.count};
 }
 
 }  // namespace

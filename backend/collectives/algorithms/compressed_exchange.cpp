@@ -48,36 +48,32 @@ class Exchange {
     int64_t largest = 0;
     for (const Range& range : owned_) largest = std::max(largest, range.bytes);
     piece_bytes_ = std::min(largest_piece_bytes(spec), largest);
-    piece_count_ = largest == 0 ? 0 : part_count(largest, piece_bytes_);
     encoding_bytes_ = round_up(largest_room(spec, piece_bytes_), kCacheLineBytes);
     schedule_.scratch_bytes = 2 * encoding_bytes_ + 2 * round_up(piece_bytes_, kCacheLineBytes);
   }
 
   Schedule reduce_scatter() && {
+    if (piece_bytes_ == 0) return std::move(schedule_);
     select();
-    for (int64_t piece = 0; piece < piece_count_; ++piece) {
-      contribute(piece);
-      collect(piece, output(part(spec_.rank, piece).offset_bytes - owned_[spec_.rank].offset_bytes));
-    }
+    contribute();
+    collect(in_pieces(output(0)));
     return std::move(schedule_);
   }
 
   Schedule all_reduce() && {
+    if (piece_bytes_ == 0) return std::move(schedule_);
     select();
-    for (int64_t piece = 0; piece < piece_count_; ++piece) {
-      contribute(piece);
-      collect(piece, sum());
-      send_result(piece, sum());
-      receive_results(piece);
-    }
+    contribute();
+    collect(sum());
+    send_result(sum());
+    receive_results();
     return std::move(schedule_);
   }
 
   Schedule all_gather() && {
-    for (int64_t piece = 0; piece < piece_count_; ++piece) {
-      send_result(piece, input(part(spec_.rank, piece).offset_bytes - owned_[spec_.rank].offset_bytes));
-      receive_results(piece);
-    }
+    if (piece_bytes_ == 0) return std::move(schedule_);
+    send_result(in_pieces(input(0)));
+    receive_results();
     return std::move(schedule_);
   }
 
@@ -88,18 +84,20 @@ class Exchange {
   Region sum() const { return scratch(2 * encoding_bytes_); }
   Region selected() const { return advance(sum(), round_up(piece_bytes_, kCacheLineBytes)); }
 
-  Range part(int32_t owner, int64_t piece) const {
-    const auto [offset, bytes] = part_of(owned_[owner].bytes, piece_bytes_, piece);
-    return {owned_[owner].offset_bytes + offset, bytes};
+  Region in_pieces(Region first) const { return with_stride(first, piece_bytes_); }
+  Chunks pieces_of(int32_t owner) const { return chunks_of_size(owned_[owner].bytes, piece_bytes_); }
+  PipelineStage stage_of(int32_t owner) { return {schedule_, 0, pieces_of(owner).count}; }
+  Region residual_of(ResidualHop hop, int32_t owner) const {
+    return in_pieces(residual(spec_, hop, owned_[owner].offset_bytes));
   }
-  Region contribution(int32_t owner, int64_t piece) const {
-    if (spec_.op == OpKind::kAllReduce) return input(part(owner, piece).offset_bytes);
-    return input_block(spec_, owner, part(owner, piece).offset_bytes - owned_[owner].offset_bytes);
+  Region contribution(int32_t owner) const {
+    if (spec_.op == OpKind::kAllReduce) return in_pieces(input(owned_[owner].offset_bytes));
+    return in_pieces(input_block(spec_, owner, 0));
   }
   // Where the caller wants what `owner` sends.
-  Region place_of(int32_t owner, int64_t piece) const {
-    if (spec_.op == OpKind::kAllReduce) return output(part(owner, piece).offset_bytes);
-    return output_block(spec_, owner, part(owner, piece).offset_bytes - owned_[owner].offset_bytes);
+  Region place_of(int32_t owner) const {
+    if (spec_.op == OpKind::kAllReduce) return in_pieces(output(owned_[owner].offset_bytes));
+    return in_pieces(output_block(spec_, owner, 0));
   }
 
   // Peers in turn, the next rank first: at any time every rank sends to another one.
@@ -116,66 +114,64 @@ class Exchange {
     add_select(schedule_, input(0), residual(spec_, kContributionHop, 0), last.offset_bytes + last.bytes);
   }
 
-  void contribute(int64_t piece) {
+  void contribute() {
     for_each_peer([&](int32_t owner) {
-      const auto [offset, bytes] = part(owner, piece);
-      add_encode(schedule_, kContributionHop, outgoing(), contribution(owner, piece),
-                 residual(spec_, kContributionHop, offset), bytes);
-      add_send_encoding(schedule_, spec_, kContributionHop, owner, outgoing(), bytes);
+      add_encode(stage_of(owner), kContributionHop, outgoing(), contribution(owner),
+                 residual_of(kContributionHop, owner), pieces_of(owner));
+      add_send_encoding(stage_of(owner), spec_, kContributionHop, owner, outgoing(), pieces_of(owner));
     });
   }
 
-  Region own_contribution(int64_t piece) {
-    const Region exact = contribution(spec_.rank, piece);
+  Region own_contribution() {
+    const Region exact = contribution(spec_.rank);
     if (!spec_.codec->selects()) return exact;
-    const auto [offset, bytes] = part(spec_.rank, piece);
-    add_round_trip(schedule_, kContributionHop, selected(), exact, outgoing(),
-                   residual(spec_, kContributionHop, offset), bytes);
+    add_round_trip(stage_of(spec_.rank), kContributionHop, selected(), exact, outgoing(),
+                   residual_of(kContributionHop, spec_.rank), pieces_of(spec_.rank));
     return selected();
   }
 
   // The result may be written over the input, so the sum grows in scratch.
-  void collect(int64_t piece, Region destination) {
-    const int64_t bytes = part(spec_.rank, piece).bytes;
-    const Region mine = own_contribution(piece);
+  void collect(Region destination) {
+    const PipelineStage stage = stage_of(spec_.rank);
+    const Chunks pieces = pieces_of(spec_.rank);
+    const Region mine = own_contribution();
     for (int32_t rank = 0; rank < spec_.world_size; ++rank) {
       if (rank == spec_.rank && rank == 0) {
-        add_copy(schedule_, sum(), mine, bytes);
+        add_copy(stage, sum(), mine, pieces);
       } else if (rank == spec_.rank) {
         const std::vector<Region> sources{sum(), mine};
-        add_reduce(schedule_, sum(), sources, bytes, ReduceScope::kOfRanks);
+        add_reduce(stage, sum(), sources, pieces, ReduceScope::kOfRanks);
       } else {
-        add_receive_encoding(schedule_, spec_, kContributionHop, rank, incoming(), bytes);
+        add_receive_encoding(stage, spec_, kContributionHop, rank, incoming(), pieces);
         if (rank == 0) {
-          add_decode(schedule_, kContributionHop, sum(), incoming(), bytes);
+          add_decode(stage, kContributionHop, sum(), incoming(), pieces);
         } else {
-          add_decode_add(schedule_, kContributionHop, sum(), incoming(), bytes);
+          add_decode_add(stage, kContributionHop, sum(), incoming(), pieces);
         }
       }
     }
     const Region total = sum();
-    add_reduce(schedule_, destination, {&total, 1}, bytes);
+    add_reduce(stage, destination, {&total, 1}, pieces);
   }
 
-  void send_result(int64_t piece, Region result) {
-    const auto [offset, bytes] = part(spec_.rank, piece);
-    add_encode(schedule_, kResultHop, outgoing(), result, residual(spec_, kResultHop, offset), bytes);
-    for_each_peer([&](int32_t peer) { add_send_encoding(schedule_, spec_, kResultHop, peer, outgoing(), bytes); });
-    add_decode(schedule_, kResultHop, place_of(spec_.rank, piece), outgoing(), bytes);
+  void send_result(Region result) {
+    const PipelineStage stage = stage_of(spec_.rank);
+    const Chunks pieces = pieces_of(spec_.rank);
+    add_encode(stage, kResultHop, outgoing(), result, residual_of(kResultHop, spec_.rank), pieces);
+    for_each_peer([&](int32_t peer) { add_send_encoding(stage, spec_, kResultHop, peer, outgoing(), pieces); });
+    add_decode(stage, kResultHop, place_of(spec_.rank), outgoing(), pieces);
   }
 
-  void receive_results(int64_t piece) {
+  void receive_results() {
     for_each_peer([&](int32_t owner) {
-      const int64_t bytes = part(owner, piece).bytes;
-      add_receive_encoding(schedule_, spec_, kResultHop, owner, incoming(), bytes);
-      add_decode(schedule_, kResultHop, place_of(owner, piece), incoming(), bytes);
+      add_receive_encoding(stage_of(owner), spec_, kResultHop, owner, incoming(), pieces_of(owner));
+      add_decode(stage_of(owner), kResultHop, place_of(owner), incoming(), pieces_of(owner));
     });
   }
 
   const CollectiveSpec& spec_;
   const std::vector<Range> owned_;
   int64_t piece_bytes_ = 0;
-  int64_t piece_count_ = 0;
   int64_t encoding_bytes_ = 0;  // room for the encoding of a piece
   Schedule schedule_;
 };

@@ -13,24 +13,24 @@ Schedule plan_gather_staged(const CollectiveSpec& spec) {
   if (spec.world_size == 1) return plan_alone(kName, spec);
   const Placement placement(spec);
   const auto is_near = [&](int32_t rank) { return placement.node_of(rank) == placement.node_of(spec.root); };
-  const auto stage = [&](Schedule& schedule, int64_t chunk, Range range) {
+  const auto copy_in = [&](PipelineStage stage, const Chunks& chunks) {
     if (spec.rank == spec.root || !is_near(spec.rank)) return;
-    add_copy(schedule, staging(spec.rank, chunk, 0), input(range.offset_bytes), range.bytes);
+    add_copy(stage, staging(spec.rank, 0, 0), with_stride(input(0), chunks.bytes), chunks);
   };
-  const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
-    const auto [offset, bytes] = range;
-    if (!is_near(spec.rank)) add_send(schedule, spec.root, input(offset), bytes);
+  const auto collect = [&](PipelineStage stage, const Chunks& chunks) {
+    const Region own = with_stride(input(0), chunks.bytes);
+    const auto block_of = [&](int32_t rank) { return with_stride(output_block(spec, rank, 0), chunks.bytes); };
+    if (!is_near(spec.rank)) add_send(stage, spec.root, own, chunks);
     if (spec.rank != spec.root) return;
     for (int32_t rank = 0; rank < spec.world_size; ++rank) {
       if (!is_near(rank)) continue;
-      const Region source = rank == spec.root ? input(offset) : staging(rank, chunk, 0);
-      add_copy(schedule, output_block(spec, rank, offset), source, bytes);
+      add_copy(stage, block_of(rank), rank == spec.root ? own : staging(rank, 0, 0), chunks);
     }
     for (int32_t rank = 0; rank < spec.world_size; ++rank) {
-      if (!is_near(rank)) add_receive(schedule, rank, output_block(spec, rank, offset), bytes);
+      if (!is_near(rank)) add_receive(stage, rank, block_of(rank), chunks);
     }
   };
-  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, stage, take);
+  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, copy_in, collect);
 }
 
 Cost cost_gather_staged(const CollectiveSpec& spec) {
@@ -39,7 +39,8 @@ Cost cost_gather_staged(const CollectiveSpec& spec) {
   return {.barriers = chunks,
           .memory_bytes = 2.0 * (spec.world_size - far) * spec.bytes,
           .network_hops = far > 0 ? 1.0 : 0,
-          .network_bytes = far * spec.bytes};
+          .network_bytes = far * spec.bytes,
+          .messages = far * chunks};
 }
 
 }  // namespace zeropg

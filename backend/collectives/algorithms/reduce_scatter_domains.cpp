@@ -6,9 +6,9 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/domain_phases.h"
+#include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
-#include "backend/collectives/schedule/domain_phases.h"
-#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/steps.h"
 
 namespace zeropg {
@@ -17,28 +17,20 @@ Schedule plan_reduce_scatter_domains(const CollectiveSpec& spec) {
   const DomainPieces pieces = cut_blocks_over_domains(spec);
   const Placement placement = Placement::over_domains(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
+  const SlotLayout slots(layout);
+  const NodeLayout in_domain{placement, layout, slots};
   const DomainPhases between(spec, placement, layout);
   Schedule schedule = make_schedule("reduce_scatter_domains", pieces.chunks.count);
   if (pieces.chunks.count == 0) return schedule;
-  const auto is_chunk = [&](int64_t chunk) { return chunk >= 0 && chunk < pieces.chunks.count; };
-  const auto inputs = [&](int64_t chunk) {
-    const Range piece = part_of(spec.bytes, pieces.chunks.bytes, chunk);
-    return extents_of_blocks(spec, placement, layout, piece, input_block);
-  };
-  stage_inputs(schedule, 0, inputs(0), layout, placement);
-  for (int64_t slot = 0; slot <= pieces.chunks.count; ++slot) {
-    add_barrier(schedule);
-    if (is_chunk(slot)) {
-      const auto partial = [&](int32_t part, int64_t place) { return between.partial(slot, part, place); };
-      reduce_in_node(schedule, slot, inputs(slot), layout, placement, partial, ReduceScope::kOfRanksOfDomain);
-    }
-    if (is_chunk(slot - 1)) {
-      const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;
-      between.complete(schedule, slot - 1, inputs(slot - 1),
-                       [&](int64_t place) { return output((slot - 1) * pieces.chunks.bytes + place - first_place); });
-    }
-    if (is_chunk(slot + 1)) stage_inputs(schedule, slot + 1, inputs(slot + 1), layout, placement);
-  }
+  const auto stage = [&](int32_t lag) { return PipelineStage(schedule, lag, pieces.chunks.count); };
+  const std::vector<Extent> inputs = extents_of_blocks(spec, placement, layout, pieces.chunks, input_block);
+  const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;
+  add_barrier({schedule, 1, pieces.chunks.count + 1});
+  const auto partial = [&](int32_t part, int64_t place) { return between.partial(part, place); };
+  reduce_in_node(stage(1), inputs, in_domain, partial, ReduceScope::kOfRanksOfDomain);
+  between.complete(stage(2), inputs,
+                   [&](int64_t place) { return with_stride(output(place - first_place), pieces.chunks.bytes); });
+  stage_inputs(stage(0), inputs, in_domain);
   return schedule;
 }
 

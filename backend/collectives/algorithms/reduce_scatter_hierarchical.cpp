@@ -6,10 +6,10 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/collectives/phases/internode_phases.h"
+#include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
 #include "backend/collectives/schedule/chunk_layout.h"
-#include "backend/collectives/schedule/internode_phases.h"
-#include "backend/collectives/schedule/node_phases.h"
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/steps.h"
 
@@ -29,29 +29,26 @@ Schedule plan_reduce_scatter_hierarchical(const CollectiveSpec& spec) {
   const BlockPieces pieces = cut_blocks(spec, kMessagesUnderWay);
   const Placement placement(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
+  const SlotLayout slots(placement, layout, network_slot_bytes(spec));
+  const NodeLayout in_node{placement, layout, slots};
   const InternodePhases between(spec, placement, layout);
-  Schedule schedule = make_schedule("reduce_scatter_hierarchical", pieces.chunks.count);
+  const int32_t groups = slots.group_count();
+  Schedule schedule = make_schedule("reduce_scatter_hierarchical", pieces.chunks.count * groups);
   if (pieces.chunks.count == 0) return schedule;
   schedule.scratch_bytes = between.scratch_bytes();
-  const auto is_chunk = [&](int64_t chunk) { return chunk >= 0 && chunk < pieces.chunks.count; };
-  const auto inputs = [&](int64_t chunk) {
-    const Range piece = part_of(spec.bytes, pieces.chunks.bytes, chunk);
-    return extents_of_blocks(spec, placement, layout, piece, input_block);
-  };
-  stage_inputs(schedule, 0, inputs(0), layout, placement);
-  for (int64_t slot = 0; slot <= pieces.chunks.count; ++slot) {
-    if (is_chunk(slot)) {
-      add_barrier(schedule);
-      reduce_in_node(schedule, slot, inputs(slot), layout, placement,
-                     [&](int32_t part, int64_t place) { return between.partial(slot, part, place); });
-      between.send_partials(schedule, slot, inputs(slot));
-    }
-    if (is_chunk(slot + 1)) stage_inputs(schedule, slot + 1, inputs(slot + 1), layout, placement);
-    if (is_chunk(slot - 1)) {
-      const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;
-      between.complete(schedule, slot - 1, inputs(slot - 1),
-                       [&](int64_t place) { return output((slot - 1) * pieces.chunks.bytes + place - first_place); });
-    }
+  const auto stage = [&](int32_t lag) { return PipelineStage(schedule, lag, pieces.chunks.count); };
+  const std::vector<Extent> inputs = extents_of_blocks(spec, placement, layout, pieces.chunks, input_block);
+  const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;
+  const auto partial = [&](int32_t part, int64_t place) { return between.partial(part, place); };
+  for (int32_t group = 0; group < groups; ++group) {
+    add_barrier(stage(1));
+    reduce_in_node(stage(1), inputs, in_node, partial, ReduceScope::kOfRanks, group);
+    between.send_partials(stage(1), slots.other_nodes(placement, group), inputs);
+    const bool is_last = group + 1 == groups;
+    stage_inputs(stage(is_last ? 0 : 1), inputs, in_node, is_last ? 0 : group + 1);
+    if (group > 0) continue;
+    between.complete(stage(2), inputs,
+                     [&](int64_t place) { return with_stride(output(place - first_place), pieces.chunks.bytes); });
   }
   return schedule;
 }
@@ -60,10 +57,13 @@ Schedule plan_reduce_scatter_hierarchical(const CollectiveSpec& spec) {
 Cost cost_reduce_scatter_hierarchical(const CollectiveSpec& spec) {
   const double total_bytes = static_cast<double>(spec.world_size) * spec.bytes;
   const double local = largest_node_size(spec);
-  return {.barriers = std::max<double>(1, cut_blocks(spec, kMessagesUnderWay).chunks.count),
+  const BlockPieces pieces = cut_blocks(spec, kMessagesUnderWay);
+  const double chunks = pieces.chunks.count;
+  return {.barriers = std::max<double>(1, chunks * group_count(spec, pieces)),
           .memory_bytes = (3 - 1 / local) * total_bytes + (node_count(spec) + 1.0) * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : 1.0,
-          .network_bytes = static_cast<double>(blocks_over_busiest_link(spec)) * spec.bytes};
+          .network_bytes = static_cast<double>(blocks_over_busiest_link(spec)) * spec.bytes,
+          .messages = 2.0 * (node_count(spec) - 1) * chunks};
 }
 
 }  // namespace zeropg

@@ -13,22 +13,22 @@ Schedule plan_reduce_scatter_staged(const CollectiveSpec& spec) {
   constexpr std::string_view kName = "reduce_scatter_staged";
   if (spec.world_size == 1) return plan_alone(kName, spec);
   const int64_t piece_bytes = cut_chunk(spec, spec.world_size - 1).bytes;
-  const auto stage = [&](Schedule& schedule, int64_t chunk, Range range) {
+  const auto copy_in = [&](PipelineStage stage, const Chunks& chunks) {
     for (int32_t owner = 0; owner < spec.world_size; ++owner) {
       if (owner == spec.rank) continue;
       const int64_t place = piece_for_peer(spec.rank, owner) * piece_bytes;
-      add_copy(schedule, staging(spec.rank, chunk, place), input_block(spec, owner, range.offset_bytes), range.bytes);
+      add_copy(stage, staging(spec.rank, 0, place), with_stride(input_block(spec, owner, 0), chunks.bytes), chunks);
     }
   };
   std::vector<Region> sources(spec.world_size);
-  const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
+  const auto reduce = [&](PipelineStage stage, const Chunks& chunks) {
     for (int32_t rank = 0; rank < spec.world_size; ++rank) {
-      sources[rank] = rank == spec.rank ? input_block(spec, rank, range.offset_bytes)
-                                        : staging(rank, chunk, piece_for_peer(rank, spec.rank) * piece_bytes);
+      sources[rank] = rank == spec.rank ? with_stride(input_block(spec, rank, 0), chunks.bytes)
+                                        : staging(rank, 0, piece_for_peer(rank, spec.rank) * piece_bytes);
     }
-    add_reduce(schedule, output(range.offset_bytes), sources, range.bytes);
+    add_reduce(stage, with_stride(output(0), chunks.bytes), sources, chunks);
   };
-  return plan_staged_once(kName, spec, piece_bytes, stage, take);
+  return plan_staged_once(kName, spec, piece_bytes, copy_in, reduce);
 }
 
 Cost cost_reduce_scatter_staged(const CollectiveSpec& spec) {

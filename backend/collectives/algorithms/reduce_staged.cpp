@@ -10,15 +10,15 @@ namespace zeropg {
 Schedule plan_reduce_staged(const CollectiveSpec& spec) {
   constexpr std::string_view kName = "reduce_staged";
   if (spec.world_size == 1) return plan_alone(kName, spec);
-  const auto stage = [&](Schedule& schedule, int64_t chunk, Range range) {
+  const auto copy_in = [&](PipelineStage stage, const Chunks& chunks) {
     if (spec.rank == spec.root) return;
-    add_copy(schedule, staging(spec.rank, chunk, 0), input(range.offset_bytes), range.bytes);
+    add_copy(stage, staging(spec.rank, 0, 0), with_stride(input(0), chunks.bytes), chunks);
   };
-  const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
+  const auto reduce = [&](PipelineStage stage, const Chunks& chunks) {
     if (spec.rank != spec.root) return;
-    add_reduce(schedule, output(range.offset_bytes), contributions(spec, chunk, range.offset_bytes), range.bytes);
+    add_reduce(stage, with_stride(output(0), chunks.bytes), contributions(spec, chunks.bytes), chunks);
   };
-  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, stage, take);
+  return plan_staged_once(kName, spec, cut_chunk(spec, 1).bytes, copy_in, reduce);
 }
 
 Cost cost_reduce_staged(const CollectiveSpec& spec) {

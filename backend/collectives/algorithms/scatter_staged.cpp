@@ -23,27 +23,28 @@ Schedule plan_scatter_staged(const CollectiveSpec& spec) {
   const Placement placement(spec);
   const int64_t chunk_bytes = piece_bytes(spec);
   const auto is_near = [&](int32_t rank) { return placement.node_of(rank) == placement.node_of(spec.root); };
-  const auto place = [&](int64_t chunk, int32_t rank) {
+  const auto place_of = [&](int32_t rank) {
     const int32_t piece = piece_for_peer(placement.local_rank_of(spec.root), placement.local_rank_of(rank));
-    return staging(spec.root, chunk, piece * chunk_bytes);
+    return staging(spec.root, 0, piece * chunk_bytes);
   };
-  const auto stage = [&](Schedule& schedule, int64_t chunk, Range range) {
+  const auto block_of = [&](int32_t rank) { return with_stride(input_block(spec, rank, 0), chunk_bytes); };
+  const Region own = with_stride(output(0), chunk_bytes);
+  const auto copy_in = [&](PipelineStage stage, const Chunks& chunks) {
     if (spec.rank != spec.root) return;
     for (const int32_t rank : placement.local_ranks()) {
       if (rank == spec.root) continue;
-      add_copy(schedule, place(chunk, rank), input_block(spec, rank, range.offset_bytes), range.bytes);
+      add_copy(stage, place_of(rank), block_of(rank), chunks);
     }
   };
-  const auto take = [&](Schedule& schedule, int64_t chunk, Range range) {
-    const auto [offset, bytes] = range;
-    if (!is_near(spec.rank)) return add_receive(schedule, spec.root, output(offset), bytes);
-    if (spec.rank != spec.root) return add_copy(schedule, output(offset), place(chunk, spec.rank), bytes);
+  const auto hand_out = [&](PipelineStage stage, const Chunks& chunks) {
+    if (!is_near(spec.rank)) return add_receive(stage, spec.root, own, chunks);
+    if (spec.rank != spec.root) return add_copy(stage, own, place_of(spec.rank), chunks);
     for (int32_t rank = 0; rank < spec.world_size; ++rank) {
-      if (!is_near(rank)) add_send(schedule, rank, input_block(spec, rank, offset), bytes);
+      if (!is_near(rank)) add_send(stage, rank, block_of(rank), chunks);
     }
-    add_copy(schedule, output(offset), input_block(spec, spec.root, offset), bytes);
+    add_copy(stage, own, block_of(spec.root), chunks);
   };
-  return plan_staged_once(kName, spec, chunk_bytes, stage, take);
+  return plan_staged_once(kName, spec, chunk_bytes, copy_in, hand_out);
 }
 
 Cost cost_scatter_staged(const CollectiveSpec& spec) {
@@ -52,7 +53,8 @@ Cost cost_scatter_staged(const CollectiveSpec& spec) {
   return {.barriers = chunks,
           .memory_bytes = 2.0 * (spec.world_size - far) * spec.bytes,
           .network_hops = far > 0 ? 1.0 : 0,
-          .network_bytes = far * spec.bytes};
+          .network_bytes = far * spec.bytes,
+          .messages = far * chunks};
 }
 
 }  // namespace zeropg

@@ -14,6 +14,7 @@ struct Cost {
   double far_bytes = 0;      // of these, read in other domains of the node; direct ones say none, to stay preferred
   double network_hops = 0;   // messages between nodes that wait for each other
   double network_bytes = 0;  // through the busiest link of a node, in one direction
+  double messages = 0;       // to and from other nodes, sent plus received
 };
 
 // Every rank stages its input, and after one barrier reduces the inputs of all: fewest barriers.

@@ -4,12 +4,6 @@
 
 namespace zeropg {
 
-namespace {
-
-int64_t round_up(int64_t bytes, int64_t alignment) { return part_count(bytes, alignment) * alignment; }
-
-}  // namespace
-
 Range overlap(Range a, Range b) {
   const int64_t begin = std::max(a.offset_bytes, b.offset_bytes);
   const int64_t end = std::min(a.offset_bytes + a.bytes, b.offset_bytes + b.bytes);
@@ -25,7 +19,10 @@ std::vector<Extent> cut(const std::vector<Extent>& extents, Range places) {
   for (; extent != extents.end() && extent->places.offset_bytes < places.offset_bytes + places.bytes; ++extent) {
     const Range piece = overlap(extent->places, places);
     if (piece.bytes == 0) continue;
-    pieces.push_back({piece, advance(extent->tensor, piece.offset_bytes - extent->places.offset_bytes)});
+    const int64_t before = piece.offset_bytes - extent->places.offset_bytes;
+    pieces.push_back({.places = piece,
+                      .last_bytes = std::clamp<int64_t>(extent->last_bytes - before, 0, piece.bytes),
+                      .tensor = advance(extent->tensor, before)});
   }
   return pieces;
 }
@@ -64,24 +61,22 @@ int64_t ChunkLayout::largest_own_slice_bytes() const {
   return largest;
 }
 
-std::vector<Extent> extents_of_range(Region tensor, int64_t bytes) { return {{{0, bytes}, tensor}}; }
+std::vector<Extent> extents_of_range(Region tensor, const Chunks& chunks) {
+  return {{{0, chunks.bytes}, chunks.last_bytes, with_stride(tensor, chunks.bytes)}};
+}
 
 std::vector<Extent> extents_of_blocks(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout,
-                                      Range piece, RegionOfBlock block) {
+                                      const Chunks& pieces, RegionOfBlock block) {
   std::vector<Extent> extents;
+  extents.reserve(static_cast<size_t>(spec.world_size));
   for (int32_t node = 0; node < placement.node_count(); ++node) {
     for (int32_t local_rank = 0; local_rank < placement.node_size(node); ++local_rank) {
       const int64_t place = layout.slice(node, node, local_rank).offset_bytes;
-      extents.push_back({{place, piece.bytes}, block(spec, placement.rank_at(node, local_rank), piece.offset_bytes)});
+      const Region first = block(spec, placement.rank_at(node, local_rank), 0);
+      extents.push_back({{place, pieces.bytes}, pieces.last_bytes, with_stride(first, pieces.bytes)});
     }
   }
   return extents;
-}
-
-Chunks equal_chunks(int64_t bytes, int64_t largest_bytes, int64_t alignment) {
-  if (bytes == 0) return {largest_bytes, 0};
-  const int64_t chunk_bytes = round_up(part_count(bytes, part_count(bytes, largest_bytes)), alignment);
-  return {chunk_bytes, part_count(bytes, chunk_bytes)};
 }
 
 }  // namespace zeropg

@@ -19,7 +19,10 @@ namespace zeropg {
 // Bytes of the caller's tensors and the places they have in a chunk.
 struct Extent {
   Range places;
-  Region tensor;  // of the first place
+  int64_t last_bytes;  // of the last chunk, from the first place on
+  Region tensor;       // of the first place
+
+  StepBytes bytes() const { return {places.bytes, last_bytes}; }
 };
 // The pieces of `extents` (ascending) that lie in `places`.
 std::vector<Extent> cut(const std::vector<Extent>& extents, Range places);
@@ -39,7 +42,7 @@ class ChunkLayout {
   int32_t part_count() const { return static_cast<int32_t>(parts_.size()); }
   int32_t part_of_node(int32_t node) const { return part_count() == 1 ? 0 : node; }
   Range part(int32_t part) const { return parts_[part]; }
-  // A part of a whole chunk; a shorter last chunk has the same slices, with fewer bytes in them.
+  // A shorter last chunk has the same slices, with fewer bytes in them.
   Range slice(int32_t part, int32_t node, int32_t local_rank) const;
   Range own_slice(int32_t part) const { return slice(part, placement_->node(), placement_->local_rank()); }
   int64_t largest_own_slice_bytes() const;
@@ -53,17 +56,11 @@ class ChunkLayout {
   int64_t alignment_;
 };
 
-// The extents of one chunk: a contiguous range of one tensor, or a piece of every rank's block.
-std::vector<Extent> extents_of_range(Region tensor, int64_t bytes);
+// The extents of a loop's chunks: of a contiguous range of one tensor, or of a piece of every rank's block, of which
+// `pieces` are the chunks.
+std::vector<Extent> extents_of_range(Region tensor, const Chunks& chunks);
 using RegionOfBlock = Region (*)(const CollectiveSpec&, int32_t rank, int64_t offset_bytes);  // input_, output_block
 std::vector<Extent> extents_of_blocks(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout,
-                                      Range piece, RegionOfBlock block);
-
-// Chunks of nearly equal size: a tensor that is a little longer than one chunk is cut in the middle.
-struct Chunks {
-  int64_t bytes = 0;
-  int64_t count = 0;
-};
-Chunks equal_chunks(int64_t bytes, int64_t largest_bytes, int64_t alignment);
+                                      const Chunks& pieces, RegionOfBlock block);
 
 }  // namespace zeropg

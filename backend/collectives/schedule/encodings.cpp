@@ -3,9 +3,17 @@
 #include <limits>
 #include <stdexcept>
 
-#include "backend/collectives/schedule/steps.h"
-
 namespace zeropg {
+
+namespace {
+
+// No room for the encoding of nothing: there is no message then.
+StepBytes rooms_of_encodings(const CollectiveSpec& spec, ResidualHop hop, StepBytes bytes) {
+  const auto room = [&](int64_t each) { return each == 0 ? 0 : room_of_encoding(spec, hop, each); };
+  return {room(bytes.bytes), room(bytes.last_bytes)};
+}
+
+}  // namespace
 
 const Compressor& codec_of(const Compressor& codec, ResidualHop hop) {
   return hop == kResultHop ? codec.for_results() : codec;
@@ -32,52 +40,49 @@ Region residual(const CollectiveSpec& spec, ResidualHop hop, int64_t offset_byte
   return {.space = Space::kResidual, .index = static_cast<int32_t>(hop), .offset_bytes = offset_bytes};
 }
 
-void add_encode(Schedule& schedule, ResidualHop hop, Region destination, Region source, Region residual,
-                int64_t bytes) {
-  if (bytes == 0) return;
-  schedule.steps.push_back({.kind = StepKind::kEncode,
-                            .hop = hop,
-                            .destination = destination,
-                            .source = source,
-                            .residual = residual,
-                            .bytes = bytes});
+void add_encode(PipelineStage stage, ResidualHop hop, Region destination, Region source, Region residual,
+                StepBytes bytes) {
+  add_step(stage,
+           {.kind = StepKind::kEncode, .hop = hop, .destination = destination, .source = source, .residual = residual},
+           bytes);
 }
 
-void add_decode(Schedule& schedule, ResidualHop hop, Region destination, Region source, int64_t bytes) {
-  if (bytes == 0) return;
-  schedule.steps.push_back(
-      {.kind = StepKind::kDecode, .hop = hop, .destination = destination, .source = source, .bytes = bytes});
+void add_decode(PipelineStage stage, ResidualHop hop, Region destination, Region source, StepBytes bytes) {
+  add_step(stage, {.kind = StepKind::kDecode, .hop = hop, .destination = destination, .source = source}, bytes);
 }
 
-void add_decode_add(Schedule& schedule, ResidualHop hop, Region destination, Region source, int64_t bytes) {
-  if (bytes == 0) return;
-  schedule.steps.push_back(
-      {.kind = StepKind::kDecodeAdd, .hop = hop, .destination = destination, .source = source, .bytes = bytes});
+void add_decode_add(PipelineStage stage, ResidualHop hop, Region destination, Region source, StepBytes bytes) {
+  add_step(stage, {.kind = StepKind::kDecodeAdd, .hop = hop, .destination = destination, .source = source}, bytes);
 }
 
-void add_send_encoding(Schedule& schedule, const CollectiveSpec& spec, ResidualHop hop, int32_t peer, Region source,
-                       int64_t bytes) {
-  if (bytes == 0) return;
-  add_send(schedule, peer, source, room_of_encoding(spec, hop, bytes));
-  schedule.steps.back().is_sized = !codec_of(*spec.codec, hop).has_fixed_size();
+void add_send_encoding(PipelineStage stage, const CollectiveSpec& spec, ResidualHop hop, int32_t peer, Region source,
+                       StepBytes bytes) {
+  add_step(stage,
+           {.kind = StepKind::kSend,
+            .is_sized = !codec_of(*spec.codec, hop).has_fixed_size(),
+            .peer = peer,
+            .source = source},
+           rooms_of_encodings(spec, hop, bytes));
 }
 
-void add_receive_encoding(Schedule& schedule, const CollectiveSpec& spec, ResidualHop hop, int32_t peer,
-                          Region destination, int64_t bytes) {
-  if (bytes == 0) return;
-  add_receive(schedule, peer, destination, room_of_encoding(spec, hop, bytes));
-  schedule.steps.back().is_sized = !codec_of(*spec.codec, hop).has_fixed_size();
+void add_receive_encoding(PipelineStage stage, const CollectiveSpec& spec, ResidualHop hop, int32_t peer,
+                          Region destination, StepBytes bytes) {
+  add_step(stage,
+           {.kind = StepKind::kReceive,
+            .is_sized = !codec_of(*spec.codec, hop).has_fixed_size(),
+            .peer = peer,
+            .destination = destination},
+           rooms_of_encodings(spec, hop, bytes));
 }
 
-void add_select(Schedule& schedule, Region source, Region residual, int64_t bytes) {
-  if (bytes == 0) return;
-  schedule.steps.push_back({.kind = StepKind::kSelect, .source = source, .residual = residual, .bytes = bytes});
+void add_select(PipelineStage stage, Region source, Region residual, int64_t bytes) {
+  add_step(stage, {.kind = StepKind::kSelect, .source = source, .residual = residual}, bytes);
 }
 
-void add_round_trip(Schedule& schedule, ResidualHop hop, Region values, Region source, Region room, Region residual,
-                    int64_t bytes) {
-  add_encode(schedule, hop, room, source, residual, bytes);
-  add_decode(schedule, hop, values, room, bytes);
+void add_round_trip(PipelineStage stage, ResidualHop hop, Region values, Region source, Region room, Region residual,
+                    StepBytes bytes) {
+  add_encode(stage, hop, room, source, residual, bytes);
+  add_decode(stage, hop, values, room, bytes);
 }
 
 }  // namespace zeropg

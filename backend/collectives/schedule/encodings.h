@@ -7,6 +7,7 @@
 
 #include "backend/collectives/schedule/collective_spec.h"
 #include "backend/collectives/schedule/schedule.h"
+#include "backend/collectives/schedule/steps.h"
 #include "compression/compressor.h"
 
 namespace zeropg {
@@ -27,20 +28,21 @@ int64_t get_size(std::span<const std::byte> message);
 Region residual(const CollectiveSpec& spec, ResidualHop hop, int64_t offset_bytes);
 
 // Each adds one step; those without bytes are left out. `bytes`: of the floats.
-void add_encode(Schedule& schedule, ResidualHop hop, Region destination, Region source, Region residual, int64_t bytes);
-void add_decode(Schedule& schedule, ResidualHop hop, Region destination, Region source, int64_t bytes);
-void add_decode_add(Schedule& schedule, ResidualHop hop, Region destination, Region source, int64_t bytes);
-void add_send_encoding(Schedule& schedule, const CollectiveSpec& spec, ResidualHop hop, int32_t peer, Region source,
-                       int64_t bytes);
-void add_receive_encoding(Schedule& schedule, const CollectiveSpec& spec, ResidualHop hop, int32_t peer,
-                          Region destination, int64_t bytes);
+void add_encode(PipelineStage stage, ResidualHop hop, Region destination, Region source, Region residual,
+                StepBytes bytes);
+void add_decode(PipelineStage stage, ResidualHop hop, Region destination, Region source, StepBytes bytes);
+void add_decode_add(PipelineStage stage, ResidualHop hop, Region destination, Region source, StepBytes bytes);
+void add_send_encoding(PipelineStage stage, const CollectiveSpec& spec, ResidualHop hop, int32_t peer, Region source,
+                       StepBytes bytes);
+void add_receive_encoding(PipelineStage stage, const CollectiveSpec& spec, ResidualHop hop, int32_t peer,
+                          Region destination, StepBytes bytes);
 
 // Before the first encoding of contributions, for a codec that selects: all of `source`.
-void add_select(Schedule& schedule, Region source, Region residual, int64_t bytes);
+void add_select(PipelineStage stage, Region source, Region residual, int64_t bytes);
 // `values` <- what others would decode of `source`, which may be the same memory. For what a rank adds of its own to a
 // sum where the codec selects: the sum then is as sparse as what was sent. With other codecs it stays exact. `room`:
 // for the encoding.
-void add_round_trip(Schedule& schedule, ResidualHop hop, Region values, Region source, Region room, Region residual,
-                    int64_t bytes);
+void add_round_trip(PipelineStage stage, ResidualHop hop, Region values, Region source, Region room, Region residual,
+                    StepBytes bytes);
 
 }  // namespace zeropg

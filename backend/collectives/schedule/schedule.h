@@ -2,11 +2,25 @@
 //
 // An algorithm is a pure function (specification, rank) -> Schedule. Three things consume a schedule: the engine runs
 // it on shared memory and transports, the simulator runs all ranks of it in one process, the tests check it as a list.
+// All three read it with a ScheduleCursor (schedule_cursor.h), which runs its loops.
 //
-// Steps of one rank run in list order. Ranks meet only in kBarrier (every rank of the node) and in kSend / kReceive
-// (pairs of any nodes; a stream of bytes per ordered pair, so the n-th byte sent is the n-th byte received).
+// Steps of one rank run in the order of Note [Loops]. Ranks meet only in kBarrier (every rank of the node) and in
+// kSend / kReceive (pairs of any nodes; a stream of bytes per ordered pair, so the n-th byte sent is the n-th byte
+// received).
+//
+// Note [Loops]
+// How long a schedule is depends on the ranks, not on the bytes: a tensor is cut into chunks, and a schedule is a row
+// of loops over chunks. In iteration t of a loop, each of its steps, in list order, works on chunk t - lag of its own
+// count of chunks (Step::lag, Step::chunks), if that is one. So steps of different lags work on different chunks
+// between two barriers, as the stages of a pipeline do, and filling and draining the pipeline takes no steps of its
+// own. A loop ends when no step has a chunk left; most schedules have one loop, and a step that happens once has one
+// chunk.
+//
+// What is done to a chunk is done to each alike: a region moves on by its stride from chunk to chunk, or changes banks,
+// and the last chunk, which may be shorter, takes the first `last_bytes` of what a step does to others.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -33,9 +47,12 @@ enum class Space : uint8_t {
 
 struct Region {
   Space space = Space::kInput;
-  uint8_t bank = 0;  // staging only: logical bank, 0 or 1. See Note [Banks].
+  uint8_t bank = 0;  // staging only: logical bank of the first chunk, 0 or 1; of the next chunk it is the other one.
+                     // See Note [Banks].
   int32_t index = 0;
-  int64_t offset_bytes = 0;
+  int64_t offset_bytes = 0;  // for the first chunk
+  // From chunk to chunk; of scratch from even chunks to odd ones, as two are under way; none in staging.
+  int64_t stride_bytes = 0;
 };
 
 enum class StepKind : uint8_t {
@@ -65,8 +82,11 @@ struct Step {
   int32_t peer = -1;                     // rank in the group
   Region destination{};
   Region source{};
-  Region residual{};  // encode, select: of the space kResidual, or any other for none
-  int64_t bytes = 0;  // a multiple of the element size in reducing steps
+  Region residual{};       // encode, select: of the space kResidual, or any other for none
+  int64_t bytes = 0;       // of each chunk but the last; a multiple of the element size in reducing steps
+  int64_t last_bytes = 0;  // of the last chunk where there are several
+  int64_t chunks = 1;
+  int32_t lag = 0;  // the iteration of its loop in which it works on the first chunk
   int32_t first_source = 0;
   int32_t source_count = 0;
   int32_t first_echo = 0;
@@ -87,6 +107,7 @@ inline constexpr int64_t kSizeBytes = 4;
 struct Schedule {
   std::string algorithm;  // e.g. "all_reduce_staged"; appears in logs and errors
   std::vector<Step> steps{};
+  std::vector<size_t> loop_ends{};  // the step behind each loop but the last one, which takes the rest
   std::vector<Region> sources{};
   std::vector<Region> echoes{};
   int64_t scratch_bytes = 0;

@@ -35,13 +35,26 @@ Range equal_part_of(int64_t bytes, int32_t count, int64_t alignment, int32_t ind
   return part_of(bytes, part_bytes, index);
 }
 
+Chunks chunks_of_size(int64_t bytes, int64_t chunk_bytes) {
+  const int64_t count = part_count(bytes, chunk_bytes);
+  return {.bytes = chunk_bytes, .count = count, .last_bytes = count == 0 ? 0 : bytes - (count - 1) * chunk_bytes};
+}
+
+Chunks equal_chunks(int64_t bytes, int64_t largest_bytes, int64_t alignment) {
+  if (bytes == 0) return {.bytes = largest_bytes};
+  const int64_t equal_bytes = part_count(bytes, part_count(bytes, largest_bytes));
+  return chunks_of_size(bytes, part_count(equal_bytes, alignment) * alignment);
+}
+
 Region input(int64_t offset_bytes) { return {.space = Space::kInput, .offset_bytes = offset_bytes}; }
 
 Region output(int64_t offset_bytes) { return {.space = Space::kOutput, .offset_bytes = offset_bytes}; }
 
-Region staging(int32_t slot, int64_t chunk, int64_t offset_bytes) {
-  return {
-      .space = Space::kStaging, .bank = static_cast<uint8_t>(chunk % 2), .index = slot, .offset_bytes = offset_bytes};
+Region staging(int32_t slot, int64_t first_chunk, int64_t offset_bytes) {
+  return {.space = Space::kStaging,
+          .bank = static_cast<uint8_t>(first_chunk % 2),
+          .index = slot,
+          .offset_bytes = offset_bytes};
 }
 
 Region input_block(const CollectiveSpec& spec, int32_t peer, int64_t offset_bytes) {
@@ -67,26 +80,42 @@ Region advance(Region region, int64_t offset_bytes) {
   return region;
 }
 
-void add_copy(Schedule& schedule, Region destination, Region source, int64_t bytes) {
-  if (bytes == 0) return;
-  schedule.steps.push_back({.kind = StepKind::kCopy, .destination = destination, .source = source, .bytes = bytes});
+Region with_stride(Region region, int64_t stride_bytes) {
+  region.stride_bytes = stride_bytes;
+  return region;
 }
 
-void add_reduce(Schedule& schedule, Region destination, std::span<const Region> sources, int64_t bytes,
+void add_step(PipelineStage stage, Step step, StepBytes bytes) {
+  step.lag = stage.lag;
+  step.chunks = bytes.last_bytes == 0 ? stage.chunks - 1 : stage.chunks;
+  step.last_bytes = bytes.last_bytes == 0 ? bytes.bytes : bytes.last_bytes;
+  step.bytes = step.chunks == 1 ? step.last_bytes : bytes.bytes;
+  if (step.chunks > 0 && step.bytes > 0) stage.schedule.steps.push_back(step);
+}
+
+void begin_loop(Schedule& schedule) { schedule.loop_ends.push_back(schedule.steps.size()); }
+
+void add_copy(PipelineStage stage, Region destination, Region source, StepBytes bytes) {
+  add_step(stage, {.kind = StepKind::kCopy, .destination = destination, .source = source}, bytes);
+}
+
+void add_reduce(PipelineStage stage, Region destination, std::span<const Region> sources, StepBytes bytes,
                 ReduceScope scope) {
-  if (bytes == 0) return;
+  Schedule& schedule = stage.schedule;
+  const size_t steps = schedule.steps.size();
   const bool is_of_ranks = scope == ReduceScope::kOfRanks || scope == ReduceScope::kOfRanksOfDomain;
-  schedule.steps.push_back({.kind = StepKind::kReduce,
-                            .is_final = !is_of_ranks,
-                            .has_partial_sources = scope == ReduceScope::kOfNodes || scope == ReduceScope::kOfDomains,
-                            .form = scope == ReduceScope::kOfRanksOfDomain ? ReduceForm::kToAccumulators
-                                    : scope == ReduceScope::kOfDomains     ? ReduceForm::kFromAccumulators
-                                                                           : ReduceForm::kWhole,
-                            .destination = destination,
-                            .bytes = bytes,
-                            .first_source = static_cast<int32_t>(schedule.sources.size()),
-                            .source_count = static_cast<int32_t>(sources.size())});
-  schedule.sources.insert(schedule.sources.end(), sources.begin(), sources.end());
+  add_step(stage,
+           {.kind = StepKind::kReduce,
+            .is_final = !is_of_ranks,
+            .has_partial_sources = scope == ReduceScope::kOfNodes || scope == ReduceScope::kOfDomains,
+            .form = scope == ReduceScope::kOfRanksOfDomain ? ReduceForm::kToAccumulators
+                    : scope == ReduceScope::kOfDomains     ? ReduceForm::kFromAccumulators
+                                                           : ReduceForm::kWhole,
+            .destination = destination,
+            .first_source = static_cast<int32_t>(schedule.sources.size()),
+            .source_count = static_cast<int32_t>(sources.size())},
+           bytes);
+  if (schedule.steps.size() > steps) schedule.sources.insert(schedule.sources.end(), sources.begin(), sources.end());
 }
 
 void add_reduce_for_all(Schedule& schedule, Region destination, std::span<const Region> echoes,
@@ -99,22 +128,22 @@ void add_reduce_for_all(Schedule& schedule, Region destination, std::span<const 
   schedule.echoes.insert(schedule.echoes.end(), echoes.begin(), echoes.end());
 }
 
-void add_long_copy(Schedule& schedule, Region destination, Region source, int64_t bytes, bool is_streaming) {
-  if (bytes == 0) return;
-  add_copy(schedule, destination, source, bytes);
-  schedule.steps.back().is_streaming = is_streaming;
+void add_long_copy(PipelineStage stage, Region destination, Region source, StepBytes bytes, bool is_streaming) {
+  add_step(stage, {.kind = StepKind::kCopy, .is_streaming = is_streaming, .destination = destination, .source = source},
+           bytes);
 }
 
-void add_barrier(Schedule& schedule) { schedule.steps.push_back({.kind = StepKind::kBarrier}); }
-
-void add_send(Schedule& schedule, int32_t peer, Region source, int64_t bytes) {
-  if (bytes == 0) return;
-  schedule.steps.push_back({.kind = StepKind::kSend, .peer = peer, .source = source, .bytes = bytes});
+void add_barrier(PipelineStage stage) {
+  if (stage.chunks < 1) return;
+  stage.schedule.steps.push_back({.kind = StepKind::kBarrier, .chunks = stage.chunks, .lag = stage.lag});
 }
 
-void add_receive(Schedule& schedule, int32_t peer, Region destination, int64_t bytes) {
-  if (bytes == 0) return;
-  schedule.steps.push_back({.kind = StepKind::kReceive, .peer = peer, .destination = destination, .bytes = bytes});
+void add_send(PipelineStage stage, int32_t peer, Region source, StepBytes bytes) {
+  add_step(stage, {.kind = StepKind::kSend, .peer = peer, .source = source}, bytes);
+}
+
+void add_receive(PipelineStage stage, int32_t peer, Region destination, StepBytes bytes) {
+  add_step(stage, {.kind = StepKind::kReceive, .peer = peer, .destination = destination}, bytes);
 }
 
 Schedule make_schedule(std::string_view algorithm, int64_t chunks) {
@@ -146,21 +175,20 @@ Schedule plan_alone(std::string_view algorithm, const CollectiveSpec& spec) {
 
 Schedule plan_staged_once(std::string_view algorithm, const CollectiveSpec& spec, int64_t chunk_bytes,
                           const ChunkSteps& stage, const ChunkSteps& take) {
-  const int64_t chunks = part_count(spec.bytes, chunk_bytes);
-  Schedule schedule = make_schedule(algorithm, chunks);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const Range range = part_of(spec.bytes, chunk_bytes, chunk);
-    stage(schedule, chunk, range);
-    add_barrier(schedule);
-    take(schedule, chunk, range);
-  }
+  const Chunks chunks = chunks_of_size(spec.bytes, chunk_bytes);
+  Schedule schedule = make_schedule(algorithm, chunks.count);
+  if (chunks.count == 0) return schedule;
+  const PipelineStage only(schedule, 0, chunks.count);
+  stage(only, chunks);
+  add_barrier(only);
+  take(only, chunks);
   return schedule;
 }
 
-std::vector<Region> contributions(const CollectiveSpec& spec, int64_t chunk, int64_t offset_bytes) {
+std::vector<Region> contributions(const CollectiveSpec& spec, int64_t chunk_bytes) {
   std::vector<Region> sources;
   for (int32_t rank = 0; rank < spec.world_size; ++rank) {
-    sources.push_back(rank == spec.rank ? input(offset_bytes) : staging(rank, chunk, 0));
+    sources.push_back(rank == spec.rank ? with_stride(input(0), chunk_bytes) : staging(rank, 0, 0));
   }
   return sources;
 }

@@ -35,9 +35,19 @@ int64_t part_count(int64_t bytes, int64_t part_bytes);
 // Part `index` of `bytes` cut into `count` parts as equal as `alignment` allows; the last ones may be empty.
 Range equal_part_of(int64_t bytes, int32_t count, int64_t alignment, int32_t index);
 
+// Chunks of a tensor, or of a block. All but the last are `bytes` long.
+struct Chunks {
+  int64_t bytes = 0;
+  int64_t count = 0;
+  int64_t last_bytes = 0;
+};
+Chunks chunks_of_size(int64_t bytes, int64_t chunk_bytes);
+// Of nearly equal size: a tensor that is a little longer than one chunk is cut in the middle.
+Chunks equal_chunks(int64_t bytes, int64_t largest_bytes, int64_t alignment);
+
 Region input(int64_t offset_bytes);
 Region output(int64_t offset_bytes);
-Region staging(int32_t slot, int64_t chunk, int64_t offset_bytes);  // the bank is that of the chunk
+Region staging(int32_t slot, int64_t first_chunk, int64_t offset_bytes);  // the bank is that of the chunk
 // Block of a peer in a packed tensor of equal blocks or in a list.
 Region input_block(const CollectiveSpec& spec, int32_t peer, int64_t offset_bytes);
 Region output_block(const CollectiveSpec& spec, int32_t peer, int64_t offset_bytes);
@@ -45,6 +55,7 @@ Region output_block(const CollectiveSpec& spec, int32_t peer, int64_t offset_byt
 Region peer_input(int32_t peer, int64_t offset_bytes);
 Region peer_output(int32_t peer, int64_t offset_bytes);
 Region advance(Region region, int64_t offset_bytes);
+Region with_stride(Region region, int64_t stride_bytes);  // of the first chunk -> of all
 
 // Which part of a reduction over several levels a step is.
 enum class ReduceScope : uint8_t {
@@ -56,18 +67,43 @@ enum class ReduceScope : uint8_t {
   kOfDomains,
 };
 
-// Each adds one step; those without bytes are left out.
-void add_copy(Schedule& schedule, Region destination, Region source, int64_t bytes);
-void add_reduce(Schedule& schedule, Region destination, std::span<const Region> sources, int64_t bytes,
+// A stage of the pipeline of the last loop (Note [Loops]): where steps are added, and what their lag and chunks are. A
+// schedule by itself stands for a stage of one chunk.
+struct PipelineStage {
+  PipelineStage(Schedule& schedule, int32_t lag = 0, int64_t chunks = 1)
+      : schedule(schedule), lag(lag), chunks(chunks) {}
+
+  Schedule& schedule;
+  int32_t lag;
+  int64_t chunks;
+};
+
+// Of a step, in all chunks but the last and in the last one.
+struct StepBytes {
+  StepBytes(int64_t bytes) : bytes(bytes), last_bytes(bytes) {}
+  StepBytes(int64_t bytes, int64_t last_bytes) : bytes(bytes), last_bytes(last_bytes) {}
+  StepBytes(const Chunks& chunks) : bytes(chunks.bytes), last_bytes(chunks.last_bytes) {}
+
+  int64_t bytes;
+  int64_t last_bytes;
+};
+
+// Each adds one step; those without bytes are left out, as is the last chunk of a step that has none there.
+void add_copy(PipelineStage stage, Region destination, Region source, StepBytes bytes);
+void add_reduce(PipelineStage stage, Region destination, std::span<const Region> sources, StepBytes bytes,
                 ReduceScope scope = ReduceScope::kComplete);
 // The same result to several places.
 void add_reduce_for_all(Schedule& schedule, Region destination, std::span<const Region> echoes,
                         std::span<const Region> sources, int64_t bytes);
 // Copies that nobody will read soon are `is_streaming`; all of an operation are, or none.
-void add_long_copy(Schedule& schedule, Region destination, Region source, int64_t bytes, bool is_streaming);
-void add_barrier(Schedule& schedule);
-void add_send(Schedule& schedule, int32_t peer, Region source, int64_t bytes);
-void add_receive(Schedule& schedule, int32_t peer, Region destination, int64_t bytes);
+void add_long_copy(PipelineStage stage, Region destination, Region source, StepBytes bytes, bool is_streaming);
+void add_barrier(PipelineStage stage);
+void add_send(PipelineStage stage, int32_t peer, Region source, StepBytes bytes);
+void add_receive(PipelineStage stage, int32_t peer, Region destination, StepBytes bytes);
+// Any step that has bytes.
+void add_step(PipelineStage stage, Step step, StepBytes bytes);
+// Those that follow belong to another loop.
+void begin_loop(Schedule& schedule);
 
 // An empty schedule with its name and its count of banks. Without chunks it holds the one barrier that all ranks of a
 // collective meet in whatever its size.
@@ -77,15 +113,15 @@ Schedule make_direct_schedule(std::string_view algorithm);
 // The schedule of a group of one rank: a reduction of one source (premul_sum still scales it) or a copy; no barrier.
 Schedule plan_alone(std::string_view algorithm, const CollectiveSpec& spec);
 
-// A collective that passes each chunk through staging once: `stage` adds the steps before the chunk's barrier, `take`
-// those after it; both get the chunk and its range of the block. One barrier and one bank per chunk of `chunk_bytes`.
-using ChunkSteps = std::function<void(Schedule& schedule, int64_t chunk, Range range)>;
+// A collective that passes each chunk of a block through staging once: `stage` adds the steps before the chunk's
+// barrier, `take` those after it. One barrier and one bank per chunk of `chunk_bytes`.
+using ChunkSteps = std::function<void(PipelineStage stage, const Chunks& chunks)>;
 Schedule plan_staged_once(std::string_view algorithm, const CollectiveSpec& spec, int64_t chunk_bytes,
                           const ChunkSteps& stage, const ChunkSteps& take);
 
-// What all ranks of a one-node group contribute, in rank order, where each staged it at the start of its slot: the own
-// contribution is read from the input.
-std::vector<Region> contributions(const CollectiveSpec& spec, int64_t chunk, int64_t offset_bytes);
+// What all ranks of a one-node group contribute to a chunk, in rank order, where each staged it at the start of its
+// slot: the own contribution is read from the input.
+std::vector<Region> contributions(const CollectiveSpec& spec, int64_t chunk_bytes);
 
 // The piece of the slot of `owner` that is meant for `peer`, where a slot has one piece for each rank but its owner.
 int32_t piece_for_peer(int32_t owner, int32_t peer);

@@ -1,7 +1,7 @@
 #include "backend/collectives/select/registry.h"
 
+#include "backend/collectives/phases/domain_phases.h"
 #include "backend/collectives/schedule/direct.h"
-#include "backend/collectives/schedule/domain_phases.h"
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/steps.h"
 

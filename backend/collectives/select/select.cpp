@@ -35,7 +35,7 @@ std::string known_names() {
 double estimate_us(const Cost& cost, const CostModel& model) {
   return cost.barriers * model.barrier_us + cost.memory_bytes / model.bytes_per_us +
          cost.far_bytes / model.far_bytes_per_us + cost.network_hops * model.hop_us +
-         cost.network_bytes / model.network_bytes_per_us;
+         cost.network_bytes / model.network_bytes_per_us + cost.messages * model.message_us / 2;
 }
 
 const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view forced, const CostModel& model) {

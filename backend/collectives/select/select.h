@@ -16,6 +16,9 @@ struct CostModel {
   double far_bytes_per_us = 5'000;
   double hop_us = 30;                   // a small message to another node through the kernel's TCP, with a wake-up
   double network_bytes_per_us = 1'250;  // 10 Gb/s
+  // CPU time of a small message between nodes, of both its ends together; half of it each. Measured with the kernel's
+  // TCP on two cores that four ranks shared.
+  double message_us = 27;
 };
 
 double estimate_us(const Cost& cost, const CostModel& model);

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/collectives/schedule/schedule_cursor.h"
 #include "backend/collectives/select/registry.h"
 #include "backend/simulator/schedule_simulator.h"
 
@@ -62,6 +63,26 @@ inline std::vector<Nodes> placements(int32_t world_size) {
     all.push_back(nodes_in_turn(world_size, world_size / 2));
   }
   return all;
+}
+
+// The steps that a schedule runs, one after the other, as a schedule without loops.
+inline Schedule unrolled(const Schedule& schedule) {
+  Schedule result = schedule;
+  result.steps.clear();
+  result.loop_ends.clear();
+  result.sources.clear();
+  result.echoes.clear();
+  for (ScheduleCursor cursor(schedule); !cursor.is_done(); cursor.next()) {
+    Step step = cursor.step();
+    for (int32_t i = 0; i < step.source_count; ++i) result.sources.push_back(cursor.source(i));
+    for (int32_t i = 0; i < step.echo_count; ++i) result.echoes.push_back(cursor.echo(i));
+    step.first_source = static_cast<int32_t>(result.sources.size()) - step.source_count;
+    step.first_echo = static_cast<int32_t>(result.echoes.size()) - step.echo_count;
+    step.chunks = 1;
+    step.lag = 0;
+    result.steps.push_back(step);
+  }
+  return result;
 }
 
 inline bool is_reduction(OpKind op) {
@@ -118,6 +139,12 @@ class SimulatedCollective {
 
   const std::vector<CollectiveSpec>& specs() const { return specs_; }
   const std::vector<Schedule>& schedules() const { return schedules_; }
+  // By rank, as `unrolled`.
+  std::vector<Schedule> unrolled_schedules() const {
+    std::vector<Schedule> all;
+    for (const Schedule& schedule : schedules_) all.push_back(unrolled(schedule));
+    return all;
+  }
   const std::vector<SimulatedTensors>& tensors() const { return tensors_; }
 
   // Borrows the tensors: this object has to live until the simulation is over.

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "backend/collectives/schedule/schedule_cursor.h"
 #include "backend/platform/process/descriptor.h"
 #include "compression/registry/registry.h"
 #include "tests/backend/local_ranks.h"
@@ -128,26 +129,43 @@ TEST(Planner, KeepsSchedulesOfCodecsApartByWhatTheyDo) {
 }
 
 TEST(Planner, DropsItsCacheBeforeThatGrowsWithoutBounds) {
-  PlannerOptions options = options_of(8);
-  options.bank_bytes = 4096;
+  PlannerOptions options = options_of(24);
   Planner planner(options);
-  const std::weak_ptr<const Schedule> first = planner.plan(all_reduce(100'000)).schedule;
+  const auto plan = [&](int64_t bytes) {
+    std::vector<int64_t> counts(24, bytes);
+    counts[0] = 1;
+    return planner.plan(all_to_all(counts, counts)).schedule;
+  };
+  const std::weak_ptr<const Schedule> first = plan(1'000'000);
   EXPECT_FALSE(first.expired());
-  int64_t numel = 100'000;
-  size_t steps = 0;
-  while (!first.expired() && steps < 2'000'000) steps += planner.plan(all_reduce(++numel)).schedule->steps.size();
+  size_t bytes = 0;
+  for (int64_t more = 1; !first.expired() && bytes < size_t{200} << 20; ++more) bytes += memory_bytes(*plan(more));
   EXPECT_TRUE(first.expired());
-  EXPECT_LT(steps, 400'000U);
+  EXPECT_LT(bytes, size_t{80} << 20);
 }
 
-TEST(Planner, DoesNotKeepAScheduleThatIsTooLarge) {
-  PlannerOptions options = options_of(8);
-  options.bank_bytes = 4096;
-  Planner planner(options);
-  const CollectiveArgs huge = all_reduce(int64_t{60} << 20, at::kByte);
+// A plan takes as much room for a gigabyte as for some megabytes, and is kept.
+TEST(Planner, KeepsAScheduleOfAnySize) {
+  Planner planner(options_of(8));
+  const auto some = planner.plan(all_reduce(int64_t{16} << 20, at::kByte)).schedule;
+  const CollectiveArgs huge = all_reduce(int64_t{1} << 30, at::kByte);
   const auto schedule = planner.plan(huge).schedule;
-  ASSERT_GT(schedule->steps.size(), 50'000U);
-  EXPECT_EQ(schedule.use_count(), 1);
+  EXPECT_EQ(memory_bytes(*schedule), memory_bytes(*some));
+  EXPECT_EQ(planner.plan(huge).schedule, schedule);
+}
+
+// As rank 0 of that many nodes of 8 ranks sees it.
+TEST(Planner, PlansAGigabyteForThousandsOfRanksInLittleRoom) {
+  const CollectiveArgs huge = all_reduce(int64_t{1} << 30, at::kByte);
+  for (const auto& [node_count, most_bytes] : {std::pair{128, size_t{1} << 20}, std::pair{1250, size_t{4} << 20}}) {
+    Planner planner(options_of(8 * node_count));
+    std::vector<std::vector<int32_t>> nodes(node_count, std::vector<int32_t>(8));
+    for (int32_t node = 0; node < node_count; ++node) std::iota(nodes[node].begin(), nodes[node].end(), 8 * node);
+    planner.set_nodes(nodes);
+    const auto schedule = planner.plan(huge).schedule;
+    EXPECT_LE(memory_bytes(*schedule), most_bytes);
+    EXPECT_EQ(planner.plan(huge).schedule, schedule);
+  }
 }
 
 TEST(Planner, RunsWhatIsForcedForItsOperation) {

@@ -48,11 +48,18 @@ TEST(EstimateTest, EveryOperationHasOneOnOneNodeAndOnMany) {
   }
 }
 
-TEST(EstimateTest, WhatIsTooLargeToSimulateGetsTheFormula) {
-  const Estimate result = estimate({.bytes = 1 << 30, .nodes = even_nodes(128, 8)});
-  EXPECT_FALSE(result.is_simulated);
-  EXPECT_GT(result.time_us, 2.0 * 127 / 128 * (1 << 30) / 1'250);
-  EXPECT_TRUE(result.link_bytes.empty());
+TEST(EstimateTest, LargeGroupsAreSimulatedByNodesThatStandForOthers) {
+  EstimateRequest request{.bytes = 1 << 30, .nodes = even_nodes(128, 8)};
+  const Estimate result = estimate(request);
+  EXPECT_TRUE(result.is_simulated);
+  const double bound_us = 2.0 * 127 / 128 * (1 << 30) / 1'250;
+  EXPECT_GE(result.time_us, bound_us);
+  EXPECT_LT(result.time_us, 2 * bound_us);
+  ASSERT_EQ(result.link_bytes.size(), 128);
+  EXPECT_NEAR(result.link_bytes[5][4], 2.0 / 128 * (1 << 30), 0.01 * (1 << 30) / 128);
+  request.node_bytes_per_us.assign(128, 1'250);
+  request.node_bytes_per_us[77] = 625;
+  EXPECT_GT(estimate(request).time_us, 1.8 * bound_us);
 }
 
 TEST(EstimateTest, RefusesWhatIsNotAQuestion) {

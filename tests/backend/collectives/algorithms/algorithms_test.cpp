@@ -138,7 +138,7 @@ TEST_P(AlgorithmTest, WritesEveryOutputByteOnceAndNoneBeforeTheRanksHaveMet) {
         for (const auto& output : collective.tensors()[rank].outputs) writes[rank].emplace_back(output.size(), 0);
       }
       for (int32_t rank = 0; rank < world_size; ++rank) {
-        const Schedule& schedule = collective.schedules()[rank];
+        const Schedule schedule = unrolled(collective.schedules()[rank]);
         bool has_met = world_size == 1;
         const auto count = [&](const Region& region, int64_t bytes) {
           const bool is_peer = region.space == Space::kPeerOutput;
@@ -175,7 +175,7 @@ TEST_P(AlgorithmTest, BeginsAndEndsWithABarrierWhereTensorsAreShared) {
   if (!algorithm().is_direct) return;
   for (const int32_t world_size : {2, 5}) {
     const SimulatedCollective collective(algorithm(), {.world_size = world_size, .numel = 100});
-    for (const Schedule& schedule : collective.schedules()) {
+    for (const Schedule& schedule : collective.unrolled_schedules()) {
       EXPECT_TRUE(schedule.is_direct);
       EXPECT_EQ(schedule.banks_used, 0);
       EXPECT_EQ(schedule.steps.front().kind, StepKind::kBarrier);
@@ -190,7 +190,7 @@ TEST_P(AlgorithmTest, MeetsEquallyOftenOnEveryRankAndKeepsToCacheLines) {
       .world_size = 5, .numel = 5000, .root = 2, .bank_bytes = 1024, .nodes = placements_of(algorithm(), 5).back()};
   const SimulatedCollective collective(algorithm(), shape);
   std::set<int64_t> barriers;
-  for (const Schedule& schedule : collective.schedules()) {
+  for (const Schedule& schedule : collective.unrolled_schedules()) {
     EXPECT_EQ(schedule.algorithm, algorithm().name);
     barriers.insert(std::count_if(schedule.steps.begin(), schedule.steps.end(),
                                   [](const Step& step) { return step.kind == StepKind::kBarrier; }));
@@ -209,7 +209,7 @@ TEST_P(AlgorithmTest, ReducesInRankOrder) {
   for (const int32_t world_size : {2, 5}) {
     const SimulatedCollective collective(algorithm(), {.world_size = world_size, .numel = 3000, .root = 1});
     for (int32_t rank = 0; rank < world_size; ++rank) {
-      const Schedule& schedule = collective.schedules()[rank];
+      const Schedule schedule = unrolled(collective.schedules()[rank]);
       for (const Step& step : schedule.steps) {
         if (step.kind != StepKind::kReduce) continue;
         EXPECT_TRUE(step.is_final);
@@ -307,7 +307,7 @@ TEST(AllReduceTest, DirectMovesTheLeastBytes) {
 TEST(AllToAllTest, StagesBeforeItsOnlyBarrierAndFitsTheMailboxes) {
   const SimulatedCollective collective(*find_algorithm("all_to_all_pairwise"),
                                        {.world_size = 5, .numel = 3000, .seed = 5});
-  for (const Schedule& schedule : collective.schedules()) {
+  for (const Schedule& schedule : collective.unrolled_schedules()) {
     bool has_met = false;
     for (const Step& step : schedule.steps) {
       if (step.kind == StepKind::kBarrier) {
@@ -333,7 +333,7 @@ TEST(AllToAllTest, SendsNothingThatASlotCanTake) {
                       .send_bytes = {2048, 7, 2048},
                       .receive_bytes = {5, 7, 2048}};
   const auto count = [&](StepKind kind) {
-    const Schedule schedule = plan_all_to_all_pairwise(spec);
+    const Schedule schedule = unrolled(plan_all_to_all_pairwise(spec));
     return std::count_if(schedule.steps.begin(), schedule.steps.end(),
                          [&](const Step& step) { return step.kind == kind; });
   };
@@ -351,7 +351,8 @@ TEST(AllToAllTest, HearsFromEverybodyWhoseCountsAreNotAnnounced) {
     spec.receive_bytes.assign(world_size, 0);
     std::vector<int32_t> sent(world_size);
     std::vector<int32_t> received(world_size);
-    for (const Step& step : plan_all_to_all_pairwise(spec).steps) {
+    const Schedule schedule = unrolled(plan_all_to_all_pairwise(spec));
+    for (const Step& step : schedule.steps) {
       if (step.kind == StepKind::kSend) ++sent[step.peer];
       if (step.kind == StepKind::kReceive) ++received[step.peer];
     }

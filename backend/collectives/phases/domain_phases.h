@@ -34,22 +34,21 @@ DomainPieces cut_blocks_over_domains(const CollectiveSpec& spec);  // a piece of
 
 class DomainPhases {
  public:
-  // All must outlive this object. `extents` in the following are those of the chunk, at input or output alike.
+  // All must outlive this object. `extents` in the following are those of the chunks, at input or output alike.
   DomainPhases(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout);
 
   // Of this rank: its slice of a part, summed over its domain; its piece, summed over all.
-  Region partial(int64_t chunk, int32_t part, int64_t place) const;
-  Region completed(int64_t chunk, int64_t place) const;
+  Region partial(int32_t part, int64_t place) const;
+  Region completed(int64_t place) const;
 
   // Adds the partial sums of this rank's piece, in the order of domains.
-  void complete(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents,
-                const RegionOfPlace& destination) const;
+  void complete(PipelineStage stage, const std::vector<Extent>& extents, const RegionOfPlace& destination) const;
   // Copies this rank's slices of all parts from the slots where they were completed to their places in the own one.
-  void fetch(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents) const;
+  void fetch(PipelineStage stage, const std::vector<Extent>& extents) const;
 
  private:
-  Region partial_of(int32_t domain, int32_t local_rank, int64_t chunk, int32_t part, int64_t place) const;
-  Region completed_of(int32_t domain, int32_t local_rank, int64_t chunk, int64_t place) const;
+  Region partial_of(int32_t domain, int32_t local_rank, int32_t part, int64_t place) const;
+  Region completed_of(int32_t domain, int32_t local_rank, int64_t place) const;
   int32_t owner_at(int32_t part, int32_t domain, int64_t place) const;  // whose slice a place is, by local rank
 
   const CollectiveSpec& spec_;

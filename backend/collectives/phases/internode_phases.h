@@ -28,9 +28,12 @@ namespace zeropg {
 bool can_exchange(const CollectiveSpec& spec, int32_t piece_count, int32_t messages_under_way);
 // A cache line where lines fit banks and window, else the element.
 int64_t exchange_alignment(const CollectiveSpec& spec, int32_t piece_count, int32_t messages_under_way);
-// The most bytes of a staging slot for one chunk: longer than within a node, as a message costs more than a barrier,
-// but such that a large tensor has several chunks to overlap.
+// The most bytes of a chunk that a staging slot holds: longer than within a node, as a message costs more than a
+// barrier, but such that a large tensor has several chunks to overlap.
+int64_t network_slot_bytes(const CollectiveSpec& spec);
 int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment);
+// Of a chunk with a part for each node, which may be longer: Note [Groups of parts] in slot_layout.h.
+int64_t parted_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment);
 int64_t largest_message_bytes(const CollectiveSpec& spec, int32_t messages_under_way, int64_t alignment);
 
 // The cut of collectives whose chunks hold a piece of every rank's block.
@@ -39,31 +42,29 @@ struct BlockPieces {
   Chunks chunks{};  // of one block
 };
 BlockPieces cut_blocks(const CollectiveSpec& spec, int32_t messages_under_way);
+int32_t group_count(const CollectiveSpec& spec, const BlockPieces& pieces);  // in a chunk: slot_layout.h
 
 class InternodePhases {
  public:
-  // All must outlive this object. `extents` in the following are those of the chunk, at input or output alike.
+  // All must outlive this object. `extents` in the following are those of the chunks, at input or output alike.
   InternodePhases(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout);
 
   int64_t scratch_bytes() const;
 
   // Scratch for this rank's slice of a part, summed over its node; two chunks may be under way.
-  Region partial(int64_t chunk, int32_t part, int64_t place) const;
+  Region partial(int32_t part, int64_t place) const;
   // Scratch for this rank's slice of its node's part, summed over all nodes; two chunks may be under way.
-  Region completed(int64_t chunk, int64_t place) const;
+  Region completed(int64_t place) const;
 
-  // Sends the partial sums of each other node's part to that node.
-  void send_partials(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents) const;
+  // Sends the partial sums of the parts of `nodes`, not the own one, to them.
+  void send_partials(PipelineStage stage, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents) const;
   // Receives the other nodes' partial sums of this node's part and adds all in node order.
-  void complete(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents,
-                const RegionOfPlace& destination) const;
+  void complete(PipelineStage stage, const std::vector<Extent>& extents, const RegionOfPlace& destination) const;
   // Sends this rank's slice of its node's part to `nodes`; with a codec `source` becomes what they will decode.
-  void send_completed(Schedule& schedule, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents,
+  void send_completed(PipelineStage stage, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents,
                       const RegionOfPlace& source) const;
-  // Receives this rank's slice of the part of another node, or of all other nodes.
-  void receive_completed(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
-                         const RegionOfPlace& destination) const;
-  void receive_completed(Schedule& schedule, const std::vector<Extent>& extents,
+  // Receives this rank's slice of the part of another node.
+  void receive_completed(PipelineStage stage, int32_t node, const std::vector<Extent>& extents,
                          const RegionOfPlace& destination) const;
 
  private:
@@ -73,17 +74,17 @@ class InternodePhases {
   Region outgoing_encoding() const;
   Region incoming_encoding() const;
   Region residual_of(ResidualHop hop, const Extent& extent) const;
-  void send_encoded(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+  void send_encoded(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                     const RegionOfPlace& source) const;
-  void send_completed_encoded(Schedule& schedule, const std::vector<int32_t>& nodes, const std::vector<Extent>& extents,
-                              const RegionOfPlace& source) const;
-  void receive_completed_encoded(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
+  void send_completed_encoded(PipelineStage stage, const std::vector<int32_t>& nodes,
+                              const std::vector<Extent>& extents, const RegionOfPlace& source) const;
+  void receive_completed_encoded(PipelineStage stage, int32_t node, const std::vector<Extent>& extents,
                                  const RegionOfPlace& destination) const;
-  void receive_encoding(Schedule& schedule, ResidualHop hop, int32_t rank, Region destination, int64_t bytes) const;
+  void receive_encoding(PipelineStage stage, ResidualHop hop, int32_t rank, Region destination, StepBytes bytes) const;
   std::vector<Range> pieces_of(int32_t node, int32_t local_rank) const;
-  void send_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+  void send_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                   const RegionOfPlace& source) const;
-  void receive_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+  void receive_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                      const RegionOfPlace& destination) const;
   int32_t own_part() const { return layout_.part_of_node(placement_.node()); }
 

@@ -1,4 +1,4 @@
-#include "backend/collectives/schedule/internode_phases.h"
+#include "backend/collectives/phases/internode_phases.h"
 
 #include <algorithm>
 #include <iterator>
@@ -6,6 +6,7 @@
 #include <set>
 
 #include "backend/collectives/schedule/encodings.h"
+#include "backend/collectives/schedule/slot_layout.h"
 #include "backend/collectives/schedule/steps.h"
 
 namespace zeropg {
@@ -16,6 +17,10 @@ namespace {
 constexpr int64_t kMostChunkBytes = 512 << 10;
 constexpr int64_t kLeastChunkBytes = 64 << 10;
 constexpr int64_t kChunksToOverlap = 4;
+// A message costs its two ends some 27 us of CPU together, beside its bytes. 16 KiB take 13 us at 10 Gb/s, which eight
+// ranks of a node share; so its cost is a fraction of the link's time there, and at 4 KiB as much.
+constexpr int64_t kLeastMessageBytes = 4 << 10;
+constexpr int64_t kMostMessageBytes = 16 << 10;
 
 int64_t whole_lines(int64_t bytes) { return part_count(bytes, kCacheLineBytes) * kCacheLineBytes; }
 
@@ -40,9 +45,22 @@ int64_t exchange_alignment(const CollectiveSpec& spec, int32_t piece_count, int3
   return has_lines ? kCacheLineBytes : spec.element_bytes;
 }
 
+int64_t network_slot_bytes(const CollectiveSpec& spec) { return std::min(spec.bank_bytes, kMostChunkBytes); }
+
 int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment) {
-  const int64_t wanted = std::clamp(total_bytes / kChunksToOverlap, kLeastChunkBytes, kMostChunkBytes);
-  return std::min(spec.bank_bytes, wanted) / alignment * alignment;
+  const int64_t wanted = std::max(total_bytes / kChunksToOverlap, kLeastChunkBytes);
+  return std::min(network_slot_bytes(spec), wanted) / alignment * alignment;
+}
+
+int64_t parted_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment) {
+  const int64_t messages = int64_t{node_count(spec)} * largest_node_size(spec);
+  const int64_t wanted =
+      std::clamp(total_bytes / kChunksToOverlap, messages * kLeastMessageBytes, messages * kMostMessageBytes);
+  // Each part fits a slot. All parts are equal, so that they have the same places in it.
+  const int64_t parts = int64_t{node_count(spec)} * alignment;
+  const int64_t most = network_slot_bytes(spec) / alignment * parts;
+  const int64_t one_slot = network_chunk_bytes(spec, total_bytes, alignment);
+  return std::max(one_slot, std::min(wanted, most) / parts * parts);
 }
 
 int64_t largest_message_bytes(const CollectiveSpec& spec, int32_t messages_under_way, int64_t alignment) {
@@ -55,10 +73,20 @@ int64_t largest_message_bytes(const CollectiveSpec& spec, int32_t messages_under
 
 BlockPieces cut_blocks(const CollectiveSpec& spec, int32_t messages_under_way) {
   const int64_t alignment = exchange_alignment(spec, spec.world_size, messages_under_way);
-  const int64_t slot_bytes = network_chunk_bytes(spec, spec.world_size * spec.bytes, alignment);
-  const int64_t most = std::min(std::max(slot_bytes / spec.world_size / alignment, int64_t{1}) * alignment,
-                                largest_message_bytes(spec, messages_under_way, alignment));
-  return {alignment, equal_chunks(spec.bytes, most, alignment)};
+  const int64_t total_bytes = spec.world_size * spec.bytes;
+  const int64_t in_slot = network_chunk_bytes(spec, total_bytes, alignment) / spec.world_size;
+  const int64_t wanted = std::clamp(spec.bytes / kChunksToOverlap, kLeastMessageBytes, kMostMessageBytes);
+  // The part of the largest node fits a slot.
+  const int64_t most = std::min(wanted, network_slot_bytes(spec) / largest_node_size(spec));
+  const int64_t bytes = std::max(std::max(in_slot, most) / alignment, int64_t{1}) * alignment;
+  return {
+      alignment,
+      equal_chunks(spec.bytes, std::min(bytes, largest_message_bytes(spec, messages_under_way, alignment)), alignment)};
+}
+
+int32_t group_count(const CollectiveSpec& spec, const BlockPieces& pieces) {
+  if (spec.world_size * pieces.chunks.bytes <= network_slot_bytes(spec)) return 1;
+  return group_count(node_count(spec), largest_node_size(spec) * pieces.chunks.bytes, network_slot_bytes(spec));
 }
 
 InternodePhases::InternodePhases(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout)
@@ -87,12 +115,13 @@ Region InternodePhases::incoming_encoding() const { return advance(outgoing_enco
 
 // Residuals are counted over the whole input: blocks of a list as if they were packed.
 Region InternodePhases::residual_of(ResidualHop hop, const Extent& extent) const {
-  return residual(spec_, hop, extent.tensor.index * spec_.bytes + extent.tensor.offset_bytes);
+  const int64_t first = extent.tensor.index * spec_.bytes + extent.tensor.offset_bytes;
+  return with_stride(residual(spec_, hop, first), extent.tensor.stride_bytes);
 }
 
-Region InternodePhases::partial(int64_t chunk, int32_t part, int64_t place) const {
-  const int64_t slice = chunk % 2 * layout_.part_count() + part;
-  return scratch(slice * slice_bytes_ + place - layout_.own_slice(part).offset_bytes);
+Region InternodePhases::partial(int32_t part, int64_t place) const {
+  const Region first = scratch(part * slice_bytes_ + place - layout_.own_slice(part).offset_bytes);
+  return with_stride(first, layout_.part_count() * slice_bytes_);
 }
 
 Region InternodePhases::incoming(int32_t node, int64_t place) const {
@@ -100,33 +129,34 @@ Region InternodePhases::incoming(int32_t node, int64_t place) const {
   return scratch(slice * slice_bytes_ + place - layout_.own_slice(own_part()).offset_bytes);
 }
 
-Region InternodePhases::completed(int64_t chunk, int64_t place) const {
-  const int64_t slice = 2 * layout_.part_count() + placement_.node_count() + chunk % 2;
-  return scratch(slice * slice_bytes_ + place - layout_.own_slice(own_part()).offset_bytes);
+Region InternodePhases::completed(int64_t place) const {
+  const int64_t slice = 2 * layout_.part_count() + placement_.node_count();
+  return with_stride(scratch(slice * slice_bytes_ + place - layout_.own_slice(own_part()).offset_bytes), slice_bytes_);
 }
 
 // Both ends walk the overlaps of a pair of ranks in the order of places, so their streams of bytes agree.
-void InternodePhases::send_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+void InternodePhases::send_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                                  const RegionOfPlace& source) const {
   for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
     const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
     for (const Extent& extent : cut(extents, common)) {
-      const auto [place, bytes] = extent.places;
-      add_send(schedule, placement_.rank_at(node, peer), source(place), bytes);
+      const int64_t place = extent.places.offset_bytes;
+      add_send(stage, placement_.rank_at(node, peer), source(place), extent.bytes());
     }
   }
 }
 
 // Each message is an encoding of its own.
-void InternodePhases::send_encoded(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+void InternodePhases::send_encoded(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                                    const RegionOfPlace& source) const {
   for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
     const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
     for (const Extent& extent : cut(extents, common)) {
-      const auto [place, bytes] = extent.places;
-      add_encode(schedule, kContributionHop, outgoing_encoding(), source(place), residual_of(kContributionHop, extent),
-                 bytes);
-      add_send_encoding(schedule, spec_, kContributionHop, placement_.rank_at(node, peer), outgoing_encoding(), bytes);
+      const int64_t place = extent.places.offset_bytes;
+      add_encode(stage, kContributionHop, outgoing_encoding(), source(place), residual_of(kContributionHop, extent),
+                 extent.bytes());
+      add_send_encoding(stage, spec_, kContributionHop, placement_.rank_at(node, peer), outgoing_encoding(),
+                        extent.bytes());
     }
   }
 }
@@ -149,108 +179,104 @@ std::vector<Range> InternodePhases::pieces_of(int32_t node, int32_t local_rank) 
 }
 
 // One encoding of each piece for all nodes, so that all get the same bits.
-void InternodePhases::send_completed_encoded(Schedule& schedule, const std::vector<int32_t>& nodes,
+void InternodePhases::send_completed_encoded(PipelineStage stage, const std::vector<int32_t>& nodes,
                                              const std::vector<Extent>& extents, const RegionOfPlace& source) const {
   for (const Range& piece : pieces_of(placement_.node(), placement_.local_rank())) {
     for (const Extent& extent : cut(extents, piece)) {
-      const auto [place, bytes] = extent.places;
-      add_encode(schedule, kResultHop, outgoing_encoding(), source(place), residual_of(kResultHop, extent), bytes);
+      const int64_t place = extent.places.offset_bytes;
+      add_encode(stage, kResultHop, outgoing_encoding(), source(place), residual_of(kResultHop, extent),
+                 extent.bytes());
       for (const int32_t node : nodes) {
         for (int32_t peer = 0; node != placement_.node() && peer < placement_.node_size(node); ++peer) {
           if (overlap(piece, layout_.slice(own_part(), node, peer)).bytes == 0) continue;
-          add_send_encoding(schedule, spec_, kResultHop, placement_.rank_at(node, peer), outgoing_encoding(), bytes);
+          add_send_encoding(stage, spec_, kResultHop, placement_.rank_at(node, peer), outgoing_encoding(),
+                            extent.bytes());
         }
       }
-      add_decode(schedule, kResultHop, source(place), outgoing_encoding(), bytes);
+      add_decode(stage, kResultHop, source(place), outgoing_encoding(), extent.bytes());
     }
   }
 }
 
-void InternodePhases::receive_slice(Schedule& schedule, int32_t part, int32_t node, const std::vector<Extent>& extents,
+void InternodePhases::receive_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                                     const RegionOfPlace& destination) const {
   for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
     const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
     for (const Extent& extent : cut(extents, common)) {
-      const auto [place, bytes] = extent.places;
+      const int64_t place = extent.places.offset_bytes;
       if (is_encoded()) {
-        receive_encoding(schedule, kContributionHop, placement_.rank_at(node, peer), destination(place), bytes);
+        receive_encoding(stage, kContributionHop, placement_.rank_at(node, peer), destination(place), extent.bytes());
       } else {
-        add_receive(schedule, placement_.rank_at(node, peer), destination(place), bytes);
+        add_receive(stage, placement_.rank_at(node, peer), destination(place), extent.bytes());
       }
     }
   }
 }
 
-void InternodePhases::receive_completed_encoded(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
+void InternodePhases::receive_completed_encoded(PipelineStage stage, int32_t node, const std::vector<Extent>& extents,
                                                 const RegionOfPlace& destination) const {
   const Range own = layout_.own_slice(layout_.part_of_node(node));
   for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
     for (const Range& piece : pieces_of(node, peer)) {
       for (const Extent& extent : cut(extents, overlap(own, piece))) {
-        const auto [place, bytes] = extent.places;
-        receive_encoding(schedule, kResultHop, placement_.rank_at(node, peer), destination(place), bytes);
+        const int64_t place = extent.places.offset_bytes;
+        receive_encoding(stage, kResultHop, placement_.rank_at(node, peer), destination(place), extent.bytes());
       }
     }
   }
 }
 
-void InternodePhases::receive_encoding(Schedule& schedule, ResidualHop hop, int32_t rank, Region destination,
-                                       int64_t bytes) const {
-  add_receive_encoding(schedule, spec_, hop, rank, incoming_encoding(), bytes);
-  add_decode(schedule, hop, destination, incoming_encoding(), bytes);
+void InternodePhases::receive_encoding(PipelineStage stage, ResidualHop hop, int32_t rank, Region destination,
+                                       StepBytes bytes) const {
+  add_receive_encoding(stage, spec_, hop, rank, incoming_encoding(), bytes);
+  add_decode(stage, hop, destination, incoming_encoding(), bytes);
 }
 
-void InternodePhases::send_partials(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents) const {
-  for (const int32_t node : placement_.other_nodes()) {
+void InternodePhases::send_partials(PipelineStage stage, const std::vector<int32_t>& nodes,
+                                    const std::vector<Extent>& extents) const {
+  for (const int32_t node : nodes) {
     const int32_t part = layout_.part_of_node(node);
-    const RegionOfPlace source = [&](int64_t place) { return partial(chunk, part, place); };
+    const RegionOfPlace source = [&](int64_t place) { return partial(part, place); };
     if (is_encoded()) {
-      send_encoded(schedule, part, node, extents, source);
+      send_encoded(stage, part, node, extents, source);
     } else {
-      send_slice(schedule, part, node, extents, source);
+      send_slice(stage, part, node, extents, source);
     }
   }
 }
 
-void InternodePhases::complete(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents,
+void InternodePhases::complete(PipelineStage stage, const std::vector<Extent>& extents,
                                const RegionOfPlace& destination) const {
   const int32_t part = own_part();
   for (auto node = placement_.other_nodes().rbegin(); node != placement_.other_nodes().rend(); ++node) {
-    receive_slice(schedule, part, *node, extents, [&](int64_t place) { return incoming(*node, place); });
+    receive_slice(stage, part, *node, extents, [&](int64_t place) { return incoming(*node, place); });
   }
   std::vector<Region> sources(placement_.node_count());
   for (const Extent& extent : cut(extents, layout_.own_slice(part))) {
-    const auto [place, bytes] = extent.places;
+    const int64_t place = extent.places.offset_bytes;
     if (is_encoded() && spec_.codec->selects()) {
-      add_round_trip(schedule, kContributionHop, partial(chunk, part, place), partial(chunk, part, place),
-                     outgoing_encoding(), residual_of(kContributionHop, extent), bytes);
+      add_round_trip(stage, kContributionHop, partial(part, place), partial(part, place), outgoing_encoding(),
+                     residual_of(kContributionHop, extent), extent.bytes());
     }
     for (int32_t node = 0; node < placement_.node_count(); ++node) {
-      sources[node] = node == placement_.node() ? partial(chunk, part, place) : incoming(node, place);
+      sources[node] = node == placement_.node() ? partial(part, place) : incoming(node, place);
     }
-    add_reduce(schedule, destination(place), sources, bytes, ReduceScope::kOfNodes);
+    add_reduce(stage, destination(place), sources, extent.bytes(), ReduceScope::kOfNodes);
   }
 }
 
-void InternodePhases::send_completed(Schedule& schedule, const std::vector<int32_t>& nodes,
+void InternodePhases::send_completed(PipelineStage stage, const std::vector<int32_t>& nodes,
                                      const std::vector<Extent>& extents, const RegionOfPlace& source) const {
-  if (is_encoded()) return send_completed_encoded(schedule, nodes, extents, source);
+  if (is_encoded()) return send_completed_encoded(stage, nodes, extents, source);
   for (const int32_t node : nodes) {
-    if (node != placement_.node()) send_slice(schedule, own_part(), node, extents, source);
+    if (node != placement_.node()) send_slice(stage, own_part(), node, extents, source);
   }
 }
 
-void InternodePhases::receive_completed(Schedule& schedule, int32_t node, const std::vector<Extent>& extents,
+void InternodePhases::receive_completed(PipelineStage stage, int32_t node, const std::vector<Extent>& extents,
                                         const RegionOfPlace& destination) const {
-  if (is_encoded()) return receive_completed_encoded(schedule, node, extents, destination);
-  receive_slice(schedule, layout_.part_of_node(node), node, extents, destination);
-}
-
-void InternodePhases::receive_completed(Schedule& schedule, const std::vector<Extent>& extents,
-                                        const RegionOfPlace& destination) const {
-  for (auto node = placement_.other_nodes().rbegin(); node != placement_.other_nodes().rend(); ++node) {
-    receive_completed(schedule, *node, extents, destination);
-  }
+  if (is_encoded()) return receive_completed_encoded(stage, node, extents, destination);
+  receive_slice(stage, layout_.part_of_node(node), node, extents, destination);
 }
 
 }  // namespace zeropg

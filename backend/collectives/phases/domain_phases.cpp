@@ -1,4 +1,4 @@
-#include "backend/collectives/schedule/domain_phases.h"
+#include "backend/collectives/phases/domain_phases.h"
 
 #include <algorithm>
 
@@ -30,6 +30,12 @@ DomainPieces largest_pieces(const CollectiveSpec& spec) {
   if (bytes > 0) return {kCacheLineBytes, {.bytes = bytes}};
   const int64_t alignment = std::max(spec.element_bytes, spec.accumulator_bytes);  // of partial sums too
   return {alignment, {.bytes = largest_piece_bytes(spec, alignment)}};
+}
+
+// Of an extent, the bytes at places from `begin` to `end`.
+StepBytes bytes_between(const Extent& extent, int64_t begin, int64_t end) {
+  const int64_t before = begin - extent.places.offset_bytes;
+  return {end - begin, std::clamp<int64_t>(extent.last_bytes - before, 0, end - begin)};
 }
 
 }  // namespace
@@ -75,22 +81,22 @@ DomainPhases::DomainPhases(const CollectiveSpec& spec, const Placement& placemen
   completed_begin_ = partials_begin_ + widening_ * most;
 }
 
-Region DomainPhases::partial(int64_t chunk, int32_t part, int64_t place) const {
-  return partial_of(placement_.node(), placement_.local_rank(), chunk, part, place);
+Region DomainPhases::partial(int32_t part, int64_t place) const {
+  return partial_of(placement_.node(), placement_.local_rank(), part, place);
 }
 
-Region DomainPhases::completed(int64_t chunk, int64_t place) const {
-  return completed_of(placement_.node(), placement_.local_rank(), chunk, place);
+Region DomainPhases::completed(int64_t place) const {
+  return completed_of(placement_.node(), placement_.local_rank(), place);
 }
 
-Region DomainPhases::partial_of(int32_t domain, int32_t local_rank, int64_t chunk, int32_t part, int64_t place) const {
+Region DomainPhases::partial_of(int32_t domain, int32_t local_rank, int32_t part, int64_t place) const {
   const int64_t offset = slices_before_[domain][part] + place - layout_.slice(part, domain, local_rank).offset_bytes;
-  return staging(placement_.rank_at(domain, local_rank), chunk, partials_begin_ + widening_ * offset);
+  return staging(placement_.rank_at(domain, local_rank), 0, partials_begin_ + widening_ * offset);
 }
 
-Region DomainPhases::completed_of(int32_t domain, int32_t local_rank, int64_t chunk, int64_t place) const {
+Region DomainPhases::completed_of(int32_t domain, int32_t local_rank, int64_t place) const {
   const int64_t offset = place - layout_.slice(domain, domain, local_rank).offset_bytes;
-  return staging(placement_.rank_at(domain, local_rank), chunk, completed_begin_ + offset);
+  return staging(placement_.rank_at(domain, local_rank), 0, completed_begin_ + offset);
 }
 
 int32_t DomainPhases::owner_at(int32_t part, int32_t domain, int64_t place) const {
@@ -98,7 +104,7 @@ int32_t DomainPhases::owner_at(int32_t part, int32_t domain, int64_t place) cons
   return static_cast<int32_t>((place - first.offset_bytes) / first.bytes);
 }
 
-void DomainPhases::complete(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents,
+void DomainPhases::complete(PipelineStage stage, const std::vector<Extent>& extents,
                             const RegionOfPlace& destination) const {
   const int32_t part = placement_.node();
   std::vector<Region> sources(placement_.node_count());
@@ -110,15 +116,15 @@ void DomainPhases::complete(Schedule& schedule, int64_t chunk, const std::vector
       for (int32_t domain = 0; domain < placement_.node_count(); ++domain) {
         const int32_t owner = owner_at(part, domain, place);
         const Range slice = layout_.slice(part, domain, owner);
-        sources[domain] = partial_of(domain, owner, chunk, part, place);
+        sources[domain] = partial_of(domain, owner, part, place);
         next = std::min(next, slice.offset_bytes + slice.bytes);
       }
-      add_reduce(schedule, destination(place), sources, next - place, ReduceScope::kOfDomains);
+      add_reduce(stage, destination(place), sources, bytes_between(extent, place, next), ReduceScope::kOfDomains);
     }
   }
 }
 
-void DomainPhases::fetch(Schedule& schedule, int64_t chunk, const std::vector<Extent>& extents) const {
+void DomainPhases::fetch(PipelineStage stage, const std::vector<Extent>& extents) const {
   // Behind the own one first: so no domain is read by all at once.
   for (int32_t distance = 1; distance <= placement_.node_count(); ++distance) {
     const int32_t domain = (placement_.node() + distance) % placement_.node_count();
@@ -129,7 +135,8 @@ void DomainPhases::fetch(Schedule& schedule, int64_t chunk, const std::vector<Ex
         const int32_t owner = owner_at(domain, domain, place);
         const Range piece = layout_.slice(domain, domain, owner);
         next = std::min(end, piece.offset_bytes + piece.bytes);
-        add_copy(schedule, staging(spec_.rank, chunk, place), completed_of(domain, owner, chunk, place), next - place);
+        add_copy(stage, staging(spec_.rank, 0, place), completed_of(domain, owner, place),
+                 bytes_between(extent, place, next));
       }
     }
   }

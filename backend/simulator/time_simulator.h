@@ -1,0 +1,47 @@
+// The time that schedules take on a model of nodes and links: as the schedule simulator says, but without bytes, and of
+// groups that are too large for it.
+//
+// Nodes that are alike need not all be simulated: one of them, with all its ranks, stands for the others. What a rank
+// receives from a node that is not simulated comes when the node that stands for it sends the same to the node at the
+// same distance, counted round all nodes. So it is right for schedules that are the same from every node on, and for
+// all where every node stands for itself.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "backend/collectives/reduce/reduce.h"
+#include "backend/collectives/schedule/schedule.h"
+#include "backend/collectives/select/select.h"
+#include "backend/simulator/rank_clock.h"
+#include "compression/compressor.h"
+
+namespace zeropg {
+
+struct TimedNode {
+  int32_t node = 0;
+  std::vector<Schedule> schedules{};  // one for each of its ranks, in its order
+};
+
+struct TimedGroup {
+  std::vector<std::vector<int32_t>> nodes{};  // as in CollectiveSpec, but not empty
+  std::vector<TimedNode> timed{};
+  std::vector<int32_t> stands_for{};  // by node: the place in `timed` of who stands for it
+  std::function<SimulatedLink(int32_t from, int32_t to)> link{};
+  CostModel model{};  // of barriers, memory and messages
+  DType dtype = DType::kFloat32;
+  const Compressor* codec = nullptr;
+};
+
+// When the last of the simulated ranks is done. Throws SimulationError where ranks wait for what nobody sends.
+double simulate_time(const TimedGroup& group);
+
+// Of a loop's steps, those from `begin` to before `end`, but for barriers, which may have more; if it has nothing else,
+// of those.
+int64_t most_chunks(const Schedule& schedule, size_t begin, size_t end);
+// The schedule of the first chunks of its tensors: that many, in each loop, and the shorter last one among them.
+Schedule shortened(const Schedule& schedule, int64_t chunks);
+
+}  // namespace zeropg
