@@ -192,16 +192,16 @@ def _blocks(operation: str, world_size: int) -> int:
 def _bound_us(options: argparse.Namespace, total: int) -> float | None:
     """The least time that the nodes' links allow; None for one node and where no formula is known.
 
-    All-reduce: every node must send and receive the whole once, and 2 (nodes - 1) wholes must cross in all; of racks
-    and their uplinks the same. All-gather
-    and reduce-scatter: a node receives (sends) what the others have. Broadcast: each other node receives all.
+    All-reduce: every node must send and receive the whole once, and 2 (nodes - 1) wholes must cross in all; the same
+    holds for racks and their uplinks. All-gather and reduce-scatter: a node receives (sends) what the others have.
+    Broadcast: each other node receives all.
     """
     speeds: list[float] = [1000 * gbps for gbps in options.node_gbps]
     count, world_size = len(speeds), sum(options.placement)
     if count == 1:
         return None
     if options.op == "all_reduce":
-        uplinks = [1000 * gbps for gbps in options.topology.uplink_gbps] if options.topology else []
+        uplinks: list[float] = [1000 * gbps for gbps in options.topology.uplink_gbps] if options.topology else []
         levels = [speeds] + ([uplinks] if len(uplinks) > 1 else [])
         return max(max(total / min(level), 2 * (len(level) - 1) * total / sum(level)) for level in levels)
     if options.op in ("all_gather", "reduce_scatter"):

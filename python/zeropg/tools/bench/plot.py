@@ -137,6 +137,8 @@ def plot_compression(header: dict[str, Any], rows: list[Row], file: Path) -> Non
 
 def plot_loss(header: dict[str, Any], rows: list[Row], file: Path) -> None:
     """Validation loss against seconds and against megabytes sent, a line per arm; a row of panels per task and link."""
+    from matplotlib.ticker import LogLocator
+
     points = [row for row in rows if "step" in row.parameters]
     cases = list(dict.fromkeys((row.case, row.parameters["link"]) for row in points))
     arms = list(dict.fromkeys(row.peer for row in points))
@@ -154,6 +156,9 @@ def plot_loss(header: dict[str, Any], rows: list[Row], file: Path) -> None:
                     linewidth=1.2,
                 )
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("")
             axes.set_xlabel(unit)
             axes.set_ylabel("validation loss")
             axes.set_title(f"{case}, {link}", fontsize=9)
