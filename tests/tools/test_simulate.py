@@ -46,7 +46,7 @@ def test_every_operation_that_is_planned_runs(capsys, operation):
 
 
 def test_large_worlds_are_simulated_too(capsys):
-    answer = simulate(capsys, "--nodes", "256", "--ranks-per-node", "8", "--size", "1G")
+    answer = simulate(capsys, "--nodes", "256", "--ranks-per-node", "8", "--size", "1GiB")
     assert len(answer["nodes"]) == 256 and len(answer["nodes"][0]) == 8
     assert chosen(answer)["is_simulated"]
     assert 1 <= chosen(answer)["time_us"] / answer["bound_us"] < 1.5

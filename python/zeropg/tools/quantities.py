@@ -17,8 +17,8 @@ def size(count: float) -> str:
 
 
 def byte_count(text: str) -> int:
-    """An argument that is a size in bytes: a number with an optional K, M or G (powers of 1024)."""
-    found = re.fullmatch(r"(\d+)([KMG]?)B?", text.strip().upper())
+    """An argument that is a size in bytes: a number with an optional K, M or G (powers of 1024): 64K, 64KB or 64KiB."""
+    found = re.fullmatch(r"(\d+)([KMG]?)I?B?", text.strip().upper())
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or 64K, 4M, 1G")
     return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
