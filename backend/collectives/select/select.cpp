@@ -33,9 +33,11 @@ std::string known_names() {
 }  // namespace
 
 double estimate_us(const Cost& cost, const CostModel& model) {
+  // A link carries one message while the processor works on the next.
+  const double network_us =
+      std::max(cost.network_bytes / model.network_bytes_per_us, cost.messages * model.message_us / 2);
   return cost.barriers * model.barrier_us + cost.memory_bytes / model.bytes_per_us +
-         cost.far_bytes / model.far_bytes_per_us + cost.network_hops * model.hop_us +
-         cost.network_bytes / model.network_bytes_per_us + cost.messages * model.message_us / 2;
+         cost.far_bytes / model.far_bytes_per_us + cost.network_hops * model.hop_us + network_us;
 }
 
 const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view forced, const CostModel& model) {
