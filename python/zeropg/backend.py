@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 import os
+import statistics
 import sys
 import time
 import weakref
@@ -154,17 +155,33 @@ def topology(group: ProcessGroup | None = None) -> Any:
 def stats(group: ProcessGroup | None = None) -> dict[str, dict[str, Any]]:
     """Returns this rank's counters of `group` (default: the world), by operation. Does not communicate.
 
-    Each operation on CPU tensors has `calls`, `direct_calls`, `bytes`, `seconds` and, per peer, `waiting_seconds`.
+    Each operation on CPU tensors has `calls`, `direct_calls`, `bytes`, `seconds`, per peer `waiting_seconds`, and
+    `stragglers`.
 
     direct_calls: how many of the collectives used all tensors where they lie: in shared memory (`zeropg.empty`), and in
       a large all-to-all also in the memory of other ranks.
     waiting_seconds: how long this rank waited while the peer had not arrived. It is sampled; a wait for several ranks
       counts for each of them. For messages it is the time in which a message from or to the peer was wanted and nothing
       moved.
+    stragglers: the ranks for which this rank waited in more than a quarter of `seconds`, and more than twice as
+      long as for the typical other peer; the slowest first.
 
     Raises TypeError when the group's CPU backend is not zeropg, ValueError when there is no process group.
     """
-    return dict(_backend_of(group).stats())
+    counted: dict[str, dict[str, Any]] = dict(_backend_of(group).stats())
+    rank = dist.get_rank(group)
+    return {
+        name: {**of, "stragglers": _stragglers(of["waiting_seconds"], of["seconds"], rank)}
+        for name, of in counted.items()
+    }
+
+
+def _stragglers(waits: Sequence[float], seconds: float, rank: int) -> list[int]:
+    def stands_out(peer: int) -> bool:
+        others = [wait for other, wait in enumerate(waits) if other not in (peer, rank)]
+        return waits[peer] > max(seconds / 4, 2 * statistics.median(others) if others else 0)
+
+    return sorted(filter(stands_out, range(len(waits))), key=lambda peer: -waits[peer])
 
 
 def shrink_group(

@@ -570,8 +570,8 @@ def test_statistics_topology_and_sequence_numbers(run: Callable[..., Any]) -> No
 LATE_SECONDS = 1.5
 
 
-def come_late(late: int, is_async: bool) -> list[float]:
-    """How long this rank waited for each."""
+def come_late(late: int, is_async: bool) -> tuple[list[float], list[int]]:
+    """How long this rank waited for each, and who stands out by that."""
     import zeropg
 
     group = dist.new_group()
@@ -579,14 +579,16 @@ def come_late(late: int, is_async: bool) -> list[float]:
     if dist.get_rank() == late:
         time.sleep(LATE_SECONDS)
     complete(dist.all_reduce(torch.ones(100_000 if is_async else 1), group=group, async_op=is_async), is_async)
-    waits: list[float] = zeropg.stats(group)["all_reduce"]["waiting_seconds"]
+    counted = zeropg.stats(group)["all_reduce"]
     dist.destroy_process_group(group)
-    return waits
+    return counted["waiting_seconds"], counted["stragglers"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_statistics_tell_who_was_waited_for(is_async: bool) -> None:
-    waits = run_ranks(3, come_late, 1, is_async)
+    told = run_ranks(3, come_late, 1, is_async)
+    waits = [waited for waited, _ in told]
+    assert [stragglers for _, stragglers in told] == [[1], [], [1]], told
     for rank in (0, 2):
         other = 2 - rank
         assert waits[rank][1] > LATE_SECONDS / 3, waits
