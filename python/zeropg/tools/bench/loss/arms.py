@@ -122,6 +122,13 @@ def _codec(make_codec: Callable[[], Codec]) -> Callable[[Setup], Trainer]:
     return make
 
 
+def _auto(setup: Setup) -> Trainer:
+    ddp = _ddp(setup)
+    state = State("auto", process_group=setup.group, model=setup.model)
+    ddp.register_comm_hook(state, ddp_hook)
+    return _trainer(setup, ddp, state.compressor)
+
+
 def _one_bit_adam(setup: Setup) -> Trainer:
     optim = importlib.import_module("zeropg.optim")
     groups = setup.task.optimizer(setup.model, setup.lr).param_groups
@@ -179,6 +186,8 @@ ARMS: dict[str, Arm] = {
     "ddp gloo powersgd 4": Arm("gloo", _power_sgd(4), plain_share=0.1),
     "ddp gloo torch int8": Arm("gloo", _torch_quantization),
     PLAIN["zeropg"]: Arm("zeropg", _plain),
+    "ddp zeropg auto": Arm("zeropg", _auto),
+    "ddp zeropg bf16": _arm_of("bf16"),
     "ddp zeropg int8": Arm("zeropg", _codec(lambda: BlockQuant(8))),
     "ddp zeropg int4": Arm("zeropg", _codec(lambda: BlockQuant(4))),
     "ddp zeropg two_bit": _arm_of("two_bit"),

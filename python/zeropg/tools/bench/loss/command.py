@@ -25,6 +25,7 @@ from zeropg.tools.lab.lab import Lab, missing
 SWEEP = (0.5, 1.0, 2.0)  # factors of a task's learning rate
 _VALIDATIONS = 12  # points of a curve
 _SWEEP_SHARE = 0.3  # of the steps
+_UNLIMITED = "unlimited"
 _SAME_LOSS = 0.02  # relative, of arms that send fp32, at the first validation
 
 _DESCRIPTION = """
@@ -172,7 +173,7 @@ def _run(jobs: list[Job], link: str | None, options: argparse.Namespace) -> list
 
 
 def _launch(arguments: list[str], link: str | None, options: argparse.Namespace) -> None:
-    with Lab(hosts=options.hosts, rate=link) as lab:
+    with Lab(hosts=options.hosts, rate=None if link == _UNLIMITED else link) as lab:
         command = ["-m", "zeropg", "bench", "loss", *arguments]
         launched = lab.torchrun(*command, nproc_per_node=options.ranks_per_host)
         hosts = launched.wait(timeout=options.timeout)
@@ -238,7 +239,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--arm", action="append", choices=ARMS, help="besides those that send fp32; may be repeated (default: all)"
     )
-    parser.add_argument("--links", default="100mbit", help="rates as tc writes them, with commas (default 100mbit)")
+    parser.add_argument(
+        "--links", default="100mbit", help=f"rates as tc writes them, or {_UNLIMITED}; with commas (default 100mbit)"
+    )
     parser.add_argument("--hosts", type=int, default=2, help="(default 2)")
     parser.add_argument("--ranks-per-host", type=int, default=2, help="(default 2)")
     parser.add_argument("--seeds", type=int, help="(default 5; with --quick 2)")
