@@ -2,6 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include "sharding/parameters/parameter_storage.h"
 
@@ -14,7 +17,72 @@ at::Tensor over(const at::Tensor& values, at::IntArrayRef sizes) {
   return at::empty({0}, values.options()).set_(values.storage(), values.storage_offset(), sizes);
 }
 
+class LambdaPreHook final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit LambdaPreHook(std::function<void()> function) : function_(std::move(function)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    function_();
+    return gradients;
+  }
+
+ private:
+  std::function<void()> function_;
+};
+
 }  // namespace
+
+// --- while autograd accumulates ---
+
+bool GradView::is_watched() const {
+  return accumulator_ != nullptr && accumulator_ == torch::autograd::impl::try_get_grad_accumulator(parameter_);
+}
+
+void GradView::watch(std::function<void()> before, std::function<void()> after) {
+  accumulator_ = torch::autograd::impl::grad_accumulator(parameter_);
+  accumulator_->add_pre_hook(std::make_unique<LambdaPreHook>(std::move(before)));
+  accumulator_->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+      [after = std::move(after)](const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
+        after();
+        return outputs;
+      }));
+}
+
+bool GradView::will_accumulate() const {
+  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
+  const auto found = executed->find(accumulator_.get());
+  return found != executed->end() && found->second.needed_;
+}
+
+void GradView::take_away() {
+  if (is_shown()) {
+    taken_away_ = std::exchange(parameter_.mutable_grad(), at::Tensor());
+  }
+  auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter_);
+  if (hook != nullptr) {
+    users_hook_ = std::move(hook);
+  }
+}
+
+void GradView::put_back() { parameter_.mutable_grad() = std::exchange(taken_away_, at::Tensor()); }
+
+void GradView::give_hook_back() {
+  if (users_hook_ != nullptr) {
+    auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter_);
+    if (hook == nullptr) {
+      hook = std::move(users_hook_);
+    }
+    users_hook_.reset();
+  }
+}
+
+void GradView::run_hook() const {
+  const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter_);
+  if (hook != nullptr) {
+    (*hook)(parameter_);
+  }
+}
+
+// --- between backwards ---
 
 at::Tensor GradView::lock() const { return at::Tensor(shown_.lock()); }
 
@@ -72,14 +140,6 @@ void GradView::show_full(const at::Tensor& values) {
   is_full_ = true;
   parameter_.mutable_grad() = values.view(parameter_.sizes());
 }
-
-void GradView::take_away() {
-  if (is_shown()) {
-    taken_away_ = std::exchange(parameter_.mutable_grad(), at::Tensor());
-  }
-}
-
-void GradView::put_back() { parameter_.mutable_grad() = std::exchange(taken_away_, at::Tensor()); }
 
 void GradView::abandon(bool had_gradient, const std::string& name) {
   if (taken_away_.defined()) {

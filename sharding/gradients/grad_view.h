@@ -1,4 +1,5 @@
-// What `.grad` of one parameter is between backwards.
+// The gradient of one parameter as autograd and the user see it: hooks around the moment when autograd accumulates it,
+// and what `.grad` is between backwards.
 //
 // Note [What .grad is]
 // autograd accumulates into a fresh tensor (ours is taken away before, so user hooks see the local gradient), which is
@@ -6,11 +7,15 @@
 // gradient; where they are sharded, a tensor of the full shape whose data raises. It is never None after a backward
 // that produced a gradient on any rank; setting it to None drops what has been accumulated, and a tensor (or data) that
 // the user puts there takes its place. Both are noticed when the gradient is next needed (GradientBucket::absorb).
-// What the user keeps of it stays as it is when the gradient is dropped, as in plain torch.
+// What the user keeps of it stays as it is when the gradient is dropped, as in plain torch. Hooks of users on the
+// tensor run as ever; their post-accumulate-grad hooks (an optimizer inside backward) must see the reduced gradient, so
+// they are held back until backward has ended.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -21,6 +26,14 @@ class GradView {
   explicit GradView(at::Tensor parameter) : parameter_(std::move(parameter)) {}
 
   const at::Tensor& gradient() const { return parameter_.grad(); }
+
+  // Whether hooks are on what accumulates into the parameter now: torch makes a new accumulator where a parameter's
+  // data was set (p.set_(), another dtype and back).
+  bool is_watched() const;
+  // `before` is called before each gradient is accumulated, `after` after it.
+  void watch(std::function<void()> before, std::function<void()> after);
+  // Whether the autograd task that runs puts a gradient into `.grad`, where it runs only what was asked for.
+  bool will_accumulate() const;
 
   // `.grad` becomes a view of `values` [numel], in the shape of the parameter; the same tensor as long as that is one.
   void show(const at::Tensor& values);
@@ -39,7 +52,8 @@ class GradView {
   bool is_full() const { return is_full_; }
   void end_full() { is_full_ = false; }
 
-  // Before autograd accumulates: hides what is shown, so that hooks see the local gradient alone.
+  // Before autograd accumulates: hides what is shown, so that hooks see the local gradient alone, and holds the user's
+  // post-accumulate hook back.
   void take_away();
   // Drops the local gradient, which is in the bucket now, for what was taken away.
   void put_back();
@@ -47,12 +61,17 @@ class GradView {
   // `had_gradient` `.grad` says that it is lost.
   void abandon(bool had_gradient, const std::string& name);
 
+  // The post-accumulate hook of the user, when backward has ended.
+  void give_hook_back();
+  void run_hook() const;
+
   // Whether `.grad` is what was shown, with the data that it had.
   bool is_shown() const;
   // Points what was shown, whoever has it, into other memory of the same values.
   void move_to(const at::Tensor& values) const;
 
  private:
+  using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
   using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
 
   at::Tensor lock() const;
@@ -60,6 +79,8 @@ class GradView {
   void show_unreadable(const std::string& message);
 
   at::Tensor parameter_;
+  Accumulator accumulator_;  // the parameter holds it weakly, the hooks live on it
+  std::unique_ptr<torch::autograd::PostAccumulateGradHook> users_hook_;  // held back
   WeakTensor shown_{at::Tensor().getIntrusivePtr()};
   at::Tensor handle_;      // keeps an unreadable tensor for the next time
   at::Tensor taken_away_;  // what `.grad` showed, while autograd puts another there

@@ -12,10 +12,7 @@ at::Tensor dense(const at::Tensor& gradient) { return gradient.is_sparse() ? gra
 }  // namespace
 
 GradientBucket::GradientBucket(BucketContext& context, FlatParameter& flat)
-    : context_(context),
-      flat_(flat),
-      kept_(context.communicator, flat, context.options.stage.shards_gradients),
-      buffer_(context, flat, kept_) {
+    : context_(context), flat_(flat), gradient_(context, flat) {
   slots_.reserve(flat.slots().size());
   for (const ParameterSlot& place : flat.slots()) {
     slots_.emplace_back(place);
@@ -25,12 +22,12 @@ GradientBucket::GradientBucket(BucketContext& context, FlatParameter& flat)
 void GradientBucket::activate() {
   if (!is_active_) {
     is_active_ = true;
-    buffer_.choose_compression();
+    gradient_.choose_compression();
   }
 }
 
 void GradientBucket::begin_backward() {
-  buffer_.begin_backward();
+  gradient_.begin_backward();
   arrived_ = 0;
   expected_ = 0;
   is_held_ = false;
@@ -58,7 +55,7 @@ bool GradientBucket::may_take(const GradientSlot& slot) const {
       "' has a graph, which its average over the ranks cannot have, so a penalty on `.grad` would be lost. Take "
       "it from torch.autograd.grad(loss, inputs, create_graph=True), which does not communicate, add the penalty "
       "to the loss, and call backward() on the sum.");
-  TORCH_CHECK(!buffer_.is_launched(), "[zeropg rank ", context_.communicator.rank(), "/",
+  TORCH_CHECK(!gradient_.is_launched(), "[zeropg rank ", context_.communicator.rank(), "/",
               context_.communicator.world_size(), "] parameter '", slot.place->names.front(),
               "' got a second gradient after its bucket was sent in the same backward; expected one accumulation per "
               "backward. Use torch.utils.checkpoint with use_reentrant=False.");
@@ -66,10 +63,10 @@ bool GradientBucket::may_take(const GradientSlot& slot) const {
 }
 
 void GradientBucket::take(GradientSlot& slot, bool synchronize) {
-  if (!buffer_.is_open()) {
+  if (!gradient_.is_open()) {
     open(synchronize);
   }
-  at::Tensor home = buffer_.part(*slot.place);
+  at::Tensor home = gradient_.collected(*slot.place);
   const at::Tensor gradient = dense(slot.view.gradient()).reshape({-1});
   if (slot.is_filled) {
     home.add_(gradient);
@@ -85,10 +82,7 @@ void GradientBucket::take(GradientSlot& slot, bool synchronize) {
 }
 
 void GradientBucket::open(bool synchronize) {
-  if (!kept_.is_valid()) {
-    kept_.make_room(slots_);
-  }
-  buffer_.open(synchronize);
+  gradient_.open(slots_, synchronize);
   for (GradientSlot& slot : slots_) {
     slot.is_filled = false;
   }
@@ -98,26 +92,25 @@ void GradientBucket::launch() {
   if (!is_active_) {
     return;
   }
-  if (!buffer_.is_open()) {
+  if (!gradient_.is_open()) {
     open(/*synchronize=*/true);
   }
   for (const GradientSlot& slot : slots_) {
     if (!slot.is_filled) {
-      buffer_.part(*slot.place).zero_();
+      gradient_.collected(*slot.place).zero_();
     }
   }
-  buffer_.launch();
+  gradient_.launch();
 }
 
 void GradientBucket::finish() {
   if (is_active_) {
-    buffer_.finish();
+    gradient_.finish();
   }
 }
 
 void GradientBucket::abandon() {
-  buffer_.abandon();
-  kept_.set_valid(false);
+  gradient_.abandon();
   for (GradientSlot& slot : slots_) {
     slot.is_filled = false;
     slot.has_gradient = false;
@@ -127,7 +120,7 @@ void GradientBucket::abandon() {
 
 void GradientBucket::give_users_hooks_back() {
   for (GradientSlot& slot : slots_) {
-    slot.hooks.give_users_hook_back(slot.place->parameter);
+    slot.view.give_hook_back();
   }
 }
 
@@ -142,10 +135,10 @@ void GradientBucket::show() {
 void GradientBucket::show(GradientSlot& slot) {
   if (context_.options.stage.shards_gradients) {
     slot.view.show_sharded(slot.place->names.front());
-  } else if (buffer_.is_open() && !buffer_.is_in_place()) {
+  } else if (gradient_.is_open() && !gradient_.is_in_place()) {
     slot.view.show_unreduced(slot.place->names.front());
   } else {
-    slot.view.show(kept_.values().narrow(0, slot.place->offset, slot.place->numel));
+    slot.view.show(gradient_.average().narrow(0, slot.place->offset, slot.place->numel));
   }
 }
 
@@ -162,8 +155,7 @@ void GradientBucket::absorb() {
       slot.is_filled = false;
       slot.view.forget();
     }
-    kept_.set_valid(false);
-    buffer_.close();
+    gradient_.drop();
     return;
   }
   // Otherwise slot by slot: dropped, lost, or replaced by a tensor of the user's.
@@ -180,9 +172,9 @@ void GradientBucket::absorb() {
 }
 
 void GradientBucket::drop(GradientSlot& slot) {
-  if (slot.has_gradient && kept_.is_valid()) {
-    kept_.leave_to_users(slots_, /*keeps_values=*/true);
-    kept_.part(*slot.place, nullptr).zero_();
+  if (slot.has_gradient && gradient_.is_kept()) {
+    gradient_.keep(slots_);
+    gradient_.kept(*slot.place, nullptr).zero_();
   }
   slot.has_gradient = false;
   slot.is_filled = false;
@@ -190,19 +182,14 @@ void GradientBucket::drop(GradientSlot& slot) {
 
 void GradientBucket::replace(GradientSlot& slot, const at::Tensor& theirs) {
   const at::Tensor values = dense(theirs.detach()).reshape({-1});
-  if (buffer_.is_open()) {  // not reduced yet: it takes the place of the sum so far
+  if (gradient_.is_open()) {  // not reduced yet: it takes the place of the sum so far
     drop(slot);
-    buffer_.part(*slot.place).copy_(values);
+    gradient_.collected(*slot.place).copy_(values);
     slot.is_filled = true;
   } else {
-    if (!kept_.is_valid()) {
-      kept_.make_room(slots_);
-      kept_.values().zero_();
-    }
-    kept_.leave_to_users(slots_, /*keeps_values=*/true);
-    kept_.set_valid(true);
+    gradient_.keep(slots_);
     int64_t start = 0;
-    const at::Tensor part = kept_.part(*slot.place, &start);
+    const at::Tensor part = gradient_.kept(*slot.place, &start);
     part.copy_(values.narrow(0, start, part.numel()));
     slot.has_gradient = true;
   }
@@ -215,17 +202,14 @@ void GradientBucket::zero() {
       slot.place->parameter.mutable_grad().reset();
     }
   }
-  if (kept_.is_valid()) {
-    kept_.values().zero_();
-  }
-  buffer_.zero();
+  gradient_.zero();
 }
 
 void GradientBucket::show_full() {
-  if (!kept_.is_valid()) {
+  if (!gradient_.is_kept()) {
     return;
   }
-  const at::Tensor whole = kept_.gather();
+  const at::Tensor whole = gradient_.gather();
   for (GradientSlot& slot : slots_) {
     if (slot.view.is_shown()) {
       slot.view.show_full(whole.narrow(0, slot.place->offset, slot.place->numel));

@@ -4,9 +4,8 @@
 
 #include <vector>
 
-#include "sharding/gradients/gradient_buffer.h"
+#include "sharding/gradients/flat_gradient.h"
 #include "sharding/gradients/gradient_slot.h"
-#include "sharding/gradients/kept_gradient.h"
 #include "sharding/parameters/flat_parameter.h"
 
 namespace zeropg {
@@ -14,13 +13,12 @@ namespace zeropg {
 class GradientBucket {
  public:
   GradientBucket(BucketContext& context, FlatParameter& flat);
-  GradientBucket(const GradientBucket&) = delete;  // the buffer refers to what is kept, and hooks to slots
+  GradientBucket(const GradientBucket&) = delete;  // hooks refer to slots
 
   FlatParameter& flat() const { return flat_; }
   std::vector<GradientSlot>& slots() { return slots_; }
   const std::vector<GradientSlot>& slots() const { return slots_; }
-  const GradientBuffer& buffer() const { return buffer_; }
-  const KeptGradient& kept() const { return kept_; }
+  const FlatGradient& gradient() const { return gradient_; }
 
   // The flat parameter has become trainable. Until then the bucket takes part in nothing.
   void activate();
@@ -33,7 +31,7 @@ class GradientBucket {
   void hold_until_end() { is_held_ = true; }
   // Whether autograd has put a local gradient into `.grad` of the slot. RuntimeError for one that cannot be taken.
   bool may_take(const GradientSlot& slot) const;
-  // Moves that gradient to the buffer, which is opened for it; `synchronize`: this backward reduces it.
+  // Moves that gradient to the flat one, which is opened for it; `synchronize`: this backward reduces it.
   void take(GradientSlot& slot, bool synchronize);
   // Whether every slot has got its gradient in this backward on this rank.
   bool is_complete() const { return arrived_ >= expected_; }
@@ -42,7 +40,7 @@ class GradientBucket {
   void launch();
   void finish();  // waits for it and keeps the average
   // After a backward that raised, instead of finish(): drops all gradients; where there were some before it, `.grad`
-  // says that they are lost. Throws as GradientBuffer::abandon, before anything is dropped.
+  // says that they are lost. Throws as FlatGradient::abandon, before anything is dropped.
   void abandon();
 
   void give_users_hooks_back();
@@ -51,7 +49,7 @@ class GradientBucket {
   void show();    // `.grad` becomes what stands for the gradient
   void absorb();  // takes over what the user has done to `.grad`
   void zero();
-  void scale(double factor) { kept_.scale(factor); }
+  void scale(double factor) { gradient_.scale(factor); }
   void show_full();  // collective
   void hide_full();
 
@@ -64,8 +62,7 @@ class GradientBucket {
   BucketContext& context_;
   FlatParameter& flat_;
   std::vector<GradientSlot> slots_;
-  KeptGradient kept_;
-  GradientBuffer buffer_;
+  FlatGradient gradient_;
   bool is_active_ = false;
   int64_t expected_ = 0;  // slots that may get a gradient in this backward
   int64_t arrived_ = 0;

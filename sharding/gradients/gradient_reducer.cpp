@@ -46,19 +46,17 @@ void GradientReducer::install(GradientBucket& bucket) {
   bucket.activate();
   for (GradientSlot& slot : bucket.slots()) {
     const at::Tensor& parameter = slot.place->parameter;
-    if (!parameter.requires_grad() || slot.hooks.are_on(parameter)) {
+    if (!parameter.requires_grad() || slot.view.is_watched()) {
       continue;
     }
     if (!bucket.flat().is_own_master()) {
       parameter.set_grad_dtype(std::nullopt);  // `.grad` has the masters' dtype, and users may assign either
     }
-    slot.hooks.install(
-        parameter,
+    slot.view.watch(
         [weak = listener_, &bucket, &slot] {
           if (const auto listener = weak.lock()) {
             listener->before_gradient(bucket.flat());
             slot.view.take_away();
-            slot.hooks.hold_users_hook(slot.place->parameter);
           }
         },
         [this, weak = listener_, &bucket, &slot] {
@@ -77,7 +75,8 @@ bool GradientReducer::will_accumulate() const {
   }
   return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) {
     const auto& slots = bucket->slots();
-    return std::any_of(slots.begin(), slots.end(), [](const GradientSlot& slot) { return slot.hooks.will_run(); });
+    return std::any_of(slots.begin(), slots.end(),
+                       [](const GradientSlot& slot) { return slot.view.will_accumulate(); });
   });
 }
 
@@ -100,7 +99,7 @@ void GradientReducer::take_gradient(GradientBucket& bucket, GradientSlot& slot) 
   if (!bucket.may_take(slot)) {
     return;
   }
-  if (!bucket.buffer().is_open()) {
+  if (!bucket.gradient().is_open()) {
     finish_some();  // gives its buffer back to the pool
   }
   bucket.take(slot, synchronize_);
@@ -121,11 +120,11 @@ void GradientReducer::launch_ready() {
 
 void GradientReducer::finish_some() {
   int64_t in_flight = std::count_if(buckets_.begin(), buckets_.end(),
-                                    [](const auto& bucket) { return bucket->buffer().is_in_flight(); });
+                                    [](const auto& bucket) { return bucket->gradient().is_in_flight(); });
   for (const auto& bucket : buckets_) {
-    if (bucket->buffer().is_in_flight()) {
+    if (bucket->gradient().is_in_flight()) {
       const bool may_wait = during_backward_ == DuringBackward::kSendAndWait && in_flight >= kMaxInFlight;
-      if (!may_wait && bucket->buffer().must_wait()) {
+      if (!may_wait && bucket->gradient().must_wait()) {
         return;
       }
       bucket->finish();
@@ -144,7 +143,7 @@ bool GradientReducer::finish_backward(uint64_t fingerprint) {
     }
     is_same = share_which_slots_have_gradients(fingerprint);
     for (const auto& bucket : buckets_) {
-      if (!bucket->buffer().is_reduced()) {
+      if (!bucket->gradient().is_reduced()) {
         bucket->finish();
       }
     }
@@ -201,7 +200,7 @@ void GradientReducer::run_hooks() {
   for (const auto& bucket : buckets_) {
     for (const GradientSlot& slot : bucket->slots()) {
       if (slot.arrived_somewhere) {
-        AccumulatorHooks::run_users_hook(slot.place->parameter);
+        slot.view.run_hook();
       }
     }
   }
@@ -239,7 +238,7 @@ GradientBucket& GradientReducer::bucket_of(const FlatParameter& flat) const {
 at::Tensor GradientReducer::gradient(const FlatParameter& flat) {
   GradientBucket& bucket = bucket_of(flat);
   absorb(bucket);
-  return bucket.kept().of_masters();
+  return bucket.gradient().of_masters();
 }
 
 bool GradientReducer::has_gradient(const FlatParameter& flat, int64_t slot) const {
@@ -305,9 +304,9 @@ void GradientReducer::hide_full() {
 bool GradientReducer::has_unreduced_gradients() {
   bool result = false;
   for (const auto& bucket : buckets_) {
-    if (bucket->buffer().is_open()) {
+    if (bucket->gradient().is_open()) {
       absorb(*bucket);
-      result |= bucket->buffer().is_open();
+      result |= bucket->gradient().is_open();
     }
   }
   return result;
@@ -316,7 +315,7 @@ bool GradientReducer::has_unreduced_gradients() {
 int64_t GradientReducer::gradient_bytes() const {
   int64_t bytes = 0;
   for (const auto& bucket : buckets_) {
-    bytes += bucket->kept().bytes();
+    bytes += bucket->gradient().average_bytes();
   }
   return bytes;
 }

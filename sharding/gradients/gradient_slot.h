@@ -1,7 +1,6 @@
 // One parameter's place in a gradient bucket.
 #pragma once
 
-#include "sharding/gradients/accumulator_hooks.h"
 #include "sharding/gradients/grad_view.h"
 #include "sharding/parameters/flat_parameter.h"
 
@@ -11,8 +10,7 @@ struct GradientSlot {
   explicit GradientSlot(const ParameterSlot& slot) : place(&slot), view(slot.parameter) {}
 
   const ParameterSlot* place;  // in the flat parameter
-  AccumulatorHooks hooks;
-  GradView view;                   // what `.grad` is after a backward
+  GradView view;
   bool had_gradient = false;       // when this backward began
   bool arrived = false;            // in this backward
   bool arrived_somewhere = false;  // on some rank, in this backward
