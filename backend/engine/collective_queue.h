@@ -43,7 +43,7 @@ struct CollectiveJob {
 // peers are late it sleeps in shared memory; on several nodes it lets go then, since only the progress thread hears the
 // network. Meanwhile the progress thread keeps away; it runs what nobody waits for, and is woken by whoever lets go of
 // a queue that is not empty. So a small collective costs no change of threads, and nobody has to wait for one.
-class CollectiveQueue {
+class CollectiveQueue final : public OperationHost, public Channel {
  public:
   CollectiveQueue(std::shared_ptr<GroupContext> group, ProgressEngine& engine);
 
@@ -52,18 +52,19 @@ class CollectiveQueue {
   // somebody waits. Does not wait for the job.
   void submit(std::unique_ptr<CollectiveJob> job, bool is_synchronous);
 
-  // See OperationHost::help. Only in the process that made the group.
-  void help(const ZeroWork& work, std::chrono::steady_clock::time_point until);
+  // See OperationHost.
+  void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) override;
+  std::string who_is_late() override;  // a guess from any thread
+  void run_callback(std::function<void()> callback) override { group_->run_in_background(std::move(callback)); }
 
   // True once every job that was submitted has ended.
   bool wait_until_idle(std::chrono::milliseconds limit);
 
-  std::string who_is_late();  // OperationHost::who_is_late; a guess from any thread
-
   // See Channel.
-  Activity advance_on_engine_thread();
-  void check_on_engine_thread();
-  void set_sleeping(bool is_sleeping);
+  Activity advance_on_engine_thread() override;
+  void check_on_engine_thread() override;
+  void set_sleeping(bool is_sleeping) override;
+  int32_t local_world_size() const override { return static_cast<int32_t>(group_->topology().own_node().size()); }
 
  private:
   class Turn;

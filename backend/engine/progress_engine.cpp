@@ -52,31 +52,35 @@ ProgressEngine& ProgressEngine::of_this_process() {
   return *engine;
 }
 
-void ProgressEngine::add(Channel* channel) {
+void ProgressEngine::add(const std::vector<Channel*>& channels) {
   std::lock_guard<std::mutex> life(life_);
   if (!callbacks_) {
     callbacks_ = std::make_shared<CallbackPool>();
   }
-  ranks_on_node_ = std::max(ranks_on_node_.load(), channel->local_world_size());
+  for (const Channel* channel : channels) {
+    ranks_on_node_ = std::max(ranks_on_node_.load(), channel->local_world_size());
+  }
   removers_.fetch_add(1);
   std::lock_guard<std::mutex> lock(mutex_);
   removers_.fetch_sub(1);
   if (!thread_.joinable()) {
     thread_ = std::thread([this] { run(); });  // it waits for mutex_
   }
-  channels_.push_back(channel);
+  channels_.insert(channels_.end(), channels.begin(), channels.end());
 }
 
-void ProgressEngine::remove(Channel* channel, bool waits_for_callbacks) {
+void ProgressEngine::remove(const std::vector<Channel*>& channels, bool waits_for_callbacks) {
   std::unique_lock<std::mutex> life(life_);
   bool is_last = false;
   {
     removers_.fetch_add(1);
     std::lock_guard<std::mutex> lock(mutex_);
     removers_.fetch_sub(1);
-    std::erase(channels_, channel);
+    for (Channel* channel : channels) {
+      std::erase(channels_, channel);
+      channel->set_sleeping(false);
+    }
     is_last = channels_.empty();
-    channel->set_sleeping(false);
   }
   restore_slices();  // of whoever waited; who still does has a short one again when it sleeps
   if (!is_last) {

@@ -44,11 +44,11 @@ class ProgressEngine {
   // The process's engine. The one object that is shared by all groups: it holds no state of any of them.
   static ProgressEngine& of_this_process();
 
-  // `channel` must be removed before it is destroyed. std::system_error when the thread cannot be started.
-  void add(Channel* channel);
-  // The engine does not touch the channel after this. With the last channel it joins the thread, and those of callbacks
-  // or lets them end by themselves; the GIL must not be held.
-  void remove(Channel* channel, bool waits_for_callbacks);
+  // `channels` must be removed before they are destroyed. std::system_error when the thread cannot be started.
+  void add(const std::vector<Channel*>& channels);
+  // The engine does not touch the channels after this. With the last channel it joins the thread, and those of
+  // callbacks or lets them end by themselves; the GIL must not be held.
+  void remove(const std::vector<Channel*>& channels, bool waits_for_callbacks);
   // There is something to do. Any thread.
   void wake();
   // There is something to do that the calling thread will normally do itself, by waiting for it: the progress thread

@@ -221,8 +221,9 @@ void ZeroWork::complete(std::exception_ptr error) {
   }
   cv_.notify_all();
   if (future) {
-    host_->callback_threads().post([future = std::move(future), outputs = std::move(outputs),
-                                    error = std::move(error)] { complete_future(*future, outputs, error); });
+    host_->run_callback([future = std::move(future), outputs = std::move(outputs), error = std::move(error)] {
+      complete_future(*future, outputs, error);
+    });
   }
 }
 

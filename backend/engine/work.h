@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -18,13 +19,12 @@
 
 #include "backend/group/operation_label.h"
 #include "backend/group/timeouts.h"
-#include "backend/platform/process/callback_pool.h"
 
 namespace zeropg {
 
 class ZeroWork;
 
-// What runs an operation, as the threads see it that wait for it.
+// What runs an operation, as the threads see it that wait for it: the queue that it is in.
 class OperationHost {
  public:
   virtual ~OperationHost() = default;
@@ -35,7 +35,8 @@ class OperationHost {
   virtual void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) = 0;
   // "waiting for rank 2", for messages only.
   virtual std::string who_is_late() = 0;
-  virtual CallbackPool& callback_threads() = 0;
+  // A future's: on a thread of its own, since it may be Python, and may wait.
+  virtual void run_callback(std::function<void()> callback) = 0;
 };
 
 class ZeroWork final : public c10d::Work {
@@ -72,8 +73,6 @@ class ZeroWork final : public c10d::Work {
   float elapsed_ms() const;  // since submission
   // As isCompleted(), without a lock.
   bool is_complete() const { return is_complete_.load(std::memory_order_acquire); }
-  // Whether it is a send or a receive, and not a collective.
-  bool is_message() const { return label_.route.has_value(); }
   const OperationLabel& label() const { return label_; }
   std::chrono::milliseconds timeout() const { return timeout_.timeout; }
   void set_source_rank(int rank) { source_rank_ = rank; }  // before complete()
@@ -92,7 +91,7 @@ class ZeroWork final : public c10d::Work {
   const OperationTimeout timeout_;
   const uint64_t key_;
   const std::chrono::steady_clock::time_point start_;
-  const std::shared_ptr<OperationHost> host_;                              // life shared with the process group
+  const std::shared_ptr<OperationHost> host_;                              // life shared with the group's runtime
   Tensors tensors_;                                                        // guarded by mutex_ (of the base class)
   std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> released_outputs_;  // guarded by mutex_
   c10::intrusive_ptr<c10::ivalue::Future> future_;                         // guarded by mutex_

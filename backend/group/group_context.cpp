@@ -63,6 +63,11 @@ void GroupContext::free_if_unused() {
 
 bool GroupContext::is_own_process() const { return owner_ == ::getpid(); }
 
+void GroupContext::check_own_process(const OperationLabel& label) const {
+  TORCH_CHECK_WITH(DistBackendError, is_own_process(), label.prefix(),
+                   ": this operation belongs to the parent of this forked process; wait for it there.");
+}
+
 void GroupContext::fail(const Failure& failure) {
   const Use use(*this, /*must_succeed=*/false);
   {
@@ -75,7 +80,7 @@ void GroupContext::fail(const Failure& failure) {
     tell_state(RankState::kFailed, failure.news());
   }
   if (hooks_->has_abort() && background_) {
-    background_([hooks = hooks_, run = std::make_shared<RunsBeforeShutdown>()] { hooks->run_abort(); });
+    run_in_background([hooks = hooks_, run = std::make_shared<RunsBeforeShutdown>()] { hooks->run_abort(); });
   }
 }
 

@@ -65,6 +65,8 @@ class GroupContext {
   Peers& peers() { return *peers_; }
   // False in a forked child: nothing of this group may be touched there.
   bool is_own_process() const;
+  // DistBackendError in a forked child, where nobody would ever run the operation.
+  void check_own_process(const OperationLabel& label) const;
 
   // Note [Failure]
   // The first failure of a group is its last state: operations that run fail with it, later ones raise it at the call,
@@ -79,8 +81,9 @@ class GroupContext {
   void notify_complete(uint64_t completion_key, float duration_ms) const {
     hooks_->notify_complete(completion_key, duration_ms);
   }
-  // How fail() gets the abort hooks off the progress thread. Set once, before use.
+  // How abort hooks and callbacks get off the progress thread. Set once, before use.
   void set_background(std::function<void(std::function<void()>)> background) { background_ = std::move(background); }
+  void run_in_background(std::function<void()> run) const { background_(std::move(run)); }
 
   StatisticsTable& statistics() { return statistics_; }
   RetiredWorks& retired_works() { return retired_works_; }

@@ -12,13 +12,17 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "backend/diagnostics/pause_detector.h"
 #include "backend/diagnostics/wait_timer.h"
 #include "backend/engine/progress_engine.h"
+#include "backend/engine/work.h"
 #include "backend/group/group_context.h"
 #include "backend/p2p/message_receiver.h"
 #include "backend/p2p/message_sender.h"
@@ -27,7 +31,7 @@
 
 namespace zeropg {
 
-class PointToPoint {
+class PointToPoint final : public OperationHost, public Channel {
  public:
   // `may_use_cma`: large messages are read from the sender's memory where that works (Note [Offers]).
   PointToPoint(std::shared_ptr<GroupContext> group, ProgressEngine& engine, bool may_use_cma);
@@ -36,15 +40,18 @@ class PointToPoint {
   // progress thread.
   void post(P2pMessage message);
 
-  // See OperationHost::help. Only in the process that made the group.
-  void help(const ZeroWork& work, std::chrono::steady_clock::time_point until);
+  // See OperationHost.
+  void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) override;
+  std::string who_is_late() override { return ""; }  // a message's label names its peer
+  void run_callback(std::function<void()> callback) override { group_->run_in_background(std::move(callback)); }
 
   bool wait_until_idle(std::chrono::milliseconds limit);
 
   // See Channel.
-  Activity advance_on_engine_thread();
-  void check_on_engine_thread();
-  void set_sleeping(bool is_sleeping);
+  Activity advance_on_engine_thread() override;
+  void check_on_engine_thread() override;
+  void set_sleeping(bool is_sleeping) override;
+  int32_t local_world_size() const override { return static_cast<int32_t>(group_->topology().own_node().size()); }
 
  private:
   Activity advance(const ZeroWork* own);

@@ -29,17 +29,44 @@ OpenChannels& open_channels() {
   return *open;
 }
 
+// They move also while no operation of this rank waits: peers say that they fail or leave.
+class Connections final : public Channel {
+ public:
+  explicit Connections(GroupContext& group) : group_(group) {}
+
+  Activity advance_on_engine_thread() override {
+    return group_.network()->progress() ? Activity::kMoved : Activity::kIdle;
+  }
+  void check_on_engine_thread() override {}
+  void set_sleeping(bool /*is_sleeping*/) override {}
+  int descriptor() const override { return group_.network()->descriptor(); }
+  bool arm() override { return group_.network()->arm(); }
+  int32_t local_world_size() const override { return static_cast<int32_t>(group_.topology().own_node().size()); }
+
+ private:
+  GroupContext& group_;
+};
+
 }  // namespace
 
 GroupRuntime::GroupRuntime(std::shared_ptr<GroupContext> group, bool may_use_cma)
     : group_(std::move(group)),
       engine_(ProgressEngine::of_this_process()),
-      collectives_(group_, engine_),
-      messages_(group_, engine_, may_use_cma) {
-  engine_.add(this);
+      connections_(group_->network() == nullptr ? nullptr : std::make_unique<Connections>(*group_)),
+      collectives_(std::make_shared<CollectiveQueue>(group_, engine_)),
+      messages_(std::make_shared<PointToPoint>(group_, engine_, may_use_cma)) {
+  engine_.add(channels());
   engine_.wake();  // peers may have spoken already
-  callbacks_ = engine_.callbacks();
-  group_->set_background([callbacks = callbacks_](std::function<void()> run) { callbacks->post(std::move(run)); });
+  group_->set_background(
+      [callbacks = engine_.callbacks()](std::function<void()> run) { callbacks->post(std::move(run)); });
+}
+
+std::vector<Channel*> GroupRuntime::channels() {
+  std::vector<Channel*> channels{collectives_.get(), messages_.get()};
+  if (connections_ != nullptr) {
+    channels.insert(channels.begin(), connections_.get());
+  }
+  return channels;
 }
 
 std::shared_ptr<GroupRuntime> GroupRuntime::open(std::shared_ptr<GroupContext> group, bool may_use_cma) {
@@ -69,18 +96,8 @@ std::shared_ptr<GroupRuntime> GroupRuntime::open(std::shared_ptr<GroupContext> g
   return channels;
 }
 
-void GroupRuntime::help(const ZeroWork& work, std::chrono::steady_clock::time_point until) {
-  TORCH_CHECK_WITH(DistBackendError, group_->is_own_process(), work.label().prefix(),
-                   ": this operation belongs to the parent of this forked process; wait for it there.");
-  if (work.is_message()) {
-    messages_.help(work, until);
-  } else {
-    collectives_.help(work, until);
-  }
-}
-
 bool GroupRuntime::wait_until_idle(std::chrono::milliseconds limit) {
-  return collectives_.wait_until_idle(limit) && messages_.wait_until_idle(limit);
+  return collectives_->wait_until_idle(limit) && messages_->wait_until_idle(limit);
 }
 
 void GroupRuntime::close(std::chrono::milliseconds patience) {
@@ -110,47 +127,24 @@ void GroupRuntime::close(std::chrono::milliseconds patience, std::chrono::millis
                     std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()));
   };
   if (!group_->has_failed()) {
-    collectives_.wait_until_idle(time_left());
-    messages_.wait_until_idle(time_left());
+    collectives_->wait_until_idle(time_left());
+    messages_->wait_until_idle(time_left());
   }
   group_->depart();
   if (!wait_until_idle(kNow)) {
     engine_.wake();  // fails what is left
-    collectives_.wait_until_idle(kFailPatience);
-    messages_.wait_until_idle(kFailPatience);
+    collectives_->wait_until_idle(kFailPatience);
+    messages_->wait_until_idle(kFailPatience);
   }
-  engine_.remove(this, waits_for_callbacks);
+  engine_.remove(channels(), waits_for_callbacks);
   // What is left when the thread was busy for a long time with another group: nobody else fails it any more.
-  collectives_.advance_on_engine_thread();
-  messages_.advance_on_engine_thread();
+  collectives_->advance_on_engine_thread();
+  messages_->advance_on_engine_thread();
   if (group_->network() != nullptr) {
     group_->network()->close(goodbye);
   }
   group_->retired_works().release();
 }
-
-Activity GroupRuntime::advance_on_engine_thread() {
-  const bool has_heard = group_->network() != nullptr && group_->network()->progress();
-  const Activity collectives = collectives_.advance_on_engine_thread();
-  const Activity messages = messages_.advance_on_engine_thread();
-  return has_heard ? Activity::kMoved : std::max(collectives, messages);
-}
-
-void GroupRuntime::check_on_engine_thread() {
-  collectives_.check_on_engine_thread();
-  messages_.check_on_engine_thread();
-}
-
-void GroupRuntime::set_sleeping(bool is_sleeping) {
-  collectives_.set_sleeping(is_sleeping);
-  messages_.set_sleeping(is_sleeping);
-}
-
-int GroupRuntime::descriptor() const { return group_->network() == nullptr ? -1 : group_->network()->descriptor(); }
-
-bool GroupRuntime::arm() { return group_->network()->arm(); }
-
-int32_t GroupRuntime::local_world_size() const { return static_cast<int32_t>(group_->topology().own_node().size()); }
 
 std::vector<std::shared_ptr<GroupRuntime>> GroupRuntime::all_open() {
   std::vector<std::shared_ptr<GroupRuntime>> open;

@@ -10,16 +10,14 @@
 #include "backend/engine/progress_engine.h"
 #include "backend/group/group_context.h"
 #include "backend/p2p/point_to_point.h"
-#include "backend/platform/process/callback_pool.h"
 
 namespace zeropg {
 
-// The group, its queues, which the engine advances with its connections to other nodes, and the threads for its
-// futures' callbacks.
-class GroupRuntime final : public OperationHost, private Channel {
+// The group, and what the engine advances of it: its queues and its connections to other nodes.
+class GroupRuntime {
  public:
-  // Joins the engine. The result must be closed before its last owner lets it go; works that outlive their process
-  // group are owners too. DistBackendError, here and on the peers, when the engine cannot start its thread.
+  // Joins the engine. The result must be closed before its last owner lets it go. DistBackendError, here and on the
+  // peers, when the engine cannot start its thread.
   static std::shared_ptr<GroupRuntime> open(std::shared_ptr<GroupContext> group, bool may_use_cma);
   GroupRuntime(const GroupRuntime&) = delete;
   GroupRuntime& operator=(const GroupRuntime&) = delete;
@@ -27,13 +25,8 @@ class GroupRuntime final : public OperationHost, private Channel {
   GroupContext& group() { return *group_; }
   const std::shared_ptr<GroupContext>& shared_group() { return group_; }
   ProgressEngine& engine() { return engine_; }
-  CollectiveQueue& collectives() { return collectives_; }
-  PointToPoint& messages() { return messages_; }
-
-  // The one place where a thread enters a channel in order to wait: it keeps forked children out.
-  void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) override;
-  std::string who_is_late() override { return collectives_.who_is_late(); }
-  CallbackPool& callback_threads() override { return *callbacks_; }
+  const std::shared_ptr<CollectiveQueue>& collectives() { return collectives_; }
+  const std::shared_ptr<PointToPoint>& messages() { return messages_; }
 
   // Waits at most `limit` for the collectives, then at most as long for the messages; whether nothing runs any more.
   bool wait_until_idle(std::chrono::milliseconds limit);
@@ -52,21 +45,14 @@ class GroupRuntime final : public OperationHost, private Channel {
  private:
   static std::vector<std::shared_ptr<GroupRuntime>> all_open();
   GroupRuntime(std::shared_ptr<GroupContext> group, bool may_use_cma);
+  std::vector<Channel*> channels();
   void close(std::chrono::milliseconds patience, std::chrono::milliseconds goodbye, bool waits_for_callbacks);
-
-  // The connections move also while no operation of this rank waits: peers say that they fail or leave.
-  Activity advance_on_engine_thread() override;
-  void check_on_engine_thread() override;
-  void set_sleeping(bool is_sleeping) override;
-  int descriptor() const override;
-  bool arm() override;
-  int32_t local_world_size() const override;
 
   const std::shared_ptr<GroupContext> group_;  // life shared with the process group, and with segments that check it
   ProgressEngine& engine_;
-  CollectiveQueue collectives_;
-  PointToPoint messages_;
-  std::shared_ptr<CallbackPool> callbacks_;  // life shared with the engine and the works
+  const std::unique_ptr<Channel> connections_;          // null: all ranks are on this node
+  const std::shared_ptr<CollectiveQueue> collectives_;  // life shared with its works
+  const std::shared_ptr<PointToPoint> messages_;        // life shared with its works
   std::atomic<bool> is_closed_{false};
   std::atomic<bool> is_aborted_{false};
 };

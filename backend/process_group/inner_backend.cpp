@@ -3,18 +3,7 @@
 
 namespace zeropg {
 
-c10d::Backend* ProcessGroupZero::inner_for(const std::vector<at::Tensor>& tensors) {
-  return tensors.empty() ? nullptr : inner_for(tensors[0]);
-}
-
-c10d::Backend* ProcessGroupZero::inner_for(const at::Tensor& tensor) {
-  return tensor.defined() ? inner_for(tensor.device()) : nullptr;
-}
-
-c10d::Backend* ProcessGroupZero::inner_for(const c10::Device& device) {
-  if (!device.is_cuda()) {
-    return nullptr;
-  }
+c10d::Backend& ProcessGroupZero::inner_backend(const c10::Device& device) {
   std::lock_guard<std::mutex> lock(inner_mutex_);
   if (!cuda_backend_) {
     TORCH_CHECK_NOT_IMPLEMENTED(make_cuda_backend_, "[zeropg rank ", rank_, "/", size_, "] a tensor is on ", device,
@@ -30,7 +19,7 @@ c10d::Backend* ProcessGroupZero::inner_for(const c10::Device& device) {
   if (coalescing != coalescing_.end() && !std::exchange(coalescing->second.has_cuda, true)) {
     cuda_backend_->startCoalescing();
   }
-  return cuda_backend_.get();
+  return *cuda_backend_;
 }
 
 ProcessGroupZero::BackendFactory ProcessGroupZero::cuda_factory() {
@@ -50,7 +39,7 @@ c10d::Backend& ProcessGroupZero::cuda_backend_for(const char* title) {
       has_cuda_, prefix(title),
       ": only NCCL has this, and this process sees no GPU; on the"
       " CPU use ordinary tensors (zeropg.fully_shard keeps its buckets in shared memory itself).");
-  return *inner_for(c10::Device(c10::DeviceType::CUDA));
+  return inner_backend(c10::Device(c10::DeviceType::CUDA));
 }
 
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15

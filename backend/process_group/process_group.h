@@ -224,7 +224,8 @@ class ProcessGroupZero : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> submit(Call call, c10d::OpType type, std::chrono::milliseconds timeout,
                                         bool is_asynchronous);
   c10::intrusive_ptr<c10d::Work> post(Call call, c10d::OpType type, const at::Tensor& data);  // a message
-  c10::intrusive_ptr<ZeroWork> make_work(Call& call, c10d::OpType type, std::chrono::milliseconds timeout);
+  c10::intrusive_ptr<ZeroWork> make_work(Call& call, c10d::OpType type, std::chrono::milliseconds timeout,
+                                         std::shared_ptr<OperationHost> host);
   void record_collective(const std::vector<CollectiveArgs>& requests, const ZeroWork& work);
   void record_message(const at::Tensor& data, const ZeroWork& work);
   struct CoalescedCalls {
@@ -235,9 +236,12 @@ class ProcessGroupZero : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> run_barrier(const char* title, int64_t bytes, std::chrono::milliseconds timeout,
                                              bool is_asynchronous);
   // Null for CPU tensors and for none. The one place that decides by device.
-  c10d::Backend* inner_for(const std::vector<at::Tensor>& tensors);
-  c10d::Backend* inner_for(const at::Tensor& tensor);
-  c10d::Backend* inner_for(const c10::Device& device);
+  c10d::Backend* inner_for(const std::vector<at::Tensor>& tensors) {
+    return tensors.empty() ? nullptr : inner_for(tensors[0]);
+  }
+  c10d::Backend* inner_for(const at::Tensor& tensor) { return tensor.defined() ? inner_for(tensor.device()) : nullptr; }
+  c10d::Backend* inner_for(const c10::Device& device) { return device.is_cuda() ? &inner_backend(device) : nullptr; }
+  c10d::Backend& inner_backend(const c10::Device& device);
   c10d::Backend& cuda_backend_for(const char* title);
 
   const c10::intrusive_ptr<c10d::Store> first_store_;

@@ -35,9 +35,6 @@ std::vector<RecordedOperation> ProcessGroupZero::recorded_operations() const {
 }
 
 void ProcessGroupZero::record_collective(const std::vector<CollectiveArgs>& requests, const ZeroWork& work) {
-  if (!recorder_) {
-    return;
-  }
   RecordedOperation operation{.completion_key = work.completion_key(),
                               .name = work.label().name(),
                               .sequence = work.label().sequence,
@@ -50,9 +47,6 @@ void ProcessGroupZero::record_collective(const std::vector<CollectiveArgs>& requ
 }
 
 void ProcessGroupZero::record_message(const at::Tensor& data, const ZeroWork& work) {
-  if (!recorder_) {
-    return;
-  }
   const MessageRoute& route = *work.label().route;
   RecordedOperation operation{.completion_key = work.completion_key(),
                               .is_message = true,

@@ -94,7 +94,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::allreduce_sparse(std::vector<at
   ZeroWork::Tensors result;
   result.outputs = {tensor};
   auto work = c10::make_intrusive<ZeroWork>(call.label(), OpType::_ALLREDUCE_SPARSE, std::move(result),
-                                            timeouts_.next(opts.timeout), channels_);
+                                            timeouts_.next(opts.timeout), channels_->collectives());
   work->complete(nullptr);
   return coalesce(work);
 }

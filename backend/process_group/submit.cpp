@@ -12,8 +12,10 @@ Call ProcessGroupZero::make_call(const char* title) {
   return Call(OperationLabel{.rank = rank_, .world_size = size_, .title = title});
 }
 
-c10::intrusive_ptr<ZeroWork> ProcessGroupZero::make_work(Call& call, OpType type, std::chrono::milliseconds timeout) {
-  return c10::make_intrusive<ZeroWork>(call.label(), type, call.take_tensors(), timeouts_.next(timeout), channels_);
+c10::intrusive_ptr<ZeroWork> ProcessGroupZero::make_work(Call& call, OpType type, std::chrono::milliseconds timeout,
+                                                         std::shared_ptr<OperationHost> host) {
+  return c10::make_intrusive<ZeroWork>(call.label(), type, call.take_tensors(), timeouts_.next(timeout),
+                                       std::move(host));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupZero::submit(Call call, OpType type, std::chrono::milliseconds timeout,
@@ -26,11 +28,13 @@ c10::intrusive_ptr<Work> ProcessGroupZero::submit(Call call, OpType type, std::c
     }
   }
   call.set_sequence(sequence_.fetch_add(1) + 1);  // not before: a call whose arguments are refused must not count
-  auto work = make_work(call, type, timeout);
+  auto work = make_work(call, type, timeout, channels_->collectives());
   job->work = work;
-  record_collective(call.requests(), *work);
+  if (recorder_) {
+    record_collective(call.requests(), *work);
+  }
   call.requests().clear();
-  channels_->collectives().submit(std::move(job), !is_asynchronous);
+  channels_->collectives()->submit(std::move(job), !is_asynchronous);
   if (!is_asynchronous) {
     work->wait();
   }
@@ -42,14 +46,16 @@ c10::intrusive_ptr<Work> ProcessGroupZero::post(Call call, OpType type, const at
   const MessageRoute route = *call.label().route;
   // A tensor that is guarded against writes can still be sent: a message that is sent is only read.
   void* address = route.is_send ? const_cast<void*>(data.const_data_ptr()) : data.mutable_data_ptr();
-  auto work = make_work(call, type, c10d::kUnsetTimeout);
+  auto work = make_work(call, type, c10d::kUnsetTimeout, channels_->messages());
   work->copy_in();
-  record_message(data, *work);
-  channels_->messages().post({.work = work,
-                              .data = static_cast<std::byte*>(address),
-                              .bytes = static_cast<int64_t>(data.nbytes()),
-                              .route = route,
-                              .dtype = data.scalar_type()});
+  if (recorder_) {
+    record_message(data, *work);
+  }
+  channels_->messages()->post({.work = work,
+                               .data = static_cast<std::byte*>(address),
+                               .bytes = static_cast<int64_t>(data.nbytes()),
+                               .route = route,
+                               .dtype = data.scalar_type()});
   return coalesce(work);
 }
 

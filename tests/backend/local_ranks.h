@@ -114,7 +114,7 @@ class IdleHost final : public OperationHost {
  public:
   void help(const ZeroWork&, std::chrono::steady_clock::time_point) override {}
   std::string who_is_late() override { return "waiting for rank 7"; }
-  CallbackPool& callback_threads() override { return callbacks_; }
+  void run_callback(std::function<void()> callback) override { callbacks_.post(std::move(callback)); }
 
  private:
   CallbackPool callbacks_;

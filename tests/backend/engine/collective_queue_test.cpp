@@ -266,9 +266,10 @@ TEST_F(CollectiveQueueTest, IsIdleOnceEveryWorkIsComplete) {
 }
 
 WorkPtr submit(RunningRanks& ranks, int32_t rank, const CollectiveArgs& call, const Submission& how = {}) {
-  auto job = make_job(*make_planner(ranks[rank]->group()), ranks[rank]->group(), {call}, how, ranks[rank]);
+  auto job =
+      make_job(*make_planner(ranks[rank]->group()), ranks[rank]->group(), {call}, how, ranks[rank]->collectives());
   const WorkPtr work = job->work;
-  ranks[rank]->collectives().submit(std::move(job), how.is_synchronous);
+  ranks[rank]->collectives()->submit(std::move(job), how.is_synchronous);
   return work;
 }
 

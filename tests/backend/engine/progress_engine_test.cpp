@@ -44,11 +44,11 @@ class CountingChannel final : public Channel {
  public:
   explicit CountingChannel(std::function<void()> body = {}, int32_t ranks = 1, int descriptor = -1)
       : body_(std::move(body)), ranks_(ranks), descriptor_(descriptor) {
-    engine().add(this);
+    engine().add({this});
   }
   ~CountingChannel() override { leave(); }
   void leave(bool waits_for_callbacks = true) {
-    if (!std::exchange(is_removed_, true)) engine().remove(this, waits_for_callbacks);
+    if (!std::exchange(is_removed_, true)) engine().remove({this}, waits_for_callbacks);
   }
 
   Activity advance_on_engine_thread() override {

@@ -81,10 +81,9 @@ TEST(ZeroWork, ItsHostRunsTheOperationInTheThreadThatWaits) {
       const_cast<ZeroWork&>(work).complete(nullptr);
     }
     std::string who_is_late() override { return ""; }
-    CallbackPool& callback_threads() override { return callbacks; }
+    void run_callback(std::function<void()> callback) override { callback(); }
     std::thread::id helper;
     std::chrono::steady_clock::time_point given;
-    CallbackPool callbacks;
   };
   const auto host = std::make_shared<Host>();
   EXPECT_TRUE(make_work({}, host)->wait());
@@ -218,13 +217,6 @@ TEST(ZeroWork, AFutureThatIsAskedForLateIsCompleteAtOnce) {
     EXPECT_TRUE(work->getFuture()->completed());
     EXPECT_EQ(work->getFuture()->hasError(), has_failed);
   }
-}
-
-TEST(ZeroWork, KnowsAMessageFromACollective) {
-  EXPECT_FALSE(make_work()->is_message());
-  const ZeroWork message(OperationLabel{.route = MessageRoute{.is_send = true}}, c10d::OpType::SEND, {}, {},
-                         std::make_shared<IdleHost>());
-  EXPECT_TRUE(message.is_message());
 }
 
 TEST(CombinedWork, IsCompleteWithTheLastAndFailsAsTheFirstThatFails) {

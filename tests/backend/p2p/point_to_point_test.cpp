@@ -225,13 +225,13 @@ TEST(PointToPoint, NamesAPeerWhoseProcessDied) {
 
 // Whose works belong to the caller alone.
 Message send(RunningRanks& ranks, int32_t from, int32_t to, int32_t tag, std::vector<std::byte> data) {
-  Message message = make_send(from, to, tag, std::move(data), ranks[from]);
-  ranks[from]->messages().post(std::move(message.message));
+  Message message = make_send(from, to, tag, std::move(data), ranks[from]->messages());
+  ranks[from]->messages()->post(std::move(message.message));
   return message;
 }
 Message receive(RunningRanks& ranks, int32_t to, int32_t from, int32_t tag, int64_t bytes) {
-  Message message = make_receive(to, from, tag, bytes, ranks[to]);
-  ranks[to]->messages().post(std::move(message.message));
+  Message message = make_receive(to, from, tag, bytes, ranks[to]->messages());
+  ranks[to]->messages()->post(std::move(message.message));
   return message;
 }
 
@@ -297,7 +297,7 @@ TEST(PointToPointOnTheEngine, IsIdleOnlyOnceEveryWorkIsComplete) {
   RunningRanks group({"one", "one"}, hooks);
   const Message received = receive(group, 1, 0, 3, 1);
   std::thread sender([&] { send(group, 0, 1, 3, pattern(1)).work->wait(); });
-  EXPECT_TRUE(group[1]->messages().wait_until_idle(kLongTimeout));
+  EXPECT_TRUE(group[1]->messages()->wait_until_idle(kLongTimeout));
   EXPECT_TRUE(received.work->is_complete());
   sender.join();
 }
