@@ -39,8 +39,10 @@ ScheduleExecutor::ScheduleExecutor(CollectiveContext& context, const PlannedColl
       between_nodes_(context, collective.spec, call_),
       direct_access_(context, collective, label),
       schedule_(collective.schedule.get()),
-      codec_steps_(collective),
       cursor_(*schedule_) {
+  if (collective.spec.codec != nullptr) {
+    codec_steps_.emplace(collective);
+  }
   if (collective.schedule->scratch_bytes > 0) {
     scratch_ = context.scratch(collective.schedule->scratch_bytes);
   }
@@ -105,14 +107,14 @@ bool ScheduleExecutor::run(const Step& step) {
     case StepKind::kReceive:
       return run_receive(step);
     case StepKind::kEncode:
-      codec_steps_.encode(step, address(step.source), address(step.destination));
+      codec_steps_->encode(step, address(step.source), address(step.destination));
       return true;
     case StepKind::kDecode:
     case StepKind::kDecodeAdd:
-      codec_steps_.decode(step, address(step.source), address(step.destination));
+      codec_steps_->decode(step, address(step.source), address(step.destination));
       return true;
     case StepKind::kSelect:
-      codec_steps_.select(step, address(step.source));
+      codec_steps_->select(step, address(step.source));
       return true;
   }
   TORCH_INTERNAL_ASSERT(false, label_.prefix(), ": a step that the engine does not know");

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -57,7 +58,7 @@ class ScheduleExecutor {
   DirectAccess direct_access_;
   const Schedule* schedule_ = nullptr;  // one of the two of collective_: Note [Direct schedules] in direct_access.h
   std::byte* scratch_ = nullptr;
-  CodecSteps codec_steps_;
+  std::optional<CodecSteps> codec_steps_;  // where there is a codec
 
   ScheduleCursor cursor_;    // of schedule_
   int64_t moved_bytes_ = 0;  // of the current send or receive
