@@ -54,7 +54,7 @@ bool is_supported(DType dtype, ReduceOp op) { return portable_kernel(dtype, op) 
 void reduce(void* destination, const void* const* sources, int32_t source_count, int64_t numel, DType dtype,
             ReduceOp op, std::complex<double> factor, bool is_final, ReduceForm form) {
   if (accumulator_dtype(dtype) == dtype) form = ReduceForm::kWhole;
-  if (op == ReduceOp::kAverage && !is_final && is_supported(dtype, op)) op = ReduceOp::kSum;
+  if (op == ReduceOp::kAverage && !is_final && best_kernel(dtype, op, form) != nullptr) op = ReduceOp::kSum;
   const ReduceKernel kernel = best_kernel(dtype, op, form);
   if (kernel == nullptr || source_count < 1) {
     throw std::invalid_argument(std::string("reduce: ") + reduce_op_name(op) + " over " + std::to_string(source_count) +
