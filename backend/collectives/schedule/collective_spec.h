@@ -77,6 +77,7 @@ static_assert(kOpKindCount == static_cast<size_t>(OpKind::kBarrier) + 1);
 constexpr const OpTraits& traits_of(OpKind kind) { return kOpTraits[static_cast<size_t>(kind)]; }
 
 inline constexpr int32_t kMostAnnouncedBlocks = 24;
+inline constexpr int32_t kWholeShare = 1024;  // what CollectiveSpec::node_shares add up to
 
 struct CollectiveSpec {
   OpKind op = OpKind::kBarrier;
@@ -93,6 +94,10 @@ struct CollectiveSpec {
   std::vector<int64_t> receive_bytes{};  // all_to_all: from each peer
   // Ranks of each node, ascending, nodes by their first rank. Empty: all ranks are on one node.
   std::vector<std::vector<int32_t>> nodes{};
+  // What each node completes of what all nodes complete together, in 1/1024; the sum is 1024. Empty: equal shares.
+  std::vector<int32_t> node_shares{};
+  // The nodes of each rack, ascending, as indices into `nodes`; racks by their first node. Empty: there are none.
+  std::vector<std::vector<int32_t>> racks{};
   // Of one node: the ranks of each domain, whose CPUs share a cache or the way to their memory, ordered as `nodes`.
   // Empty: all CPUs are alike.
   std::vector<std::vector<int32_t>> domains{};

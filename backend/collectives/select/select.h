@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string_view>
+#include <vector>
 
 #include "backend/collectives/select/registry.h"
 
@@ -19,6 +20,8 @@ struct CostModel {
   // CPU time of a small message between nodes, of both its ends together; half of it each. Measured with the kernel's
   // TCP on two cores that four ranks shared.
   double message_us = 27;
+  std::vector<double> node_bytes_per_us{};    // each node's link, either way; empty: network_bytes_per_us for all
+  std::vector<double> uplink_bytes_per_us{};  // of each rack, to all others; empty: no limit
 };
 
 double estimate_us(const Cost& cost, const CostModel& model);
