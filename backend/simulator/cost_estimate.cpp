@@ -8,6 +8,7 @@
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/schedule_cursor.h"
 #include "backend/collectives/schedule/steps.h"
+#include "backend/collectives/select/node_shares.h"
 #include "backend/collectives/select/registry.h"
 #include "backend/simulator/time_simulator.h"
 
@@ -30,6 +31,7 @@ CollectiveSpec spec_of(const EstimateRequest& request) {
                       .bank_bytes = request.bank_bytes,
                       .mailbox_bytes = request.mailbox_bytes,
                       .nodes = request.nodes,
+                      .racks = request.racks,
                       .window_bytes = request.window_bytes};
   int32_t world_size = 0;
   for (const auto& node : request.nodes) world_size += static_cast<int32_t>(node.size());
@@ -44,26 +46,23 @@ CollectiveSpec spec_of(const EstimateRequest& request) {
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("estimate: " + what); }
 
 void check_links(const EstimateRequest& request) {
-  if (!request.node_bytes_per_us.empty() && request.node_bytes_per_us.size() != request.nodes.size()) {
-    refuse(std::to_string(request.node_bytes_per_us.size()) + " link speeds for " +
-           std::to_string(request.nodes.size()) + " nodes; give one per node");
+  const std::vector<double>& of_nodes = request.model.node_bytes_per_us;
+  const std::vector<double>& of_uplinks = request.model.uplink_bytes_per_us;
+  if (!of_nodes.empty() && of_nodes.size() != request.nodes.size()) {
+    refuse(std::to_string(of_nodes.size()) + " link speeds for " + std::to_string(request.nodes.size()) +
+           " nodes; give one per node");
+  }
+  if (!of_uplinks.empty() && of_uplinks.size() != request.racks.size()) {
+    refuse(std::to_string(of_uplinks.size()) + " uplink speeds for " + std::to_string(request.racks.size()) +
+           " racks; give one per rack");
   }
   const auto is_positive = [](double speed) { return speed > 0; };
   if (!is_positive(request.model.bytes_per_us) || !is_positive(request.model.network_bytes_per_us) ||
-      !std::all_of(request.node_bytes_per_us.begin(), request.node_bytes_per_us.end(), is_positive) ||
-      !std::all_of(request.rack_bytes_per_us.begin(), request.rack_bytes_per_us.end(), is_positive)) {
+      !std::all_of(of_nodes.begin(), of_nodes.end(), is_positive) ||
+      !std::all_of(of_uplinks.begin(), of_uplinks.end(), is_positive)) {
     refuse("a speed is not positive");
   }
-  const auto is_rack = [&](int32_t rack) {
-    return rack >= 0 && static_cast<size_t>(rack) < request.rack_bytes_per_us.size();
-  };
-  if (!request.rack_of_node.empty() &&
-      (request.rack_of_node.size() != request.nodes.size() ||
-       !std::all_of(request.rack_of_node.begin(), request.rack_of_node.end(), is_rack))) {
-    refuse("racks are given for " + std::to_string(request.rack_of_node.size()) + " of " +
-           std::to_string(request.nodes.size()) + " nodes, among " + std::to_string(request.rack_bytes_per_us.size()) +
-           " racks; give the rack of each node");
-  }
+  if (!request.racks.empty()) rack_of_nodes(spec_of(request));
 }
 
 void check(const EstimateRequest& request, const CollectiveSpec& spec) {
@@ -88,20 +87,23 @@ void check(const EstimateRequest& request, const CollectiveSpec& spec) {
 // What a rank has of its node's link, and of its rack's uplink, which all ranks behind them share.
 struct LinkShares {
   std::vector<double> of_node;
-  std::vector<double> of_uplink;  // by node; empty: there are no racks
+  std::vector<double> of_uplink;      // by node; empty: uplinks do not limit
+  std::vector<int32_t> rack_of_node;  // likewise
 };
 
 LinkShares link_shares(const EstimateRequest& request) {
   LinkShares shares;
-  std::vector<double> ranks_of_rack(request.rack_bytes_per_us.size());
+  const std::vector<double>& of_nodes = request.model.node_bytes_per_us;
   for (size_t node = 0; node < request.nodes.size(); ++node) {
     const auto ranks = static_cast<double>(request.nodes[node].size());
-    const bool is_alike = request.node_bytes_per_us.empty();
-    shares.of_node.push_back((is_alike ? request.model.network_bytes_per_us : request.node_bytes_per_us[node]) / ranks);
-    if (!request.rack_of_node.empty()) ranks_of_rack[request.rack_of_node[node]] += ranks;
+    shares.of_node.push_back((of_nodes.empty() ? request.model.network_bytes_per_us : of_nodes[node]) / ranks);
   }
-  for (const int32_t rack : request.rack_of_node) {
-    shares.of_uplink.push_back(request.rack_bytes_per_us[rack] / ranks_of_rack[rack]);
+  if (request.model.uplink_bytes_per_us.empty()) return shares;
+  shares.rack_of_node = rack_of_nodes(spec_of(request));
+  for (const int32_t rack : shares.rack_of_node) {
+    size_t ranks = 0;
+    for (const int32_t node : request.racks[rack]) ranks += request.nodes[node].size();
+    shares.of_uplink.push_back(request.model.uplink_bytes_per_us[rack] / static_cast<double>(ranks));
   }
   return shares;
 }
@@ -112,7 +114,7 @@ std::function<SimulatedLink(int32_t, int32_t)> links_of(const EstimateRequest& r
     const int32_t receiver = placement.node_of(to);
     if (sender == receiver) return {};
     double speed = std::min(shares.of_node[sender], shares.of_node[receiver]);
-    if (!shares.of_uplink.empty() && request.rack_of_node[sender] != request.rack_of_node[receiver]) {
+    if (!shares.of_uplink.empty() && shares.rack_of_node[sender] != shares.rack_of_node[receiver]) {
       speed = std::min({speed, shares.of_uplink[sender], shares.of_uplink[receiver]});
     }
     return {.latency_us = request.model.hop_us, .bytes_per_us = speed};
@@ -272,8 +274,9 @@ std::vector<std::vector<int64_t>> link_bytes_of(const TimedGroup& group, const P
 }  // namespace
 
 Estimate estimate(const EstimateRequest& request) {
-  const CollectiveSpec spec = spec_of(request);
+  CollectiveSpec spec = spec_of(request);
   check(request, spec);
+  spec.node_shares = node_shares(request.model, spec.nodes);
   const Placement placement(spec);
   const Algorithm& algorithm = algorithm_of(request, spec);
   Estimate result{.algorithm = std::string(algorithm.name), .link_bytes = {}};

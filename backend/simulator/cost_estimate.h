@@ -19,10 +19,8 @@ struct EstimateRequest {
   std::vector<std::vector<int32_t>> nodes{};  // ranks of each node; every rank of 0 to n - 1 on one
   std::string algorithm{};                    // empty: the one that is chosen for this specification and model
   CostModel model{};
-  std::vector<double> node_bytes_per_us{};  // the speed of each node's link; empty: the model's for all
-  std::vector<int32_t> rack_of_node{};      // empty: there are none
-  std::vector<double> rack_bytes_per_us{};  // what all nodes of a rack together send to other racks, or receive
-  int64_t bank_bytes = int64_t{1} << 20;    // these three as in BackendOptions
+  std::vector<std::vector<int32_t>> racks{};  // as in CollectiveSpec; nodes complete shares by the model's links
+  int64_t bank_bytes = int64_t{1} << 20;      // these three as in BackendOptions
   int64_t mailbox_bytes = int64_t{256} << 10;
   int64_t window_bytes = int64_t{4} << 20;
 };
@@ -37,7 +35,7 @@ struct Estimate {
 };
 
 // Pure; takes up to some seconds. Throws std::invalid_argument for an unknown or unsupported algorithm, a placement
-// that is not one, or sizes that are negative or cut elements.
+// that is not one, link speeds that fit neither nodes nor racks, or sizes that are negative or cut elements.
 Estimate estimate(const EstimateRequest& request);
 
 }  // namespace zeropg

@@ -24,7 +24,7 @@ pybind11::dict simulate_collective(const std::string& op, int64_t bytes, std::ve
                                    int32_t element_bytes, int32_t root, std::string algorithm, double barrier_us,
                                    double memory_bytes_per_us, double hop_us, double message_us,
                                    double network_bytes_per_us, std::vector<double> node_bytes_per_us,
-                                   std::vector<int32_t> rack_of_node, std::vector<double> rack_bytes_per_us) {
+                                   std::vector<std::vector<int32_t>> racks, std::vector<double> uplink_bytes_per_us) {
   const EstimateRequest request{.op = op_of_name(op),
                                 .bytes = bytes,
                                 .element_bytes = element_bytes,
@@ -35,10 +35,10 @@ pybind11::dict simulate_collective(const std::string& op, int64_t bytes, std::ve
                                           .bytes_per_us = memory_bytes_per_us,
                                           .hop_us = hop_us,
                                           .network_bytes_per_us = network_bytes_per_us,
-                                          .message_us = message_us},
-                                .node_bytes_per_us = std::move(node_bytes_per_us),
-                                .rack_of_node = std::move(rack_of_node),
-                                .rack_bytes_per_us = std::move(rack_bytes_per_us)};
+                                          .message_us = message_us,
+                                          .node_bytes_per_us = std::move(node_bytes_per_us),
+                                          .uplink_bytes_per_us = std::move(uplink_bytes_per_us)},
+                                .racks = std::move(racks)};
   Estimate result;
   {
     const WithoutGil no_gil;
@@ -63,12 +63,13 @@ void bind_simulate(pybind11::module_& m) {
         py::arg("barrier_us") = model.barrier_us, py::arg("memory_bytes_per_us") = model.bytes_per_us,
         py::arg("hop_us") = model.hop_us, py::arg("message_us") = model.message_us,
         py::arg("network_bytes_per_us") = model.network_bytes_per_us,
-        py::arg("node_bytes_per_us") = std::vector<double>(), py::arg("rack_of_node") = std::vector<int32_t>(),
-        py::arg("rack_bytes_per_us") = std::vector<double>(),
+        py::arg("node_bytes_per_us") = std::vector<double>(), py::arg("racks") = std::vector<std::vector<int32_t>>(),
+        py::arg("uplink_bytes_per_us") = std::vector<double>(),
         "Time and bytes per link of one collective on the given nodes (lists of ranks): 'algorithm', 'time_us', "
         "'is_simulated' (False: too large, the time is the cost formula's), 'is_chosen' (a group would choose it) and "
-        "'link_bytes' [from][to]. Racks share an uplink of their speed to other racks. `bytes` is one "
-        "rank's block. Raises ValueError for what cannot be planned.");
+        "'link_bytes' [from][to]. `racks` are lists of "
+        "indices into `nodes`; the nodes of one share its uplink to the others. `bytes` is one rank's block. Raises "
+        "ValueError for what cannot be planned.");
 }
 
 }  // namespace zeropg

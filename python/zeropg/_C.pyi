@@ -523,12 +523,12 @@ def simulate(
     message_us: float = 27.0,
     network_bytes_per_us: float = 1250.0,
     node_bytes_per_us: Sequence[float] = (),
-    rack_of_node: Sequence[int] = (),
-    rack_bytes_per_us: Sequence[float] = (),
+    racks: Sequence[Sequence[int]] = (),
+    uplink_bytes_per_us: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Time and bytes per link of one collective on the given nodes (lists of ranks).
 
-    `bytes` is one rank's block. Nodes of a rack share an uplink of its speed to other racks. 'algorithm', 'time_us',
+    `bytes` is one rank's block. The nodes of a rack, indices into `nodes`, share its uplink to the others. 'algorithm', 'time_us',
     'is_simulated' (False: too large, the time is the cost formula's), 'is_chosen' (a group would choose it) and
     'link_bytes' [from][to]. Raises ValueError for what cannot be planned.
     """

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "backend/collectives/phases/internode_phases.h"
+#include "backend/collectives/phases/link_bytes.h"
 #include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
 #include "backend/collectives/schedule/chunk_layout.h"
@@ -44,18 +45,25 @@ Sizes sizes_of(const CollectiveSpec& spec, bool is_one_shot) {
   const int32_t under_way = is_one_shot ? kMessagesUnderWayOneShot : kMessagesUnderWay;
   const int64_t alignment = exchange_alignment(spec, 1, under_way);
   // A message is at most a slice of the larger node of a pair.
-  const int64_t slices = int64_t{second_smallest_node_size(spec)} * (is_one_shot ? 1 : node_count(spec));
-  const int64_t wanted =
-      is_one_shot ? network_chunk_bytes(spec, spec.bytes, alignment) : parted_chunk_bytes(spec, spec.bytes, alignment);
-  const int64_t most = std::min(wanted, slices * largest_message_bytes(spec, under_way, alignment));
+  const int64_t part = second_smallest_node_size(spec) * largest_message_bytes(spec, under_way, alignment);
+  const bool has_one_group = is_one_shot || !spec.node_shares.empty();
+  const int64_t wanted = has_one_group ? network_chunk_bytes(spec, spec.bytes, alignment)
+                                       : parted_chunk_bytes(spec, spec.bytes, alignment);
+  const int64_t most = std::min(wanted, is_one_shot ? part : longest_chunk_bytes(spec, part, alignment));
   const int64_t slot_bytes = network_slot_bytes(spec);
   const Chunks chunks = equal_chunks(spec.bytes, most, alignment);
-  if (chunks.bytes <= slot_bytes || is_one_shot) return {alignment, chunks, 1};
+  if (chunks.bytes <= slot_bytes || has_one_group) return {alignment, chunks, 1};
   const int32_t nodes = node_count(spec);
   const int64_t parts = alignment * nodes;
   const Chunks in_parts = equal_chunks(spec.bytes, most / parts * parts, parts);
   if (in_parts.bytes <= slot_bytes) return {alignment, in_parts, 1};
   return {alignment, in_parts, group_count(nodes, in_parts.bytes / nodes, slot_bytes)};
+}
+
+CollectiveSpec with_usable_shares(CollectiveSpec spec) {
+  check_shares(spec);
+  if (!can_use_shares(spec)) spec.node_shares.clear();
+  return spec;
 }
 
 class Plan {
@@ -65,8 +73,10 @@ class Plan {
         is_one_shot_(is_one_shot),
         sizes_(sizes_of(spec, is_one_shot)),
         placement_(spec),
-        layout_(is_one_shot ? ChunkLayout::of_one_part(placement_, sizes_.chunks.bytes, sizes_.alignment)
-                            : ChunkLayout::of_equal_parts(placement_, sizes_.chunks.bytes, sizes_.alignment)),
+        layout_(is_one_shot
+                    ? ChunkLayout::of_one_part(placement_, sizes_.chunks.bytes, sizes_.alignment)
+                    : ChunkLayout::of_parts(placement_, parts_by_shares(spec, sizes_.chunks.bytes, sizes_.alignment),
+                                            sizes_.alignment)),
         slots_(placement_, layout_, network_slot_bytes(spec)),
         in_node_{placement_, layout_, slots_},
         between_(spec, placement_, layout_),
@@ -82,7 +92,7 @@ class Plan {
       const bool is_first = group == 0;
       const bool is_last = group + 1 == slots_.group_count();
       const int32_t lag = is_one_shot_ ? 2 : is_first ? 3 : 2;  // from a reduction to the copying out of what is staged
-      add_barriers(1, 1 + lag);
+      add_barriers(stage(1), lag);
       reduce_in_node(stage(1), inputs_, in_node_, partials(), ReduceScope::kOfRanks, group);
       between_.send_partials(stage(1), slots_.other_nodes(placement_, group), inputs_);
       if (!is_reduce || spec_.rank == spec_.root) {
@@ -111,18 +121,6 @@ class Plan {
   PipelineStage stage(int32_t lag) { return {schedule_, lag, sizes_.chunks.count}; }
   PartialOfPlace partials() const {
     return [this](int32_t part, int64_t place) { return between_.partial(part, place); };
-  }
-
-  // One before every reduction and one before every copying out; one for both where they fall together.
-  void add_barriers(int32_t reduction, int32_t copying_out) {
-    const int64_t distance = copying_out - reduction;
-    const int64_t chunks = sizes_.chunks.count;
-    if (chunks < distance) {
-      add_barrier(stage(reduction));
-      add_barrier(stage(copying_out));
-    } else {
-      add_barrier({schedule_, reduction, chunks + distance});
-    }
   }
 
   // In one shot where others copy it from, otherwise into scratch: the own slot's place is still read by the ranks that
@@ -176,14 +174,18 @@ Cost cost(const CollectiveSpec& spec, bool is_one_shot) {
   const double chunks = sizes.chunks.count;
   const double overlap = is_one_shot ? 2 : 3;
   const double slice = static_cast<double>(spec.bytes) / largest_node_size(spec);
-  const double reading = is_one_shot ? nodes : (nodes + 3) / nodes - 1;
+  const std::vector<double> shares = shares_of_nodes(spec);
+  const double largest_share = *std::max_element(shares.begin(), shares.end());
+  const LinkBytes links = is_one_shot ? bytes_to_all_nodes(spec) : bytes_of_exchange(spec, shares);
+  const double reading = is_one_shot ? nodes : (nodes + 3) * largest_share - 1;
   const double more_groups = (sizes.groups - 1) * (chunks + std::min(chunks, 2.0));
   return {.barriers = chunks == 0 ? 1 : chunks + std::min(chunks, overlap) + more_groups,
           .memory_bytes = 5.0 * spec.bytes + reading * slice,
           .network_hops = chunks == 0   ? 0
                           : is_one_shot ? 1.0
                                         : 2.0,
-          .network_bytes = (is_one_shot ? nodes - 1 : 2 * (nodes - 1) / nodes) * spec.bytes,
+          .network_bytes = *std::max_element(links.of_nodes.begin(), links.of_nodes.end()),
+          .links = links,
           .messages = (is_one_shot ? 2 : 4) * (nodes - 1) * chunks};
 }
 
@@ -200,10 +202,10 @@ bool supports_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec) {
 }
 
 Schedule plan_all_reduce_hierarchical(const CollectiveSpec& spec) {
-  return Plan(spec, "all_reduce_hierarchical", false).run(false);
+  return Plan(with_usable_shares(spec), "all_reduce_hierarchical", false).run(false);
 }
 
-Cost cost_all_reduce_hierarchical(const CollectiveSpec& spec) { return cost(spec, false); }
+Cost cost_all_reduce_hierarchical(const CollectiveSpec& spec) { return cost(with_usable_shares(spec), false); }
 
 Schedule plan_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec) {
   return Plan(spec, "all_reduce_hierarchical_one_shot", true).run(false);
@@ -212,9 +214,9 @@ Schedule plan_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec) {
 Cost cost_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec) { return cost(spec, true); }
 
 Schedule plan_reduce_hierarchical(const CollectiveSpec& spec) {
-  return Plan(spec, "reduce_hierarchical", false).run(true);
+  return Plan(with_usable_shares(spec), "reduce_hierarchical", false).run(true);
 }
 
-Cost cost_reduce_hierarchical(const CollectiveSpec& spec) { return cost(spec, false); }
+Cost cost_reduce_hierarchical(const CollectiveSpec& spec) { return cost(with_usable_shares(spec), false); }
 
 }  // namespace zeropg

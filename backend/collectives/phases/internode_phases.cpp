@@ -52,6 +52,11 @@ int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int
   return std::min(network_slot_bytes(spec), wanted) / alignment * alignment;
 }
 
+bool can_use_shares(const CollectiveSpec& spec) {
+  const int64_t messages = int64_t{node_count(spec)} * largest_node_size(spec);
+  return !spec.node_shares.empty() && messages * kLeastMessageBytes <= network_slot_bytes(spec);
+}
+
 int64_t parted_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment) {
   const int64_t messages = int64_t{node_count(spec)} * largest_node_size(spec);
   const int64_t wanted =
@@ -137,11 +142,10 @@ Region InternodePhases::completed(int64_t place) const {
 // Both ends walk the overlaps of a pair of ranks in the order of places, so their streams of bytes agree.
 void InternodePhases::send_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                                  const RegionOfPlace& source) const {
-  for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
-    const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
-    for (const Extent& extent : cut(extents, common)) {
+  for (const PeerPlaces& peer : layout_.peers_at(part, node, layout_.own_slice(part))) {
+    for (const Extent& extent : cut(extents, peer.places)) {
       const int64_t place = extent.places.offset_bytes;
-      add_send(stage, placement_.rank_at(node, peer), source(place), extent.bytes());
+      add_send(stage, peer.rank, source(place), extent.bytes());
     }
   }
 }
@@ -149,14 +153,12 @@ void InternodePhases::send_slice(PipelineStage stage, int32_t part, int32_t node
 // Each message is an encoding of its own.
 void InternodePhases::send_encoded(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                                    const RegionOfPlace& source) const {
-  for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
-    const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
-    for (const Extent& extent : cut(extents, common)) {
+  for (const PeerPlaces& peer : layout_.peers_at(part, node, layout_.own_slice(part))) {
+    for (const Extent& extent : cut(extents, peer.places)) {
       const int64_t place = extent.places.offset_bytes;
       add_encode(stage, kContributionHop, outgoing_encoding(), source(place), residual_of(kContributionHop, extent),
                  extent.bytes());
-      add_send_encoding(stage, spec_, kContributionHop, placement_.rank_at(node, peer), outgoing_encoding(),
-                        extent.bytes());
+      add_send_encoding(stage, spec_, kContributionHop, peer.rank, outgoing_encoding(), extent.bytes());
     }
   }
 }
@@ -200,14 +202,13 @@ void InternodePhases::send_completed_encoded(PipelineStage stage, const std::vec
 
 void InternodePhases::receive_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
                                     const RegionOfPlace& destination) const {
-  for (int32_t peer = 0; peer < placement_.node_size(node); ++peer) {
-    const Range common = overlap(layout_.own_slice(part), layout_.slice(part, node, peer));
-    for (const Extent& extent : cut(extents, common)) {
+  for (const PeerPlaces& peer : layout_.peers_at(part, node, layout_.own_slice(part))) {
+    for (const Extent& extent : cut(extents, peer.places)) {
       const int64_t place = extent.places.offset_bytes;
       if (is_encoded()) {
-        receive_encoding(stage, kContributionHop, placement_.rank_at(node, peer), destination(place), extent.bytes());
+        receive_encoding(stage, kContributionHop, peer.rank, destination(place), extent.bytes());
       } else {
-        add_receive(stage, placement_.rank_at(node, peer), destination(place), extent.bytes());
+        add_receive(stage, peer.rank, destination(place), extent.bytes());
       }
     }
   }

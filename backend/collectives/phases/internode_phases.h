@@ -32,7 +32,10 @@ int64_t exchange_alignment(const CollectiveSpec& spec, int32_t piece_count, int3
 // barrier, but such that a large tensor has several chunks to overlap.
 int64_t network_slot_bytes(const CollectiveSpec& spec);
 int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment);
-// Of a chunk with a part for each node, which may be longer: Note [Groups of parts] in slot_layout.h.
+// Whether nodes complete their CollectiveSpec::node_shares. Unequal parts have no places in common; so their chunk has
+// to fit one slot, and in large groups its messages would be too short to be worth it.
+bool can_use_shares(const CollectiveSpec& spec);
+// Of a chunk with an equal part for each node, which may be longer: Note [Groups of parts] in slot_layout.h.
 int64_t parted_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment);
 int64_t largest_message_bytes(const CollectiveSpec& spec, int32_t messages_under_way, int64_t alignment);
 

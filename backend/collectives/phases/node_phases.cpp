@@ -2,6 +2,15 @@
 
 namespace zeropg {
 
+void add_barriers(PipelineStage reduction, int32_t distance) {
+  if (reduction.chunks < distance) {
+    add_barrier(reduction);
+    add_barrier({reduction.schedule, reduction.lag + distance, reduction.chunks});
+  } else {
+    add_barrier({reduction.schedule, reduction.lag, reduction.chunks + distance});
+  }
+}
+
 void stage_inputs(PipelineStage stage, const std::vector<Extent>& inputs, const NodeLayout& layout, int32_t group) {
   const int32_t own = layout.placement.local_ranks()[layout.placement.local_rank()];
   for (const int32_t part : layout.slot.parts(group)) {

@@ -24,6 +24,10 @@ struct NodeLayout {
   const SlotLayout& slot;
 };
 
+// One before every reduction, at `reduction`, and one before every copying out, `distance` iterations later; one for
+// both where they fall together.
+void add_barriers(PipelineStage reduction, int32_t distance);
+
 // Copies what the other ranks of the node will reduce into the own slot.
 void stage_inputs(PipelineStage stage, const std::vector<Extent>& inputs, const NodeLayout& layout, int32_t group = 0);
 

@@ -1,10 +1,18 @@
 // Every algorithm: a pure planner function and its cost, both defined in <op>_<algorithm>.cpp.
 #pragma once
 
+#include <vector>
+
 #include "backend/collectives/schedule/collective_spec.h"
 #include "backend/collectives/schedule/schedule.h"
 
 namespace zeropg {
+
+// What crosses links, in one direction.
+struct LinkBytes {
+  std::vector<double> of_nodes{};    // each node's link; empty: all alike
+  std::vector<double> of_uplinks{};  // each rack's link to all others; empty: not counted
+};
 
 // What the busiest rank has to do; multiplied by a CostModel (select.h) it is a time. It must not depend on
 // CollectiveSpec::rank, because all ranks have to choose the same algorithm.
@@ -14,7 +22,8 @@ struct Cost {
   double far_bytes = 0;      // of these, read in other domains of the node; direct ones say none, to stay preferred
   double network_hops = 0;   // messages between nodes that wait for each other
   double network_bytes = 0;  // through the busiest link of a node, in one direction
-  double messages = 0;       // to and from other nodes, sent plus received
+  LinkBytes links{};
+  double messages = 0;  // to and from other nodes, sent plus received
 };
 
 // Every rank stages its input, and after one barrier reduces the inputs of all: fewest barriers.

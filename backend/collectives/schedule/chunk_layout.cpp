@@ -27,6 +27,37 @@ std::vector<Extent> cut(const std::vector<Extent>& extents, Range places) {
   return pieces;
 }
 
+// By rounded sums of shares, so that no part is longer than its share, rounded up.
+std::vector<Range> parts_by_shares(const CollectiveSpec& spec, int64_t chunk_bytes, int64_t alignment) {
+  check_shares(spec);
+  const int32_t nodes = node_count(spec);
+  std::vector<Range> parts;
+  int64_t begin = 0;
+  int64_t share = 0;
+  for (int32_t node = 0; node < nodes; ++node) {
+    if (spec.node_shares.empty()) {
+      parts.push_back(equal_part_of(chunk_bytes, nodes, alignment, node));
+      continue;
+    }
+    share += spec.node_shares[node];
+    const int64_t end = chunk_bytes / alignment * share / kWholeShare * alignment;
+    parts.push_back({begin, end - begin});
+    begin = end;
+  }
+  return parts;
+}
+
+int64_t longest_chunk_bytes(const CollectiveSpec& spec, int64_t part_bytes, int64_t alignment) {
+  if (spec.node_shares.empty()) return part_bytes * node_count(spec);
+  check_shares(spec);
+  const int32_t largest = *std::max_element(spec.node_shares.begin(), spec.node_shares.end());
+  return part_bytes / alignment * kWholeShare / largest * alignment;
+}
+
+ChunkLayout ChunkLayout::of_parts(const Placement& placement, std::vector<Range> parts, int64_t alignment) {
+  return {placement, std::move(parts), alignment};
+}
+
 ChunkLayout ChunkLayout::of_equal_parts(const Placement& placement, int64_t chunk_bytes, int64_t alignment) {
   std::vector<Range> parts;
   for (int32_t node = 0; node < placement.node_count(); ++node) {
@@ -53,6 +84,15 @@ Range ChunkLayout::slice(int32_t part, int32_t node, int32_t local_rank) const {
   Range slice = equal_part_of(parts_[part].bytes, placement_->node_size(node), alignment_, local_rank);
   slice.offset_bytes += parts_[part].offset_bytes;
   return slice;
+}
+
+std::vector<PeerPlaces> ChunkLayout::peers_at(int32_t part, int32_t node, Range places) const {
+  std::vector<PeerPlaces> peers;
+  for (int32_t peer = 0; peer < placement_->node_size(node); ++peer) {
+    const Range common = overlap(places, slice(part, node, peer));
+    if (common.bytes > 0) peers.push_back({placement_->rank_at(node, peer), common});
+  }
+  return peers;
 }
 
 int64_t ChunkLayout::largest_own_slice_bytes() const {

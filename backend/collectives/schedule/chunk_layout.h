@@ -30,10 +30,24 @@ Range overlap(Range a, Range b);
 
 using RegionOfPlace = std::function<Region(int64_t place)>;
 
+// Chunks with a part for each node, in proportion to CollectiveSpec::node_shares (equal ones without; a part may be
+// empty). All lengths are multiples of `alignment`.
+std::vector<Range> parts_by_shares(const CollectiveSpec& spec, int64_t chunk_bytes, int64_t alignment);
+// The longest chunk whose parts have at most `part_bytes`.
+int64_t longest_chunk_bytes(const CollectiveSpec& spec, int64_t part_bytes, int64_t alignment);
+
+// Places of a chunk that one rank of another node handles there.
+struct PeerPlaces {
+  int32_t rank;
+  Range places;
+};
+
 class ChunkLayout {
  public:
   // One part for each node, equal, `chunk_bytes` together.
   static ChunkLayout of_equal_parts(const Placement& placement, int64_t chunk_bytes, int64_t alignment);
+  // These parts, one behind the other.
+  static ChunkLayout of_parts(const Placement& placement, std::vector<Range> parts, int64_t alignment);
   // One part that every node completes.
   static ChunkLayout of_one_part(const Placement& placement, int64_t chunk_bytes, int64_t alignment);
   // A part holds `piece_bytes` of the block of each rank of its node, in the node's order.
@@ -46,6 +60,8 @@ class ChunkLayout {
   Range slice(int32_t part, int32_t node, int32_t local_rank) const;
   Range own_slice(int32_t part) const { return slice(part, placement_->node(), placement_->local_rank()); }
   int64_t largest_own_slice_bytes() const;
+  // Who of a node handles these places of a part, in the order of places.
+  std::vector<PeerPlaces> peers_at(int32_t part, int32_t node, Range places) const;
 
  private:
   ChunkLayout(const Placement& placement, std::vector<Range> parts, int64_t alignment)

@@ -42,6 +42,12 @@ class Placement {
 inline bool is_one_node(const CollectiveSpec& spec) { return spec.nodes.size() < 2; }
 int32_t node_count(const CollectiveSpec& spec);
 int32_t size_of_root_node(const CollectiveSpec& spec);
+// Throws std::invalid_argument unless CollectiveSpec::node_shares are empty or as they should be.
+void check_shares(const CollectiveSpec& spec);
+// By node, the sum is 1: CollectiveSpec::node_shares, or equal ones.
+std::vector<double> shares_of_nodes(const CollectiveSpec& spec);
+// By node: its rack. Throws std::invalid_argument where the racks do not hold every node once.
+std::vector<int32_t> rack_of_nodes(const CollectiveSpec& spec);
 // Blocks of one rank each that cross the busiest link, in one direction, when every block goes once to each other node
 // (all-gather) or comes once from each (reduce-scatter).
 int32_t blocks_over_busiest_link(const CollectiveSpec& spec);

@@ -44,6 +44,16 @@ std::vector<int32_t> rounded(const std::vector<double>& shares) {
   return result;
 }
 
+// Of a byte, over the slowest link.
+double longest_time(const std::vector<double>& speeds, const std::vector<int32_t>& shares) {
+  const double others = static_cast<double>(speeds.size()) - 2;
+  double longest = 0;
+  for (size_t node = 0; node < speeds.size(); ++node) {
+    longest = std::max(longest, (1 + others * shares[node] / kWholeShare) / speeds[node]);
+  }
+  return longest;
+}
+
 }  // namespace
 
 std::vector<int32_t> node_shares(const CostModel& model, const std::vector<std::vector<int32_t>>& nodes) {
@@ -55,7 +65,11 @@ std::vector<int32_t> node_shares(const CostModel& model, const std::vector<std::
   }
   const auto [slowest, fastest] = std::minmax_element(speeds.begin(), speeds.end());
   if (*fastest <= kAlike * *slowest) return {};
-  return rounded(fill(speeds));
+  std::vector<int32_t> shares = rounded(fill(speeds));
+  // Among hundreds of nodes a share is a few units, and its rounding may cost more than it brings.
+  const double equal = 2 * (static_cast<double>(nodes.size()) - 1) / static_cast<double>(nodes.size()) / *slowest;
+  if (longest_time(speeds, shares) >= equal) return {};
+  return shares;
 }
 
 }  // namespace zeropg

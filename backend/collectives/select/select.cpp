@@ -30,12 +30,25 @@ std::string known_names() {
       "; enlarge what is too small, or do not force this algorithm");
 }
 
+// Of the link that takes longest. Where a cost says nothing of each link, all may be as busy as the busiest one.
+double links_us(const Cost& cost, const CostModel& model) {
+  const auto& nodes = cost.links.of_nodes;
+  double longest = model.node_bytes_per_us.empty() ? cost.network_bytes / model.network_bytes_per_us : 0;
+  for (size_t node = 0; node < model.node_bytes_per_us.size(); ++node) {
+    longest = std::max(longest, (nodes.empty() ? cost.network_bytes : nodes[node]) / model.node_bytes_per_us[node]);
+  }
+  const auto& uplinks = cost.links.of_uplinks;
+  for (size_t rack = 0; rack < std::min(uplinks.size(), model.uplink_bytes_per_us.size()); ++rack) {
+    longest = std::max(longest, uplinks[rack] / model.uplink_bytes_per_us[rack]);
+  }
+  return longest;
+}
+
 }  // namespace
 
 double estimate_us(const Cost& cost, const CostModel& model) {
   // A link carries one message while the processor works on the next.
-  const double network_us =
-      std::max(cost.network_bytes / model.network_bytes_per_us, cost.messages * model.message_us / 2);
+  const double network_us = std::max(links_us(cost, model), cost.messages * model.message_us / 2);
   return cost.barriers * model.barrier_us + cost.memory_bytes / model.bytes_per_us +
          cost.far_bytes / model.far_bytes_per_us + cost.network_hops * model.hop_us + network_us;
 }

@@ -103,8 +103,8 @@ def _run(options: argparse.Namespace, nodes: list[list[int]], block: int, algori
         message_us=options.message_us,
         network_bytes_per_us=1000 * min(options.node_gbps),
         node_bytes_per_us=[1000 * gbps for gbps in options.node_gbps],
-        rack_of_node=racks.rack_of_node if racks else [],
-        rack_bytes_per_us=[1000 * gbps for gbps in racks.uplink_gbps] if racks else [],
+        racks=racks.nodes if racks else [],
+        uplink_bytes_per_us=[1000 * gbps for gbps in racks.uplink_gbps] if racks else [],
     )
 
 

@@ -14,7 +14,7 @@ _KEYS = ("name", "pod", "hosts", "nodes", "node_gbps", "uplink_gbps")
 class Racks:
     """Nodes in the order of the file."""
 
-    rack_of_node: list[int]
+    nodes: list[list[int]]  # of each rack
     node_gbps: list[float]  # of each node's link
     uplink_gbps: list[float]  # of each rack
 
@@ -42,7 +42,8 @@ def read_racks(file: Path, node_gbps: float) -> Racks:
         names.add(name)
         count = _node_count(rack, name, hosts)
         speed = _speed(rack, "node_gbps", node_gbps, name)
-        result.rack_of_node.extend([number] * count)
+        first = len(result.node_gbps)
+        result.nodes.append(list(range(first, first + count)))
         result.node_gbps.extend([speed] * count)
         result.uplink_gbps.append(_speed(rack, "uplink_gbps", count * speed, name))
     return result

@@ -33,6 +33,8 @@ struct CollectiveShape {
   Nodes nodes{};  // empty: one node
   int64_t window_bytes = 1024;
   Nodes domains{};  // of one node; empty: none
+  std::vector<int32_t> node_shares{};
+  Nodes racks{};
 };
 
 inline Nodes nodes_of_sizes(const std::vector<int32_t>& sizes) {
@@ -171,7 +173,7 @@ class SimulatedCollective {
            std::to_string(shape_.bank_bytes) + (shape_.is_list ? " list" : "") +
            (shape_.is_in_place ? " in place" : "") + " seed " + std::to_string(shape_.seed) + " window " +
            std::to_string(shape_.window_bytes) + " nodes" + describe(shape_.nodes) + " domains" +
-           describe(shape_.domains);
+           describe(shape_.domains) + " shares and racks" + describe({shape_.node_shares}) + describe(shape_.racks);
   }
 
  private:
@@ -223,6 +225,8 @@ class SimulatedCollective {
     spec.output_is_list = shape_.is_list;
     spec.nodes = shape_.nodes;
     spec.domains = shape_.domains;
+    spec.node_shares = shape_.node_shares;
+    spec.racks = shape_.racks;
     spec.window_bytes = shape_.window_bytes;
     specs_.assign(shape_.world_size, spec);
     for (int32_t rank = 0; rank < shape_.world_size; ++rank) specs_[rank].rank = rank;

@@ -34,8 +34,19 @@ TEST(EstimateTest, ALargeAllReduceTakesTheTimeOfItsSlowLink) {
 TEST(EstimateTest, ASlowNodeSlowsAllDown) {
   EstimateRequest request{.bytes = 16 << 20, .nodes = even_nodes(3, 1)};
   const double fast_us = estimate(request).time_us;
-  request.node_bytes_per_us = {1'250, 1'250, 125};
+  request.model.node_bytes_per_us = {1'250, 1'250, 125};
   EXPECT_GT(estimate(request).time_us, 4 * fast_us);
+}
+
+// It completes nothing, so that its link carries the bytes once each way; with equal shares it would be 1.5 times.
+TEST(EstimateTest, ANodeOnALinkOfHalfTheSpeedTakesTwiceItsBytes) {
+  EstimateRequest request{.bytes = 16 << 20, .nodes = even_nodes(4, 1)};
+  request.model.node_bytes_per_us = {25, 25, 12.5, 25};
+  const Estimate result = estimate(request);
+  EXPECT_EQ(result.algorithm, "all_reduce_hierarchical");
+  const double bound_us = request.bytes / 12.5;
+  EXPECT_GE(result.time_us, bound_us);
+  EXPECT_LT(result.time_us, 1.1 * bound_us);
 }
 
 TEST(EstimateTest, EveryOperationHasOneOnOneNodeAndOnMany) {
@@ -57,8 +68,8 @@ TEST(EstimateTest, LargeGroupsAreSimulatedByNodesThatStandForOthers) {
   EXPECT_LT(result.time_us, 2 * bound_us);
   ASSERT_EQ(result.link_bytes.size(), 128);
   EXPECT_NEAR(result.link_bytes[5][4], 2.0 / 128 * (1 << 30), 0.01 * (1 << 30) / 128);
-  request.node_bytes_per_us.assign(128, 1'250);
-  request.node_bytes_per_us[77] = 625;
+  request.model.node_bytes_per_us.assign(128, 1'250);
+  request.model.node_bytes_per_us[77] = 625;
   EXPECT_GT(estimate(request).time_us, 1.8 * bound_us);
 }
 
@@ -75,8 +86,8 @@ TEST(EstimateTest, RefusesWhatIsNotAQuestion) {
       {.bytes = 4, .nodes = nodes, .algorithm = "all_reduce_rign"},
       {.bytes = 4, .nodes = nodes, .algorithm = "all_reduce_staged"},
       {.bytes = 4, .nodes = nodes, .model = {.network_bytes_per_us = 0}},
-      {.bytes = 4, .nodes = nodes, .node_bytes_per_us = {1}},
-      {.bytes = 4, .nodes = nodes, .node_bytes_per_us = {1, -1}},
+      {.bytes = 4, .nodes = nodes, .model = {.node_bytes_per_us = {1}}},
+      {.bytes = 4, .nodes = nodes, .model = {.node_bytes_per_us = {1, -1}}},
   };
   for (const EstimateRequest& request : wrong) EXPECT_THROW(estimate(request), std::invalid_argument);
 }

@@ -35,6 +35,7 @@ struct Shape {
   uint64_t seed = 0;
   std::vector<std::vector<int32_t>> nodes{};
   int64_t window_bytes = 1024;
+  std::vector<int32_t> node_shares{};
 };
 
 std::span<std::byte> bytes_of(Floats& values) { return std::as_writable_bytes(std::span(values)); }
@@ -80,6 +81,7 @@ class Reduction {
             .mailbox_bytes = shape_.mailbox_bytes,
             .input_is_list = shape_.is_list,
             .nodes = shape_.nodes,
+            .node_shares = shape_.node_shares,
             .window_bytes = shape_.window_bytes,
             .codec = codec_.get(),
             .has_residuals = shape_.has_residuals};
@@ -332,6 +334,27 @@ TEST_P(CompressedBetweenNodesTest, LosesNothingAndGivesAllRanksTheSameBits) {
                              .is_in_place = seed == 2,
                              .seed = seed,
                              .nodes = nodes_of(placement)});
+        SCOPED_TRACE(reduction.describe());
+        reduction.run();
+        reduction.expect_conservation();
+      }
+    }
+  }
+}
+
+TEST(CompressedSharesTest, NodesMayCompleteUnequalShares) {
+  const std::vector<std::vector<int32_t>> shares{{512, 512, 0}, {0, 1023, 1}, {100, 0, 924}};
+  for (const std::vector<int32_t>& placement :
+       {std::vector<int32_t>{0, 1, 2}, {0, 0, 1, 2, 2, 2, 1, 0}, {0, 1, 2, 0, 1, 2}}) {
+    for (const int64_t numel : {33, 700, 3003}) {
+      for (const std::vector<int32_t>& each : shares) {
+        Reduction reduction({.algorithm = "all_reduce_hierarchical",
+                             .world_size = static_cast<int32_t>(placement.size()),
+                             .numel = numel,
+                             .bank_bytes = 1 << 16,
+                             .seed = 3,
+                             .nodes = nodes_of(placement),
+                             .node_shares = each});
         SCOPED_TRACE(reduction.describe());
         reduction.run();
         reduction.expect_conservation();

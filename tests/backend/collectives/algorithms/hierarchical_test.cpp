@@ -12,14 +12,14 @@
 namespace zeropg {
 namespace {
 
-struct LinkBytes {
+struct CountedBytes {
   int64_t sent = 0;
   int64_t received = 0;
 };
 
-std::vector<LinkBytes> link_bytes(const std::vector<Traffic>& traffic, const Nodes& nodes) {
+std::vector<CountedBytes> link_bytes(const std::vector<Traffic>& traffic, const Nodes& nodes) {
   const auto between = bytes_between_nodes(traffic, nodes);
-  std::vector<LinkBytes> links(nodes.size());
+  std::vector<CountedBytes> links(nodes.size());
   for (size_t from = 0; from < nodes.size(); ++from) {
     for (size_t to = 0; to < nodes.size(); ++to) {
       links[from].sent += between[from][to];
@@ -74,12 +74,79 @@ TEST(HierarchicalTest, AllReduceSendsTheLowerBoundOverEveryLink) {
     const Cost cost = find_algorithm("all_reduce_hierarchical")->cost(collective.specs()[0]);
     EXPECT_NEAR(cost.network_bytes, bound, 1);
     int64_t total = 0;
-    for (const LinkBytes& link : link_bytes(run(collective, shape), nodes)) {
+    for (const CountedBytes& link : link_bytes(run(collective, shape), nodes)) {
       EXPECT_NEAR(link.sent, bound, slack);
       EXPECT_NEAR(link.received, bound, slack);
       total += link.sent;
     }
     EXPECT_EQ(total, int64_t(2 * (nodes.size() - 1)) * 4 * kNumel);  // not a byte more than the bound
+  }
+}
+
+// Nodes complete what they are told to, down to nothing, and links carry what that makes.
+TEST(HierarchicalTest, LinksCarryWhatTheSharesOfNodesMake) {
+  const std::vector<std::pair<Nodes, std::vector<int32_t>>> cases{
+      {nodes_of_sizes({1, 1, 1, 1}), {341, 342, 0, 341}},
+      {nodes_of_sizes({2, 2, 2}), {0, 1024, 0}},
+      {nodes_of_sizes({4, 2, 1}), {100, 900, 24}},
+      {nodes_in_turn(9, 3), {512, 1, 511}},
+      {nodes_of_sizes({2, 1, 1, 3, 1}), {200, 0, 300, 400, 124}},
+  };
+  for (const auto& [nodes, shares] : cases) {
+    for (const int64_t window_bytes : {1 << 12, 1 << 16}) {
+      CollectiveShape shape = shape_of(nodes, kNumel);
+      shape.window_bytes = window_bytes;
+      shape.node_shares = shares;
+      const SimulatedCollective collective(*find_algorithm("all_reduce_hierarchical"), shape);
+      SCOPED_TRACE(collective.describe());
+      const std::vector<Traffic> traffic = run(collective, shape);
+      const Cost cost = cost_all_reduce_hierarchical(collective.specs()[0]);
+      const std::vector<CountedBytes> links = link_bytes(traffic, nodes);
+      // Parts are cut at cache lines; two per chunk and phase may be a line longer than their share.
+      const double slack = 0.01 * 4 * kNumel * static_cast<double>(nodes.size());
+      for (size_t node = 0; node < nodes.size(); ++node) {
+        EXPECT_NEAR(links[node].sent, cost.links.of_nodes[node], slack);
+        EXPECT_NEAR(links[node].received, cost.links.of_nodes[node], slack);
+      }
+      for (const Traffic& rank : traffic) EXPECT_EQ(rank.barriers, cost.barriers);
+    }
+  }
+}
+
+TEST(HierarchicalTest, SharesGiveTheRightBytesInEverySizeAndOrder) {
+  for (const char* name : {"all_reduce_hierarchical", "reduce_hierarchical", "all_reduce_hierarchical_one_shot"}) {
+    for (const Nodes& nodes : {nodes_of_sizes({1, 1, 1}), nodes_of_sizes({4, 2, 1}), nodes_in_turn(9, 3)}) {
+      for (const std::vector<int32_t>& shares : {std::vector<int32_t>{512, 512, 0}, {0, 0, 1024}, {1, 1000, 23}}) {
+        for (const int64_t numel : {0, 1, 37, 131, 5003, 15'001}) {
+          for (uint64_t seed = 0; seed < 3; ++seed) {
+            CollectiveShape shape = shape_of(nodes, numel);
+            shape.bank_bytes = seed % 2 == 0 ? 40'000 : 37'000;
+            shape.window_bytes = 48 + static_cast<int64_t>(seed * seed * 100);
+            shape.is_in_place = seed == 2;
+            shape.seed = seed;
+            shape.node_shares = shares;
+            const SimulatedCollective collective(*find_algorithm(name), shape);
+            SCOPED_TRACE(collective.describe());
+            run(collective, shape);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(HierarchicalTest, RefusesSharesThatAreNoWhole) {
+  for (const std::vector<int32_t>& shares : {std::vector<int32_t>{1024}, {1024, 1}, {-1, 1025}, {0, 0}}) {
+    CollectiveSpec spec{.op = OpKind::kAllReduce,
+                        .world_size = 2,
+                        .element_bytes = 4,
+                        .bytes = 400,
+                        .bank_bytes = 4096,
+                        .nodes = {{0}, {1}},
+                        .node_shares = shares,
+                        .window_bytes = 4096};
+    EXPECT_THROW(plan_all_reduce_hierarchical(spec), std::invalid_argument);
+    EXPECT_THROW(cost_all_reduce_hierarchical(spec), std::invalid_argument);
   }
 }
 
@@ -117,7 +184,7 @@ TEST(HierarchicalTest, BroadcastEntersEveryNodeOnce) {
       SCOPED_TRACE(collective.describe());
       int64_t most_sent = 0;
       int32_t entered = 0;
-      for (const LinkBytes& link : link_bytes(run(collective, shape), nodes)) {
+      for (const CountedBytes& link : link_bytes(run(collective, shape), nodes)) {
         EXPECT_TRUE(link.received == 0 || link.received == 100'003);
         entered += link.received > 0;
         most_sent = std::max(most_sent, link.sent);
@@ -136,7 +203,7 @@ TEST(HierarchicalTest, GatherAndScatterSendEachBlockStraightToItsRank) {
       const SimulatedCollective collective(*find_algorithm(name), shape);
       SCOPED_TRACE(collective.describe());
       int64_t total = 0;
-      for (const LinkBytes& link : link_bytes(run(collective, shape), nodes)) total += link.sent;
+      for (const CountedBytes& link : link_bytes(run(collective, shape), nodes)) total += link.sent;
       EXPECT_EQ(total, static_cast<int64_t>(find_algorithm(name)->cost(collective.specs()[0]).network_bytes));
     }
   }
@@ -163,7 +230,7 @@ TEST(HierarchicalTest, CostsWhatItsFormulaSays) {
       }
       EXPECT_NEAR(memory_bytes, cost.memory_bytes, 0.1 * cost.memory_bytes);
       int64_t most = 0;
-      for (const LinkBytes& link : link_bytes(traffic, nodes)) most = std::max({most, link.sent, link.received});
+      for (const CountedBytes& link : link_bytes(traffic, nodes)) most = std::max({most, link.sent, link.received});
       EXPECT_NEAR(most, cost.network_bytes, 0.05 * cost.network_bytes + 2);
     }
   }
