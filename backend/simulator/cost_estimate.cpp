@@ -113,11 +113,11 @@ std::function<SimulatedLink(int32_t, int32_t)> links_of(const EstimateRequest& r
     const int32_t sender = placement.node_of(from);
     const int32_t receiver = placement.node_of(to);
     if (sender == receiver) return {};
-    double speed = std::min(shares.of_node[sender], shares.of_node[receiver]);
-    if (!shares.of_uplink.empty() && shares.rack_of_node[sender] != shares.rack_of_node[receiver]) {
-      speed = std::min({speed, shares.of_uplink[sender], shares.of_uplink[receiver]});
-    }
-    return {.latency_us = request.model.hop_us, .bytes_per_us = speed};
+    const bool crosses = !shares.of_uplink.empty() && shares.rack_of_node[sender] != shares.rack_of_node[receiver];
+    const auto end = [&](int32_t node) {
+      return LinkEnd{.bytes_per_us = shares.of_node[node], .uplink_bytes_per_us = crosses ? shares.of_uplink[node] : 0};
+    };
+    return {.latency_us = request.model.hop_us, .sender = end(sender), .receiver = end(receiver)};
   };
 }
 

@@ -141,7 +141,10 @@ class Simulation {
     if (options_.link) return options_.link(from, to);
     if (is_near(from, to)) return {};
     const auto ranks = static_cast<double>(nodes_[node_of_[from]].size());
-    return {.latency_us = options_.model.hop_us, .bytes_per_us = options_.model.network_bytes_per_us / ranks};
+    const auto peers = static_cast<double>(nodes_[node_of_[to]].size());
+    return {.latency_us = options_.model.hop_us,
+            .sender = {.bytes_per_us = options_.model.network_bytes_per_us / ranks},
+            .receiver = {.bytes_per_us = options_.model.network_bytes_per_us / peers}};
   }
 
   void check_operations() const {

@@ -110,6 +110,11 @@ Cost cost_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec);
 Schedule plan_reduce_hierarchical(const CollectiveSpec& spec);
 Cost cost_reduce_hierarchical(const CollectiveSpec& spec);
 
+// Over racks of nodes, one level inside the other: less over the uplinks of racks, and fewer messages in large groups.
+bool supports_all_reduce_racks(const CollectiveSpec& spec);
+Schedule plan_all_reduce_racks(const CollectiveSpec& spec);
+Cost cost_all_reduce_racks(const CollectiveSpec& spec);
+
 // Every block crosses to its node as partial sums, once from each other node.
 bool supports_reduce_scatter_hierarchical(const CollectiveSpec& spec);
 Schedule plan_reduce_scatter_hierarchical(const CollectiveSpec& spec);

@@ -104,10 +104,11 @@ void add_reduce(PipelineStage stage, Region destination, std::span<const Region>
   Schedule& schedule = stage.schedule;
   const size_t steps = schedule.steps.size();
   const bool is_of_ranks = scope == ReduceScope::kOfRanks || scope == ReduceScope::kOfRanksOfDomain;
+  const bool is_complete = !is_of_ranks && scope != ReduceScope::kOfNodesOfRack;
   add_step(stage,
            {.kind = StepKind::kReduce,
-            .is_final = !is_of_ranks,
-            .has_partial_sources = scope == ReduceScope::kOfNodes || scope == ReduceScope::kOfDomains,
+            .is_final = is_complete,
+            .has_partial_sources = !is_of_ranks && scope != ReduceScope::kComplete,
             .form = scope == ReduceScope::kOfRanksOfDomain ? ReduceForm::kToAccumulators
                     : scope == ReduceScope::kOfDomains     ? ReduceForm::kFromAccumulators
                                                            : ReduceForm::kWhole,

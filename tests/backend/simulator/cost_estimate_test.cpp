@@ -49,6 +49,20 @@ TEST(EstimateTest, ANodeOnALinkOfHalfTheSpeedTakesTwiceItsBytes) {
   EXPECT_LT(result.time_us, 1.1 * bound_us);
 }
 
+// Over racks the uplinks carry 2 (r - 1) / r times the bytes, and the nodes' own links work meanwhile.
+TEST(EstimateTest, SlowUplinksCarryTheLowerBound) {
+  EstimateRequest request{.bytes = 16 << 20, .nodes = even_nodes(4, 1), .racks = {{0, 1}, {2, 3}}};
+  request.model.network_bytes_per_us = 25;
+  request.model.uplink_bytes_per_us = {6.25, 6.25};
+  const Estimate result = estimate(request);
+  EXPECT_EQ(result.algorithm, "all_reduce_racks");
+  const double bound_us = request.bytes / 6.25;
+  EXPECT_GE(result.time_us, bound_us);
+  EXPECT_LT(result.time_us, 1.15 * bound_us);
+  request.algorithm = "all_reduce_hierarchical";
+  EXPECT_GT(estimate(request).time_us, 1.9 * bound_us);
+}
+
 TEST(EstimateTest, EveryOperationHasOneOnOneNodeAndOnMany) {
   for (size_t op = 0; op < kOpKindCount; ++op) {
     for (const auto& nodes : {even_nodes(1, 4), even_nodes(4, 1), even_nodes(3, 3), even_nodes(1, 1)}) {
@@ -88,6 +102,8 @@ TEST(EstimateTest, RefusesWhatIsNotAQuestion) {
       {.bytes = 4, .nodes = nodes, .model = {.network_bytes_per_us = 0}},
       {.bytes = 4, .nodes = nodes, .model = {.node_bytes_per_us = {1}}},
       {.bytes = 4, .nodes = nodes, .model = {.node_bytes_per_us = {1, -1}}},
+      {.bytes = 4, .nodes = nodes, .model = {.uplink_bytes_per_us = {1}}, .racks = {{0}, {1}}},
+      {.bytes = 4, .nodes = nodes, .racks = {{0}, {0, 1}}},
   };
   for (const EstimateRequest& request : wrong) EXPECT_THROW(estimate(request), std::invalid_argument);
 }

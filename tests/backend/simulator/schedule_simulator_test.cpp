@@ -219,7 +219,9 @@ TEST(SimulateTest, EstimatesTheSameTimeInAnyInterleaving) {
     GroupContext group(2);
     group.options.seed = seed;
     group.options.model = {.barrier_us = 5, .bytes_per_us = 2};
-    group.options.link = [](int32_t, int32_t) { return SimulatedLink{.latency_us = 10, .bytes_per_us = 4}; };
+    group.options.link = [](int32_t, int32_t) {
+      return SimulatedLink{.latency_us = 10, .sender = {4}, .receiver = {4}};
+    };
     add_copy(group.schedules[0], staging(0, 0, 0), input(0), kBytes);  // 2 * 64 / 2 = 64 us
     for (Schedule& schedule : group.schedules) add_barrier(schedule);  // at 69 us
     add_send(group.schedules[0], 1, input(0), kBytes);                 // 16 us

@@ -11,7 +11,7 @@
 namespace zeropg {
 namespace {
 
-SimulatedLink link(int32_t, int32_t) { return {.latency_us = 20, .bytes_per_us = 100}; }
+SimulatedLink link(int32_t, int32_t) { return {.latency_us = 20, .sender = {100}, .receiver = {100}}; }
 
 // The schedules of the first `count` nodes; each further node has node 0 stand for it.
 TimedGroup group_of(const SimulatedCollective& collective, const Nodes& nodes, size_t count) {
