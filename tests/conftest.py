@@ -33,7 +33,6 @@ ORDER = [
 SMOKE = (
     "test_layout.py",
     "test_install.py",
-    "test_cpp.py",
     "cpp_program",
     "backend",
     "sharding/module/test_same_losses.py",
