@@ -75,7 +75,7 @@ std::string StoreOutOfBand::pair_key(int32_t peer, const std::string& own_nonce,
   return {key.begin(), key.end()};
 }
 
-// Until every peer answered: then they all have what this rank left in the store for them.
+// Until every peer answered.
 void greet_peers(RemoteTransport& network, const NetworkPlan& plan) {
   network.greet();
   auto next_tick = Clock::now() + kTick;
@@ -144,7 +144,6 @@ void join_network(const WireEntry& wire, const NetworkPlan& plan, StoreExchange&
       RemoteTransportOptions{
           .rank = plan.rank, .world_size = plan.world_size, .peers = plan.peers, .window_bytes = plan.window_bytes});
   greet_peers(**network, plan);
-  store_exchange.withdraw_address();
 }
 
 }  // namespace zeropg

@@ -28,6 +28,7 @@ constexpr std::chrono::microseconds kPausePerRank{50};  // many ranks share one 
 constexpr std::chrono::milliseconds kPause{20};         // between two looks for what others say of a failure
 constexpr size_t kMaxFailureBytes = 1 << 16;
 const char* const kMapKey = "zeropg/map";
+const char* const kAddressesKey = "zeropg/addresses";
 const char* const kFailureKey = "zeropg/failure";
 const char* const kRollCallKey = "zeropg/roll_call";
 constexpr std::chrono::milliseconds kLookInterval{250};  // at the store; many ranks share one
@@ -140,16 +141,20 @@ std::vector<RankRecord> StoreExchange::collect(const RankRecord& own) {
   std::vector<Awaited> awaited;
   for (int32_t rank = 1; rank < world_size_; ++rank) awaited.push_back({rank, rank_key(rank)});
   wait_for(awaited);
-  const std::vector<std::string> keys = keys_of(awaited);
-  std::vector<std::vector<uint8_t>> values;
-  if (store_->hasExtendedApi()) {
-    values = store_->multiGet(keys);
-  } else {
-    for (const std::string& key : keys) values.push_back(store_->get(key));
-  }
   std::vector<RankRecord> records{own};
-  for (const auto& value : values) records.push_back(decode_record(to_text(value)));
+  for (const std::string& value : read(awaited)) records.push_back(decode_record(value));
   return records;
+}
+
+std::vector<std::string> StoreExchange::read(const std::vector<Awaited>& awaited) {
+  const std::vector<std::string> keys = keys_of(awaited);
+  std::vector<std::string> values;
+  if (store_->hasExtendedApi()) {
+    for (const auto& value : store_->multiGet(keys)) values.push_back(to_text(value));
+  } else {
+    for (const std::string& key : keys) values.push_back(to_text(store_->get(key)));
+  }
+  return values;
 }
 
 std::vector<std::string> StoreExchange::keys_of(const std::vector<Awaited>& awaited) {
@@ -180,9 +185,11 @@ void StoreExchange::wait_for(const std::vector<Awaited>& awaited) {
 
 std::vector<int32_t> StoreExchange::missing_of(const std::vector<Awaited>& awaited) {
   std::vector<int32_t> missing;
-  if (awaited.size() == 1 && awaited[0].key == kMapKey) {  // rank 0 cannot write it before it has heard from everybody
+  // Rank 0 cannot write these before it has heard from everybody.
+  const bool is_map = awaited[0].key == kMapKey;
+  if (is_map || awaited[0].key == kAddressesKey) {
     for (int32_t rank = 0; rank < world_size_; ++rank) {
-      if (!store_->check({rank_key(rank)})) missing.push_back(rank);
+      if (!store_->check({is_map ? rank_key(rank) : address_key(rank)})) missing.push_back(rank);
     }
     if (missing.empty()) missing.push_back(0);
   } else {
@@ -205,17 +212,23 @@ void StoreExchange::throw_late(const std::vector<int32_t>& missing) {
 std::vector<std::string> StoreExchange::exchange_addresses(const std::string& own, const std::vector<int32_t>& peers,
                                                            const AddressKey& key) {
   store_->set(address_key(rank_), sign_address(key, rank_, own));
-  std::vector<Awaited> awaited;
-  for (const int32_t peer : peers) awaited.push_back({peer, address_key(peer)});
-  if (!awaited.empty()) wait_for(awaited);
+  if (rank_ == 0) {
+    std::vector<Awaited> awaited;
+    for (int32_t rank = 0; rank < world_size_; ++rank) awaited.push_back({rank, address_key(rank)});
+    wait_for(awaited);
+    store_->set(kAddressesKey, encode_texts(read(awaited)));
+  } else {
+    wait_for({{0, kAddressesKey}});
+  }
+  store_->deleteKey(address_key(rank_));  // rank 0 has read it
+  const std::vector<std::string> all = decode_texts(to_text(store_->get(kAddressesKey)), world_size_);
   std::vector<std::string> addresses(static_cast<size_t>(world_size_));
-  for (const Awaited& entry : awaited) {
-    addresses[static_cast<size_t>(entry.rank)] = verify_address(key, entry.rank, to_text(store_->get(entry.key)));
+  for (const int32_t peer : peers) {
+    const auto index = static_cast<size_t>(peer);
+    addresses[index] = verify_address(key, peer, all[index]);
   }
   return addresses;
 }
-
-void StoreExchange::withdraw_address() { store_->deleteKey(address_key(rank_)); }
 
 void StoreExchange::look_around(const std::vector<int32_t>& awaited) {
   awaited_ = awaited;
@@ -327,6 +340,9 @@ void StoreExchange::report_failure(const std::string& error) noexcept {
   }
 }
 
-void StoreExchange::clean_up() { store_->deleteKey(kMapKey); }
+void StoreExchange::clean_up() {
+  store_->deleteKey(kMapKey);
+  store_->deleteKey(kAddressesKey);
+}
 
 }  // namespace zeropg

@@ -14,10 +14,12 @@
 
 namespace zeropg {
 
-// Keys under the store's own prefix: "zeropg/rank/<r>" (a record), "zeropg/map", "zeropg/address/<r>", "zeropg/failure"
-// (the first error of any rank, so that the others need not wait for their deadline), "zeropg/roll_call",
-// "zeropg/present/<r>" (for whom r waits) and "zeropg/broken/<r>" (which rank r lost, and how). Every wait ends at the
-// deadline with DistBackendError naming the ranks that did not come.
+// Keys under the store's own prefix: "zeropg/rank/<r>" (a record), "zeropg/map", "zeropg/address/<r>",
+// "zeropg/addresses", "zeropg/failure" (the first error of any rank, so that the others need not wait for their
+// deadline), "zeropg/roll_call", "zeropg/present/<r>" (for whom r waits) and "zeropg/broken/<r>" (which rank r lost,
+// and how). Rank 0 alone reads what each rank wrote, and publishes all of it in one value: so the questions to the
+// store grow with the ranks, not with their pairs. Every wait ends at the deadline with DistBackendError naming the
+// ranks that did not come.
 //
 // Note [Roll call]
 // Who runs into the deadline has waited for some rank, which may itself have waited for another one. So it calls the
@@ -29,12 +31,11 @@ class StoreExchange {
 
   // Collective. Rank 0 compares the records and draws the secret where the users gave none.
   GroupMap exchange(const RankRecord& own);
-  // Collective over ranks of several nodes: publishes where this rank can be reached from other nodes, and waits for
-  // the same from `peers`. Entries are signed, so that nobody without the secret can lead a rank elsewhere. Returns
-  // them by rank, empty for the others.
+  // Collective, once: publishes where this rank can be reached from other nodes, and waits for the same from all.
+  // Entries are signed, so that nobody without the secret can lead a rank elsewhere. Returns those of `peers` by rank,
+  // empty for the others.
   std::vector<std::string> exchange_addresses(const std::string& own, const std::vector<int32_t>& peers,
                                               const AddressKey& key);
-  void withdraw_address();  // when all who need it have it
   // What else is to be done now and then during every wait. It must not throw.
   void set_meanwhile(Tick meanwhile) { meanwhile_ = std::move(meanwhile); }
   // Now and then during every wait for `awaited`, as often as one likes: throws what another rank failed with or what a
@@ -45,8 +46,8 @@ class StoreExchange {
   // who holds up the ranks that this one waits for, which takes up to a second.
   std::string find_cause(const std::string& failure, std::optional<int32_t> lost) noexcept;
   void report_failure(const std::string& error) noexcept;
-  // Rank 0, when everybody has read the map and nobody has been told to go on: the secret should not stay in the store,
-  // and a later group with the same prefix must not find it.
+  // Rank 0, when everybody has read the map and the addresses and nobody has been told to go on: the secret should not
+  // stay in the store, and a later group with the same prefix must find neither.
   void clean_up();
 
  private:
@@ -56,6 +57,7 @@ class StoreExchange {
     std::string key;
   };
   static std::vector<std::string> keys_of(const std::vector<Awaited>& awaited);
+  std::vector<std::string> read(const std::vector<Awaited>& awaited);
   void wait_for(const std::vector<Awaited>& awaited);
   std::vector<int32_t> missing_of(const std::vector<Awaited>& awaited);  // empty: all is there by now
   [[noreturn]] void throw_late(const std::vector<int32_t>& missing);

@@ -141,6 +141,16 @@ BreakRecord decode_break(std::string_view bytes) {
   return record;
 }
 
+std::string encode_texts(const std::vector<std::string>& texts) { return Writer().put(texts).bytes(); }
+
+std::vector<std::string> decode_texts(std::string_view bytes, int32_t count) {
+  Reader reader(bytes);
+  std::vector<std::string> texts = reader.texts(count);
+  reader.finish();
+  if (texts.size() != static_cast<size_t>(count)) Reader::fail();
+  return texts;
+}
+
 std::string encode_ranks(const std::vector<int32_t>& ranks) {
   Writer writer;
   writer.put(static_cast<int64_t>(ranks.size()));

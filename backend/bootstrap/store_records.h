@@ -55,6 +55,9 @@ GroupMap decode_map(std::string_view bytes, int32_t world_size);
 std::string encode(const BreakRecord& record);
 BreakRecord decode_break(std::string_view bytes);
 
+std::string encode_texts(const std::vector<std::string>& texts);
+std::vector<std::string> decode_texts(std::string_view bytes, int32_t count);
+
 std::string encode_ranks(const std::vector<int32_t>& ranks);
 std::vector<int32_t> decode_ranks(std::string_view bytes, int32_t world_size);
 

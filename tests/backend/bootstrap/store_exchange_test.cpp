@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <random>
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
@@ -111,6 +112,43 @@ TEST_F(RendezvousTest, TruncatedMapIsAnError) {
   }
   store_->set("zeropg/map", map + "x");
   EXPECT_NE(error_of([&] { of(1).exchange(record_of(1, 2)); }).find("damaged"), std::string::npos);
+}
+
+class CountingStore final : public c10d::HashStore {
+ public:
+  std::vector<uint8_t> get(const std::string& key) override {
+    ++reads;
+    return HashStore::get(key);
+  }
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    ++reads;
+    return HashStore::multiGet(keys);
+  }
+
+  std::atomic<int> reads{0};
+};
+
+TEST_F(RendezvousTest, AddressesReachAllRanksInAReadEach) {
+  constexpr int32_t kRanks = 24;
+  auto store = c10::make_intrusive<CountingStore>();
+  store_ = store;
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      const std::vector<int32_t> peers{(rank + 1) % kRanks, (rank + 5) % kRanks};
+      const std::vector<std::string> addresses =
+          of(rank, kRanks).exchange_addresses("address " + std::to_string(rank), peers, {"group", "secret"});
+      for (int32_t peer = 0; peer < kRanks; ++peer) {
+        const bool is_wanted = peer == peers[0] || peer == peers[1];
+        EXPECT_EQ(addresses[peer], is_wanted ? "address " + std::to_string(peer) : "");
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_LE(store->reads, kRanks + 1);
+  of(0, kRanks).clean_up();
+  EXPECT_FALSE(store_->check({"zeropg/addresses"}));
+  EXPECT_FALSE(store_->check({"zeropg/address/0"}) || store_->check({"zeropg/address/23"}));
 }
 
 TEST_F(RendezvousTest, FailureOfOneRankEndsTheWaitOfTheOthers) {
