@@ -178,6 +178,7 @@ NetworkPlan plan_network(const Session& session, const Topology& topology, const
                    .group = session.group,
                    .secret = session.place.secret,
                    .interfaces = options.interfaces,
+                   .ports = options.ports,
                    .library_root = options.library_root,
                    .deadline = session.deadline,
                    .tick = session.tick};

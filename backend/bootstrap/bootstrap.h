@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "backend/bootstrap/network_rules.h"
 #include "backend/topology/topology.h"
 #include "backend/transport/network/registry.h"
 #include "backend/transport/network/remote_transport.h"
@@ -30,7 +31,8 @@ struct BootstrapOptions {
   int64_t window_bytes = int64_t{1} << 20;  // per stream to a rank on another node
   std::string network{kAutomaticNetwork};   // or a wire's name
   std::string library_root;                 // see WireOptions
-  std::string interfaces;  // names (or their beginnings) of those to use between nodes, by commas; empty: all
+  InterfaceRules interfaces;                // between nodes, as the ports
+  PortRange ports;
 };
 
 // A connection inside the node over which the leader passes descriptors; kept for later SharedSegments.

@@ -43,7 +43,7 @@ std::vector<Descriptor> StoreOutOfBand::connect_to_peers() {
                 .addresses = std::vector<TcpAddress>(static_cast<size_t>(plan_.world_size))};
   for (const int32_t peer : plan_.peers) (peer < plan_.rank ? mesh.to : mesh.from).push_back(peer);
   TcpAddress own{.port = 0, .network_id = mesh.network_id, .hosts = local_addresses(plan_.interfaces)};
-  const Descriptor listener = listen_tcp(&own.port);
+  const Descriptor listener = listen_tcp(plan_.ports, &own.port);
   const std::vector<std::string> addresses =
       store_exchange_.exchange_addresses(encode(own), mesh.to, {plan_.group, plan_.secret});
   for (const int32_t peer : mesh.to) mesh.addresses[peer] = decode_tcp_address(addresses[peer]);

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/bootstrap/network_rules.h"
 #include "backend/bootstrap/store_exchange.h"
 #include "backend/transport/network/registry.h"
 #include "backend/transport/network/remote_transport.h"
@@ -19,7 +20,8 @@ struct NetworkPlan {
   int64_t window_bytes = 0;
   std::string group;  // a name that no other group has
   std::string secret;
-  std::string interfaces;    // see local_addresses
+  InterfaceRules interfaces;
+  PortRange ports;
   std::string library_root;  // see WireOptions
   Clock::time_point deadline;
   Tick tick;

@@ -7,6 +7,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -73,17 +74,6 @@ bool is_usable(const ifaddrs& entry) {
          !IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(entry.ifa_addr)->sin6_addr);
 }
 
-bool is_named(const ifaddrs& entry, const std::string& names) {
-  if (names.empty()) return true;
-  for (size_t start = 0; start <= names.size();) {
-    const size_t end = std::min(names.find(',', start), names.size());
-    const std::string_view name = std::string_view(names).substr(start, end - start);
-    if (!name.empty() && std::string_view(entry.ifa_name).starts_with(name)) return true;
-    start = end + 1;
-  }
-  return false;
-}
-
 bool shares_subnet(const Sockaddr& remote, const ifaddrs& own) {
   if (!is_usable(own) || own.ifa_netmask == nullptr || own.ifa_addr->sa_family != remote.get()->sa_family) return false;
   const auto there = address_bytes(remote.get());
@@ -98,6 +88,33 @@ bool shares_subnet(const Sockaddr& remote, const ifaddrs& own) {
 template <typename T>
 void set_option(const Descriptor& socket, int level, int name, T value) {
   ::setsockopt(socket.get(), level, name, &value, sizeof value);  // all of them are improvements only
+}
+
+// Empty where that cannot be, for the reason in errno. `is_reused`: connections of earlier processes that linger at the
+// port do not count.
+Descriptor listen_on(const sockaddr_storage& address, bool is_reused) {
+  Descriptor socket(::socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!socket) return socket;
+  if (address.ss_family == AF_INET6) set_option(socket, IPPROTO_IPV6, IPV6_V6ONLY, 0);
+  if (is_reused) set_option(socket, SOL_SOCKET, SO_REUSEADDR, 1);
+  const auto* bound = reinterpret_cast<const sockaddr*>(&address);
+  const bool is_listening = ::bind(socket.get(), bound, sizeof address) == 0 && ::listen(socket.get(), SOMAXCONN) == 0;
+  const int error = errno;
+  if (!is_listening) socket.reset();
+  errno = error;
+  return socket;
+}
+
+Descriptor listen_at(uint16_t port, bool is_reused) {
+  sockaddr_storage any6{};
+  any6.ss_family = AF_INET6;
+  reinterpret_cast<sockaddr_in6&>(any6).sin6_port = htons(port);
+  Descriptor socket = listen_on(any6, is_reused);
+  if (socket || errno == EADDRINUSE) return socket;
+  sockaddr_storage any4{};  // a kernel without IPv6
+  any4.ss_family = AF_INET;
+  reinterpret_cast<sockaddr_in&>(any4).sin_port = htons(port);
+  return listen_on(any4, is_reused);
 }
 
 }  // namespace
@@ -129,20 +146,28 @@ TcpAddress decode_tcp_address(std::string_view text) {
   return address;
 }
 
-std::vector<std::string> local_addresses(const std::string& interfaces) {
-  std::vector<std::string> hosts;
+std::vector<InterfaceAddress> interface_addresses(const InterfaceRules& allowed) {
+  std::vector<InterfaceAddress> found;
   const Interfaces all = interfaces_of_this_machine();
   for (const ifaddrs* entry = all.get(); entry != nullptr; entry = entry->ifa_next) {
-    if (!is_usable(*entry) || !is_named(*entry, interfaces)) continue;
+    if (!is_usable(*entry)) continue;
+    const auto bytes = address_bytes(entry->ifa_addr);
+    if (!allowed.allow(entry->ifa_name, bytes)) continue;
     char text[INET6_ADDRSTRLEN] = {};
-    ::inet_ntop(entry->ifa_addr->sa_family, address_bytes(entry->ifa_addr).data(), text, sizeof text);
-    hosts.emplace_back(text);
+    ::inet_ntop(entry->ifa_addr->sa_family, bytes.data(), text, sizeof text);
+    found.push_back({entry->ifa_name, text});
   }
-  std::stable_partition(hosts.begin(), hosts.end(), [](const std::string& host) { return !is_loopback(host); });
+  std::stable_partition(found.begin(), found.end(), [](const auto& address) { return !is_loopback(address.host); });
+  return found;
+}
+
+std::vector<std::string> local_addresses(const InterfaceRules& allowed) {
+  std::vector<std::string> hosts;
+  for (InterfaceAddress& address : interface_addresses(allowed)) hosts.push_back(std::move(address.host));
   if (hosts.size() > kMaxHosts) hosts.resize(kMaxHosts);
   TORCH_CHECK_WITH(DistBackendError, !hosts.empty(), "no network interface that is up",
-                   interfaces.empty() ? "" : " is named " + interfaces,
-                   "; look at `ip address`, or set ZEROPG_INTERFACE to the names of those to use");
+                   allowed.text().empty() ? "" : " is allowed by \"" + allowed.text() + "\"",
+                   "; look at `ip address`, or set ZEROPG_INTERFACE to those to use");
   return hosts;
 }
 
@@ -167,24 +192,23 @@ std::vector<std::string> candidates(const TcpAddress& to, const std::string& own
   return near;
 }
 
-Descriptor listen_tcp(uint16_t* port) {
-  sockaddr_in6 any6{};
-  any6.sin6_family = AF_INET6;
-  Descriptor socket(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  bool is_bound = false;
-  if (socket) {
-    set_option(socket, IPPROTO_IPV6, IPV6_V6ONLY, 0);
-    is_bound = ::bind(socket.get(), reinterpret_cast<sockaddr*>(&any6), sizeof any6) == 0;
+Descriptor listen_tcp(const PortRange& ports, uint16_t* port) {
+  // Processes of a node begin at different ports, so they seldom meet.
+  const int32_t start = ports.is_any() ? 0 : static_cast<int32_t>(::getpid() % ports.count());
+  Descriptor socket;
+  for (int32_t i = 0; !socket && i < ports.count(); ++i) {
+    const int32_t tried = ports.first + (start + i) % ports.count();
+    socket = listen_at(static_cast<uint16_t>(tried), !ports.is_any());
+    if (!socket && errno != EADDRINUSE) break;
   }
-  if (!is_bound) {  // a kernel without IPv6
-    sockaddr_in any4{};
-    any4.sin_family = AF_INET;
-    socket.reset(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    is_bound = socket && ::bind(socket.get(), reinterpret_cast<sockaddr*>(&any4), sizeof any4) == 0;
-  }
-  if (!is_bound || ::listen(socket.get(), SOMAXCONN) != 0) {
+  if (!socket) {
+    const std::string reason = std::strerror(errno);
     throw_if_out_of_descriptors("listen on a TCP port", errno);
-    C10_THROW_ERROR(DistBackendError, c10::str("cannot listen on a TCP port: ", std::strerror(errno)));
+    const std::string tried = ports.is_any()
+                                  ? "a TCP port"
+                                  : c10::str("a TCP port from ", ports.first, " to ", ports.last,
+                                             " (ZEROPG_PORTS; every rank and group of a node needs one of its own)");
+    C10_THROW_ERROR(DistBackendError, c10::str("cannot listen on ", tried, ": ", reason));
   }
   sockaddr_storage bound{};
   socklen_t bytes = sizeof bound;

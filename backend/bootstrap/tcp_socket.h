@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/bootstrap/network_rules.h"
 #include "backend/platform/process/descriptor.h"
 
 namespace zeropg {
@@ -21,15 +22,21 @@ std::string encode(const TcpAddress& address);
 // DistBackendError when `text` is not an encoded address.
 TcpAddress decode_tcp_address(std::string_view text);
 
-// The addresses of this process's interfaces that are up: those of `interfaces` ("eth0,ib": names or prefixes of
-// names), all when it is empty. DistBackendError when there is none.
-std::vector<std::string> local_addresses(const std::string& interfaces);
+struct InterfaceAddress {
+  std::string interface;
+  std::string host;
+};
+
+// Those of this process's interfaces that are up and allowed; loopback last.
+std::vector<InterfaceAddress> interface_addresses(const InterfaceRules& allowed);
+// The addresses of these. DistBackendError when there is none.
+std::vector<std::string> local_addresses(const InterfaceRules& allowed);
 // The order in which to try to reach `to`: what shares a subnet with this machine first; loopback only where it leads
 // there.
 std::vector<std::string> candidates(const TcpAddress& to, const std::string& own_network_id);
 
-// Listens on all addresses, port chosen by the system. Non-blocking.
-Descriptor listen_tcp(uint16_t* port);
+// Listens on all addresses, at a port of `ports` that is free. Non-blocking. DistBackendError when there is none.
+Descriptor listen_tcp(const PortRange& ports, uint16_t* port);
 Descriptor accept_tcp(const Descriptor& listener);  // empty when nobody waits
 // Begins to connect; poll for writing, then ask connect_error(). DistNetworkError when it cannot even begin.
 Descriptor connect_tcp(const std::string& host, uint16_t port);

@@ -7,6 +7,8 @@
 #include <fstream>
 #include <sstream>
 
+#include "backend/bootstrap/network_rules.h"
+
 namespace zeropg {
 
 namespace {
@@ -83,6 +85,11 @@ void BackendOptions::resolve() {
   if (interfaces.empty()) {
     interfaces = environment("ZEROPG_INTERFACE");
   }
+  if (ports.empty()) {
+    ports = environment("ZEROPG_PORTS");
+  }
+  InterfaceRules{interfaces};
+  parse_ports(ports);
 }
 
 }  // namespace zeropg

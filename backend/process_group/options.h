@@ -42,9 +42,11 @@ struct BackendOptions : c10d::Backend::Options {
   bool cma = true;
   // What carries bytes between nodes: a name of the registry, or "automatic" for the best that every rank has.
   std::string network{kAutomaticNetwork};
-  // Names, or beginnings of names, of the network interfaces to use between nodes ("eth,ib0"). Empty: the
-  // environment's, else all that are up.
+  // The network interfaces to use between nodes, as InterfaceRules reads it: "eth,ib0", "^docker", "10.1.0.0/16".
+  // Empty: the environment's, else all that are up.
   std::string interfaces;
+  // The TCP ports at which ranks wait for those of other nodes ("29600-29700"). Empty: the environment's, else any.
+  std::string ports;
   // A folder with the UCX to use (lib/libucp.so.0). Empty: the environment's, else the system's where that has RDMA,
   // else the libucx wheel beside torch.
   std::string ucx_root;
@@ -61,6 +63,7 @@ struct BackendOptions : c10d::Backend::Options {
   //   ZEROPG_SECRET_FILE  a file that holds it, readable by its owner only (mode 0600 or 0400)
   //   ZEROPG_UCX_ROOT     which UCX, as above
   //   ZEROPG_INTERFACE    network interfaces, as above
+  //   ZEROPG_PORTS        TCP ports, as above
   //   ZEROPG_HOST_ID      this machine's identity, where the probe would be wrong (containers that share a boot id)
   //   ZEROPG_DOMAIN_ID    this process's domain, where the probe would be wrong (CPUs that are hidden or not bound)
   // Throws ValueError naming the option and the accepted range.

@@ -104,6 +104,8 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
         options->network = checked_network(value.cast<std::string>());
       } else if (name == "interfaces") {
         options->interfaces = value.cast<std::string>();
+      } else if (name == "ports") {
+        options->ports = value.cast<std::string>();
       } else if (name == "ucx_root") {
         options->ucx_root = value.cast<std::string>();
       } else if (name == "secret") {
@@ -115,7 +117,7 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
       } else {
         throw py::type_error("[zeropg] BackendOptions has no option '" + name +
                              "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, pool_bytes, window_bytes, cma, "
-                             "network, interfaces, ucx_root, secret, host_id and domain_id.");
+                             "network, interfaces, ports, ucx_root, secret, host_id and domain_id.");
       }
     } catch (const py::cast_error&) {
       throw py::type_error("[zeropg] BackendOptions: " + name + " cannot be " + py::repr(value).cast<std::string>() +
@@ -175,7 +177,9 @@ window_bytes: int, what a rank may send to a rank on another node before that on
 cma: bool, whether ranks may read large messages, and blocks of an all-to-all, in each other's memory
   (process_vm_readv), where that is faster; default True.
 network: str, "tcp", "ucx", or "automatic": UCX where every rank has it with RDMA, else TCP.
-interfaces: str, network interfaces to use between nodes, e.g. "eth,ib0"; default ZEROPG_INTERFACE, else all.
+interfaces: str, network interfaces to use between nodes: names or beginnings ("eth,ib0"), a name alone ("=eth0"),
+  subnets ("10.1.0.0/16"), or all but some ("^docker,veth"); default ZEROPG_INTERFACE, else all that are up.
+ports: str, TCP ports at which ranks wait for those of other nodes ("29600-29700"); default ZEROPG_PORTS, else any.
 ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the system's with RDMA, else the libucx wheel.
 secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
 host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.
@@ -192,6 +196,7 @@ domain_id: str, ranks of a node with equal ones share a cache or the way to thei
           "network", [](const BackendOptions& self) { return self.network; },
           [](BackendOptions& self, const std::string& name) { self.network = checked_network(name); })
       .def_readwrite("interfaces", &BackendOptions::interfaces)
+      .def_readwrite("ports", &BackendOptions::ports)
       .def_readwrite("ucx_root", &BackendOptions::ucx_root)
       .def_readwrite("secret", &BackendOptions::secret)
       .def_readwrite("host_id", &BackendOptions::host_id)

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "backend/bootstrap/tcp_socket.h"
 #include "backend/collectives/reduce/reduce_kernels.h"
 #include "backend/collectives/select/registry.h"
 #include "backend/platform/cpu/copy.h"
@@ -61,6 +62,17 @@ void bind_tools(pybind11::module_& m) {
       "Every operation that is planned.");
   m.def("collective_algorithms", &collective_algorithms, py::arg("operation"),
         "Names of the algorithms of an operation such as all_reduce, for one node and for several.");
+  m.def(
+      "interface_addresses",
+      [](const std::string& interfaces) {
+        std::vector<std::pair<std::string, std::string>> found;
+        for (InterfaceAddress& address : interface_addresses(InterfaceRules(interfaces))) {
+          found.emplace_back(std::move(address.interface), std::move(address.host));
+        }
+        return found;
+      },
+      py::arg("interfaces"),
+      "(name, address) of the interfaces that BackendOptions(interfaces=...) allows, of those up.");
   m.def("probe_host_id", &probe_host_id, "Equal for two processes exactly when they can share memory.");
   m.def("probe_domain_id", &probe_domain_id,
         "Equal for two processes of a node that are bound to CPUs with one L3 cache or NUMA node; else empty.");

@@ -24,7 +24,9 @@ class BackendOptions(Backend.Options):
     cma: bool, whether ranks may read large messages, and blocks of an all-to-all, in each other's memory
       (process_vm_readv), where that is faster; default True.
     network: str, "tcp", "ucx", or "automatic": UCX where every rank has it with RDMA, else TCP.
-    interfaces: str, network interfaces to use between nodes, e.g. "eth,ib0"; default ZEROPG_INTERFACE, else all.
+    interfaces: str, network interfaces to use between nodes: names or beginnings ("eth,ib0"), a name alone ("=eth0"),
+      subnets ("10.1.0.0/16"), or all but some ("^docker,veth"); default ZEROPG_INTERFACE, else all that are up.
+    ports: str, TCP ports at which ranks wait for those of other nodes ("29600-29700"); default ZEROPG_PORTS, else any.
     ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the system's with RDMA, else the wheel.
     secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
     host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.
@@ -36,6 +38,7 @@ class BackendOptions(Backend.Options):
     host_id: str
     interfaces: str
     network: str
+    ports: str
     secret: str
     ucx_root: str
     def __copy__(self) -> BackendOptions: ...
@@ -532,6 +535,9 @@ def simulate(
     'is_simulated' (False: too large, the time is the cost formula's), 'is_chosen' (a group would choose it) and
     'link_bytes' [from][to]. Raises ValueError for what cannot be planned.
     """
+
+def interface_addresses(interfaces: str) -> list[tuple[str, str]]:
+    """(name, address) of the interfaces that BackendOptions(interfaces=...) allows, of those up."""
 
 def reduction_instruction_sets() -> list[str]:
     """Those that this processor runs; the last one is used."""

@@ -18,7 +18,7 @@ struct Node {
   Descriptor listener;
   TcpAddress address;
   Node() {
-    listener = listen_tcp(&address.port);
+    listener = listen_tcp({}, &address.port);
     address.network_id = "here";
     address.hosts = {"127.0.0.1"};
   }

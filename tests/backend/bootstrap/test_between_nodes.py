@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,37 @@ def test_the_same_over_every_wire(tmp_path: Path, network: str) -> None:
         pytest.skip(reason)
     env = {"STORE_PATH": str(tmp_path / "store")}
     run_on_two_nodes(3, exchange_over, network, backend=None, env=env)
+
+
+def meet_at(ports: str) -> str:
+    from zeropg.backend import BackendOptions
+
+    try:
+        dist.init_process_group("zeropg", pg_options=BackendOptions(ports=ports), **store_of_this_test())
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == dist.get_world_size()
+    except dist.DistBackendError as error:
+        return str(error)
+    return "met"
+
+
+def test_ports_are_a_range_and_one_that_is_too_small_is_named_on_every_rank(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        last = probe.getsockname()[1]
+    for ports, expected in ((f"{last - 1}-{last}", "ZEROPG_PORTS"), (f"{last - 40}-{last}", "met")):
+        env = {"STORE_PATH": str(tmp_path / ports)}
+        for told in run_on_two_nodes(3, meet_at, ports, backend=None, env=env):
+            assert expected in told
+
+
+def test_rules_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, text in (("ZEROPG_PORTS", "9-1"), ("ZEROPG_INTERFACE", "10.0.0.0/33")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, text)
+            with pytest.raises(ValueError, match=text):
+                dist.init_process_group("zeropg", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def test_a_network_that_there_is_not_is_refused_with_those_that_there_are() -> None:

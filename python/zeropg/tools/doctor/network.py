@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from zeropg._native import _C
 from zeropg.tools import machine
 from zeropg.tools.doctor.finding import Finding
 
@@ -55,7 +56,7 @@ def _interfaces(addresses: dict[str, str | None]) -> Finding:
 
 
 def _zeropg(addresses: dict[str, str | None]) -> Finding:
-    """zeropg's TCP takes the interfaces whose names begin as ZEROPG_INTERFACE says, else all but loopback."""
+    """zeropg's TCP takes the interfaces that ZEROPG_INTERFACE allows, else all but loopback."""
     chosen = os.environ.get("ZEROPG_INTERFACE")
     usable = [name for name in addresses if name != "lo"]
     if not chosen:
@@ -63,16 +64,14 @@ def _zeropg(addresses: dict[str, str | None]) -> Finding:
             f"{', '.join(usable)}: whatever other nodes reach" if usable else "nothing: this machine has only loopback"
         )
         return Finding("zeropg would use", "ok", f"{words} (TCP; UCX where every rank has RDMA)")
-    beginnings = chosen.split(",")
-    matching = [name for name in addresses if name.startswith(tuple(beginnings))]
-    if not matching:
-        return Finding(
-            "zeropg would use",
-            "no",
-            f"ZEROPG_INTERFACE={chosen} is the beginning of no interface that is up",
-            f"one or more of {', '.join(usable) or 'none'}",
-        )
-    return Finding("zeropg would use", "ok", f"{', '.join(matching)} (ZEROPG_INTERFACE)")
+    advice = f"one or more of {', '.join(usable) or 'none'}"
+    try:
+        allowed = dict.fromkeys(name for name, _ in _C.interface_addresses(chosen))
+    except ValueError as error:
+        return Finding("zeropg would use", "no", str(error), advice)
+    if not allowed:
+        return Finding("zeropg would use", "no", f"ZEROPG_INTERFACE={chosen} allows no interface that is up", advice)
+    return Finding("zeropg would use", "ok", f"{', '.join(allowed)} (ZEROPG_INTERFACE)")
 
 
 def _gloo(addresses: dict[str, str | None]) -> Finding:
