@@ -26,14 +26,14 @@ class HostsPlace(Place):
     """`per_host` ranks on each host of a lab, in order; the store stands on the switch and outlives every host."""
 
     pids: tuple[int, ...]  # whose namespaces are the hosts'
-    names: tuple[str, ...]
+    identities: tuple[tuple[tuple[str, str], ...], ...]  # the variables of each host
     switch: int
     per_host: int
 
     def __init__(self, lab: Lab, per_host: int = 2) -> None:
         fields = {
             "pids": tuple(host.process.pid for host in lab.hosts),
-            "names": tuple(host.name for host in lab.hosts),
+            "identities": tuple(tuple(host.identity().items()) for host in lab.hosts),
             "switch": lab.switch_pid,
             "per_host": per_host,
             "address": SWITCH_ADDRESS,
@@ -58,12 +58,8 @@ class HostsPlace(Place):
 
     def environment(self, rank: int) -> dict[str, str]:
         host, local_rank = divmod(rank, self.per_host)
-        return {
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(self.per_host),
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "ZEROPG_HOST_ID": f"lab-{self.names[host]}",
-        }
+        local = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.per_host)}
+        return local | dict(self.identities[host])
 
 
 @dataclass

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ import torch.distributed as dist
 
 from tests.lab.place import HostsPlace
 from tests.spawn import RankPool
-from zeropg.tools.lab.lab import Lab
+from zeropg.tools.lab.lab import BURST, Lab
+from zeropg.tools.lab.stream import stream_rates
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
 MEGABYTES_4 = 4 << 20
@@ -46,8 +48,7 @@ def test_ranks_of_two_hosts_reduce_at_the_rate_of_their_links(lab: Lab, lab_pool
         sent, received = (getattr(after[host], way) - getattr(before[host], way) for way in ("tx", "rx"))
         assert expected <= sent <= 1.2 * expected
         assert expected <= received <= 1.2 * expected
-    burst = 256 << 10
-    assert max(seconds for _, _, seconds in results) > 0.9 * (expected - burst) / 125e6
+    assert max(seconds for _, _, seconds in results) > 0.9 * (expected - BURST) / 125e6
 
 
 SCRIPT = """
@@ -60,14 +61,58 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_torchrun_meets_on_the_first_host(lab: Lab, tmp_path: Path, rendezvous: str) -> None:
+@pytest.mark.parametrize(("rendezvous", "nproc_per_node"), [("static", [2, 1]), ("c10d", [1, 1])])
+def test_torchrun_meets_on_the_first_host(lab: Lab, tmp_path: Path, rendezvous: str, nproc_per_node: list[int]) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    hosts = lab.torchrun(str(script), nproc_per_node=1, rendezvous=rendezvous).wait(timeout=90)
+    hosts = lab.torchrun(str(script), nproc_per_node=nproc_per_node, rendezvous=rendezvous).wait(timeout=90)
     assert [host.returncode for host in hosts] == [0, 0], hosts
-    assert {host.stdout.split()[0] for host in hosts} == {"host0", "host1"}
-    assert all(host.stdout.split()[2:] == ["0", "1.0"] for host in hosts), hosts
+    said = [sorted(host.stdout.splitlines()) for host in hosts]
+    total = float(sum(range(sum(nproc_per_node))))
+    assert {line.split()[0] for lines in said for line in lines} == {"host0", "host1"}
+    for lines, count in zip(said, nproc_per_node, strict=True):
+        assert [line.split()[2:] for line in lines] == [[str(local), str(total)] for local in range(count)]
+
+
+PLACE = 'import os, socket; print(socket.gethostname(), *(os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))'
+
+
+def test_ranks_are_on_the_hosts_that_are_named(lab: Lab) -> None:
+    ranks = lab.ranks(sys.executable, "-S", "-c", PLACE, hosts=[0, 1, 0]).wait(timeout=20)
+    assert [rank.stdout for rank in ranks] == ["host0 0 0 3\n", "host1 1 0 3\n", "host0 2 1 3\n"]
+
+
+def megabits(lab: Lab, *pairs: tuple[int, int]) -> list[float]:
+    """What streams bring, which all run at once; in a packet of 1514 bytes 1448 are payload."""
+    return [8e-6 * rate * 1514 / 1448 for rate in stream_rates(lab, pairs, seconds=0.5, settle=0.3)]
+
+
+def test_links_and_uplinks_carry_what_they_are_told_to(needs_lab: None) -> None:
+    def about(*rates: float) -> object:
+        return pytest.approx(list(rates), rel=0.1)
+
+    with Lab(hosts=4, rate=["80mbit", "80mbit", "40mbit", None], racks=2, uplink="60mbit") as lab:
+        assert [lab.environment(host)["ZEROPG_RACK_ID"] for host in range(4)] == ["rack0", "rack0", "rack1", "rack1"]
+        assert megabits(lab, (0, 1), (1, 0), (3, 2)) == about(80, 80, 40)  # inside the racks, where no uplink limits
+        assert sum(megabits(lab, (0, 2), (1, 3))) == pytest.approx(60, rel=0.1)
+        lab.set_rate(1, "20mbit")
+        lab.set_rate(2, None)
+        in_rack_0, in_rack_1, across = megabits(lab, (0, 1), (3, 2), (3, 0))
+        assert [in_rack_0, across] == about(20, 60)
+        assert in_rack_1 > 400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"hosts": 3, "rate": ["1mbit"] * 2}, "2 rates for 3 hosts"),
+        ({"hosts": 3, "racks": 2}, "3 hosts cannot stand in 2 racks"),
+        ({"hosts": 2, "uplink": "1mbit"}, "there is only one"),
+    ],
+)
+def test_a_lab_that_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Lab(**arguments)
 
 
 def test_hosts_share_nothing_but_files_and_the_switch(lab: Lab) -> None:

@@ -6,7 +6,10 @@
         lab.cut(1)  # pull its cable
 
 Each host has one network interface, eth0 with address 10.77.0.<host + 1>, on a veth pair to a bridge in a namespace of
-its own: nothing touches the machine's network. `rate` limits every link in both directions (`tc tbf`).
+its own: nothing touches the machine's network. `rate` limits every link in both directions (`tc tbf`). With racks, the
+hosts of each are on a bridge of their own, and an uplink joins it to the bridge in the middle:
+
+    Lab(hosts=4, rate="200mbit", racks=2, uplink="100mbit")  # hosts 0 and 1 are in one rack, 2 and 3 in the other
 
 The namespaces have no names. They live as long as a process of ours that waits for the end of its standard input, so
 they go, with every process in them, when the Lab is closed and also when the test is killed: there is nothing to clean
@@ -26,8 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TOOLS = ("ip", "tc", "bridge", "unshare", "nsenter")
+TOOLS = ("ip", "tc", "unshare", "nsenter")
 SWITCH_ADDRESS = "10.77.0.254"
+NOBODY = "02:00:00:00:00:00"  # a hardware address that no interface has
+BURST = 256 << 10  # bytes that a limited link lets through at once after a pause
 PACKAGES = Path(__file__).resolve().parents[3]  # the folder of the zeropg that is running
 TRIAL_RATE = "tbf rate 1gbit burst 9kb latency 1ms"
 ENTER_USER = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
@@ -66,6 +71,7 @@ class Host:
 
     name: str
     address: str
+    rack: str | None  # None: there are no racks
     process: subprocess.Popen[str]
 
     def enter(self) -> list[str]:
@@ -73,6 +79,11 @@ class Host:
         pid = self.process.pid
         kinds = ["--net", "--mount", "--uts", "--ipc", f"--pid=/proc/{pid}/ns/pid_for_children"]
         return ["nsenter", "-t", str(pid), *ENTER_USER, *kinds, f"--wdns={os.getcwd()}"]
+
+    def identity(self) -> dict[str, str]:
+        """The variables by which programs know where they run."""
+        variables = {"ZEROPG_HOST_ID": f"lab-{self.name}", "GLOO_SOCKET_IFNAME": "eth0"}
+        return variables if self.rack is None else variables | {"ZEROPG_RACK_ID": self.rack}
 
 
 @dataclass
@@ -106,11 +117,24 @@ class Job:
 
 
 class Lab:
-    """`hosts` simulated hosts. `rate`, of each link and direction, as `tc` writes it ("100mbit"); None: no limit."""
+    """`hosts` simulated hosts, in equal parts in `racks` racks.
 
-    def __init__(self, hosts: int = 2, rate: str | None = None) -> None:
-        self._count = hosts
-        self._rate = rate
+    `rate`: of each link and direction, as `tc` writes it ("100mbit"), one for all or one per host. `uplink`: of what
+    joins each rack to the others, in each direction. None: no limit.
+    """
+
+    def __init__(
+        self, hosts: int = 2, rate: str | Sequence[str | None] | None = None, racks: int = 1, uplink: str | None = None
+    ) -> None:
+        self.rates = [rate] * hosts if rate is None or isinstance(rate, str) else list(rate)
+        if len(self.rates) != hosts:
+            raise ValueError(f"{len(self.rates)} rates for {hosts} hosts: give one per host, or one for all")
+        if racks < 1 or hosts % racks != 0:
+            raise ValueError(f"{hosts} hosts cannot stand in {racks} racks: each rack has as many as the others")
+        if racks == 1 and uplink is not None:
+            raise ValueError("an uplink joins racks, and there is only one: give racks=2 or more")
+        self._racks = racks
+        self._uplink = uplink
         self._switch: subprocess.Popen[str] | None = None
         self.hosts: list[Host] = []
 
@@ -124,7 +148,9 @@ class Lab:
                 "link set lo up",
             ]
             self._run_in_switch("ip", "-batch", "-", stdin="\n".join(batch))
-            for index in range(self._count):
+            for rack in range(self._racks if self._racks > 1 else 0):
+                self._make_rack(rack)
+            for index in range(len(self.rates)):
                 self._make_host(index)
         except BaseException:
             self.close()
@@ -148,11 +174,18 @@ class Lab:
 
     # --- running ---
 
-    def run(self, host: int, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    def run(
+        self,
+        host: int,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+    ) -> subprocess.Popen[str]:
         """Starts a command in a host, with text pipes; `lab.torchrun` and `Job` wait for it."""
         return subprocess.Popen(
             [*self.hosts[host].enter(), *command],
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -161,10 +194,18 @@ class Lab:
         )
 
     def torchrun(
-        self, *arguments: str, nproc_per_node: int = 2, rendezvous: str = "static", env: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        nproc_per_node: int | Sequence[int] = 2,
+        rendezvous: str = "static",
+        env: Mapping[str, str] | None = None,
     ) -> Job:
-        """Starts torchrun with `arguments` (a script and its own, or -m and a module) on every host."""
-        common = ["--nnodes", str(len(self.hosts)), "--nproc-per-node", str(nproc_per_node)]
+        """Starts torchrun with `arguments` (a script and its own, or -m and a module) on every host.
+
+        `nproc_per_node`: the same on all hosts, or one number per host.
+        """
+        local = [nproc_per_node] * len(self.hosts) if isinstance(nproc_per_node, int) else nproc_per_node
+        common = ["--nnodes", str(len(self.hosts))]
         if rendezvous == "static":
             common += ["--master-addr", self.hosts[0].address, "--master-port", "29500"]
         else:
@@ -182,7 +223,7 @@ class Lab:
                     index,
                     [
                         *(sys.executable, "-m", "torch.distributed.run", *common, "--node-rank", str(index)),
-                        *("--local-addr", host.address, *arguments),
+                        *("--nproc-per-node", str(local[index]), "--local-addr", host.address, *arguments),
                     ],
                     env=env,
                 )
@@ -190,24 +231,24 @@ class Lab:
             ]
         )
 
-    def ranks(self, *command: str, nproc_per_node: int = 2, env: Mapping[str, str] | None = None) -> Job:
-        """Starts the command once per rank, with torchrun's variables and no agent that ends ranks when one fails."""
-        world_size = nproc_per_node * len(self.hosts)
+    def ranks(self, *command: str, hosts: Sequence[int], env: Mapping[str, str] | None = None) -> Job:
+        """Starts the command once per rank, rank i on host `hosts[i]`, with torchrun's variables.
+
+        No agent ends the others when a rank fails.
+        """
         processes = []
-        for rank in range(world_size):
-            host, local_rank = divmod(rank, nproc_per_node)
-            variables: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": host}
-            variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": nproc_per_node}
-            variables |= {"MASTER_ADDR": self.hosts[0].address, "MASTER_PORT": 29500}
+        for rank, host in enumerate(hosts):
+            variables: dict[str, int | str] = {"RANK": rank, "WORLD_SIZE": len(hosts), "GROUP_RANK": host}
+            variables |= {"LOCAL_RANK": hosts[:rank].count(host), "LOCAL_WORLD_SIZE": hosts.count(host)}
+            variables |= {"MASTER_ADDR": self.hosts[hosts[0]].address, "MASTER_PORT": 29500}
             text = {name: str(value) for name, value in variables.items()}
             processes.append(self.run(host, command, env=text | dict(env or {})))
         return Job(processes)
 
     def environment(self, host: int) -> dict[str, str]:
         """The variables of every process in a host."""
-        mine = {"ZEROPG_HOST_ID": f"lab-{self.hosts[host].name}", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        path = os.environ.get("PYTHONPATH") or str(PACKAGES)
-        return os.environ | mine | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        mine = self.hosts[host].identity() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        return os.environ | mine | {"PYTHONPATH": os.environ.get("PYTHONPATH") or str(PACKAGES)}
 
     # --- the network ---
 
@@ -227,19 +268,28 @@ class Lab:
     def heal(self, host: int) -> None:
         self._run_in_switch("ip", "link", "set", f"port{host}", "up")
 
+    def set_rate(self, host: int, rate: str | None) -> None:
+        """Changes the rate of the host's link in both directions, while programs use it; None: no limit."""
+        port = f"port{host}"
+        if rate is not None:
+            self._run_in_host(host, *_limit("eth0", rate))
+            self._run_in_switch(*_limit(port, rate))
+        elif self.rates[host] is not None:
+            self._run_in_host(host, *_unlimit("eth0"))
+            self._run_in_switch(*_unlimit(port))
+        self.rates[host] = rate
+
     def separate(self, a: int, b: int) -> None:
         """Drops what two hosts send to each other; others, and the switch, still reach both."""
         for here, there in ((a, b), (b, a)):
-            # They know each other's hardware address, or it would soon be "no route to host" instead of silence.
-            link = self._run_in_host(there, "ip", "-o", "link", "show", "eth0")
-            known = (self.hosts[there].address, "lladdr", link.split("link/ether ")[1].split()[0], "nud", "permanent")
+            known = (self.hosts[there].address, "lladdr", NOBODY, "nud", "permanent")
             self._run_in_host(here, "ip", "neigh", "replace", *known, "dev", "eth0")
-            self._run_in_switch("bridge", "link", "set", "dev", f"port{here}", "isolated", "on")
 
     def unite(self, a: int, b: int) -> None:
-        """Undoes `separate`."""
-        for host in (a, b):
-            self._run_in_switch("bridge", "link", "set", "dev", f"port{host}", "isolated", "off")
+        """Undoes `separate`, if that was called."""
+        for here, there in ((a, b), (b, a)):
+            wrong = ("to", self.hosts[there].address, "nud", "permanent")
+            self._run_in_host(here, "ip", "neigh", "flush", *wrong, "dev", "eth0")
 
     def kill(self, host: int) -> None:
         """Ends every process of the host at once (SIGKILL), and its network with them; returns when they are gone."""
@@ -257,23 +307,37 @@ class Lab:
                     found.add((self.hosts[host].address, int(port, 16)))
         return sorted(found)
 
+    def _make_rack(self, rack: int) -> None:
+        batch = [
+            f"link add rack{rack} type bridge",
+            f"link set rack{rack} up",
+            f"link add up{rack} type veth peer name down{rack}",
+            f"link set up{rack} master rack{rack} up",
+            f"link set down{rack} master br0 up",
+        ]
+        self._run_in_switch("ip", "-batch", "-", stdin="\n".join(batch))
+        if self._uplink is not None:
+            for end in ("up", "down"):
+                self._run_in_switch(*_limit(f"{end}{rack}", self._uplink))
+
     def _make_host(self, index: int) -> None:
-        names = "127.0.0.1 localhost\n" + "".join(f"10.77.0.{i + 1} host{i}\n" for i in range(self._count))
+        count = len(self.rates)
+        names = "127.0.0.1 localhost\n" + "".join(f"10.77.0.{i + 1} host{i}\n" for i in range(count))
         name, address = f"host{index}", f"10.77.0.{index + 1}"
         kinds = ("--net", "--pid", "--mount", "--uts", "--ipc", "--mount-proc", "--fork", "--kill-child")
         script = HOST.format(name=name, names=names)
         process = _hold([*self._enter_switch(), "unshare", *kinds, "sh", "-c", script])
-        host = Host(name, address, process)
-        pid, port = process.pid, f"port{index}"
-        batch = [f"link add {port} type veth peer name eth0 netns {pid}", f"link set {port} master br0 up"]
+        rack = f"rack{index * self._racks // count}" if self._racks > 1 else None
+        self.hosts.append(Host(name, address, rack, process))
+        port = f"port{index}"
+        batch = [
+            f"link add {port} type veth peer name eth0 netns {process.pid}",
+            f"link set {port} master {rack or 'br0'} up",
+        ]
         self._run_in_switch("ip", "-batch", "-", stdin="\n".join(batch))
         inside = [f"addr add {address}/24 dev eth0", "link set eth0 up"]
-        self.hosts.append(host)
         self._run_in_host(index, "ip", "-batch", "-", stdin="\n".join(inside))
-        if self._rate is not None:
-            shape = ("root", "tbf", "rate", self._rate, "burst", "256kb", "latency", "50ms")
-            self._run_in_host(index, "tc", "qdisc", "add", "dev", "eth0", *shape)
-            self._run_in_switch("tc", "qdisc", "add", "dev", port, *shape)
+        self.set_rate(index, self.rates[index])
 
     def _enter_switch(self) -> list[str]:
         return ["nsenter", "-t", str(self.switch_pid), *ENTER_USER, "--net"]
@@ -304,6 +368,15 @@ def missing() -> str | None:
 
 class LabError(RuntimeError):
     """A command that sets the lab up failed."""
+
+
+def _limit(interface: str, rate: str) -> list[str]:
+    shape = ("tbf", "rate", rate, "burst", f"{BURST}b", "latency", "50ms")
+    return ["tc", "qdisc", "replace", "dev", interface, "root", *shape]
+
+
+def _unlimit(interface: str) -> list[str]:
+    return ["tc", "qdisc", "del", "dev", interface, "root"]
 
 
 def _unshare(*kinds: str) -> list[str]:
