@@ -19,7 +19,7 @@ SOURCES := $(shell find compression backend sharding cpp python CMakeLists.txt s
 CXX_FILES := $(shell find compression backend sharding cpp python/bindings tests \
                -name '*.cpp' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
 
-.PHONY: help train bench bench-loss test fuzz soak sanitize smoke lint format build wheel venv clean
+.PHONY: help train bench bench-loss bench-nodes test fuzz soak sanitize smoke lint format build wheel venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "                (ARGS='--compression top_k' sends gradients in few bytes, and ends with what that saved)"
 	@echo "make bench      measure beside gloo, DDP, FSDP2 and torch.optim into $(RESULTS), with plots   (a quiet machine)"
 	@echo "make bench-loss losses, and times to them over slow links, for each codec, on simulated hosts   (ARGS=--quick)"
+	@echo "make bench-nodes collectives between simulated nodes, beside gloo and what the links carry   (ARGS=--quick)"
 	@echo "make test       set up everything, then run every test      (ARGS='-k all_reduce -x' goes to pytest)"
 	@echo "make test-torch torch's own suite for backends, all of it, under our name and gloo's"
 	@echo "make fuzz       libFuzzer on what parses bytes of strangers  (make fuzz SECONDS=600; part of make test, a minute)"
@@ -73,6 +74,13 @@ bench-loss: $(BUILD)/installed.stamp
 	$(BIN)/python -m pip install -q -r requirements/bench.txt
 	@mkdir -p $(RESULTS)
 	$(call measure,loss,loss) --links 100mbit,1gbit
+
+# Needs the same; about 25 minutes.
+bench-nodes: $(BUILD)/installed.stamp
+	$(BIN)/python -m pip install -q -r requirements/bench.txt
+	@mkdir -p $(RESULTS)
+	$(call measure,nodes,nodes)
+	$(BENCH) table --folder $(RESULTS) > $(RESULTS)/table.md
 
 test: build $(BUILD)/installed.stamp
 	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest tests $(ARGS)

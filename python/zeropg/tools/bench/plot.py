@@ -166,6 +166,39 @@ def plot_loss(header: dict[str, Any], rows: list[Row], file: Path) -> None:
     _save(figure, header, f"{header['hosts']} hosts, {header['ranks']} ranks", file)
 
 
+def plot_nodes(header: dict[str, Any], rows: list[Row], file: Path) -> None:
+    """Bars: the share of the links' bound, and how many times gloo's speed; curves: operations while a link changes."""
+    whole = [row for row in rows if "number" not in row.parameters]
+    panels = {}
+    for key, title, unit in (
+        ("percent_of_bound", "share of what the links allow", "%"),
+        ("faster_than_gloo", "speed", "times gloo's"),
+        ("cpu_over_gloo", "CPU seconds", "times gloo's"),
+    ):
+        bars = {_point_of(row): row.figures[key] for row in whole if key in row.figures}
+        if bars:
+            panels[key] = (bars, title, unit)
+    curves = [row for row in rows if "number" in row.parameters]
+    height = _bars_height(max((len(bars) for bars, _, _ in panels.values()), default=4))
+    figure, drawn = _figure(len(panels) + bool(curves), height, columns=2)
+    for axes, (bars, title, unit) in zip(drawn, panels.values(), strict=False):
+        _bars(axes, bars, unit, ours="zeropg")
+        axes.set_title(title, fontsize=9)
+    for peer, color in zip(dict.fromkeys(row.peer for row in curves), _COLORS, strict=False):
+        times = [row.median("time_ms") for row in curves if row.peer == peer]
+        drawn[-1].plot(times, color=color, linewidth=1.2, label=peer)
+    if curves:
+        drawn[-1].set_title(f"all_reduce while a link changes ({curves[0].case})", fontsize=9)
+        drawn[-1].set_xlabel("operation")
+        drawn[-1].set_ylabel("ms")
+        drawn[-1].legend(fontsize=8)
+    _save(figure, header, f"{header['rounds']} rounds", file)
+
+
+def _point_of(row: Row) -> str:
+    return f"{row.peer}, {row.case} {row.parameters['operation']} {size(int(row.parameters['bytes']))}"
+
+
 def _bound_gbps(row: Row) -> float:
     """The bus bandwidth at the lower bound; not a number, which is not drawn, where there is no bound."""
     percent = row.median("percent_of_bound")

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from zeropg.tools.bench.results import Row, read_results
+from zeropg.tools.quantities import size
 
 _Files = dict[str, tuple[dict[str, Any], list[Row]]]
 
 _DESCRIPTION = """
 Reads the files that the suites wrote into a folder, and prints them as Markdown. For each operation it says how many
 times as fast as gloo it is (the median of the rounds; over a range of sizes the least and the largest median). For the
-largest size it gives the share of the lower bound, and how many times as long as a copy by all ranks it takes. Files
-that are missing are left out.
+largest size it gives the share of the lower bound, and how many times as long as a copy by all ranks it takes. For
+nodes it has a line per case and size. Files that are missing are left out.
 """
 _EXAMPLES = """
 examples:
@@ -30,6 +31,14 @@ _FASTER = f"faster_than_{_BASELINE}"
 _TENSORS = {"zeropg": "ordinary", "zeropg_arena": "shared"}
 _SMALL, _MIDDLE = 64 << 10, 4 << 20  # the last sizes of the first and of the second column
 _COLUMNS = ("to 64 KiB", "to 4 MiB", "above")
+_OF_NODES = {
+    "percent_of_bound": "% of the bound",
+    "faster_than_gloo": "x gloo",
+    "cpu_over_gloo": "of gloo's CPU seconds",
+    "percent_of_undisturbed": "% of the undisturbed rate",
+    "dropped_over_bound": "x the bound once dropped",
+    "restored_over_bound": "x the bound once back",
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -53,9 +62,9 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"zeropg bench: {error}", file=sys.stderr)
         return 2
-    lines = [*_collectives(files), *_dtypes(files), *_latency(files), *_groups(files)]
+    lines = [*_collectives(files), *_dtypes(files), *_latency(files), *_groups(files), *_nodes(files)]
     if not lines:
-        print(f"zeropg bench: '{folder}' has no file of collectives or groups; run make bench", file=sys.stderr)
+        print(f"zeropg bench: '{folder}' has no file of collectives, groups or nodes; run make bench", file=sys.stderr)
         return 2
     busy = [name for name, (header, _) in files.items() if header["busy"]]
     if busy:
@@ -87,8 +96,8 @@ def _cells(rows: list[Row], operation: str, peer: str) -> list[str]:
     faster: list[list[float]] = [[], [], []]
     below = []
     for point, row in ours.items():
-        size = int(row.parameters["bytes"])
-        faster[(size > _SMALL) + (size > _MIDDLE)].append(row.median(_FASTER))
+        count = int(row.parameters["bytes"])
+        faster[(count > _SMALL) + (count > _MIDDLE)].append(row.median(_FASTER))
         below.append(row.median("p99_us") < baseline[point].median("time_us"))
     ranges = [f"{min(values):.1f}-{max(values):.1f}" if values else "" for values in faster]
     largest = list(ours.values())[-1]
@@ -135,6 +144,19 @@ def _groups(files: _Files) -> Iterator[str]:
                 f"{row.peer} {row.case} group of {header['ranks']} ranks: {time_ms:.1f} ms, "
                 f"{time_ms / header['ranks']:.2f} ms per rank."
             )
+
+
+def _nodes(files: _Files) -> Iterator[str]:
+    """A line per case and point, its shares and ratios; cells whose figure the point does not have are empty."""
+    for _, rows in _named(files, "nodes"):
+        ours = [row for row in rows if row.peer == "zeropg" and "number" not in row.parameters]
+        columns = {key: head for key, head in _OF_NODES.items() if any(key in row.figures for row in ours)}
+        heads = ("nodes", "operation", "size", *columns.values())
+        yield from ("", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|")
+        for row in ours:
+            cells = (f"{row.median(key):.3g}" if key in row.figures else "" for key in columns)
+            point = (row.parameters["what"], row.parameters["operation"], size(int(row.parameters["bytes"])))
+            yield "| " + " | ".join((*map(str, point), *cells)) + " |"
 
 
 def _named(files: _Files, start: str) -> Iterator[tuple[dict[str, Any], list[Row]]]:

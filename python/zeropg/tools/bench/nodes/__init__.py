@@ -1,0 +1,1 @@
+"""`bench nodes`: collectives over links of given rates, beside gloo and what the links carry."""
