@@ -160,23 +160,30 @@ Schedule with_whole_chunks(Schedule schedule) {
   return schedule;
 }
 
-// Whether the first ranks of two nodes have the same plans but for whom they talk to, who are at the same distance.
-bool is_same_from_every_node(const Algorithm& algorithm, CollectiveSpec& spec, const Placement& placement) {
+// Whether the first ranks of node 0 and another one have the same plans but for whom they talk to, who are at the same
+// distance.
+bool is_same_from(int32_t node, const Algorithm& algorithm, CollectiveSpec& spec, const Placement& placement) {
   const int32_t nodes = placement.node_count();
-  for (int32_t node = 0; node < nodes; ++node) {
-    if (placement.node_size(node) != placement.node_size(0)) return false;
-  }
   const Schedule first = with_whole_chunks(plan_of(algorithm, spec, placement.rank_at(0, 0)));
-  const Schedule other = with_whole_chunks(plan_of(algorithm, spec, placement.rank_at(nodes / 2, 0)));
+  const Schedule other = with_whole_chunks(plan_of(algorithm, spec, placement.rank_at(node, 0)));
   const auto is_alike = [&](const Step& a, const Step& b) {
     if (a.kind != b.kind || a.bytes != b.bytes || a.chunks != b.chunks || a.lag != b.lag ||
         (a.peer < 0) != (b.peer < 0)) {
       return false;
     }
     return a.peer < 0 || (placement.local_rank_of(a.peer) == placement.local_rank_of(b.peer) &&
-                          (placement.node_of(a.peer) + nodes / 2) % nodes == placement.node_of(b.peer));
+                          (placement.node_of(a.peer) + node) % nodes == placement.node_of(b.peer));
   };
   return std::equal(first.steps.begin(), first.steps.end(), other.steps.begin(), other.steps.end(), is_alike);
+}
+
+// Half way round, plans by powers of two or by racks look the same; next door they do not.
+bool is_same_from_every_node(const Algorithm& algorithm, CollectiveSpec& spec, const Placement& placement) {
+  const int32_t nodes = placement.node_count();
+  for (int32_t node = 0; node < nodes; ++node) {
+    if (placement.node_size(node) != placement.node_size(0)) return false;
+  }
+  return is_same_from(1, algorithm, spec, placement) && is_same_from(nodes / 2, algorithm, spec, placement);
 }
 
 Representation represent(const EstimateRequest& request, const Placement& placement, bool is_same) {

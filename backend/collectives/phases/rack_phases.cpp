@@ -146,7 +146,7 @@ void RackPhases::sum_rack(PipelineStage stage) const {
       for (size_t i = 0; i < nodes.size(); ++i) {
         sources[i] = nodes[i] == placement_.node() ? partial(piece, place) : incoming(i, piece, place);
       }
-      add_reduce(stage, sum(piece, place), sources, extent.bytes(), ReduceScope::kOfNodesOfRack);
+      add_reduce(stage, sum(piece, place), sources, extent.bytes(), ReduceScope::kOfSomeNodes);
     }
   }
 }

@@ -23,7 +23,8 @@ struct Cost {
   double network_hops = 0;   // messages between nodes that wait for each other
   double network_bytes = 0;  // through the busiest link of a node, in one direction
   LinkBytes links{};
-  double messages = 0;  // to and from other nodes, sent plus received
+  double messages = 0;      // to and from other nodes, sent plus received
+  bool is_in_line = false;  // each message waits for the one before, so that the processor waits for links
 };
 
 // Every rank stages its input, and after one barrier reduces the inputs of all: fewest barriers.
@@ -114,6 +115,11 @@ Cost cost_reduce_hierarchical(const CollectiveSpec& spec);
 bool supports_all_reduce_racks(const CollectiveSpec& spec);
 Schedule plan_all_reduce_racks(const CollectiveSpec& spec);
 Cost cost_all_reduce_racks(const CollectiveSpec& spec);
+
+// Between nodes in pairs at doubling distances: few messages, one after the other.
+bool supports_all_reduce_doubling(const CollectiveSpec& spec);
+Schedule plan_all_reduce_doubling(const CollectiveSpec& spec);
+Cost cost_all_reduce_doubling(const CollectiveSpec& spec);
 
 // Every block crosses to its node as partial sums, once from each other node.
 bool supports_reduce_scatter_hierarchical(const CollectiveSpec& spec);

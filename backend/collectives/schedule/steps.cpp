@@ -104,7 +104,7 @@ void add_reduce(PipelineStage stage, Region destination, std::span<const Region>
   Schedule& schedule = stage.schedule;
   const size_t steps = schedule.steps.size();
   const bool is_of_ranks = scope == ReduceScope::kOfRanks || scope == ReduceScope::kOfRanksOfDomain;
-  const bool is_complete = !is_of_ranks && scope != ReduceScope::kOfNodesOfRack;
+  const bool is_complete = !is_of_ranks && scope != ReduceScope::kOfSomeNodes;
   add_step(stage,
            {.kind = StepKind::kReduce,
             .is_final = is_complete,

@@ -59,10 +59,10 @@ Region with_stride(Region region, int64_t stride_bytes);  // of the first chunk 
 
 // Which part of a reduction over several levels a step is.
 enum class ReduceScope : uint8_t {
-  kComplete,       // of all ranks' inputs
-  kOfRanks,        // of inputs; the results of other nodes are still to come
-  kOfNodes,        // of such results, and complete
-  kOfNodesOfRack,  // of such results; those of other racks are still to come
+  kComplete,     // of all ranks' inputs
+  kOfRanks,      // of inputs; the results of other nodes are still to come
+  kOfNodes,      // of such results, and complete
+  kOfSomeNodes,  // of such results; those of other nodes are still to come
   // Likewise over the domains of a node, where partial results are of accumulator_dtype().
   kOfRanksOfDomain,
   kOfDomains,

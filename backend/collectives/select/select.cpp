@@ -47,8 +47,10 @@ double links_us(const Cost& cost, const CostModel& model) {
 }  // namespace
 
 double estimate_us(const Cost& cost, const CostModel& model) {
-  // A link carries one message while the processor works on the next.
-  const double network_us = std::max(links_us(cost, model), cost.messages * model.message_us / 2);
+  // A link carries one message while the processor works on the next, unless that waits for it.
+  const double messages_us = cost.messages * model.message_us / 2;
+  const double network_us =
+      cost.is_in_line ? links_us(cost, model) + messages_us : std::max(links_us(cost, model), messages_us);
   return cost.barriers * model.barrier_us + cost.memory_bytes / model.bytes_per_us +
          cost.far_bytes / model.far_bytes_per_us + cost.network_hops * model.hop_us + network_us;
 }

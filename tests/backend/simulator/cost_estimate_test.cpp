@@ -87,6 +87,27 @@ TEST(EstimateTest, LargeGroupsAreSimulatedByNodesThatStandForOthers) {
   EXPECT_GT(estimate(request).time_us, 1.8 * bound_us);
 }
 
+// A node stands for others only where the plans of all are the same but for a shift.
+TEST(EstimateTest, LargeGroupsAreSimulatedWhoeverTheirNodesTalkTo) {
+  EstimateRequest request{.bytes = 64, .nodes = even_nodes(64, 2)};
+  const Estimate small = estimate(request);
+  EXPECT_EQ(small.algorithm, "all_reduce_doubling");
+  const CostModel model;
+  EXPECT_NEAR(small.time_us, 6 * (model.hop_us + model.message_us), 10);
+  for (int32_t rack = 0; rack < 8; ++rack) {
+    request.racks.emplace_back(8);
+    std::iota(request.racks.back().begin(), request.racks.back().end(), 8 * rack);
+  }
+  request.model.uplink_bytes_per_us.assign(8, 2'500);
+  request.bytes = 64 << 20;
+  const Estimate large = estimate(request);
+  EXPECT_EQ(large.algorithm, "all_reduce_racks");
+  EXPECT_TRUE(large.is_simulated);
+  const double bound_us = 2 * 63.0 / 64 * static_cast<double>(request.bytes) / model.network_bytes_per_us;
+  EXPECT_GE(large.time_us, bound_us);
+  EXPECT_LT(large.time_us, 3 * bound_us);
+}
+
 TEST(EstimateTest, RefusesWhatIsNotAQuestion) {
   const auto nodes = even_nodes(2, 2);
   const std::vector<EstimateRequest> wrong{

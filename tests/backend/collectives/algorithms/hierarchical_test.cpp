@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -283,8 +284,41 @@ TEST(HierarchicalTest, AddsNodesInOrderAndRanksInOrderWithinANode) {
   }
 }
 
+TEST(HierarchicalTest, DoublingAddsPairsOfNodesAndGivesAllRanksTheSameBits) {
+  std::vector<Nodes> all = many_nodes();
+  all.push_back(nodes_of_sizes({1, 2, 1, 1, 3, 1, 1}));
+  for (const Nodes& nodes : all) {
+    const CollectiveShape shape = shape_of(nodes, 300);
+    const SimulatedCollective collective(*find_algorithm("all_reduce_doubling"), shape);
+    SCOPED_TRACE(collective.describe());
+    const Values<float> values{collective, shape.world_size};
+    std::mt19937_64 random(5);
+    std::vector<std::vector<float>> sums(nodes.size(), std::vector<float>(shape.numel));
+    for (size_t node = 0; node < nodes.size(); ++node) {
+      for (const int32_t rank : nodes[node]) {
+        std::vector<float> input(shape.numel);
+        for (float& value : input)
+          value = std::ldexp(static_cast<float>(random() % 999), static_cast<int>(random() % 20));
+        for (int64_t i = 0; i < shape.numel; ++i) sums[node][i] += input[i];
+        values.put(rank, input);
+      }
+    }
+    const size_t core = std::bit_floor(nodes.size());
+    for (int64_t i = 0; i < shape.numel; ++i) {
+      for (size_t node = core; node < nodes.size(); ++node) sums[node - core][i] += sums[node][i];
+      for (size_t distance = 1; distance < core; distance *= 2) {
+        for (size_t node = 0; node < core; node += 2 * distance) sums[node][i] += sums[node + distance][i];
+      }
+    }
+    SimulatedOperation operation = collective.operation();
+    operation.dtype = DType::kFloat32;
+    simulate(simulator_options(shape), {operation});
+    for (int32_t rank = 0; rank < shape.world_size; ++rank) EXPECT_EQ(values.get(rank), sums[0]);
+  }
+}
+
 TEST(HierarchicalTest, MultipliesEveryInputOnceAndDividesOnceAtTheEnd) {
-  for (const char* name : {"all_reduce_hierarchical", "all_reduce_hierarchical_one_shot"}) {
+  for (const char* name : {"all_reduce_hierarchical", "all_reduce_hierarchical_one_shot", "all_reduce_doubling"}) {
     for (const Nodes& nodes : {nodes_of_sizes({2, 2}), nodes_of_sizes({1, 1, 2})}) {
       for (const ReduceOp op : {ReduceOp::kPremulSum, ReduceOp::kAverage}) {
         const CollectiveShape shape = shape_of(nodes, 100);

@@ -88,7 +88,8 @@ TEST(SelectTest, EveryOperationHasAnAlgorithmOverNodes) {
 
 TEST(SelectTest, BetweenNodesSmallTensorsTakeFewHopsAndLargeOnesFewBytes) {
   for (const int32_t nodes : {3, 4, 8}) {
-    EXPECT_EQ(select_algorithm(over_nodes(8, nodes)).name, "all_reduce_hierarchical_one_shot");
+    EXPECT_EQ(select_algorithm(over_nodes(8, nodes)).name,
+              nodes < 8 ? "all_reduce_hierarchical_one_shot" : "all_reduce_doubling");
     EXPECT_EQ(select_algorithm(over_nodes(64 << 20, nodes)).name, "all_reduce_hierarchical");
     CollectiveSpec broadcast = over_nodes(8, nodes);
     broadcast.op = OpKind::kBroadcast;
@@ -97,6 +98,17 @@ TEST(SelectTest, BetweenNodesSmallTensorsTakeFewHopsAndLargeOnesFewBytes) {
     broadcast.bytes = 64 << 20;
     EXPECT_EQ(select_algorithm(broadcast).name, "broadcast_chain");
   }
+}
+
+// Each message to each other node costs the processor more than one after the other costs hops.
+TEST(SelectTest, SmallTensorsOverManyNodesTakeFewMessages) {
+  CollectiveSpec spec = over_nodes(8, 64);
+  EXPECT_EQ(select_algorithm(spec).name, "all_reduce_doubling");
+  EXPECT_EQ(select_algorithm(spec, {}, {.message_us = 0.1}).name, "all_reduce_hierarchical_one_shot");
+  spec.element_bytes = 2;
+  spec.accumulator_bytes = 4;
+  EXPECT_NE(select_algorithm(spec).name, "all_reduce_doubling");  // would round 16-bit floats in every round
+  EXPECT_EQ(select_algorithm(over_nodes(64 << 20, 64)).name, "all_reduce_hierarchical");
 }
 
 TEST(SelectTest, AnAlgorithmOfOneNodeIsRefusedOverNodesAndTheOtherWayRound) {
