@@ -162,8 +162,8 @@ Schedule with_whole_chunks(Schedule schedule) {
 
 // Whether the first ranks of node 0 and another one have the same plans but for whom they talk to, who are at the same
 // distance.
-bool is_same_from(int32_t node, const Algorithm& algorithm, CollectiveSpec& spec, const Placement& placement) {
-  const int32_t nodes = placement.node_count();
+bool is_same_from(int32_t node, const NodeRings& rings, const Algorithm& algorithm, CollectiveSpec& spec,
+                  const Placement& placement) {
   const Schedule first = with_whole_chunks(plan_of(algorithm, spec, placement.rank_at(0, 0)));
   const Schedule other = with_whole_chunks(plan_of(algorithm, spec, placement.rank_at(node, 0)));
   const auto is_alike = [&](const Step& a, const Step& b) {
@@ -172,18 +172,40 @@ bool is_same_from(int32_t node, const Algorithm& algorithm, CollectiveSpec& spec
       return false;
     }
     return a.peer < 0 || (placement.local_rank_of(a.peer) == placement.local_rank_of(b.peer) &&
-                          (placement.node_of(a.peer) + node) % nodes == placement.node_of(b.peer));
+                          rings.at(placement.node_of(a.peer), rings.distance(0, node)) == placement.node_of(b.peer));
   };
   return std::equal(first.steps.begin(), first.steps.end(), other.steps.begin(), other.steps.end(), is_alike);
 }
 
-// Half way round, plans by powers of two or by racks look the same; next door they do not.
-bool is_same_from_every_node(const Algorithm& algorithm, CollectiveSpec& spec, const Placement& placement) {
-  const int32_t nodes = placement.node_count();
-  for (int32_t node = 0; node < nodes; ++node) {
+// Half way round, plans by powers of two look the same; next door they do not.
+bool is_same_from_every_node(const NodeRings& rings, const Algorithm& algorithm, CollectiveSpec& spec,
+                             const Placement& placement) {
+  for (int32_t node = 0; node < rings.nodes; ++node) {
     if (placement.node_size(node) != placement.node_size(0)) return false;
   }
-  return is_same_from(1, algorithm, spec, placement) && is_same_from(nodes / 2, algorithm, spec, placement);
+  const auto is_same = [&](int32_t node) { return is_same_from(node, rings, algorithm, spec, placement); };
+  return is_same(1) && is_same(rings.nodes / 2) && is_same(rings.ring_size % rings.nodes);
+}
+
+// Of racks of one size whose nodes follow each other; 0: they are others.
+int32_t ring_size_of_racks(const CollectiveSpec& spec) {
+  int32_t next = 0;
+  for (const std::vector<int32_t>& rack : spec.racks) {
+    if (rack.size() != spec.racks[0].size()) return 0;
+    for (const int32_t node : rack) {
+      if (node != next++) return 0;
+    }
+  }
+  return spec.racks.empty() ? 0 : static_cast<int32_t>(spec.racks[0].size());
+}
+
+// In which rings plans are the same from every node on; 0: in none.
+int32_t ring_size_of_plans(const Algorithm& algorithm, CollectiveSpec& spec, const Placement& placement) {
+  const int32_t nodes = placement.node_count();
+  for (const int32_t size : {nodes, ring_size_of_racks(spec)}) {
+    if (size > 1 && is_same_from_every_node({nodes, size}, algorithm, spec, placement)) return size;
+  }
+  return 0;
 }
 
 Representation represent(const EstimateRequest& request, const Placement& placement, bool is_same) {
@@ -203,7 +225,9 @@ Representation represent(const EstimateRequest& request, const Placement& placem
 // What a group runs, on the nodes that are simulated; none of them where their plans are too large.
 TimedGroup timed_group(const EstimateRequest& request, const Algorithm& algorithm, CollectiveSpec spec,
                        const Placement& placement) {
-  const bool is_same = placement.node_count() > kMostNodesEach && is_same_from_every_node(algorithm, spec, placement);
+  const int32_t ring_size =
+      placement.node_count() > kMostNodesEach ? ring_size_of_plans(algorithm, spec, placement) : 0;
+  const bool is_same = ring_size > 0;
   const auto root_bytes = static_cast<double>(memory_bytes(plan_of(algorithm, spec, spec.root)));
   const int32_t other_than_root = (spec.root + spec.world_size / 2) % spec.world_size;
   const auto bytes = static_cast<double>(memory_bytes(plan_of(algorithm, spec, other_than_root)));
@@ -211,6 +235,7 @@ TimedGroup timed_group(const EstimateRequest& request, const Algorithm& algorith
   Representation represented = represent(request, placement, is_same);
   TimedGroup group{.nodes = request.nodes,
                    .stands_for = std::move(represented.stands_for),
+                   .ring_size = ring_size,
                    .link = links_of(request, placement),
                    .model = request.model};
   for (const int32_t node : represented.nodes) {
@@ -260,19 +285,20 @@ double time_of(TimedGroup group) {
 // From each node to each other one; nodes that are not simulated send what those that stand for them do.
 std::vector<std::vector<int64_t>> link_bytes_of(const TimedGroup& group, const Placement& placement) {
   const int32_t nodes = placement.node_count();
+  const NodeRings rings = group.rings();
   std::vector<std::vector<int64_t>> by_distance(group.timed.size(), std::vector<int64_t>(nodes));
   for (size_t i = 0; i < group.timed.size(); ++i) {
     for (const Schedule& schedule : group.timed[i].schedules) {
       for (const Step& step : schedule.steps) {
         if (step.kind != StepKind::kSend) continue;
-        by_distance[i][(placement.node_of(step.peer) - group.timed[i].node + nodes) % nodes] += total_bytes(step);
+        by_distance[i][rings.distance(group.timed[i].node, placement.node_of(step.peer))] += total_bytes(step);
       }
     }
   }
   std::vector<std::vector<int64_t>> bytes(nodes, std::vector<int64_t>(nodes));
   for (int32_t from = 0; from < nodes; ++from) {
     for (int32_t distance = 1; distance < nodes; ++distance) {
-      bytes[from][(from + distance) % nodes] = by_distance[group.stands_for[from]][distance];
+      bytes[from][rings.at(from, distance)] = by_distance[group.stands_for[from]][distance];
     }
   }
   return bytes;

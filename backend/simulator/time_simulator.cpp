@@ -78,8 +78,7 @@ class TimeSimulation {
 
   // Where a message goes, counted from the sender's node on.
   int64_t way(int32_t from, int32_t to) const {
-    const auto nodes = static_cast<int64_t>(group_.nodes.size());
-    const int64_t distance = (places_[to].node - places_[from].node + nodes) % nodes;
+    const int64_t distance = group_.rings().distance(places_[from].node, places_[to].node);
     return distance * largest_node_ + places_[to].local_rank;
   }
 

@@ -1,6 +1,7 @@
 #include "backend/collectives/phases/rack_phases.h"
 
 #include <algorithm>
+#include <ranges>
 #include <utility>
 
 #include "backend/collectives/schedule/steps.h"
@@ -22,7 +23,15 @@ RackPhases::RackPhases(const Placement& placement, const RackLayout& layout, con
     : placement_(placement),
       layout_(layout),
       extents_(extents),
-      slice_bytes_(whole_lines(layout.chunk().largest_own_slice_bytes())) {}
+      slice_bytes_(whole_lines(layout.chunk().largest_own_slice_bytes())),
+      other_nodes_(layout.nodes()) {
+  std::rotate(other_nodes_.begin(), std::find(other_nodes_.begin(), other_nodes_.end(), placement.node()),
+              other_nodes_.end());
+  other_nodes_.erase(other_nodes_.begin());
+  for (int32_t distance = 1; distance < layout.rack_count(); ++distance) {
+    other_racks_.push_back((layout.rack() + distance) % layout.rack_count());
+  }
+}
 
 // In own slices: those of all pieces, and of kept ones sums, results, and what comes in from each node or rack.
 int64_t RackPhases::scratch_bytes() const {
@@ -60,21 +69,6 @@ Region RackPhases::result(int32_t piece, int64_t place) const {
 // What nodes of the rack sent is added before anything of racks comes in.
 Region RackPhases::incoming(size_t source, int32_t piece, int64_t place) const {
   return kept(kIncoming + static_cast<int64_t>(source), piece, place);
-}
-
-std::vector<int32_t> RackPhases::other_nodes() const {
-  std::vector<int32_t> nodes = layout_.nodes();
-  std::rotate(nodes.begin(), std::find(nodes.begin(), nodes.end(), placement_.node()), nodes.end());
-  nodes.erase(nodes.begin());
-  return nodes;
-}
-
-std::vector<int32_t> RackPhases::other_racks() const {
-  std::vector<int32_t> racks;
-  for (int32_t distance = 1; distance < layout_.rack_count(); ++distance) {
-    racks.push_back((layout_.rack() + distance) % layout_.rack_count());
-  }
-  return racks;
 }
 
 RackPhases::NodeOfPiece RackPhases::keeper_in(int32_t rack) const {
@@ -124,7 +118,7 @@ void RackPhases::receive(PipelineStage stage, const Zones& zones, const NodeOfPi
 
 void RackPhases::send_partials(PipelineStage stage) const {
   const RegionOfPiece source = [this](int32_t piece, int64_t place) { return partial(piece, place); };
-  for (const int32_t node : other_nodes()) {
+  for (const int32_t node : other_nodes_) {
     send(
         stage, own_slices(node), [&](int32_t) { return node; }, source);
   }
@@ -133,10 +127,10 @@ void RackPhases::send_partials(PipelineStage stage) const {
 void RackPhases::sum_rack(PipelineStage stage) const {
   const std::vector<int32_t>& nodes = layout_.nodes();
   const Zones slices = own_slices(placement_.node());
-  for (size_t i = 0; i < nodes.size(); ++i) {
-    if (nodes[i] == placement_.node()) continue;
+  for (const int32_t node : std::views::reverse(other_nodes_)) {
+    const size_t i = std::find(nodes.begin(), nodes.end(), node) - nodes.begin();
     receive(
-        stage, slices, [&](int32_t) { return nodes[i]; },
+        stage, slices, [&](int32_t) { return node; },
         [&](int32_t piece, int64_t place) { return incoming(i, piece, place); });
   }
   std::vector<Region> sources(nodes.size());
@@ -153,13 +147,13 @@ void RackPhases::sum_rack(PipelineStage stage) const {
 
 void RackPhases::send_sums(PipelineStage stage) const {
   const RegionOfPiece source = [this](int32_t piece, int64_t place) { return sum(piece, place); };
-  for (const int32_t rack : other_racks()) send(stage, own_zones(rack), keeper_in(rack), source);
+  for (const int32_t rack : other_racks_) send(stage, own_zones(rack), keeper_in(rack), source);
 }
 
 void RackPhases::complete(PipelineStage stage) const {
   const Zones zones = own_zones(layout_.rack());
   const auto racks = static_cast<size_t>(layout_.rack_count());
-  for (const int32_t rack : other_racks()) {
+  for (const int32_t rack : std::views::reverse(other_racks_)) {
     receive(stage, zones, keeper_in(rack), [&](int32_t piece, int64_t place) { return incoming(rack, piece, place); });
   }
   std::vector<Region> sources(racks);
@@ -177,17 +171,19 @@ void RackPhases::complete(PipelineStage stage) const {
 
 void RackPhases::send_completed(PipelineStage stage) const {
   const RegionOfPiece source = [this](int32_t piece, int64_t place) { return result(piece, place); };
-  for (const int32_t rack : other_racks()) send(stage, own_zones(layout_.rack()), keeper_in(rack), source);
+  for (const int32_t rack : other_racks_) send(stage, own_zones(layout_.rack()), keeper_in(rack), source);
 }
 
 void RackPhases::receive_completed(PipelineStage stage) const {
   const RegionOfPiece destination = [this](int32_t piece, int64_t place) { return result(piece, place); };
-  for (const int32_t rack : other_racks()) receive(stage, own_zones(rack), keeper_in(rack), destination);
+  for (const int32_t rack : std::views::reverse(other_racks_)) {
+    receive(stage, own_zones(rack), keeper_in(rack), destination);
+  }
 }
 
 void RackPhases::send_results(PipelineStage stage) const {
   const RegionOfPiece source = [this](int32_t piece, int64_t place) { return result(piece, place); };
-  for (const int32_t node : other_nodes()) {
+  for (const int32_t node : other_nodes_) {
     send(
         stage, own_slices(placement_.node()), [&](int32_t) { return node; }, source);
   }
@@ -203,9 +199,10 @@ void RackPhases::stage_kept_results(PipelineStage stage, const RegionOfPiece& sl
 }
 
 void RackPhases::receive_results(PipelineStage stage, const RegionOfPiece& slot) const {
-  for (const int32_t node : other_nodes())
+  for (const int32_t node : std::views::reverse(other_nodes_)) {
     receive(
         stage, own_slices(node), [&](int32_t) { return node; }, slot);
+  }
 }
 
 }  // namespace zeropg

@@ -49,8 +49,6 @@ class RackPhases {
   Region sum(int32_t piece, int64_t place) const;
   Region result(int32_t piece, int64_t place) const;
   Region incoming(size_t source, int32_t piece, int64_t place) const;  // from a node of the rack, or from a rack
-  std::vector<int32_t> other_nodes() const;                            // of the rack, behind the own one first
-  std::vector<int32_t> other_racks() const;                            // likewise
   Zones own_slices(int32_t keeper) const;                              // of the pieces that a node of the rack keeps
   Zones own_zones(int32_t rack) const;
   NodeOfPiece keeper_in(int32_t rack) const;
@@ -62,6 +60,10 @@ class RackPhases {
   const RackLayout& layout_;
   const std::vector<Extent>& extents_;
   const int64_t slice_bytes_;  // room for any slice of this rank
+  // Of the rack, and the other racks: those behind the own one first, who are sent to in this order and received from
+  // in the other one, as Placement's other_nodes().
+  std::vector<int32_t> other_nodes_;
+  std::vector<int32_t> other_racks_;
 };
 
 }  // namespace zeropg

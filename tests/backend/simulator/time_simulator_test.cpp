@@ -56,6 +56,18 @@ TEST(TimeSimulatorTest, TakesTheTimeThatTheScheduleSimulatorSays) {
   }
 }
 
+TEST(TimeSimulatorTest, RingsOfNodesHaveDistancesAlongAndAcross) {
+  const NodeRings rings{.nodes = 12, .ring_size = 4};
+  EXPECT_EQ(rings.distance(1, 2), rings.distance(7, 4));   // the next one of a ring
+  EXPECT_EQ(rings.distance(1, 5), rings.distance(10, 2));  // of the next ring, at the same place
+  for (int32_t from = 0; from < 12; ++from) {
+    for (int32_t to = 0; to < 12; ++to) {
+      EXPECT_EQ(rings.at(from, rings.distance(from, to)), to);
+      EXPECT_EQ(NodeRings({12, 12}).distance(from, to), (to - from + 12) % 12);
+    }
+  }
+}
+
 TEST(TimeSimulatorTest, OneNodeStandsForAllThatAreLikeIt) {
   for (const char* name : {"all_reduce_hierarchical", "all_reduce_hierarchical_one_shot", "all_gather_hierarchical",
                            "reduce_scatter_hierarchical"}) {
