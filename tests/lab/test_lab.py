@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.lab.place import HostsPlace
 from tests.spawn import RankPool
+from zeropg.tools.bench.nodes import standstills
 from zeropg.tools.lab.lab import BURST, Lab
 from zeropg.tools.lab.stream import stream_rates
 
@@ -80,6 +81,12 @@ PLACE = 'import os, socket; print(socket.gethostname(), *(os.environ[n] for n in
 def test_ranks_are_on_the_hosts_that_are_named(lab: Lab) -> None:
     ranks = lab.ranks(sys.executable, "-S", "-c", PLACE, hosts=[0, 1, 0]).wait(timeout=20)
     assert [rank.stdout for rank in ranks] == ["host0 0 0 3\n", "host1 1 0 3\n", "host0 2 1 3\n"]
+
+
+def test_a_rank_may_be_stopped_for_a_while(lab: Lab) -> None:
+    stand = f"import runpy, time\nwith runpy.run_path({standstills.__file__!r})['standstills'](): time.sleep(1.5)"
+    (rank,) = lab.ranks(sys.executable, "-S", "-c", stand, hosts=[1]).wait(timeout=20)
+    assert rank.returncode == 0, rank.stderr
 
 
 def megabits(lab: Lab, *pairs: tuple[int, int]) -> list[float]:

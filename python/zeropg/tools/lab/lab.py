@@ -35,6 +35,8 @@ NOBODY = "02:00:00:00:00:00"  # a hardware address that no interface has
 BURST = 256 << 10  # bytes that a limited link lets through at once after a pause
 PACKAGES = Path(__file__).resolve().parents[3]  # the folder of the zeropg that is running
 TRIAL_RATE = "tbf rate 1gbit burst 9kb latency 1ms"
+# nsenter stops when its child does, and nobody would wake it: a shell between them stays awake.
+STOPPABLE = ("sh", "-c", '"$@"; exit $?', "sh")
 ENTER_USER = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
 MAKE_USER = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
 
@@ -234,7 +236,7 @@ class Lab:
     def ranks(self, *command: str, hosts: Sequence[int], env: Mapping[str, str] | None = None) -> Job:
         """Starts the command once per rank, rank i on host `hosts[i]`, with torchrun's variables.
 
-        No agent ends the others when a rank fails.
+        No agent ends the others when a rank fails. Ranks may be stopped and continued by signals.
         """
         processes = []
         for rank, host in enumerate(hosts):
@@ -242,7 +244,7 @@ class Lab:
             variables |= {"LOCAL_RANK": hosts[:rank].count(host), "LOCAL_WORLD_SIZE": hosts.count(host)}
             variables |= {"MASTER_ADDR": self.hosts[hosts[0]].address, "MASTER_PORT": 29500}
             text = {name: str(value) for name, value in variables.items()}
-            processes.append(self.run(host, command, env=text | dict(env or {})))
+            processes.append(self.run(host, [*STOPPABLE, *command], env=text | dict(env or {})))
         return Job(processes)
 
     def environment(self, host: int) -> dict[str, str]:

@@ -17,11 +17,12 @@ from zeropg.tools.bench import cases
 from zeropg.tools.bench.cases import Buffers, Group, Shape
 from zeropg.tools.bench.nodes.cases import PEERS, Point
 from zeropg.tools.bench.nodes.dialogue import Dialogue, Plan
-from zeropg.tools.bench.nodes.standstills import standstills
+from zeropg.tools.bench.nodes.standstills import EVERY, standstills
 from zeropg.tools.bench.peers import open_peers
 
 _TIMEOUT = timedelta(seconds=120)
 _MOST_CALLS = 200  # of a turn
+_STANDSTILLS = 4  # in a turn, at least
 
 Call = Callable[[], None]
 
@@ -150,7 +151,8 @@ def _drop(contest: _Contest, calls: dict[str, Call], fill: Call) -> dict[str, An
 
 def _stopped(contest: _Contest, calls: dict[str, Call], fill: Call) -> dict[str, Any]:
     """{"undisturbed", "seconds": peer -> round -> of a call}; in the second the last rank stands still at times."""
-    counts = {name: contest.fitting(call, 2 * contest.plan.turn_seconds) for name, call in calls.items()}
+    seconds = max(_STANDSTILLS * EVERY, contest.plan.turn_seconds)
+    counts = {name: contest.fitting(call, seconds) for name, call in calls.items()}
     found: dict[str, dict[str, list[float]]] = {key: {name: [] for name in calls} for key in ("undisturbed", "seconds")}
     for _, name, call in contest.rounds(calls):
         for key, of_each in found.items():
