@@ -93,6 +93,7 @@ def test_rows_say_when_a_changed_link_is_noticed() -> None:
     assert (ours.median("dropped_over_bound"), ours.median("restored_over_bound")) == (1.25, 2.0)
     assert "restored_near_after_operations" not in ours.figures
     assert (theirs.median("dropped_ms"), theirs.median("restored_near_after_operations")) == (8000, 0)
+    assert (ours.median("bound_ms"), ours.median("dropped_bound_ms")) == (1000, 4000)
     assert [row.median("time_ms") for row in every if row.peer == "zeropg"][1:] == [
         1e3 * each for each in slow_to_learn
     ]
@@ -110,6 +111,18 @@ def test_the_table_has_a_line_per_point(tmp_path: Path, capsys: pytest.CaptureFi
     write_results(tmp_path / "nodes.json", "nodes", rows(CASES["2x2"], result, (0.97,)), {"busy": False})
     assert program.main(["bench", "table", "--folder", str(tmp_path)]) == 0
     assert "| 2 nodes x 2 ranks, 200 Mbit/s | all_reduce | 954 MiB | 97 | 2 |" in capsys.readouterr().out
+
+
+def test_a_file_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from zeropg.tools.bench.plot import plot_nodes
+
+    times = {"zeropg": [[1.0] * 6], "gloo": [[2.0] * 6]}
+    every = [*rows(CASES["2x2"], {"seconds": times}, (0.97,)), *rows(CASES["drop"], {"seconds": times}, (1.0, 4.0))]
+    facts = {"rounds": 1, "busy": False, "cpu": "", "torch": "", "commit": "", "time": ""}
+    for number, chosen in enumerate((every, every[:2], every[2:])):
+        plot_nodes(facts, chosen, tmp_path / f"{number}.svg")
+        assert (tmp_path / f"{number}.svg").read_text().lstrip().startswith("<?xml")
 
 
 class Rates(dict[int, Any]):

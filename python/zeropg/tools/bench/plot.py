@@ -184,15 +184,23 @@ def plot_nodes(header: dict[str, Any], rows: list[Row], file: Path) -> None:
     for axes, (bars, title, unit) in zip(drawn, panels.values(), strict=False):
         _bars(axes, bars, unit, ours="zeropg")
         axes.set_title(title, fontsize=9)
+    if curves:
+        _draw_changes(drawn[-1], curves, next(row for row in whole if "dropped_bound_ms" in row.figures))
+    _save(figure, header, f"{header['rounds']} rounds", file)
+
+
+def _draw_changes(axes: Axes, curves: list[Row], whole: Row) -> None:
+    """The time of each operation while a link changes after each third of them; dashed, the bounds of its rates."""
     for peer, color in zip(dict.fromkeys(row.peer for row in curves), _COLORS, strict=False):
         times = [row.median("time_ms") for row in curves if row.peer == peer]
-        drawn[-1].plot(times, color=color, linewidth=1.2, label=peer)
-    if curves:
-        drawn[-1].set_title(f"all_reduce while a link changes ({curves[0].case})", fontsize=9)
-        drawn[-1].set_xlabel("operation")
-        drawn[-1].set_ylabel("ms")
-        drawn[-1].legend(fontsize=8)
-    _save(figure, header, f"{header['rounds']} rounds", file)
+        axes.plot(times, color=color, linewidth=1.2, label=peer)
+    bounds = [whole.median(key) for key in ("bound_ms", "dropped_bound_ms", "bound_ms") for _ in range(len(times) // 3)]
+    axes.plot(bounds, color=_GRAY, linestyle="--", linewidth=1, drawstyle="steps-mid", label="links' bound")
+    axes.set_title(f"{whole.parameters['operation']} while a link changes ({whole.case})", fontsize=9)
+    axes.set_xlabel("operation")
+    axes.set_ylabel("ms")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
 
 
 def _point_of(row: Row) -> str:

@@ -59,7 +59,9 @@ def _drop(measured: Measured, peer: str, may_claim: bool) -> Iterator[Row]:
     third = len(rounds[0]) // 3
     settled = min(SETTLED, third - 1)
     figures: dict[str, Spread | float] = {
-        "time_ms": _scaled(1e3, [statistics.median(times[:third]) for times in rounds])
+        "time_ms": _scaled(1e3, [statistics.median(times[:third]) for times in rounds]),
+        "bound_ms": 1e3 * usual,
+        "dropped_bound_ms": 1e3 * lower,
     }
     for place, (name, bound) in enumerate((("dropped", lower), ("restored", usual)), start=1):
         of_third = [times[place * third : (place + 1) * third] for times in rounds]
