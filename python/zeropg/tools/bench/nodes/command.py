@@ -70,25 +70,33 @@ def main(arguments: list[str]) -> int:
     quiet = harness.Quiet(options.even_if_busy)
     if quiet.refuses():
         return harness.BUSY
-    load, own = machine.OthersLoad(), harness.own_cpu_seconds()
-    total = sum(len(CASES[name].points) for name in options.case)
-    bar = tqdm(total=total, unit="point", file=sys.stderr, leave=False, disable=not sys.stderr.isatty())
+    harness.print_header(harness.header("nodes", arguments, quiet))
     try:
-        measured = [each for name in options.case for each in _measure(name, options, bar)]
+        rows = _rows(options, quiet)
     except RuntimeError as error:
-        print(f"zeropg bench: {error}; nothing is measured", file=sys.stderr)
+        print(f"zeropg bench: {error}; nothing is written", file=sys.stderr)
         return harness.WRONG
-    finally:
-        bar.close()
-    quiet.others_during = load.stop(harness.own_cpu_seconds() - own)
-    rows = [row for each in measured for row in rows_of(each, may_claim=quiet.may_claim)]
-    facts = harness.header("nodes", arguments, quiet, rounds=options.rounds, turn_seconds=options.turn_seconds)
-    harness.print_header(facts)
-    for name in options.case:
-        _print(CASES[name], [row for row in rows if row.case == name and "number" not in row.parameters])
+    if not quiet.is_quiet:
+        print("# BUSY: others used the CPUs meanwhile; these figures prove nothing")
     if not quiet.may_claim:
         print(f"# ratios not claimed: {quiet.refusal()}")
+    facts = harness.header("nodes", arguments, quiet, rounds=options.rounds, turn_seconds=options.turn_seconds)
     return harness.finish(options, quiet, facts, rows, plot_nodes)
+
+
+def _rows(options: argparse.Namespace, quiet: harness.Quiet) -> list[Row]:
+    """Of all cases; prints those of each when it is done. Raises RuntimeError where a rank fails."""
+    load, own = machine.OthersLoad(), harness.own_cpu_seconds()
+    total = sum(len(CASES[name].points) for name in options.case)
+    measured: list[Measured] = []
+    with tqdm(total=total, unit="point", file=sys.stderr, leave=False, disable=not sys.stderr.isatty()) as bar:
+        for name in options.case:
+            found = _measure(name, options, bar)
+            measured += found
+            quiet.others_during = load.stop(harness.own_cpu_seconds() - own)
+            bar.clear()
+            _print(CASES[name], [row for each in found for row in rows_of(each, may_claim=quiet.may_claim)])
+    return [row for each in measured for row in rows_of(each, may_claim=quiet.may_claim)]
 
 
 def _measure(name: str, options: argparse.Namespace, bar: tqdm) -> list[Measured]:
@@ -178,12 +186,14 @@ _COLUMNS = {
 
 
 def _print(case: Case, rows: list[Row]) -> None:
+    """A line per peer and point; not those of single operations."""
+    rows = [row for row in rows if "number" not in row.parameters]
     columns = {key: each for key, each in _COLUMNS.items() if any(key in row.figures for row in rows)}
     print(f"\n{case.what}\n{'':34}" + "".join(f" {head:>{width}}" for head, width in columns.values()))
     for row in rows:
         what = f"{row.parameters['operation']:14} {size(int(row.parameters['bytes'])):>9} {row.peer:>8}"
         cells = (f"{row.figures.get(key, '-')!s:>{width}}" for key, (_, width) in columns.items())
-        print(f"{what:34}" + "".join(f" {cell}" for cell in cells))
+        print(f"{what:34}" + "".join(f" {cell}" for cell in cells), flush=True)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
