@@ -531,9 +531,9 @@ def simulate(
 ) -> dict[str, Any]:
     """Time and bytes per link of one collective on the given nodes (lists of ranks).
 
-    `bytes` is one rank's block. The nodes of a rack, indices into `nodes`, share its uplink to the others. 'algorithm', 'time_us',
-    'is_simulated' (False: too large, the time is the cost formula's), 'is_chosen' (a group would choose it) and
-    'link_bytes' [from][to]. Raises ValueError for what cannot be planned.
+    `bytes` is one rank's block. The nodes of a rack, indices into `nodes`, share its uplink to the others. 'algorithm',
+    'time_us', 'is_simulated' (False: too large, the time is the cost formula's), 'is_chosen' (a group would choose it)
+    and 'link_bytes' [from][to]. Raises ValueError for what cannot be planned.
     """
 
 def interface_addresses(interfaces: str) -> list[tuple[str, str]]:

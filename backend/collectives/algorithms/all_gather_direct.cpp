@@ -1,4 +1,5 @@
 // All-gather of inputs in shared memory: every rank copies all of them from where they lie, each starting at its own.
+// Broadcast likewise: everybody copies the root's.
 #include "backend/collectives/schedule/algorithms.h"
 #include "backend/collectives/schedule/steps.h"
 #include "backend/platform/cpu/copy.h"
@@ -22,5 +23,18 @@ Schedule plan_all_gather_direct(const CollectiveSpec& spec) {
 Cost cost_all_gather_direct(const CollectiveSpec& spec) {
   return {.barriers = 2, .memory_bytes = 2.0 * spec.world_size * spec.bytes};
 }
+
+Schedule plan_broadcast_direct(const CollectiveSpec& spec) {
+  constexpr std::string_view kName = "broadcast_direct";
+  if (spec.world_size == 1) return plan_alone(kName, spec);
+  Schedule schedule = make_direct_schedule(kName);
+  if (spec.rank != spec.root) {
+    add_long_copy(schedule, output(0), peer_input(spec.root, 0), spec.bytes, spec.bytes >= kStreamingBytes);
+  }
+  add_barrier(schedule);
+  return schedule;
+}
+
+Cost cost_broadcast_direct(const CollectiveSpec& spec) { return {.barriers = 2, .memory_bytes = 2.0 * spec.bytes}; }
 
 }  // namespace zeropg
