@@ -13,7 +13,7 @@ from zeropg.tools.bench.results import Row, Spread, ratios
 NEAR = 1.3  # times the bound: a link's new rate is noticed
 SETTLED = 20  # operations after a change by which it should be
 _BASELINE = "gloo"
-_LEAST_BOUND_BYTES = 4096  # what is smaller takes a latency, and no bandwidth
+_LEAST_BYTES = 4096  # what is smaller takes a latency: a bandwidth says nothing about it, and neither do seconds per GB
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ def rows_of(measured: Measured, *, may_claim: bool) -> list[Row]:
 def _turns(measured: Measured, peer: str, may_claim: bool) -> Iterator[Row]:
     medians = {name: [statistics.median(each) for each in of] for name, of in measured.result["seconds"].items()}
     figures: dict[str, Spread | float] = {"time_ms": _scaled(1e3, medians[peer])}
-    if measured.bounds and measured.point.bytes >= _LEAST_BOUND_BYTES:
+    is_small = measured.point.bytes < _LEAST_BYTES
+    if measured.bounds and not is_small:
         (bound,) = measured.bounds
         figures |= {"bound_ms": 1e3 * bound, "percent_of_bound": Spread.of([100 * bound / s for s in medians[peer]])}
-    cpu = measured.result.get("cpu_seconds")
+    cpu = None if is_small else measured.result.get("cpu_seconds")
     if cpu is not None:
         figures["cpu_s_per_gb"] = _scaled(1e9 / measured.point.bytes, cpu[peer])
     if may_claim:
