@@ -1,12 +1,13 @@
-// The reader for untrusted headers. It accepts exactly the grammar that the format needs (an object of tensor objects
-// and one object of strings), so it needs no general JSON value, no recursion and no depth limit.
+// The reader for untrusted headers. It accepts exactly the grammar that the format needs: an object of tensor objects
+// and one object of strings.
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <set>
+#include <stdexcept>
 #include <utility>
 
-#include "backend/diagnostics/printable.h"
+#include "backend/diagnostics/json_reader.h"
 #include "sharding/checkpoint/safetensors.h"
 
 namespace zeropg::safetensors {
@@ -14,67 +15,38 @@ namespace {
 
 class HeaderReader {
  public:
-  explicit HeaderReader(std::string_view json) : json_(json) {}
+  explicit HeaderReader(std::string_view text) : json_(text, kLengthFieldBytes) {}
 
   Header read() {
     Header header;
     std::set<std::string> names;
-    read_object([&](std::string key) {
+    json_.read_object([&](std::string key) {
       check(names.insert(key).second, "the name '", key, "' stands twice");
       if (key == "__metadata__") {
-        read_object([&](std::string name) {
-          std::string value = read_string();
+        json_.read_object([&](std::string name) {
+          std::string value = json_.read_string();
           check(header.metadata.emplace(std::move(name), std::move(value)).second, "a metadata key stands twice");
         });
       } else {
         header.tensors.push_back(read_tensor(std::move(key)));
       }
     });
-    skip_spaces();
-    check(position_ == json_.size(), "there is text after the closing brace");
+    json_.finish();
     return header;
   }
 
  private:
   template <typename... Parts>
   void check(bool is_right, const Parts&... parts) const {
-    TORCH_CHECK_VALUE(is_right, "safetensors header, byte ", kLengthFieldBytes + position_, ": ", parts...);
-  }
-
-  void skip_spaces() {
-    while (position_ < json_.size() && std::string_view(" \t\r\n").find(json_[position_]) != std::string_view::npos) {
-      ++position_;
-    }
-  }
-
-  bool take(char wanted) {
-    skip_spaces();
-    if (position_ == json_.size() || json_[position_] != wanted) return false;
-    ++position_;
-    return true;
-  }
-
-  void expect(char wanted) { check(take(wanted), "expected '", wanted, "'"); }
-
-  // `read_value(key)` consumes the value.
-  template <typename ReadValue>
-  void read_object(ReadValue read_value) {
-    expect('{');
-    if (take('}')) return;
-    do {
-      std::string key = read_string();
-      expect(':');
-      read_value(std::move(key));
-    } while (take(','));
-    expect('}');
+    if (!is_right) json_.fail(c10::str(parts...));
   }
 
   TensorEntry read_tensor(std::string name) {
     TensorEntry tensor;
     bool has_dtype = false, has_shape = false, has_offsets = false;
-    read_object([&](const std::string& key) {
+    json_.read_object([&](const std::string& key) {
       if (key == "dtype" && !std::exchange(has_dtype, true)) {
-        const std::string dtype = read_string();
+        const std::string dtype = json_.read_string();
         const auto known = dtype_from_name(dtype);
         check(known.has_value(), "'", name, "' has the dtype '", dtype, "', which is unknown or not supported");
         tensor.dtype = *known;
@@ -99,107 +71,20 @@ class HeaderReader {
 
   std::vector<int64_t> read_integers() {
     std::vector<int64_t> values;
-    expect('[');
-    if (take(']')) return values;
-    do {
-      values.push_back(read_integer());
-    } while (take(','));
-    expect(']');
+    json_.read_array([&] { values.push_back(json_.read_integer()); });
     return values;
   }
 
-  int64_t read_integer() {
-    skip_spaces();
-    const size_t begin = position_;
-    int64_t value = 0;
-    for (; position_ < json_.size() && json_[position_] >= '0' && json_[position_] <= '9'; ++position_) {
-      check(!__builtin_mul_overflow(value, int64_t{10}, &value) &&
-                !__builtin_add_overflow(value, int64_t{json_[position_] - '0'}, &value),
-            "a number is too large");
-    }
-    check(position_ > begin && (json_[begin] != '0' || position_ == begin + 1), "expected a non-negative integer");
-    return value;
-  }
-
-  std::string read_string() {
-    expect('"');
-    std::string text;
-    while (true) {
-      check(position_ < json_.size(), "a string does not end");
-      const auto byte = static_cast<unsigned char>(json_[position_]);
-      if (byte == '"') {
-        ++position_;
-        return text;
-      }
-      check(byte >= 0x20, "a string holds a raw control character");
-      if (byte == '\\') {
-        ++position_;
-        append_escape(text);
-      } else {
-        const size_t length = utf8_length(json_.substr(position_));
-        check(length > 0, "a string is not valid UTF-8");
-        text += json_.substr(position_, length);
-        position_ += length;
-      }
-    }
-  }
-
-  void append_escape(std::string& text) {
-    check(position_ < json_.size(), "a string does not end");
-    const char kind = json_[position_++];
-    constexpr std::string_view kKinds = "\"\\/bfnrt", kMeanings = "\"\\/\b\f\n\r\t";
-    if (const size_t index = kKinds.find(kind); index != std::string_view::npos) {
-      text += kMeanings[index];
-      return;
-    }
-    check(kind == 'u', "unknown escape '\\", kind, "'");
-    uint32_t code = read_hex4();
-    if (code >= 0xd800 && code < 0xdc00) {
-      check(json_.substr(position_, 2) == "\\u", "an escaped surrogate has no partner");
-      position_ += 2;
-      const uint32_t low = read_hex4();
-      check(low >= 0xdc00 && low < 0xe000, "an escaped surrogate has no partner");
-      code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
-    } else {
-      check(code < 0xdc00 || code >= 0xe000, "an escaped surrogate has no partner");
-    }
-    append_utf8(text, code);
-  }
-
-  uint32_t read_hex4() {
-    uint32_t code = 0;
-    for (int digit = 0; digit < 4; ++digit, ++position_) {
-      const char c = position_ < json_.size() ? json_[position_] : '\0';
-      constexpr std::string_view kDigits = "0123456789abcdef";
-      const size_t value = kDigits.find(c >= 'A' && c <= 'F' ? static_cast<char>(c - 'A' + 'a') : c);
-      check(value != std::string_view::npos, "\\u needs four hexadecimal digits");
-      code = code * 16 + static_cast<uint32_t>(value);
-    }
-    return code;
-  }
-
-  static void append_utf8(std::string& text, uint32_t code) {
-    const auto put = [&](uint32_t byte) { text += static_cast<char>(byte); };
-    if (code < 0x80) {
-      put(code);
-    } else if (code < 0x800) {
-      put(0xc0 | code >> 6);
-      put(0x80 | (code & 0x3f));
-    } else if (code < 0x10000) {
-      put(0xe0 | code >> 12);
-      put(0x80 | (code >> 6 & 0x3f));
-      put(0x80 | (code & 0x3f));
-    } else {
-      put(0xf0 | code >> 18);
-      put(0x80 | (code >> 12 & 0x3f));
-      put(0x80 | (code >> 6 & 0x3f));
-      put(0x80 | (code & 0x3f));
-    }
-  }
-
-  std::string_view json_;
-  size_t position_ = 0;
+  JsonReader json_;
 };
+
+Header read_header(std::string_view json) {
+  try {
+    return HeaderReader(json).read();
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, "safetensors header, ", error.what());
+  }
+}
 
 }  // namespace
 
@@ -216,7 +101,7 @@ Header parse_header(std::span<const std::byte> head, uint64_t file_bytes) {
                     "safetensors: the header claims ", json_bytes, " bytes, the file ends before; it is truncated");
 
   const auto* text = reinterpret_cast<const char*>(head.data()) + kLengthFieldBytes;
-  Header header = HeaderReader(std::string_view(text, json_bytes)).read();
+  Header header = read_header({text, json_bytes});
   header.data_offset = kLengthFieldBytes + json_bytes;
 
   // Empty tensors share their offset with a neighbour, hence the second key.
