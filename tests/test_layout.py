@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "backend/diagnostics": set(),
     "backend/platform/process": {"backend/platform/cpu", "backend/diagnostics"},
     "backend/platform/memory": {"backend/platform/cpu", "backend/platform/process"},
-    "backend/topology": {"backend/platform/cpu"},
+    "backend/topology": {"backend/platform/cpu", "backend/diagnostics"},
     "backend/transport": set(),
     "backend/transport/network": {"backend/platform/process", "backend/diagnostics", "backend/transport"},
     "backend/transport/shm": {

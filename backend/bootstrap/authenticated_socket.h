@@ -15,6 +15,7 @@ enum class MessageKind : char {
   kHello = 'h',        // member: its rank, with its doorbell
   kDescriptors = 'd',  // leader: descriptors
   kReady = 'r',        // member: has mapped the arena
+  kLinks = 'l',        // leader: what the links between nodes carry, a part of it
   kGo = 'g',           // leader: everybody has
   kError = 'e',        // leader: what went wrong, in words
 };

@@ -5,11 +5,13 @@
 
 #include <cerrno>
 #include <cstring>
+#include <vector>
 
 namespace zeropg {
 namespace {
 
-void fill_random(char* data, size_t bytes) {
+void fill_random(void* memory, size_t bytes) {
+  auto* data = static_cast<char*>(memory);
   while (bytes > 0) {
     const ssize_t filled = ::getrandom(data, bytes, 0);
     if (filled < 0 && errno == EINTR) continue;
@@ -36,11 +38,15 @@ Nonce random_nonce() {
 }
 
 std::string random_hex(size_t random_bytes) {
-  std::string bytes(random_bytes, '\0');
+  std::vector<uint8_t> bytes(random_bytes);
   fill_random(bytes.data(), bytes.size());
+  return to_hex(bytes);
+}
+
+std::string to_hex(std::span<const uint8_t> bytes) {
   std::string text;
-  for (const char byte : bytes) {
-    for (const int shift : {4, 0}) text += "0123456789abcdef"[static_cast<uint8_t>(byte) >> shift & 15];
+  for (const uint8_t byte : bytes) {
+    for (const int shift : {4, 0}) text += "0123456789abcdef"[byte >> shift & 15];
   }
   return text;
 }

@@ -9,6 +9,8 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -28,6 +30,7 @@ struct ProofContext {
 
 Nonce random_nonce();  // from the kernel's generator
 std::string random_hex(size_t random_bytes);
+std::string to_hex(std::span<const uint8_t> bytes);
 
 Digest prove(std::string_view secret, Role prover, const ProofContext& context);
 // The key for what follows on this connection.

@@ -4,18 +4,22 @@
 
 #include <algorithm>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "backend/bootstrap/authentication.h"
 #include "backend/bootstrap/join_network.h"
+#include "backend/bootstrap/link_probe.h"
 #include "backend/bootstrap/node_admission.h"
 #include "backend/bootstrap/store_exchange.h"
+#include "backend/bootstrap/with_peer.h"
 #include "backend/diagnostics/peer_lost.h"
 #include "backend/platform/memory/pages.h"
 #include "backend/platform/process/doorbell.h"
 #include "backend/topology/cpu_domain_probe.h"
 #include "backend/topology/topology.h"
+#include "backend/topology/topology_file.h"
 #include "backend/topology/topology_probe.h"
 
 namespace zeropg {
@@ -35,17 +39,6 @@ class DescriptorChannel {
 namespace {
 
 constexpr size_t kDescriptorsPerMessage = 64;
-
-// Failures of one connection, in words that name the rank at its other end. It may have broken because that rank
-// failed, which then says why.
-template <typename Action>
-auto with_peer(int32_t peer, const Action& action) {
-  try {
-    return action();
-  } catch (const c10::DistNetworkError& error) {
-    throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", peer, ": ", error.what_without_backtrace()), peer);
-  }
-}
 
 void send_descriptors(Member& peer, const std::vector<int>& descriptors, Clock::time_point deadline) {
   with_peer(peer.rank, [&] {
@@ -85,6 +78,8 @@ struct Session {
   MeetingPlace place;
   ArenaGeometry geometry;
   int64_t pool_bytes;  // for each rank, or kShareOfMemory
+  LinkModel known_links;
+  bool measures_links;
 };
 
 Descriptor create_pool(int32_t world_size, int64_t pool_bytes) {
@@ -115,6 +110,35 @@ std::function<void()> tick_for(int32_t peer, const Session& session) {
   return [&tick = session.tick, awaited = std::vector{peer}] { tick(awaited); };
 }
 
+// Leader: agrees with those of other nodes on what the links carry, and tells its own node.
+void share_links(const Session& session, std::vector<Member>& members, BootstrapResult* result) {
+  Topology& topology = result->topology;
+  if (topology.is_one_node()) return;
+  topology.links = agree_on_links(
+      *result->network, {topology, session.known_links, session.measures_links, session.deadline, session.tick});
+  const std::string encoded = encode_links(topology.links, topology);
+  for (Member& member : members) {
+    with_peer(member.rank, [&] {
+      for (size_t i = 0; i < encoded.size(); i += AuthenticatedSocket::kMaxBodyBytes) {
+        member.connection.send(MessageKind::kLinks, encoded.substr(i, AuthenticatedSocket::kMaxBodyBytes), {},
+                               session.deadline);
+      }
+    });
+  }
+}
+
+void receive_links(const Session& session, Member& leader, Topology* topology) {
+  if (topology->is_one_node()) return;
+  std::string encoded;
+  while (encoded.size() < encoded_links_bytes(*topology)) {
+    encoded +=
+        with_peer(leader.rank, [&] {
+          return leader.connection.receive(MessageKind::kLinks, 0, session.deadline, tick_for(leader.rank, session));
+        }).bytes;
+  }
+  topology->links = decode_links(encoded, *topology);
+}
+
 // Leader: lets the members in, hands out arena and doorbells, and waits until everybody has mapped them.
 void host(const Session& session, StoreExchange& store_exchange, const Descriptor& listener, BootstrapResult* result) {
   std::vector<int32_t> others = session.node;
@@ -136,6 +160,7 @@ void host(const Session& session, StoreExchange& store_exchange, const Descripto
       return member.connection.receive(MessageKind::kReady, 0, session.deadline, tick_for(member.rank, session));
     });
   }
+  share_links(session, members, result);
   if (session.rank == 0) store_exchange.clean_up();  // rank 0 leads its node, and is connected to all other nodes
   for (Member& member : members) {
     with_peer(member.rank, [&] { member.connection.send(MessageKind::kGo, "", {}, session.deadline); });
@@ -163,10 +188,9 @@ void join(const Session& session, BootstrapResult* result) {
   received.erase(received.begin(), received.begin() + 2);
   received[session.local_rank].reset();
   result->arena->set_doorbells(std::move(received));
-  with_peer(leader_rank, [&] {
-    leader.connection.send(MessageKind::kReady, "", {}, session.deadline);
-    return leader.connection.receive(MessageKind::kGo, 0, session.deadline, tick);
-  });
+  with_peer(leader_rank, [&] { leader.connection.send(MessageKind::kReady, "", {}, session.deadline); });
+  receive_links(session, leader, &result->topology);
+  with_peer(leader_rank, [&] { return leader.connection.receive(MessageKind::kGo, 0, session.deadline, tick); });
   result->channel = std::make_shared<DescriptorChannel>(session.rank, session.world_size, std::move(peers), false);
 }
 
@@ -188,6 +212,44 @@ NetworkPlan plan_network(const Session& session, const Topology& topology, const
   return plan;
 }
 
+RankPlace place_of(const BootstrapOptions& options) {
+  return {.host_id = options.host_id.empty() ? probe_host_id() : options.host_id,
+          .domain_id = options.domain_id.empty() ? probe_domain_id() : options.domain_id,
+          .rack_id = options.rack_id};
+}
+
+// Finds this host in the topology file, and writes its rack into the record. Returns all racks of the file.
+std::vector<Rack> look_up_rack(const BootstrapOptions& options, RankRecord* own) {
+  TopologyFile file;
+  try {
+    file = read_topology_file(options.topology_file);
+  } catch (const std::invalid_argument& error) {
+    C10_THROW_ERROR(DistBackendError, error.what());
+  }
+  const std::string start = "topology file " + options.topology_file + ": ";
+  own->host_name = options.host_id.empty() ? probe_host_name() : options.host_id;
+  own->topology_digest = to_hex(sha256(file.text));
+  const Rack* rack = find_rack(file.racks, own->host_name);
+  TORCH_CHECK_WITH(DistBackendError, rack != nullptr, start, "no rack has the host ", own->host_name,
+                   ", on which this rank runs; name it in the hosts of a rack as `hostname` does, or as ZEROPG_HOST_ID "
+                   "where that is set");
+  TORCH_CHECK_WITH(DistBackendError, own->place.rack_id.empty() || own->place.rack_id == rack->name, start, "host ",
+                   own->host_name, " is in rack ", rack->name, ", but ZEROPG_RACK_ID is ", own->place.rack_id,
+                   "; correct one of them, or leave one out");
+  own->place.rack_id = rack->name;
+  return file.racks;
+}
+
+// What the topology file says counts more than what was measured before.
+LinkModel links_before_measuring(const Topology& topology, const std::vector<Rack>& racks,
+                                 const BootstrapOptions& options) {
+  LinkModel links = declared_links(topology, racks);
+  LinkModel before = links_of(topology, options.known_links);
+  if (links.node_bytes_per_us.empty()) links.node_bytes_per_us = std::move(before.node_bytes_per_us);
+  if (links.uplink_bytes_per_us.empty()) links.uplink_bytes_per_us = std::move(before.uplink_bytes_per_us);
+  return links;
+}
+
 void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, const BootstrapOptions& options,
              Clock::time_point deadline, BootstrapResult* result) {
   RankRecord own;
@@ -199,8 +261,8 @@ void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, co
   own.network = options.network;
   own.wires = offer.names();
   own.has_secret = options.secret.empty() ? 0 : 1;
-  own.host_id = options.host_id.empty() ? probe_host_id() : options.host_id;
-  own.domain_id = options.domain_id.empty() ? probe_domain_id() : options.domain_id;
+  own.place = place_of(options);
+  const std::vector<Rack> racks = options.topology_file.empty() ? std::vector<Rack>() : look_up_rack(options, &own);
   own.socket_name = "zeropg-" + random_hex(16);
   // Everybody listens before anybody knows who leads, so no member ever knocks at a door that is not there yet.
   Descriptor listener = listen_unix(own.socket_name);
@@ -214,7 +276,8 @@ void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, co
     }
   }();
 
-  result->topology = make_topology(std::move(map.host_ids), map.domain_ids, rank);
+  result->topology = make_topology(map.places, rank);
+  const LinkModel known_links = links_before_measuring(result->topology, racks, options);
   const std::vector<int32_t>& node = result->topology.nodes[result->topology.node_rank[rank]];
   Session session{.rank = rank,
                   .local_rank = result->topology.local_rank[rank],
@@ -225,7 +288,9 @@ void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, co
                   .tick = [&](const std::vector<int32_t>& awaited) { store_exchange.look_around(awaited); },
                   .place = {map.socket_names[node[0]], options.secret.empty() ? map.secret : options.secret},
                   .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes, options.mailbox_bytes},
-                  .pool_bytes = options.pool_bytes};
+                  .pool_bytes = options.pool_bytes,
+                  .known_links = known_links,
+                  .measures_links = options.measures_links && known_links.node_bytes_per_us.empty()};
   if (result->topology.node_count() > 1) {
     const WireEntry& wire = chosen_wire(map.network, offer, rank, world_size);
     join_network(wire, plan_network(session, result->topology, options), store_exchange, &result->network);
@@ -240,9 +305,10 @@ void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, co
 
 BootstrapResult bootstrap_alone(const BootstrapOptions& options) {
   BootstrapResult result;
-  const std::string host_id = options.host_id.empty() ? probe_host_id() : options.host_id;
-  const std::string domain_id = options.domain_id.empty() ? probe_domain_id() : options.domain_id;
-  result.topology = make_topology({host_id}, {domain_id}, 0);
+  RankRecord own;
+  own.place = place_of(options);
+  if (!options.topology_file.empty()) look_up_rack(options, &own);
+  result.topology = make_topology({own.place}, 0);
   const ArenaGeometry geometry{1, options.bank_bytes, options.mailbox_bytes};
   result.arena = std::make_unique<ShmArena>(ShmArena::create(geometry), geometry, 0);
   result.arena->set_doorbells(std::vector<Descriptor>(1));

@@ -25,6 +25,10 @@ struct BootstrapOptions {
   std::string secret;   // empty: a random one through the store (keeps out only those who cannot reach the store)
   std::string host_id;  // empty: probed; the same of the next
   std::string domain_id;
+  std::string rack_id;        // empty: none, unless the topology file names one
+  std::string topology_file;  // its path; empty: none
+  KnownLinks known_links;     // of groups that were made before; that of rank 0 counts, as does the next
+  bool measures_links = true;
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
   int64_t pool_bytes = kShareOfMemory;      // of the tensor pool, for each rank

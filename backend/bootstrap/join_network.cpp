@@ -6,10 +6,9 @@
 #include <utility>
 
 #include "backend/bootstrap/authentication.h"
+#include "backend/bootstrap/network_wait.h"
 #include "backend/bootstrap/tcp_mesh.h"
-#include "backend/diagnostics/format_ranks.h"
 #include "backend/diagnostics/notices.h"
-#include "backend/diagnostics/peer_lost.h"
 #include "backend/topology/topology_probe.h"
 
 namespace zeropg {
@@ -78,28 +77,8 @@ std::string StoreOutOfBand::pair_key(int32_t peer, const std::string& own_nonce,
 // Until every peer answered.
 void greet_peers(RemoteTransport& network, const NetworkPlan& plan) {
   network.greet();
-  auto next_tick = Clock::now() + kTick;
-  constexpr std::chrono::milliseconds kNow{0};
-  const PeerLiveness& liveness = network.liveness();
-  for (std::vector<int32_t> silent = liveness.silent_for(kNow); !silent.empty(); silent = liveness.silent_for(kNow)) {
-    const auto now = Clock::now();
-    if (now >= next_tick || now >= plan.deadline) {
-      plan.tick(silent);
-      next_tick = now + kTick;
-    }
-    TORCH_CHECK_WITH(DistBackendError, now < plan.deadline, network.name(), ": no answer from ", format_ranks(silent),
-                     " in time; look at what those ranks were doing, or raise the timeout");
-    for (const int32_t peer : silent) {
-      const RemoteState state = liveness.state_of(peer);
-      if (state.is_lost || state.state == RankState::kFailed) {
-        const std::string& why = state.is_lost ? state.loss : state.failure;
-        throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", peer, ": ", why), peer);
-      }
-    }
-    if (network.progress() || !network.arm()) continue;
-    pollfd entry{network.descriptor(), POLLIN, 0};
-    poll_until({&entry, 1}, std::min(plan.deadline, next_tick));
-  }
+  wait_on_network(network, {plan.deadline, plan.tick, "no answer"},
+                  [&] { return network.liveness().silent_for(std::chrono::milliseconds(0)); });
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <set>
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
@@ -45,7 +46,7 @@ std::string broken_key(int32_t rank) { return "zeropg/broken/" + std::to_string(
 std::string shown(int64_t value) { return std::to_string(value); }
 std::string shown(const std::string& text) {
   constexpr size_t kMaxShownBytes = 64;
-  return printable(text, kMaxShownBytes);
+  return text.empty() ? "none" : printable(text, kMaxShownBytes);
 }
 
 // `records` are in rank order.
@@ -69,18 +70,50 @@ void check_same(const std::vector<RankRecord>& records) {
   check_same(records, "window_bytes", &RankRecord::window_bytes);
   check_same(records, "network", &RankRecord::network);
   check_same(records, "whether a secret is given", &RankRecord::has_secret);
+  check_same(records, "the SHA-256 of the topology file", &RankRecord::topology_digest);
+}
+
+// Nodes are told apart by host ids, and found in a topology file by the names of their hosts.
+void check_host_names(const std::vector<RankRecord>& records) {
+  std::map<std::string, size_t> rank_of_name;
+  for (size_t rank = 0; rank < records.size(); ++rank) {
+    const RankRecord& record = records[rank];
+    if (record.host_name.empty()) continue;
+    const size_t first = rank_of_name.try_emplace(record.host_name, rank).first->second;
+    if (records[first].place.host_id == record.place.host_id) continue;
+    C10_THROW_ERROR(DistBackendError, c10::str("ranks ", first, " and ", rank, " are on different hosts that are both ",
+                                               "called ", shown(record.host_name), ", which the topology file cannot ",
+                                               "tell apart; give them host names or ZEROPG_HOST_IDs of their own"));
+  }
+}
+
+void check_racks(const std::vector<RankRecord>& records) {
+  const auto text_of = [](const std::string& rack) { return rack.empty() ? "in no rack" : "in rack " + shown(rack); };
+  std::map<std::string, size_t> rank_of_host;
+  for (size_t rank = 0; rank < records.size(); ++rank) {
+    const RankPlace& place = records[rank].place;
+    const size_t first = rank_of_host.try_emplace(place.host_id, rank).first->second;
+    const std::string& other = records[first].place.rack_id;
+    TORCH_CHECK_WITH(DistBackendError, place.rack_id == other, "ranks ", first, " and ", rank, " share the node ",
+                     shown(place.host_id), ", but one is ", text_of(other), " and the other one ",
+                     text_of(place.rack_id), "; give all ranks of a node the same ZEROPG_RACK_ID");
+    TORCH_CHECK_WITH(DistBackendError, place.rack_id.empty() == records[0].place.rack_id.empty(), "rank 0 is ",
+                     text_of(records[0].place.rack_id), ", but rank ", rank, " is ", text_of(place.rack_id),
+                     "; give every rank a ZEROPG_RACK_ID, or none");
+  }
 }
 
 GroupMap make_map(std::vector<RankRecord> records) {
   check_same(records);
+  check_host_names(records);
+  check_racks(records);
   GroupMap map;
   if (records[0].has_secret == 0) map.secret = random_hex(32);
   std::vector<std::vector<std::string>> offers;
   for (RankRecord& record : records) offers.push_back(std::move(record.wires));
   if (const WireEntry* wire = common_wire(offers)) map.network = wire->name;
   for (RankRecord& record : records) {
-    map.host_ids.push_back(std::move(record.host_id));
-    map.domain_ids.push_back(std::move(record.domain_id));
+    map.places.push_back(std::move(record.place));
     map.socket_names.push_back(std::move(record.socket_name));
   }
   return map;

@@ -75,6 +75,16 @@ class Reader {
   std::string_view bytes_;
 };
 
+void put(Writer& writer, const RankPlace& place) { writer.put(place.host_id).put(place.domain_id).put(place.rack_id); }
+
+RankPlace read_place(Reader& reader) {
+  RankPlace place;
+  place.host_id = reader.text();
+  place.domain_id = reader.text();
+  place.rack_id = reader.text();
+  return place;
+}
+
 Digest signature_of(const AddressKey& key, int32_t rank, std::string_view address) {
   return hmac_sha256(key.secret, Writer().put("zeropg address1").put(key.group).put(rank).put(address).bytes());
 }
@@ -85,8 +95,8 @@ std::string encode(const RankRecord& record) {
   Writer writer;
   writer.put(record.protocol).put(record.world_size).put(record.bank_bytes).put(record.mailbox_bytes);
   writer.put(record.window_bytes).put(record.has_secret).put(record.network).put(record.wires);
-  writer.put(record.host_id).put(record.domain_id);
-  return writer.put(record.socket_name).bytes();
+  put(writer, record.place);
+  return writer.put(record.host_name).put(record.topology_digest).put(record.socket_name).bytes();
 }
 
 RankRecord decode_record(std::string_view bytes) {
@@ -100,8 +110,9 @@ RankRecord decode_record(std::string_view bytes) {
   record.has_secret = reader.number();
   record.network = reader.text();
   record.wires = reader.texts(kMaxWires);
-  record.host_id = reader.text();
-  record.domain_id = reader.text();
+  record.place = read_place(reader);
+  record.host_name = reader.text();
+  record.topology_digest = reader.text();
   record.socket_name = reader.text();
   reader.finish();
   return record;
@@ -110,8 +121,7 @@ RankRecord decode_record(std::string_view bytes) {
 std::string encode(const GroupMap& map) {
   Writer writer;
   writer.put(map.error).put(map.secret).put(map.network);
-  for (const std::string& host : map.host_ids) writer.put(host);
-  for (const std::string& domain : map.domain_ids) writer.put(domain);
+  for (const RankPlace& place : map.places) put(writer, place);
   for (const std::string& name : map.socket_names) writer.put(name);
   return writer.bytes();
 }
@@ -123,8 +133,7 @@ GroupMap decode_map(std::string_view bytes, int32_t world_size) {
   map.secret = reader.text();
   map.network = reader.text();
   if (!map.error.empty()) return map;
-  for (int32_t rank = 0; rank < world_size; ++rank) map.host_ids.push_back(reader.text());
-  for (int32_t rank = 0; rank < world_size; ++rank) map.domain_ids.push_back(reader.text());
+  for (int32_t rank = 0; rank < world_size; ++rank) map.places.push_back(read_place(reader));
   for (int32_t rank = 0; rank < world_size; ++rank) map.socket_names.push_back(reader.text());
   reader.finish();
   return map;

@@ -7,11 +7,13 @@
 #include <string_view>
 #include <vector>
 
+#include "backend/topology/topology.h"
+
 namespace zeropg {
 
 // What a rank says of itself.
 struct RankRecord {
-  int64_t protocol = 5;  // of the bootstrap; all ranks must have the same
+  int64_t protocol = 6;  // of the bootstrap; all ranks must have the same
   int64_t world_size = 0;
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
@@ -19,16 +21,16 @@ struct RankRecord {
   int64_t has_secret = 0;          // whether the user gave one
   std::string network;             // what the user asked for: "automatic" or a wire's name
   std::vector<std::string> wires;  // names of those between nodes that can be used here
-  std::string host_id;
-  std::string domain_id;  // empty: none
+  RankPlace place;
+  std::string host_name;        // by which the topology file knows this host; empty: there is no such file
+  std::string topology_digest;  // of that file
   std::string socket_name;
 };
 
 // What rank 0 makes of the records; the same bytes on every rank.
 struct GroupMap {
-  std::string error;  // the others are empty when there is one
-  std::vector<std::string> host_ids;
-  std::vector<std::string> domain_ids;
+  std::string error;              // the others are empty when there is one
+  std::vector<RankPlace> places;  // by rank
   std::vector<std::string> socket_names;
   std::string secret;   // random, empty when the users gave theirs
   std::string network;  // the name of the wire to use between nodes; empty: no wire can be used on all ranks

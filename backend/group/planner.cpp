@@ -9,6 +9,7 @@
 
 #include "backend/collectives/schedule/direct.h"
 #include "backend/collectives/schedule/schedule_cursor.h"
+#include "backend/collectives/select/node_shares.h"
 #include "backend/collectives/select/registry.h"
 #include "backend/collectives/select/select.h"
 #include "backend/transport/shm/cma.h"
@@ -123,9 +124,19 @@ Planner::Planner(PlannerOptions options) : options_(std::move(options)) {
   }
 }
 
-PlannedCollective Planner::plan(const CollectiveArgs& request) {
-  PlannedCollective collective;
-  collective.spec = CollectiveSpec{
+void Planner::set_links(std::vector<std::vector<int32_t>> racks, const LinkModel& links) {
+  if (racks.size() > 1) racks_ = std::move(racks);
+  model_.node_bytes_per_us = links.node_bytes_per_us;
+  model_.uplink_bytes_per_us = racks_.empty() ? std::vector<double>() : links.uplink_bytes_per_us;
+  if (links.node_bytes_per_us.empty()) return;
+  std::vector<double> speeds = links.node_bytes_per_us;
+  std::nth_element(speeds.begin(), speeds.begin() + static_cast<ptrdiff_t>(speeds.size() / 2), speeds.end());
+  model_.network_bytes_per_us = speeds[speeds.size() / 2];
+  node_shares_ = node_shares(model_, nodes_);
+}
+
+CollectiveSpec Planner::spec_of(const CollectiveArgs& request) const {
+  CollectiveSpec spec{
       .op = request.op,
       .rank = options_.rank,
       .world_size = options_.world_size,
@@ -139,15 +150,52 @@ PlannedCollective Planner::plan(const CollectiveArgs& request) {
       .send_bytes = request.send_bytes,
       .receive_bytes = request.receive_bytes,
       .nodes = nodes_,
+      .node_shares = node_shares_,
+      .racks = racks_,
       .domains = domains_,
       .window_bytes = options_.window_bytes,
       .codec = request.compression.codec.get(),
       .has_residuals = request.compression.residuals != nullptr,
   };
+  if (traits_of(request.op).is_reducing) {
+    const DType dtype = reducible_dtype(request.dtype).value();
+    spec.accumulator_bytes = static_cast<int32_t>(element_bytes(accumulator_dtype(dtype)));
+  }
+  return spec;
+}
+
+std::string Planner::forced_for(OpKind op) const {
+  const auto found = options_.algorithms.find(traits_of(op).name);
+  return found == options_.algorithms.end() ? std::string() : found->second;
+}
+
+std::vector<AlgorithmEstimate> Planner::estimates(OpKind op, int64_t bytes) const {
+  CollectiveArgs request;
+  request.op = op;
+  request.dtype = at::ScalarType::Float;
+  request.bytes = bytes;
+  if (traits_of(op).has_counts) {
+    request.send_bytes.assign(static_cast<size_t>(options_.world_size), bytes);
+    request.receive_bytes = request.send_bytes;
+  }
+  const CollectiveSpec spec = spec_of(request);
+  const Algorithm& chosen = select_algorithm(spec, forced_for(op), model_);
+  std::vector<AlgorithmEstimate> result;
+  for (const Algorithm& algorithm : algorithms()) {
+    if (algorithm.op != op || algorithm.is_direct || !algorithm.supports(spec)) continue;
+    // A group of one rank has no staging that a cost could be computed from.
+    const double time_us = spec.world_size == 1 ? 0 : estimate_us(algorithm.cost(spec), model_);
+    result.push_back({std::string(algorithm.name), time_us, &algorithm == &chosen});
+  }
+  return result;
+}
+
+PlannedCollective Planner::plan(const CollectiveArgs& request) {
+  PlannedCollective collective;
+  collective.spec = spec_of(request);
   collective.may_read = options_.cma;
   if (traits_of(request.op).is_reducing) {
     collective.dtype = reducible_dtype(request.dtype).value();
-    collective.spec.accumulator_bytes = static_cast<int32_t>(element_bytes(accumulator_dtype(collective.dtype)));
     collective.reduce_op = request.reduce_op;
     collective.factor =
         request.reduce_op == ReduceOp::kAverage ? std::complex<double>(options_.world_size) : request.factor;
@@ -211,14 +259,13 @@ Planner::Plan Planner::plan_for(const CollectiveSpec& spec) {
 }
 
 Planner::Plan Planner::make_plan(const CollectiveSpec& spec) const {
-  const auto found = options_.algorithms.find(traits_of(spec.op).name);
-  const std::string forced = found == options_.algorithms.end() ? std::string() : found->second;
+  const std::string forced = forced_for(spec.op);
   Plan plan;
   try {
-    plan.schedule = std::make_shared<const Schedule>(select_algorithm(spec, forced).plan(spec));
+    plan.schedule = std::make_shared<const Schedule>(select_algorithm(spec, forced, model_).plan(spec));
     const bool has_pool = pool_ != nullptr && pool_->bytes_per_rank() > 0;
     const bool can_reach = has_pool || (options_.cma && pays_to_read(spec));
-    if (const Algorithm* direct = can_reach ? select_direct_algorithm(spec, forced) : nullptr) {
+    if (const Algorithm* direct = can_reach ? select_direct_algorithm(spec, forced, model_) : nullptr) {
       plan.direct = std::make_shared<const Schedule>(direct->plan(spec));
     }
     plan.copied_bytes = std::max(copied_bytes(*plan.schedule), plan.direct ? copied_bytes(*plan.direct) : 0);

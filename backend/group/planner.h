@@ -13,8 +13,10 @@
 #include "backend/collectives/reduce/reduce.h"
 #include "backend/collectives/schedule/collective_spec.h"
 #include "backend/collectives/schedule/schedule.h"
+#include "backend/collectives/select/select.h"
 #include "backend/group/call_fingerprint.h"
 #include "backend/group/collective_args.h"
+#include "backend/topology/link_model.h"
 #include "backend/transport/shm/tensor_pool.h"
 
 namespace zeropg {
@@ -40,6 +42,13 @@ struct PlannedCollective {
   Compression compression;  // spec.codec is its codec
 };
 
+// What an algorithm would take by the group's model of its links.
+struct AlgorithmEstimate {
+  std::string algorithm;
+  double time_us = 0;
+  bool is_chosen = false;
+};
+
 struct PlannerOptions {
   int32_t rank = 0;
   int32_t world_size = 1;
@@ -58,11 +67,15 @@ class Planner {
 
   // Which ranks share a node, known once the group has met. Before the first plan; empty: all of them.
   void set_nodes(std::vector<std::vector<int32_t>> nodes) { nodes_ = std::move(nodes); }
+  // Which nodes share a rack (empty: none do), and what the links carry. After set_nodes, before the first plan.
+  void set_links(std::vector<std::vector<int32_t>> racks, const LinkModel& links);
   // Which of one node's ranks share a domain. Before the first plan; empty: there are none.
   void set_domains(std::vector<std::vector<int32_t>> domains) { domains_ = std::move(domains); }
   // Where tensors may lie that direct algorithms can reach. Before the first plan; must outlive the planner's use.
   void set_pool(const TensorPool& pool) { pool_ = &pool; }
   PlannedCollective plan(const CollectiveArgs& request);
+  // Of all algorithms for an operation on fp32 tensors wherever they lie. `bytes` as in CollectiveSpec.
+  std::vector<AlgorithmEstimate> estimates(OpKind op, int64_t bytes) const;
 
  private:
   struct Plan {
@@ -70,12 +83,17 @@ class Planner {
     std::shared_ptr<const Schedule> direct;
     int64_t copied_bytes = 0;
   };
+  CollectiveSpec spec_of(const CollectiveArgs& request) const;
+  std::string forced_for(OpKind op) const;  // empty: none is
   Plan plan_for(const CollectiveSpec& spec);
   Plan make_plan(const CollectiveSpec& spec) const;
   void offer_direct(PlannedCollective& collective, const CollectiveArgs& request) const;
 
   const PlannerOptions options_;
   std::vector<std::vector<int32_t>> nodes_;
+  std::vector<std::vector<int32_t>> racks_;
+  std::vector<int32_t> node_shares_;
+  CostModel model_;
   std::vector<std::vector<int32_t>> domains_;
   const TensorPool* pool_ = nullptr;
   std::mutex mutex_;

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
+#include <utility>
 
 #include "backend/bootstrap/network_rules.h"
 
@@ -73,17 +74,13 @@ void BackendOptions::resolve() {
       secret = read_secret_file(path);
     }
   }
-  if (host_id.empty()) {
-    host_id = environment("ZEROPG_HOST_ID");
-  }
-  if (domain_id.empty()) {
-    domain_id = environment("ZEROPG_DOMAIN_ID");
-  }
-  if (ucx_root.empty()) {
-    ucx_root = environment("ZEROPG_UCX_ROOT");
-  }
-  if (interfaces.empty()) {
-    interfaces = environment("ZEROPG_INTERFACE");
+  const std::pair<std::string*, const char*> from_environment[] = {
+      {&host_id, "ZEROPG_HOST_ID"},   {&domain_id, "ZEROPG_DOMAIN_ID"},  {&rack_id, "ZEROPG_RACK_ID"},
+      {&ucx_root, "ZEROPG_UCX_ROOT"}, {&interfaces, "ZEROPG_INTERFACE"}, {&topology_file, "ZEROPG_TOPOLOGY_FILE"}};
+  for (const auto& [option, name] : from_environment) {
+    if (option->empty()) {
+      *option = environment(name);
+    }
   }
   if (ports.empty()) {
     ports = environment("ZEROPG_PORTS");

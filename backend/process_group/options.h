@@ -9,6 +9,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "backend/topology/link_model.h"
 #include "backend/transport/network/registry.h"
 
 namespace zeropg {
@@ -57,6 +58,16 @@ struct BackendOptions : c10d::Backend::Options {
   // Ranks of a node with equal domain ids are near each other: their CPUs share a cache, or the way to their memory.
   // Empty: the environment's, else probed. Used where all ranks of the node have one.
   std::string domain_id;
+  // Nodes with equal rack ids share a rack. Empty: the environment's, else none. All ranks have one or none has.
+  std::string rack_id;
+  // A JSON file (backend/topology/topology_file.h) that says which hosts, by name or host id, are in which rack. The
+  // same on every rank. Empty: the environment's, else none.
+  std::string topology_file;
+  // Whether a group on several nodes measures their links when it is made, in about 170 ms, so that collectives follow
+  // them. That of rank 0 counts. What the topology file says is believed instead, as is what the default group, or the
+  // parent of a split one, knows of the same nodes.
+  bool measure_links = true;
+  KnownLinks known_links;  // what they know; not the user's to set
 
   // Checks ranges and fills what is empty from the environment:
   //   ZEROPG_SECRET       the secret itself
@@ -65,6 +76,8 @@ struct BackendOptions : c10d::Backend::Options {
   //   ZEROPG_INTERFACE    network interfaces, as above
   //   ZEROPG_PORTS        TCP ports, as above
   //   ZEROPG_HOST_ID      this machine's identity, where the probe would be wrong (containers that share a boot id)
+  //   ZEROPG_RACK_ID      this machine's rack
+  //   ZEROPG_TOPOLOGY_FILE  which hosts are in which rack, as above
   //   ZEROPG_DOMAIN_ID    this process's domain, where the probe would be wrong (CPUs that are hidden or not bound)
   // Throws ValueError naming the option and the accepted range.
   void resolve();

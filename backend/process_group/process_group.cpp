@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <iterator>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "backend/bootstrap/bootstrap.h"
@@ -30,6 +32,10 @@ std::shared_ptr<GroupContext> join_group(const c10::intrusive_ptr<c10d::Store>& 
                                                       .secret = options.secret,
                                                       .host_id = options.host_id,
                                                       .domain_id = options.domain_id,
+                                                      .rack_id = options.rack_id,
+                                                      .topology_file = options.topology_file,
+                                                      .known_links = options.known_links,
+                                                      .measures_links = options.measure_links,
                                                       .bank_bytes = options.bank_bytes,
                                                       .mailbox_bytes = options.mailbox_bytes,
                                                       .pool_bytes = options.pool_bytes,
@@ -84,6 +90,7 @@ void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
     planner->set_domains(topology.domains[0]);
   } else {
     planner->set_nodes(topology.nodes);
+    planner->set_links(topology.racks, topology.links);
   }
   planner->set_pool(*channels->group().pool());
   std::lock_guard<std::mutex> lock(membership_mutex_);
@@ -97,6 +104,20 @@ GroupContext& ProcessGroupZero::group() const {
   TORCH_CHECK_WITH(DistBackendError, channels_ != nullptr, "[zeropg rank ", rank_, "/", size_,
                    "] the group was made with enable_reconfigure and has no members yet; call reconfigure first.");
   return channels_->group();
+}
+
+KnownLinks ProcessGroupZero::known_links() const {
+  const auto channels = current_channels();
+  return channels == nullptr ? KnownLinks() : zeropg::known_links(channels->group().topology());
+}
+
+std::vector<AlgorithmEstimate> ProcessGroupZero::estimates(const std::string& operation, int64_t bytes) const {
+  const auto traits = std::find_if(std::begin(kOpTraits), std::end(kOpTraits),
+                                   [&](const OpTraits& known) { return operation == known.name; });
+  TORCH_CHECK_VALUE(traits != std::end(kOpTraits) && bytes >= 0, prefix("zeropg:estimates"), ": there is no operation ",
+                    operation, " of ", bytes, " bytes; use names like all_reduce and a size that is not negative.");
+  group();  // there must be one
+  return planner_->estimates(static_cast<OpKind>(traits - std::begin(kOpTraits)), bytes);
 }
 
 std::shared_ptr<GroupRuntime> ProcessGroupZero::current_channels() const {

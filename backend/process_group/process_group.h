@@ -55,6 +55,10 @@ class ProcessGroupZero : public c10d::Backend {
   const Topology& topology() const { return group().topology(); }
   bool is_one_node() const { return topology().is_one_node(); }
   std::map<std::string, OperationStatistics> statistics() const { return group().statistics().by_name(); }
+  // Of the links of its nodes; for groups of the same nodes. Empty before the first reconfiguration.
+  KnownLinks known_links() const;
+  // Of an operation such as "all_reduce" on fp32 tensors, `bytes` as in CollectiveSpec. ValueError for another name.
+  std::vector<AlgorithmEstimate> estimates(const std::string& operation, int64_t bytes) const;
   std::chrono::milliseconds default_timeout() const { return timeouts_.get(); }
   // Collective: memory that all ranks map, nullptr when they span nodes. DistBackendError when the sizes differ.
   std::shared_ptr<SharedSegment> allocate_shared(int64_t bytes_per_rank);

@@ -17,10 +17,12 @@ c10::intrusive_ptr<Backend> ProcessGroupZero::make_child(const c10::intrusive_pt
 }
 
 c10::intrusive_ptr<BackendOptions> ProcessGroupZero::child_options(const c10::intrusive_ptr<Options>& given) const {
-  if (auto whole = c10::dynamic_intrusive_pointer_cast<BackendOptions>(given)) {
-    return c10::make_intrusive<BackendOptions>(*whole);
+  const auto whole = c10::dynamic_intrusive_pointer_cast<BackendOptions>(given);
+  auto options = c10::make_intrusive<BackendOptions>(whole ? *whole : *options_);
+  options->known_links = known_links();
+  if (whole) {
+    return options;
   }
-  auto options = c10::make_intrusive<BackendOptions>(*options_);
   options->timeout = timeouts_.get();
   if (given) {
     const Options& plain = *given;

@@ -17,15 +17,16 @@ std::string namespace_id(const char* kind) {
 std::string probe_boot_id() {
   std::string boot_id;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
-  if (boot_id.empty()) {
-    char name[256] = {};
-    ::gethostname(name, sizeof name - 1);
-    boot_id = name;
-  }
-  return boot_id;
+  return boot_id.empty() ? probe_host_name() : boot_id;
 }
 
 }  // namespace
+
+std::string probe_host_name() {
+  char name[256] = {};
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
 
 std::string probe_network_id() { return probe_boot_id() + "/net:" + namespace_id("net"); }
 

@@ -114,10 +114,17 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
         options->host_id = value.cast<std::string>();
       } else if (name == "domain_id") {
         options->domain_id = value.cast<std::string>();
+      } else if (name == "rack_id") {
+        options->rack_id = value.cast<std::string>();
+      } else if (name == "topology_file") {
+        options->topology_file = value.cast<std::string>();
+      } else if (name == "measure_links") {
+        options->measure_links = value.cast<bool>();
       } else {
-        throw py::type_error("[zeropg] BackendOptions has no option '" + name +
-                             "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, pool_bytes, window_bytes, cma, "
-                             "network, interfaces, ports, ucx_root, secret, host_id and domain_id.");
+        throw py::type_error(
+            "[zeropg] BackendOptions has no option '" + name +
+            "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, pool_bytes, window_bytes, cma, "
+            "network, interfaces, ports, ucx_root, secret, host_id, domain_id, rack_id, topology_file and measure_links.");
       }
     } catch (const py::cast_error&) {
       throw py::type_error("[zeropg] BackendOptions: " + name + " cannot be " + py::repr(value).cast<std::string>() +
@@ -137,6 +144,14 @@ py::dict statistics(const ProcessGroupZero& group) {
     entry["seconds"] = counters.seconds;
     entry["waiting_seconds"] = counters.waiting_seconds;
     result[py::str(name)] = entry;
+  }
+  return result;
+}
+
+py::dict estimates(const ProcessGroupZero& group, const std::string& operation, int64_t bytes) {
+  py::dict result;
+  for (const AlgorithmEstimate& estimate : group.estimates(operation, bytes)) {
+    result[py::str(estimate.algorithm)] = py::make_tuple(estimate.time_us, estimate.is_chosen);
   }
   return result;
 }
@@ -184,7 +199,11 @@ ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the syste
 secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
 host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.
 domain_id: str, ranks of a node with equal ones share a cache or the way to their memory; default ZEROPG_DOMAIN_ID, else
-  probed from the CPUs that the process is bound to.)")
+  probed from the CPUs that the process is bound to.
+rack_id: str, nodes with equal ones share a rack; default ZEROPG_RACK_ID, else none.
+topology_file: str, a JSON file with the hosts of each rack; default ZEROPG_TOPOLOGY_FILE, else none.
+measure_links: bool, whether a group on several nodes measures their links when it is made, where neither the file nor
+  the default group says what they carry; default True. It takes about 0.2 s.)")
       .def(py::init(&make_options))
       .def_readwrite("algorithms", &BackendOptions::algorithms)
       .def_readwrite("bank_bytes", &BackendOptions::bank_bytes)
@@ -201,6 +220,9 @@ domain_id: str, ranks of a node with equal ones share a cache or the way to thei
       .def_readwrite("secret", &BackendOptions::secret)
       .def_readwrite("host_id", &BackendOptions::host_id)
       .def_readwrite("domain_id", &BackendOptions::domain_id)
+      .def_readwrite("rack_id", &BackendOptions::rack_id)
+      .def_readwrite("topology_file", &BackendOptions::topology_file)
+      .def_readwrite("measure_links", &BackendOptions::measure_links)
       .def("__copy__", [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })
       .def(
           "__deepcopy__",
@@ -208,14 +230,31 @@ domain_id: str, ranks of a node with equal ones share a cache or the way to thei
           py::arg("memo"));
 }
 
+std::vector<double> in_gbps(std::vector<double> bytes_per_us) {
+  for (double& speed : bytes_per_us) {
+    speed /= 1000;
+  }
+  return bytes_per_us;
+}
+
 void bind_topology(py::module_& m) {
-  py::class_<Topology>(m, "Topology", "Which ranks of a group share a node, and a domain of it; str() is a table.")
+  py::class_<Topology>(
+      m, "Topology",
+      "Which ranks of a group share a node, and a domain of it, and which nodes share a rack; str() is a table.")
       .def_readonly("host_ids", &Topology::host_ids, "list[str]: per rank")
       .def_readonly("nodes", &Topology::nodes, "list[list[int]]: ranks of each node; the first one leads")
       .def_readonly("node_rank", &Topology::node_rank, "list[int]: per rank, index into nodes")
       .def_readonly("local_rank", &Topology::local_rank, "list[int]: per rank, index inside its node")
       .def_readonly("domains", &Topology::domains,
                     "list[list[list[int]]]: of each node, the ranks of each domain; empty where a rank has none")
+      .def_readonly("racks", &Topology::racks, "list[list[int]]: nodes of each rack; empty: none are named")
+      .def_readonly("rack_ids", &Topology::rack_ids, "list[str]: of each rack")
+      .def_property_readonly(
+          "links", [](const Topology& self) { return in_gbps(self.links.node_bytes_per_us); },
+          "list[float]: what each node's link carries either way, in GB/s; empty: not known")
+      .def_property_readonly(
+          "uplinks", [](const Topology& self) { return in_gbps(self.links.uplink_bytes_per_us); },
+          "list[float]: likewise, of each rack's way to others; empty: none is known to be a limit")
       .def_readonly("rank", &Topology::rank)
       .def_property_readonly("world_size", &Topology::world_size)
       .def("__str__", &to_table)
@@ -252,6 +291,17 @@ void bind_backend(py::module_& m) {
       .def("shutdown", &BoundProcessGroup::shutdown, ReleaseGil(),
            "Gives running operations a few seconds to end, then leaves the group.")
       .def("topology", &BoundProcessGroup::topology, py::return_value_policy::copy)
+      .def(
+          "give_links",
+          [](const BoundProcessGroup& self, BackendOptions& options) { options.known_links = self.known_links(); },
+          py::arg("options"), "So that another group of the same nodes need not measure what this one knows.")
+      .def(
+          "estimates",
+          [](const BoundProcessGroup& self, const std::string& operation, int64_t bytes) {
+            return estimates(self, operation, bytes);
+          },
+          py::arg("operation"), py::arg("bytes"),
+          "By algorithm: microseconds by the model of this group's links, and whether it is chosen. For fp32.")
       .def("stats", [](const BoundProcessGroup& self) { return statistics(self); })
       .def("start_recording", &BoundProcessGroup::start_recording,
            "Keeps the group's last operations from now on, for a torch without hooks. Before the first operation.")

@@ -7,6 +7,7 @@
 #include "backend/collectives/select/registry.h"
 #include "backend/platform/cpu/copy.h"
 #include "backend/topology/cpu_domain_probe.h"
+#include "backend/topology/topology_file.h"
 #include "backend/topology/topology_probe.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/release_gil.h"
@@ -76,6 +77,12 @@ void bind_tools(pybind11::module_& m) {
   m.def("probe_host_id", &probe_host_id, "Equal for two processes exactly when they can share memory.");
   m.def("probe_domain_id", &probe_domain_id,
         "Equal for two processes of a node that are bound to CPUs with one L3 cache or NUMA node; else empty.");
+  py::class_<Rack>(m, "Rack", "A rack of a topology file; see topology_file.h.")
+      .def_readonly("nodes", &Rack::nodes)
+      .def_readonly("node_gbps", &Rack::node_gbps, "Of each node's link, in 1e9 bytes/s; 0: the file says nothing.")
+      .def_readonly("uplink_gbps", &Rack::uplink_gbps, "Likewise, of the rack's way to other racks.");
+  m.def("parse_racks", &parse_racks, py::arg("json"),
+        "The racks of a topology file. ValueError where it contradicts itself.");
   m.def("copy_bytes", &copy_tensor, py::arg("destination"), py::arg("source"), py::arg("is_streaming"), ReleaseGil(),
         "Copies a tensor's bytes, past the caches if is_streaming.");
 }

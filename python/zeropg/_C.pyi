@@ -32,14 +32,21 @@ class BackendOptions(Backend.Options):
     host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.
     domain_id: str, ranks of a node with equal ones share a cache or the way to their memory; default ZEROPG_DOMAIN_ID,
       else probed from the CPUs that the process is bound to.
+    rack_id: str, nodes with equal ones share a rack; default ZEROPG_RACK_ID, else none.
+    topology_file: str, a JSON file with the hosts of each rack; default ZEROPG_TOPOLOGY_FILE, else none.
+    measure_links: bool, whether a group on several nodes measures their links when it is made, where neither the file
+      nor the default group says what they carry; default True. It takes about 0.2 s.
     """
 
     domain_id: str
     host_id: str
     interfaces: str
+    measure_links: bool
     network: str
     ports: str
+    rack_id: str
     secret: str
+    topology_file: str
     ucx_root: str
     def __copy__(self) -> BackendOptions: ...
     def __deepcopy__(self, memo: dict[int, Any]) -> BackendOptions: ...
@@ -70,7 +77,7 @@ class BackendOptions(Backend.Options):
     def window_bytes(self, value: int) -> None: ...
 
 class Topology:
-    """Which ranks of a group share a node, and a domain of it; str() is a table."""
+    """Which ranks of a group share a node, and a domain of it, and which nodes share a rack; str() is a table."""
     def __repr__(self) -> str: ...
     def __str__(self) -> str: ...
     @property
@@ -89,7 +96,19 @@ class Topology:
     def nodes(self) -> list[list[int]]:
         """list[list[int]]: ranks of each node; the first one leads"""
     @property
+    def links(self) -> list[float]:
+        """list[float]: what each node's link carries either way, in GB/s; empty: not known"""
+    @property
+    def rack_ids(self) -> list[str]:
+        """list[str]: of each rack"""
+    @property
+    def racks(self) -> list[list[int]]:
+        """list[list[int]]: nodes of each rack; empty: none are named"""
+    @property
     def rank(self) -> int: ...
+    @property
+    def uplinks(self) -> list[float]:
+        """list[float]: likewise, of each rack's way to others; empty: none is known to be a limit"""
     @property
     def world_size(self) -> int: ...
 
@@ -102,6 +121,10 @@ class ProcessGroupZero(Backend):
         """Ends every operation with an error, on the peers too; the group stays unusable. Never waits."""
     def comm_split_count(self) -> int:
         """How often this group was split."""
+    def estimates(self, operation: str, bytes: int) -> dict[str, tuple[float, bool]]:
+        """By algorithm: microseconds by the model of this group's links, and whether it is chosen. For fp32."""
+    def give_links(self, options: BackendOptions) -> None:
+        """So that another group of the same nodes need not measure what this one knows."""
     def perform_nocolor_split(self, device: Any) -> None:
         """Does nothing: a child is made by its members alone. c10d calls it on the other ranks."""
     def recorded_operations(self) -> list[dict[str, Any]]:
@@ -116,6 +139,17 @@ class ProcessGroupZero(Backend):
     def _timeout(self) -> timedelta: ...
     @property
     def options(self) -> BackendOptions: ...
+
+class Rack:
+    """A rack of a topology file; see topology_file.h."""
+    @property
+    def node_gbps(self) -> float:
+        """Of each node's link, in 1e9 bytes/s; 0: the file says nothing."""
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def uplink_gbps(self) -> float:
+        """Likewise, of the rack's way to other racks."""
 
 class FileLayout:
     @property
@@ -505,6 +539,9 @@ def collective_algorithms(operation: str) -> list[str]:
 
 def copy_bytes(destination: torch.Tensor, source: torch.Tensor, is_streaming: bool) -> None:
     """Copies a tensor's bytes, past the caches if is_streaming."""
+
+def parse_racks(json: str) -> list[Rack]:
+    """The racks of a topology file. ValueError where it contradicts itself."""
 
 def probe_domain_id() -> str:
     """Equal for two processes of a node that are bound to CPUs with one L3 cache or NUMA node; else empty."""

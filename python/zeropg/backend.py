@@ -64,6 +64,7 @@ def create_backend(distributed_backend_options: Any, pg_options: Any) -> Backend
     options._timeout = given.timeout
     options.group_name = given.group_id
     options.global_ranks_in_group = given.global_ranks_in_group
+    _give_known_links(options)
     make_cuda_backend = _make_nccl if torch.cuda.is_available() else None
     backend = _C.ProcessGroupZero(given.store, given.group_rank, given.group_size, options, make_cuda_backend)
     if not _torch_records():
@@ -71,6 +72,15 @@ def create_backend(distributed_backend_options: Any, pg_options: Any) -> Backend
     if get_debug_level() != DebugLevel.OFF and not getattr(given, "enable_reconfigure", False):
         _say_what_was_made(backend, given.group_id)
     return cast("Backend", backend)
+
+
+def _give_known_links(options: Any) -> None:
+    """What the default group knows of the links, which a further group need not measure again."""
+    world = dist.group.WORLD
+    if world is not None and torch.device("cpu") in world._device_types:
+        backend = unwrapped_backend(world, torch.device("cpu"))
+        if isinstance(backend, _C.ProcessGroupZero):
+            backend.give_links(options)
 
 
 def leave_groups() -> None:
@@ -145,7 +155,8 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: P
 
 
 def topology(group: ProcessGroup | None = None) -> Any:
-    """Returns the `Topology` of `group` (default: the world): which ranks share a node. Does not communicate.
+    """Returns the `Topology` of `group` (default: the world): which ranks share a node and which nodes a rack, and what
+    the links between nodes carry, as measured when the default group was made. Does not communicate.
 
     Raises TypeError when the group's CPU backend is not zeropg, ValueError when there is no process group.
     """

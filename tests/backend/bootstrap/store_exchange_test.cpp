@@ -23,8 +23,7 @@ using std::chrono::milliseconds;
 RankRecord record_of(int32_t rank, int32_t world_size) {
   RankRecord record;
   record.world_size = world_size;
-  record.host_id = "host";
-  record.domain_id = "domain" + std::to_string(rank % 2);
+  record.place = {"host", "domain" + std::to_string(rank % 2), "rack"};
   record.socket_name = "socket" + std::to_string(rank);
   record.network = kAutomaticNetwork;
   record.wires = {"no such wire", std::string(wires()[0].name)};
@@ -59,9 +58,9 @@ TEST_F(RendezvousTest, EveryRankReadsTheSameMap) {
   for (const GroupMap& map : maps) {
     EXPECT_EQ(map.secret, maps[0].secret);
     EXPECT_EQ(map.secret.size(), 64U);
-    EXPECT_EQ(map.host_ids, std::vector<std::string>(3, "host"));
     EXPECT_EQ(map.network, wires()[0].name);
-    EXPECT_EQ(map.domain_ids, (std::vector<std::string>{"domain0", "domain1", "domain0"}));
+    EXPECT_EQ(map.places, (std::vector<RankPlace>{
+                              {"host", "domain0", "rack"}, {"host", "domain1", "rack"}, {"host", "domain0", "rack"}}));
     EXPECT_EQ(map.socket_names, (std::vector<std::string>{"socket0", "socket1", "socket2"}));
   }
 }
@@ -77,6 +76,22 @@ TEST_F(RendezvousTest, ANetworkThatIsNotTheSameOnEveryRankIsNamed) {
             "network is automatic on rank 0 but pigeons  [31m on rank 1; give every rank the same options");
   peer.join();
   EXPECT_NE(error.find("pigeons"), std::string::npos) << error;
+}
+
+TEST_F(RendezvousTest, HostsThatTheTopologyFileCannotTellApartAreNamed) {
+  std::thread peer([&] {
+    RankRecord other = record_of(1, 2);
+    other.place.host_id = "another";
+    other.host_name = "node";
+    error_of([&] { of(1).exchange(other); });
+  });
+  RankRecord own = record_of(0, 2);
+  own.host_name = "node";
+  EXPECT_EQ(
+      error_of([&] { of(0).exchange(own); }),
+      "ranks 0 and 1 are on different hosts that are both called node, which the topology file cannot tell apart; "
+      "give them host names or ZEROPG_HOST_IDs of their own");
+  peer.join();
 }
 
 TEST_F(RendezvousTest, RanksWithoutACommonWireAreToldSo) {

@@ -1,0 +1,89 @@
+#include "backend/topology/link_model.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+
+namespace zeropg {
+namespace {
+
+using Racks = std::vector<std::vector<int32_t>>;
+constexpr size_t kWindows = 6;
+
+// What `rate(from, to)` gives, up to `noise` of it less or more in each window.
+template <typename Rate>
+std::vector<Flow> flows_at(int32_t nodes, const Rate& rate, double noise = 0, uint32_t seed = 1) {
+  std::mt19937 random(seed);
+  std::uniform_real_distribution<double> factor(1 - noise, 1 + noise);
+  std::vector<Flow> flows;
+  for (int32_t to = 0; to < nodes; ++to) {
+    for (const int32_t distance : probe_distances(nodes)) {
+      Flow& flow = flows.emplace_back(Flow{.from = (to - distance + nodes) % nodes, .to = to});
+      for (size_t window = 0; window < kWindows; ++window) {
+        flow.bytes_per_us.push_back(rate(flow.from, to) * factor(random));
+      }
+    }
+  }
+  return flows;
+}
+
+TEST(ProbeDistances, ReachEverybodyInSmallGroupsAndEightInLargeOnes) {
+  EXPECT_EQ(probe_distances(1), std::vector<int32_t>());
+  EXPECT_EQ(probe_distances(2), (std::vector<int32_t>{1}));
+  EXPECT_EQ(probe_distances(9), (std::vector<int32_t>{1, 2, 3, 4, 5, 6, 7, 8}));
+  EXPECT_EQ(probe_distances(10), (std::vector<int32_t>{1, 2, 4, 8}));
+  EXPECT_EQ(probe_distances(2000), (std::vector<int32_t>{1, 2, 4, 8, 16, 32, 64, 128}));
+}
+
+// Of 4 nodes, node 2 at half speed: 12.5 of 25 bytes/us, in three parts; the others give each other the rest.
+double one_slow(int32_t from, int32_t to) { return from == 2 || to == 2 ? 12.5 / 3 : (25 - 12.5 / 3) / 2; }
+
+TEST(LinkModel, FindsASlowLinkThroughNoise) {
+  for (uint32_t seed = 0; seed < 20; ++seed) {
+    const std::vector<double> speeds = model_links(4, {}, flows_at(4, one_slow, 0.15, seed)).node_bytes_per_us;
+    ASSERT_EQ(speeds.size(), 4U);
+    EXPECT_NEAR(speeds[0], 25, 3);
+    EXPECT_NEAR(speeds[2], 12.5, 1.5);
+    EXPECT_EQ(speeds[1], speeds[0]);
+    EXPECT_EQ(speeds[3], speeds[0]);
+  }
+}
+
+TEST(LinkModel, TakesNoiseForNoDifference) {
+  for (uint32_t seed = 0; seed < 200; ++seed) {
+    const auto alike = [](int32_t, int32_t) { return 300.0; };
+    const std::vector<double> speeds = model_links(4, {}, flows_at(4, alike, 0.4, seed)).node_bytes_per_us;
+    EXPECT_EQ(speeds, std::vector<double>(4, speeds.at(0)));
+  }
+  // A link that is a tenth slower is as good as the others.
+  const auto nearly = [](int32_t from, int32_t to) { return from == 1 || to == 1 ? 9.0 : 10.0; };
+  EXPECT_EQ(model_links(3, {}, flows_at(3, nearly)).node_bytes_per_us, std::vector<double>(3, 19));
+}
+
+TEST(LinkModel, TheSlowerDirectionCounts) {
+  const auto slow_to_send = [](int32_t from, int32_t) { return from == 0 ? 5.0 : 20.0; };
+  const std::vector<double> speeds = model_links(4, {}, flows_at(4, slow_to_send)).node_bytes_per_us;
+  EXPECT_EQ(speeds[0], 15);
+  EXPECT_GT(speeds[1], 2 * speeds[0]);
+}
+
+TEST(LinkModel, FindsUplinksThatAreALimit) {
+  const Racks racks{{0, 1}, {2, 3}};
+  const auto limited = [](int32_t from, int32_t to) { return from / 2 == to / 2 ? 22.0 : 1.5; };
+  const LinkModel model = model_links(4, racks, flows_at(4, limited, 0.1));
+  for (const double speed : model.node_bytes_per_us) EXPECT_NEAR(speed, 25, 1);
+  ASSERT_EQ(model.uplink_bytes_per_us.size(), 2U);
+  EXPECT_NEAR(model.uplink_bytes_per_us[0], 6, 0.7);
+  const auto free = [](int32_t, int32_t) { return 8.0; };
+  EXPECT_TRUE(model_links(4, racks, flows_at(4, free, 0.1)).uplink_bytes_per_us.empty());
+  EXPECT_TRUE(model_links(4, {{0, 1, 2, 3}}, flows_at(4, limited)).uplink_bytes_per_us.empty());
+  EXPECT_TRUE(model_links(2, {{0}, {1}}, flows_at(2, limited)).uplink_bytes_per_us.empty());
+}
+
+TEST(LinkModel, KnowsNothingWhereNothingCame) {
+  const auto cut = [](int32_t from, int32_t to) { return from == 1 || to == 1 ? 0.0 : 10.0; };
+  EXPECT_EQ(model_links(3, {}, flows_at(3, cut)), LinkModel());
+}
+
+}  // namespace
+}  // namespace zeropg

@@ -1,0 +1,49 @@
+"""Links between hosts, as a group measures them when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.lab.place import HostsPlace
+from tests.spawn import run_ranks
+from zeropg.tools.lab.lab import Lab
+
+pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
+MBIT = 1e6 / 8 / 1e9  # of 1 Mbit/s, in GB/s
+
+
+def measured() -> tuple[list[float], list[float]]:
+    import zeropg
+
+    topology = zeropg.topology()
+    return topology.links, topology.uplinks
+
+
+def links_of(rates: Sequence[str | None], per_host: int = 1) -> list[float]:
+    with Lab(hosts=len(rates), rate=rates) as lab:
+        answers = run_ranks(len(rates) * per_host, measured, place=HostsPlace(lab, per_host))
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0][0]
+
+
+def test_a_link_at_half_speed_is_found_though_buckets_are_full() -> None:
+    links = links_of(["200mbit", "200mbit", "100mbit", "200mbit"])
+    assert links[0] == links[1] == links[3] == pytest.approx(200 * MBIT, rel=0.15)
+    assert links[2] == pytest.approx(100 * MBIT, rel=0.15)
+
+
+def test_links_that_are_alike_count_as_equal() -> None:
+    for rates in (["100mbit"] * 3, [None] * 4):  # unlimited: the processors are the limit
+        links = links_of(rates, per_host=2 if rates[0] else 1)
+        assert len(set(links)) == 1 and len(links) == len(rates)
+
+
+def test_an_uplink_that_is_slower_than_its_nodes_is_found() -> None:
+    with Lab(hosts=4, rate="200mbit", racks=2, uplink="50mbit") as lab:
+        answers = run_ranks(4, measured, place=HostsPlace(lab, per_host=1))
+    links, uplinks = answers[0]
+    assert all(answer == answers[0] for answer in answers)
+    assert links == [pytest.approx(200 * MBIT, rel=0.2)] * 4
+    assert uplinks == [pytest.approx(50 * MBIT, rel=0.2)] * 2
