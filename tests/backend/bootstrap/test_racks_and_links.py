@@ -24,6 +24,10 @@ FILE = {
 }
 
 
+def nothing() -> None:
+    pass
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool(len(HOSTS), backend=None, place=SeparateHosts(hosts=HOSTS)) as pool:
@@ -37,7 +41,7 @@ def join(pool: RankPool, tmp_path: Path) -> Callable[..., list[Any]]:
     Options in capitals are set in the environment.
     """
 
-    def run(options: list[dict[str, Any]], what: Callable[[], Any] = lambda: None) -> list[Any]:
+    def run(options: list[dict[str, Any]], what: Callable[[], Any] = nothing) -> list[Any]:
         path = tmp_path / f"store{len(list(tmp_path.iterdir()))}"
         return pool.run(join_and_ask, str(path), options, what, timeout=60)
 
