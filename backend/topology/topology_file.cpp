@@ -21,7 +21,7 @@ constexpr uintmax_t kMostFileBytes = uintmax_t{64} << 20;
 
 double read_speed(JsonReader& json, const std::string& key) {
   const double speed = json.read_number();
-  if (!(speed > 0) || std::isinf(speed)) json.fail(key + " is not what is expected: a positive number of 1e9 bytes/s");
+  if (!(speed > 0) || std::isinf(speed)) json.fail("expected a positive number of 1e9 bytes/s for " + key);
   return speed;
 }
 
