@@ -9,7 +9,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "backend/bootstrap/network_rules.h"
+#include "backend/topology/network_rules.h"
 #include "backend/topology/topology.h"
 #include "backend/transport/network/registry.h"
 #include "backend/transport/network/remote_transport.h"

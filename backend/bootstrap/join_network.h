@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "backend/bootstrap/network_rules.h"
+#include "backend/topology/network_rules.h"
 #include "backend/bootstrap/store_exchange.h"
 #include "backend/transport/network/registry.h"
 #include "backend/transport/network/remote_transport.h"

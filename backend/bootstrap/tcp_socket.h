@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "backend/bootstrap/network_rules.h"
+#include "backend/topology/network_rules.h"
 #include "backend/platform/process/descriptor.h"
 
 namespace zeropg {

@@ -8,7 +8,7 @@
 #include <sstream>
 #include <utility>
 
-#include "backend/bootstrap/network_rules.h"
+#include "backend/topology/network_rules.h"
 
 namespace zeropg {
 

@@ -16,6 +16,9 @@ struct Algorithm {
   bool (*supports)(const CollectiveSpec&) = nullptr;
   Cost (*cost)(const CollectiveSpec&) = nullptr;
   bool is_direct = false;  // for tensors in shared memory: see direct.h
+  // Adds in another order than the others of its operation: what is measured anew in each run must not decide for it,
+  // or the bits of sums would change from run to run.
+  bool has_own_order = false;
 };
 
 std::span<const Algorithm> algorithms();

@@ -44,6 +44,23 @@ double links_us(const Cost& cost, const CostModel& model) {
   return longest;
 }
 
+// nullptr: none supports `spec`.
+const Algorithm* cheapest(const CollectiveSpec& spec, const CostModel& model, bool with_own_order) {
+  const Algorithm* best = nullptr;
+  double best_us = 0;
+  for (const Algorithm& algorithm : algorithms()) {
+    if (algorithm.op != spec.op || algorithm.is_direct || !algorithm.supports(spec)) continue;
+    if (algorithm.has_own_order && !with_own_order) continue;
+    // A group of one rank has no staging that a cost could be computed from, and every plan is the same copy.
+    const double us = spec.world_size == 1 ? 0 : estimate_us(algorithm.cost(spec), model);
+    if (best == nullptr || us < best_us) {
+      best = &algorithm;
+      best_us = us;
+    }
+  }
+  return best;
+}
+
 }  // namespace
 
 double estimate_us(const Cost& cost, const CostModel& model) {
@@ -68,17 +85,12 @@ const Algorithm& select_algorithm(const CollectiveSpec& spec, std::string_view f
       return *wanted;
     }
   }
-  const Algorithm* best = nullptr;
-  double best_us = 0;
-  for (const Algorithm& algorithm : algorithms()) {
-    if (algorithm.op != spec.op || algorithm.is_direct || !algorithm.supports(spec)) continue;
-    // A group of one rank has no staging that a cost could be computed from, and every plan is the same copy.
-    const double us = spec.world_size == 1 ? 0 : estimate_us(algorithm.cost(spec), model);
-    if (best == nullptr || us < best_us) {
-      best = &algorithm;
-      best_us = us;
-    }
-  }
+  CostModel nominal = model;
+  nominal.network_bytes_per_us = CostModel{}.network_bytes_per_us;
+  nominal.node_bytes_per_us.clear();
+  nominal.uplink_bytes_per_us.clear();
+  const Algorithm* best = cheapest(spec, nominal, true);
+  if (best != nullptr && !best->has_own_order) best = cheapest(spec, model, false);
   if (best == nullptr) throw_unsupported(traits_of(spec.op).name, spec);
   return *best;
 }

@@ -26,7 +26,8 @@ struct CostModel {
 
 double estimate_us(const Cost& cost, const CostModel& model);
 
-// The cheapest algorithm of the operation that supports `spec` wherever its tensors lie, or `forced` where that is one
+// The cheapest algorithm of the operation that supports `spec` wherever its tensors lie (Algorithm::has_own_order says
+// which speeds of links count), or `forced` where that is one
 // of this operation (a name of another operation is not meant for this one and changes nothing, nor does that of a
 // direct one, which needs more than `spec` tells). Throws std::invalid_argument when `forced` is unknown (the message
 // lists the known names) or does not support `spec`, or when no algorithm supports it.

@@ -166,5 +166,24 @@ TEST(TcpSocket, DamagedAddressesAreRefused) {
   }
 }
 
+TEST(Listeners, ShareARangeOfPortsUntilItIsFull) {
+  uint16_t first = 0;
+  listen_tcp({}, &first);  // a port that was free just now
+  ASSERT_GT(first, 1024);
+  const PortRange two{static_cast<uint16_t>(first - 1), first};
+  uint16_t ports[2] = {};
+  const Descriptor one = listen_tcp(two, &ports[0]);
+  const Descriptor other = listen_tcp(two, &ports[1]);
+  EXPECT_EQ(ports[0] + ports[1], two.first + two.last);
+  uint16_t none = 0;
+  try {
+    listen_tcp(two, &none);
+    FAIL();
+  } catch (const c10::DistBackendError& error) {
+    EXPECT_NE(error.what_without_backtrace(), nullptr);
+    EXPECT_NE(std::string(error.what_without_backtrace()).find("ZEROPG_PORTS"), std::string::npos);
+  }
+}
+
 }  // namespace
 }  // namespace zeropg

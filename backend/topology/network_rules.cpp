@@ -1,11 +1,11 @@
-#include "backend/bootstrap/network_rules.h"
+#include "backend/topology/network_rules.h"
 
 #include <arpa/inet.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <charconv>
 #include <optional>
+#include <stdexcept>
 
 namespace zeropg {
 namespace {
@@ -44,8 +44,9 @@ InterfaceRules::InterfaceRules(std::string_view text) : text_(text), is_exclusio
     if (end > 0) rules_.push_back(parse(rest.substr(0, end)));
     rest.remove_prefix(std::min(end + 1, rest.size()));
   }
-  TORCH_CHECK_VALUE(text.empty() || !rules_.empty(), "[zeropg] interfaces: \"", text,
-                    "\" names none; expected names such as eth0, or subnets such as 10.1.0.0/16, with commas between");
+  if (text.empty() || !rules_.empty()) return;
+  throw std::invalid_argument("[zeropg] interfaces: \"" + text_ + "\" names none; expected names such as eth0, or " +
+                              "subnets such as 10.1.0.0/16, with commas between");
 }
 
 InterfaceRules::Rule InterfaceRules::parse(std::string_view item) {
@@ -54,15 +55,17 @@ InterfaceRules::Rule InterfaceRules::parse(std::string_view item) {
   if (slash == std::string_view::npos) {
     rule.is_whole_name = item.starts_with('=');
     rule.name = item.substr(rule.is_whole_name ? 1 : 0);
-    TORCH_CHECK_VALUE(!rule.name.empty() && rule.name.find_first_of("^= ") == std::string::npos,
-                      "[zeropg] interfaces: \"", item, "\" is not the name of an interface; expected names such as ",
-                      "eth0 or =eth0, or subnets such as 10.1.0.0/16, with ^ in front of all to exclude them");
-    return rule;
+    if (!rule.name.empty() && rule.name.find_first_of("^= ") == std::string::npos) return rule;
+    throw std::invalid_argument("[zeropg] interfaces: \"" + std::string(item) + "\" is not the name of an interface; " +
+                                "expected names such as eth0 or =eth0, or subnets such as 10.1.0.0/16, with ^ in " +
+                                "front of all to exclude them");
   }
   rule.subnet = parse_address(std::string(item.substr(0, slash)));
   const auto bits = parse_number<size_t>(item.substr(slash + 1));
-  TORCH_CHECK_VALUE(!rule.subnet.empty() && bits && *bits <= rule.subnet.size() * 8, "[zeropg] interfaces: \"", item,
-                    "\" is not a subnet; expected one such as 10.1.0.0/16 or fd00::/8");
+  if (rule.subnet.empty() || !bits || *bits > rule.subnet.size() * 8) {
+    throw std::invalid_argument("[zeropg] interfaces: \"" + std::string(item) + "\" is not a subnet; expected one " +
+                                "such as 10.1.0.0/16 or fd00::/8");
+  }
   rule.subnet_bits = *bits;
   return rule;
 }
@@ -84,8 +87,10 @@ PortRange parse_ports(std::string_view text) {
   const size_t dash = std::min(text.find('-'), text.size());
   const auto first = parse_number<uint16_t>(text.substr(0, dash));
   const auto last = dash == text.size() ? first : parse_number<uint16_t>(text.substr(dash + 1));
-  TORCH_CHECK_VALUE(first && last && *first > 0 && *first <= *last, "[zeropg] ports: \"", text,
-                    "\" is not a range of ports; expected one such as 29600-29700, from 1 to 65535");
+  if (!first || !last || *first == 0 || *first > *last) {
+    throw std::invalid_argument("[zeropg] ports: \"" + std::string(text) + "\" is not a range of ports; expected one " +
+                                "such as 29600-29700, from 1 to 65535");
+  }
   return {*first, *last};
 }
 

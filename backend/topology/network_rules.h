@@ -14,7 +14,7 @@ namespace zeropg {
 class InterfaceRules {
  public:
   InterfaceRules() = default;
-  // Throws ValueError naming the part that says none of the above.
+  // Throws std::invalid_argument naming the part that says none of the above.
   explicit InterfaceRules(std::string_view text);
 
   // `address`: 4 or 16 bytes, in the order of the network.
@@ -45,7 +45,7 @@ struct PortRange {
   bool is_any() const { return first == 0; }
 };
 
-// "29600-29700", "29600", or "" for any. Throws ValueError for anything else.
+// "29600-29700", "29600", or "" for any. Throws std::invalid_argument for anything else.
 PortRange parse_ports(std::string_view text);
 
 }  // namespace zeropg
