@@ -116,6 +116,7 @@ ALLOWED: dict[str, set[str]] = {
     "cpp/zeropg": set(),  # what programs include: it names itself and torch in angle brackets
     "cpp": {"backend/process_group", "sharding/comm", "sharding/parameters", "sharding/module"},
     "python/bindings": {
+        "backend/bootstrap",
         "compression",
         "compression/registry",
         "backend/platform/cpu",

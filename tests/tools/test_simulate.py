@@ -94,14 +94,14 @@ uplink_gbps = 0.5
 
 def test_racks_have_nodes_links_and_uplinks_of_their_own(capsys, tmp_path):
     file = tmp_path / "racks.toml"
-    file.write_text(RACKS)
+    file.write_text(RACKS.replace("0.5", "0.25"))
     options = ["--topology", str(file), "--ranks-per-node", "2", "--size", "1M"]
     slow = simulate(capsys, *options)
     assert [len(node) for node in slow["nodes"]] == [2] * 6
     file.write_text(RACKS.replace("0.5", "500"))
     fast = simulate(capsys, *options)
     assert chosen(slow)["time_us"] > 2 * chosen(fast)["time_us"]
-    assert slow["bound_us"] == pytest.approx((1 << 20) / 500) and slow["bound_us"] > fast["bound_us"]
+    assert slow["bound_us"] == pytest.approx((1 << 20) / 250) and slow["bound_us"] > fast["bound_us"]
 
 
 @pytest.mark.parametrize(
