@@ -317,24 +317,12 @@ def _serve(
                 store = dist.TCPStore(place.address, port, None, False, timedelta(seconds=timeout))
                 _init_process_group(backend, rank, world_size, store, call, timeout)
             answer = pickle.dumps((False, function(*args)))
-            _leave_further_groups()
         except BaseException:
             answer = pickle.dumps((True, traceback.format_exc()))
         connection.send_bytes(answer)
     if dist.is_initialized():
         gc.collect()  # models in cycles hold groups; gloo's would live on, and their threads outlive the interpreter
         dist.destroy_process_group()
-
-
-def _leave_further_groups() -> None:
-    """A hundred groups that nobody needs any more wake up thousands of times a second where they are gloo's."""
-    import torch.distributed as dist
-
-    further = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    if further:
-        gc.collect()  # models in cycles hold them
-    for group in further:
-        dist.destroy_process_group(group)
 
 
 def _die_with_parent() -> None:
