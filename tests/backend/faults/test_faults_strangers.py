@@ -33,17 +33,18 @@ NOBODY = 65534
 
 
 class SlowStore(dist.Store):
-    """Hands everything on, but holds its rank back before it can read who is there, until the strangers were there."""
+    """Hands everything on, but holds its rank back before it can read `key`, until the strangers were there."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, key: str) -> None:
         super().__init__()
         self._store = store
+        self._key = key
 
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        if key.endswith("zeropg/map"):
+        if key.endswith(self._key):
             limit = time.monotonic() + PATIENCE_SECONDS
             while not self._store.check([VISITED]) and time.monotonic() < limit:  # `wait` would block other threads
                 time.sleep(0.02)
@@ -173,7 +174,9 @@ def form_a_group_among_strangers(is_tcp: bool) -> dict[str, bytes]:
     processes: list[Any] = [None] * size
     dist.all_gather_object(processes, (os.getpid(), known))
     store = dist.PrefixStore("strangers", dist.distributed_c10d._get_default_store())
-    slow: dist.Store = SlowStore(store) if rank == size - 1 else store
+    # What the last rank needs to knock at the others' doors.
+    needed = "zeropg/addresses" if is_tcp else "zeropg/map"
+    slow: dist.Store = SlowStore(store, needed) if rank == size - 1 else store
     options = _C.BackendOptions(secret=SECRET.decode())
     options._timeout = timedelta(seconds=PATIENCE_SECONDS)
     heard: dict[str, bytes] = {}
@@ -273,7 +276,7 @@ def be_visited_by_nobody() -> list[str]:
             os.write(writer, "\n".join(got).encode())
             os._exit(0)
         threading.Thread(target=lambda: os.read(visited, 1) and store.set(VISITED, "")).start()
-    group = _C.ProcessGroupZero(SlowStore(store) if rank == 1 else store, rank, size, _C.BackendOptions())
+    group = _C.ProcessGroupZero(SlowStore(store, "zeropg/map") if rank == 1 else store, rank, size, _C.BackendOptions())
     group.barrier().wait()
     got = ""
     if rank == 1:
