@@ -83,7 +83,7 @@ bench-nodes: $(BUILD)/installed.stamp
 	$(BENCH) table --folder $(RESULTS) > $(RESULTS)/table.md
 
 test: build $(BUILD)/installed.stamp
-	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest tests $(ARGS)
+	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest tests -m "not soak" $(ARGS)
 
 # torch 2.11 has gloo built in under its name, which a plugin cannot take there.
 test-torch: $(BUILD)/installed.stamp
@@ -97,7 +97,7 @@ fuzz: $(VENV)/requirements.stamp
 soak: build
 	ZEROPG_BUILD_DIR=$(BUILD) ZEROPG_PROGRAM_SECONDS=$(SECONDS) $(BIN)/python -m pytest -o faulthandler_timeout=0 \
 	  tests/backend/process_group/test_random_programs.py tests/sharding/uses/test_random_uses.py \
-	  tests/lab/test_bench_loss.py $(ARGS)
+	  tests/lab/test_bench_loss.py tests/lab/test_bench_nodes.py tests/lab/test_training.py $(ARGS)
 
 # ARGS='-k transport' goes to pytest; SANITIZERS=thread runs one of them. Without address randomisation, of which new
 # kernels have more than ThreadSanitizer expects, and without UCX's hooks in the allocator. torch is not instrumented:

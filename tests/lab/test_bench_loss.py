@@ -20,7 +20,7 @@ if "ZEROPG_PROGRAM_SECONDS" in os.environ:  # make soak
     MODES["combined"] = []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_codecs_train_over_a_slow_link(tmp_path: Path, mode: list[str]) -> None:
     output = tmp_path / "loss.json"

@@ -13,7 +13,7 @@ from zeropg.tools.bench.results import Spread, read_results
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_collectives_take_turns_and_a_link_changes_meanwhile(tmp_path: Path) -> None:
     output = tmp_path / "nodes.json"
     arguments = ["--case", "across,drop", "--largest", "64K", "--rounds", "2", "--turn-seconds", "0.1"]

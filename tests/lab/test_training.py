@@ -43,7 +43,7 @@ sys.exit(status)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_main_job_has_the_losses_of_one_host_and_of_gloo(lab: Lab, tmp_path: Path) -> None:
     def job(name: str, backend: str) -> list[str]:
         options = ["--backend", backend, "--stage", "3", "--param-dtype", "float32", "--output", str(tmp_path / name)]
