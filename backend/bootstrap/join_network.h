@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "backend/topology/network_rules.h"
 #include "backend/bootstrap/store_exchange.h"
+#include "backend/topology/network_rules.h"
 #include "backend/transport/network/registry.h"
 #include "backend/transport/network/remote_transport.h"
 

@@ -6,8 +6,8 @@
 #include <string_view>
 #include <vector>
 
-#include "backend/topology/network_rules.h"
 #include "backend/platform/process/descriptor.h"
+#include "backend/topology/network_rules.h"
 
 namespace zeropg {
 

@@ -121,10 +121,10 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
       } else if (name == "measure_links") {
         options->measure_links = value.cast<bool>();
       } else {
-        throw py::type_error(
-            "[zeropg] BackendOptions has no option '" + name +
-            "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, pool_bytes, window_bytes, cma, "
-            "network, interfaces, ports, ucx_root, secret, host_id, domain_id, rack_id, topology_file and measure_links.");
+        throw py::type_error("[zeropg] BackendOptions has no option '" + name +
+                             "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, pool_bytes, window_bytes, cma, "
+                             "network, interfaces, ports, ucx_root, secret, host_id, domain_id, rack_id, topology_file "
+                             "and measure_links.");
       }
     } catch (const py::cast_error&) {
       throw py::type_error("[zeropg] BackendOptions: " + name + " cannot be " + py::repr(value).cast<std::string>() +
