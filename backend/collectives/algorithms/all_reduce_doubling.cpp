@@ -30,25 +30,11 @@ constexpr int32_t kMessagesUnderWay = 1;
 int32_t core_of(int32_t nodes) { return static_cast<int32_t>(std::bit_floor(static_cast<uint32_t>(nodes))); }
 int32_t rounds_of(int32_t nodes) { return std::bit_width(static_cast<uint32_t>(nodes)) - 1; }
 
-struct Sizes {
-  int64_t alignment;
-  Chunks chunks;
-};
-
-Sizes sizes_of(const CollectiveSpec& spec) {
-  const int64_t alignment = exchange_alignment(spec, 1, kMessagesUnderWay);
-  // A message is at most a slice of the larger node of a pair.
-  const int64_t most =
-      std::min(network_chunk_bytes(spec, spec.bytes, alignment),
-               second_smallest_node_size(spec) * largest_message_bytes(spec, kMessagesUnderWay, alignment));
-  return {alignment, equal_chunks(spec.bytes, most, alignment)};
-}
-
 class Plan {
  public:
   explicit Plan(const CollectiveSpec& spec)
       : spec_(spec),
-        sizes_(sizes_of(spec)),
+        sizes_(cut_whole(spec, kMessagesUnderWay)),
         placement_(spec),
         layout_(ChunkLayout::of_one_part(placement_, sizes_.chunks.bytes, sizes_.alignment)),
         slots_(layout_),
@@ -124,7 +110,7 @@ class Plan {
   }
 
   const CollectiveSpec& spec_;
-  const Sizes sizes_;
+  const WholeChunks sizes_;
   const Placement placement_;
   const ChunkLayout layout_;
   const SlotLayout slots_;
@@ -166,7 +152,7 @@ Schedule plan_all_reduce_doubling(const CollectiveSpec& spec) { return Plan(spec
 
 // As in a node (all_reduce_staged.cpp), but that a rank's slice goes to staging by the last of its additions.
 Cost cost_all_reduce_doubling(const CollectiveSpec& spec) {
-  const double chunks = sizes_of(spec).chunks.count;
+  const double chunks = cut_whole(spec, kMessagesUnderWay).chunks.count;
   const int32_t nodes = node_count(spec);
   const bool has_beyond = core_of(nodes) < nodes;
   const double additions = rounds_of(nodes) + (has_beyond ? 1 : 0);

@@ -41,21 +41,8 @@ Tree chain(int32_t node, int32_t count) {
   return tree;
 }
 
-struct Sizes {
-  int64_t alignment;
-  Chunks chunks;
-};
-
-Sizes sizes_of(const CollectiveSpec& spec) {
-  const int64_t alignment = exchange_alignment(spec, 1, kMessagesUnderWay);
-  const int64_t most =
-      std::min(network_chunk_bytes(spec, spec.bytes, alignment),
-               second_smallest_node_size(spec) * largest_message_bytes(spec, kMessagesUnderWay, alignment));
-  return {alignment, equal_chunks(spec.bytes, most, alignment)};
-}
-
 Schedule plan(std::string_view name, const CollectiveSpec& spec, Tree (*tree_of)(int32_t, int32_t)) {
-  const Sizes sizes = sizes_of(spec);
+  const WholeChunks sizes = cut_whole(spec, kMessagesUnderWay);
   const Placement placement(spec);
   const ChunkLayout layout = ChunkLayout::of_one_part(placement, sizes.chunks.bytes, sizes.alignment);
   const int32_t root_node = placement.node_of(spec.root);
@@ -94,11 +81,11 @@ Schedule plan(std::string_view name, const CollectiveSpec& spec, Tree (*tree_of)
 }
 
 Cost cost(const CollectiveSpec& spec, double hops, double copies_of_root) {
-  return {.barriers = 1.0 + sizes_of(spec).chunks.count,
+  return {.barriers = 1.0 + cut_whole(spec, kMessagesUnderWay).chunks.count,
           .memory_bytes = 2.0 * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : hops,
           .network_bytes = copies_of_root * spec.bytes,
-          .messages = (1.0 + copies_of_root) * sizes_of(spec).chunks.count};
+          .messages = (1.0 + copies_of_root) * cut_whole(spec, kMessagesUnderWay).chunks.count};
 }
 
 }  // namespace

@@ -76,6 +76,15 @@ int64_t largest_message_bytes(const CollectiveSpec& spec, int32_t messages_under
   return room / room_of_least * alignment;
 }
 
+WholeChunks cut_whole(const CollectiveSpec& spec, int32_t messages_under_way) {
+  const int64_t alignment = exchange_alignment(spec, 1, messages_under_way);
+  // A message is at most a slice of the larger node of a pair.
+  const int64_t most =
+      std::min(network_chunk_bytes(spec, spec.bytes, alignment),
+               second_smallest_node_size(spec) * largest_message_bytes(spec, messages_under_way, alignment));
+  return {alignment, equal_chunks(spec.bytes, most, alignment)};
+}
+
 BlockPieces cut_blocks(const CollectiveSpec& spec, int32_t messages_under_way) {
   const int64_t alignment = exchange_alignment(spec, spec.world_size, messages_under_way);
   const int64_t total_bytes = spec.world_size * spec.bytes;

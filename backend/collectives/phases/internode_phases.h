@@ -39,6 +39,13 @@ bool can_use_shares(const CollectiveSpec& spec);
 int64_t parted_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment);
 int64_t largest_message_bytes(const CollectiveSpec& spec, int32_t messages_under_way, int64_t alignment);
 
+// The cut of collectives whose chunks are not divided among the nodes.
+struct WholeChunks {
+  int64_t alignment = 0;
+  Chunks chunks{};
+};
+WholeChunks cut_whole(const CollectiveSpec& spec, int32_t messages_under_way);
+
 // The cut of collectives whose chunks hold a piece of every rank's block.
 struct BlockPieces {
   int64_t alignment = 0;
