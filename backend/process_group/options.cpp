@@ -76,16 +76,14 @@ void BackendOptions::resolve() {
   }
   const std::pair<std::string*, const char*> from_environment[] = {
       {&host_id, "ZEROPG_HOST_ID"},   {&domain_id, "ZEROPG_DOMAIN_ID"},  {&rack_id, "ZEROPG_RACK_ID"},
-      {&ucx_root, "ZEROPG_UCX_ROOT"}, {&interfaces, "ZEROPG_INTERFACE"}, {&topology_file, "ZEROPG_TOPOLOGY_FILE"}};
+      {&ucx_root, "ZEROPG_UCX_ROOT"}, {&interfaces, "ZEROPG_INTERFACE"}, {&topology_file, "ZEROPG_TOPOLOGY_FILE"},
+      {&ports, "ZEROPG_PORTS"}};
   for (const auto& [option, name] : from_environment) {
     if (option->empty()) {
       *option = environment(name);
     }
   }
-  if (ports.empty()) {
-    ports = environment("ZEROPG_PORTS");
-  }
-  InterfaceRules{interfaces};
+  InterfaceRules{interfaces};  // both throw for what they cannot read
   parse_ports(ports);
 }
 
