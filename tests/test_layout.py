@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
         "backend/transport",
     },
     "backend/bootstrap": {
+        "backend/platform/cpu",
         "backend/platform/memory",
         "backend/platform/process",
         "backend/diagnostics",

@@ -13,6 +13,7 @@
 
 #include "backend/bootstrap/network_wait.h"
 #include "backend/bootstrap/with_peer.h"
+#include "backend/platform/cpu/runnable_time.h"
 
 namespace zeropg {
 namespace {
@@ -161,9 +162,10 @@ class Leader {
     for (int32_t node = 1; node < nodes_; ++node) send(node, {&verdict, 1});
     LinkModel links = plan_.known;
     if (plan_.measures) {
-      std::vector<Flow> flows = measure();
-      for (int32_t node = 1; node < nodes_; ++node) add_flows(node, receive(node, flow_bytes()), flows);
-      links = model_links(nodes_, plan_.topology.racks, flows);
+      measure();
+      LinkMeasurement all;
+      for (int32_t node = 0; node < nodes_; ++node) add(node, node == 0 ? seen() : receive(node, seen_bytes()), all);
+      links = model_links(nodes_, plan_.topology.racks, all);
       if (!plan_.known.uplink_bytes_per_us.empty()) links.uplink_bytes_per_us = plan_.known.uplink_bytes_per_us;
     }
     const std::string encoded = encode_links(links, plan_.topology);
@@ -175,13 +177,12 @@ class Leader {
     send(0, "r");
     if (receive(0, 1)[0] == kMeasure) {
       measure();
-      send(0, {reinterpret_cast<const char*>(counted_.data()), flow_bytes()});
+      send(0, seen());
     }
     return decode_links(receive(0, encoded_links_bytes(plan_.topology)), plan_.topology);
   }
 
-  // What this node received.
-  std::vector<Flow> measure() {
+  void measure() {
     const std::vector<int32_t> distances = probe_distances(nodes_);
     std::map<int32_t, std::pair<bool, bool>> directions;  // by node: whether this one sends to it, and receives from it
     for (const int32_t distance : distances) {
@@ -193,6 +194,7 @@ class Leader {
       exchanges.try_emplace(node, network_, leader_of(node), ways.first, ways.second);
     }
     const auto start = Clock::now();
+    const auto runnable_before = runnable_time();
     const NetworkWait wait{plan_.deadline, plan_.tick, "no end of the measurement of links", start + kSending};
     wait_on_network(network_, wait, [&] {
       std::vector<int32_t> awaited;
@@ -200,22 +202,29 @@ class Leader {
         with_peer(leader_of(node), [&] { exchange.advance(Clock::now() - start); });
         if (!exchange.is_done()) awaited.push_back(leader_of(node));
       }
+      if (Clock::now() - start >= kSending && !busy_) {
+        busy_ = std::chrono::duration<double>(runnable_time() - runnable_before) / (Clock::now() - start);
+      }
       return awaited;
     });
     for (const int32_t distance : distances) counted_.push_back(exchanges.at(node_at(-distance)).windows());
-    std::vector<Flow> flows;
-    add_flows(node_, {reinterpret_cast<const char*>(counted_.data()), flow_bytes()}, flows);
-    return flows;
   }
 
-  size_t flow_bytes() const { return probe_distances(nodes_).size() * sizeof(WindowBytes); }
-
-  void add_flows(int32_t to, std::string_view counted, std::vector<Flow>& flows) const {
+  size_t seen_bytes() const { return sizeof(double) + probe_distances(nodes_).size() * sizeof(WindowBytes); }
+  std::string seen() const {
+    std::string bytes(seen_bytes(), '\0');
+    std::memcpy(bytes.data(), &*busy_, sizeof *busy_);
+    std::memcpy(bytes.data() + sizeof *busy_, counted_.data(), counted_.size() * sizeof(WindowBytes));
+    return bytes;
+  }
+  void add(int32_t to, std::string_view seen, LinkMeasurement& all) const {
+    std::memcpy(&all.busy.emplace_back(), seen.data(), sizeof(double));
+    seen.remove_prefix(sizeof(double));
     for (const int32_t distance : probe_distances(nodes_)) {
       WindowBytes windows;
-      std::memcpy(windows.data(), counted.data(), sizeof windows);
-      counted.remove_prefix(sizeof windows);
-      Flow& flow = flows.emplace_back(Flow{.from = (to - distance + nodes_) % nodes_, .to = to});
+      std::memcpy(windows.data(), seen.data(), sizeof windows);
+      seen.remove_prefix(sizeof windows);
+      Flow& flow = all.flows.emplace_back(Flow{.from = (to - distance + nodes_) % nodes_, .to = to});
       for (const uint64_t bytes : windows) {
         flow.bytes_per_us.push_back(static_cast<double>(bytes) / static_cast<double>(kWindow.count()));
       }
@@ -248,6 +257,7 @@ class Leader {
   const int32_t nodes_;
   const int32_t node_;
   std::vector<WindowBytes> counted_;  // from each node that sends to this one, nearest first
+  std::optional<double> busy_;        // as in LinkMeasurement
 };
 
 void put(std::string& bytes, const std::vector<double>& speeds, size_t count) {

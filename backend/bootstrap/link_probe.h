@@ -4,8 +4,8 @@
 //   leader -> first leader   one byte: it is ready
 //   first leader -> leader   one byte: whether to measure
 //   leader -> leader         bytes, in the lane of collectives; how many came, and how many there were, in the other
-//   one leader -> first leader   what came from each node in each window first leader -> leader   the model, which so
-//   is the same everywhere
+//   leader -> first leader   how busy it was, and what came from each node in each window
+//   first leader -> leader   the model, which so is the same everywhere
 #pragma once
 
 #include <string>

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int32_t kMostTargets = 8;
 constexpr double kApart = 1.25;
+constexpr double kBusy = 0.75;
 
 using Windows = std::vector<double>;  // bytes per microsecond in each
 
@@ -131,7 +132,8 @@ std::vector<int32_t> probe_distances(int32_t nodes) {
   return distances;
 }
 
-LinkModel model_links(int32_t nodes, const std::vector<std::vector<int32_t>>& racks, const std::vector<Flow>& flows) {
+LinkModel model_links(int32_t nodes, const std::vector<std::vector<int32_t>>& racks, const LinkMeasurement& measured) {
+  const std::vector<Flow>& flows = measured.flows;
   std::vector<Windows> out(nodes);
   std::vector<Windows> in(nodes);
   for (const Flow& flow : flows) {
@@ -141,8 +143,12 @@ LinkModel model_links(int32_t nodes, const std::vector<std::vector<int32_t>>& ra
   std::vector<Range> ranges;
   for (int32_t node = 0; node < nodes; ++node) ranges.push_back(range_of(slower(out[node], in[node])));
   LinkModel model{.node_bytes_per_us = speeds_of(ranges)};
-  const std::vector<double>& speeds = model.node_bytes_per_us;
+  std::vector<double>& speeds = model.node_bytes_per_us;
   if (std::find(speeds.begin(), speeds.end(), 0) != speeds.end()) return {};  // nothing came: nothing is known
+  const double fastest = *std::max_element(speeds.begin(), speeds.end());
+  for (size_t node = 0; node < measured.busy.size(); ++node) {
+    if (measured.busy[node] > kBusy) speeds[node] = fastest;
+  }
   if (racks.size() > 1) model.uplink_bytes_per_us = uplinks_of(racks, speeds, flows);
   return model;
 }

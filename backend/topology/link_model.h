@@ -36,14 +36,22 @@ struct Flow {
 // What a link carries in a window of some milliseconds varies: a token bucket gives what it saved, a processor does
 // something else. A share that follows such noise would make collectives slower. So two nodes are told apart only where
 // the slower one, in all windows but its best, stayed a fifth below what the faster one had in half of its windows.
-// Where the processors are the limit, as with fast links, what nodes have overlaps, and the links count as alike. Nodes
-// that are not told apart get one figure, with two digits.
+// Nodes that are not told apart get one figure, with two digits.
+//
+// A node whose thread hardly slept meanwhile moved what its processor could, which says nothing about its link: it
+// counts as fast as the fastest.
 //
 // A node seems no faster than what the others together exchange with it: of three nodes, a fast one between two slow
 // ones seems slow.
 
+// What all nodes together saw.
+struct LinkMeasurement {
+  std::vector<Flow> flows{};
+  std::vector<double> busy{};  // of each node: the part of the time in which its thread wanted a processor; empty: none
+};
+
 // `racks`: nodes of each rack, or empty. An uplink counts as a limit where flows between racks are told apart, in the
 // same way, from those inside.
-LinkModel model_links(int32_t nodes, const std::vector<std::vector<int32_t>>& racks, const std::vector<Flow>& flows);
+LinkModel model_links(int32_t nodes, const std::vector<std::vector<int32_t>>& racks, const LinkMeasurement& measured);
 
 }  // namespace zeropg

@@ -40,7 +40,7 @@ double one_slow(int32_t from, int32_t to) { return from == 2 || to == 2 ? 12.5 /
 
 TEST(LinkModel, FindsASlowLinkThroughNoise) {
   for (uint32_t seed = 0; seed < 20; ++seed) {
-    const std::vector<double> speeds = model_links(4, {}, flows_at(4, one_slow, 0.15, seed)).node_bytes_per_us;
+    const std::vector<double> speeds = model_links(4, {}, {flows_at(4, one_slow, 0.15, seed)}).node_bytes_per_us;
     ASSERT_EQ(speeds.size(), 4U);
     EXPECT_NEAR(speeds[0], 25, 3);
     EXPECT_NEAR(speeds[2], 12.5, 1.5);
@@ -52,17 +52,24 @@ TEST(LinkModel, FindsASlowLinkThroughNoise) {
 TEST(LinkModel, TakesNoiseForNoDifference) {
   for (uint32_t seed = 0; seed < 200; ++seed) {
     const auto alike = [](int32_t, int32_t) { return 300.0; };
-    const std::vector<double> speeds = model_links(4, {}, flows_at(4, alike, 0.4, seed)).node_bytes_per_us;
+    const std::vector<double> speeds = model_links(4, {}, {flows_at(4, alike, 0.4, seed)}).node_bytes_per_us;
     EXPECT_EQ(speeds, std::vector<double>(4, speeds.at(0)));
   }
   // A link that is a tenth slower is as good as the others.
   const auto nearly = [](int32_t from, int32_t to) { return from == 1 || to == 1 ? 9.0 : 10.0; };
-  EXPECT_EQ(model_links(3, {}, flows_at(3, nearly)).node_bytes_per_us, std::vector<double>(3, 19));
+  EXPECT_EQ(model_links(3, {}, {flows_at(3, nearly)}).node_bytes_per_us, std::vector<double>(3, 19));
+}
+
+TEST(LinkModel, ABusyProcessorSaysNothingAboutALink) {
+  const std::vector<double> fast = model_links(4, {}, {flows_at(4, one_slow), {0.1, 0.1, 0.9, 0.1}}).node_bytes_per_us;
+  EXPECT_EQ(fast, std::vector<double>(4, fast.at(0)));
+  const std::vector<double> one = model_links(4, {}, {flows_at(4, one_slow), {0.9, 0.9, 0.5, 0.9}}).node_bytes_per_us;
+  EXPECT_LT(one.at(2), one.at(0));
 }
 
 TEST(LinkModel, TheSlowerDirectionCounts) {
   const auto slow_to_send = [](int32_t from, int32_t) { return from == 0 ? 5.0 : 20.0; };
-  const std::vector<double> speeds = model_links(4, {}, flows_at(4, slow_to_send)).node_bytes_per_us;
+  const std::vector<double> speeds = model_links(4, {}, {flows_at(4, slow_to_send)}).node_bytes_per_us;
   EXPECT_EQ(speeds[0], 15);
   EXPECT_GT(speeds[1], 2 * speeds[0]);
 }
@@ -70,19 +77,19 @@ TEST(LinkModel, TheSlowerDirectionCounts) {
 TEST(LinkModel, FindsUplinksThatAreALimit) {
   const Racks racks{{0, 1}, {2, 3}};
   const auto limited = [](int32_t from, int32_t to) { return from / 2 == to / 2 ? 22.0 : 1.5; };
-  const LinkModel model = model_links(4, racks, flows_at(4, limited, 0.1));
+  const LinkModel model = model_links(4, racks, {flows_at(4, limited, 0.1)});
   for (const double speed : model.node_bytes_per_us) EXPECT_NEAR(speed, 25, 1);
   ASSERT_EQ(model.uplink_bytes_per_us.size(), 2U);
   EXPECT_NEAR(model.uplink_bytes_per_us[0], 6, 0.7);
   const auto free = [](int32_t, int32_t) { return 8.0; };
-  EXPECT_TRUE(model_links(4, racks, flows_at(4, free, 0.1)).uplink_bytes_per_us.empty());
-  EXPECT_TRUE(model_links(4, {{0, 1, 2, 3}}, flows_at(4, limited)).uplink_bytes_per_us.empty());
-  EXPECT_TRUE(model_links(2, {{0}, {1}}, flows_at(2, limited)).uplink_bytes_per_us.empty());
+  EXPECT_TRUE(model_links(4, racks, {flows_at(4, free, 0.1)}).uplink_bytes_per_us.empty());
+  EXPECT_TRUE(model_links(4, {{0, 1, 2, 3}}, {flows_at(4, limited)}).uplink_bytes_per_us.empty());
+  EXPECT_TRUE(model_links(2, {{0}, {1}}, {flows_at(2, limited)}).uplink_bytes_per_us.empty());
 }
 
 TEST(LinkModel, KnowsNothingWhereNothingCame) {
   const auto cut = [](int32_t from, int32_t to) { return from == 1 || to == 1 ? 0.0 : 10.0; };
-  EXPECT_EQ(model_links(3, {}, flows_at(3, cut)), LinkModel());
+  EXPECT_EQ(model_links(3, {}, {flows_at(3, cut)}), LinkModel());
 }
 
 }  // namespace
