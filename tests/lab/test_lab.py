@@ -53,11 +53,12 @@ def test_ranks_of_two_hosts_reduce_at_the_rate_of_their_links(lab: Lab, lab_pool
 
 
 SCRIPT = """
-import os, socket, torch, torch.distributed as dist
+import os, socket, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 tensor = torch.tensor([float(dist.get_rank())])
 dist.all_reduce(tensor)
-print(socket.gethostname(), dist.get_rank(), os.environ["LOCAL_RANK"], tensor.item())
+line = f"{socket.gethostname()} {dist.get_rank()} {os.environ['LOCAL_RANK']} {tensor.item()}\\n"
+sys.stdout.write(line)  # at once: ranks of a host share the pipe
 dist.destroy_process_group()
 """
 
