@@ -15,6 +15,7 @@ from zeropg import optim as optim
 from zeropg.backend import BackendOptions, Topology, empty, shrink_group, stats, topology
 from zeropg.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from zeropg.checkpoint.ema import ema
+from zeropg.checkpoint.pretrained import load_pretrained
 from zeropg.checkpoint.state_dict import full_optimizer_state_dict, full_state_dict, load_full_state_dict
 from zeropg.export.save_16bit_weights import save_16bit_weights
 from zeropg.flight_recorder import dump_flight_recorder
@@ -50,6 +51,7 @@ __all__ = [
     "fully_shard",
     "load_checkpoint",
     "load_full_state_dict",
+    "load_pretrained",
     "local_shards",
     "no_sync",
     "register_forward_method",

@@ -13,7 +13,7 @@ from zeropg.optim import DGC, OneBitLamb
 from zeropg.optim.dgc import density_at, was_sent
 from zeropg.optim.momentum_exchange import Part
 from zeropg.optim.momentum_optimizer import clip_gradients_, local_clip
-from zeropg.optim.one_bit_adam import adamw_, begin, freeze, frozen_adam_
+from zeropg.optim.one_bit_adam import FrozenDenominators, adamw_, begin, freeze, frozen_adam_
 from zeropg.optim.one_bit_lamb import blend, next_factor, trust_ratio
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
@@ -66,8 +66,12 @@ def test_the_frozen_step_is_adams_with_that_variance() -> None:
     assert part.state["exp_avg_sq"].tolist() == pytest.approx([4.0, 0.0])
     part.state["exp_avg"].copy_(torch.tensor([0.38, 0.5]))  # the second is what an encoding added
     part.state["step"] += 1
-    frozen_adam_(part)
+    denominators = FrozenDenominators()
+    frozen_adam_([part], denominators)
     assert part.weight.tolist() == pytest.approx([0.9 - 0.1 * (0.38 / 0.19) / 2.0, 1.0])
+    part.state["exp_avg_sq"].copy_(torch.tensor([16.0, 1.0]))  # as loading does
+    frozen_adam_([part], denominators)
+    assert part.weight.tolist() == pytest.approx([0.8 - 0.1 * (0.38 / 0.19) / 4.0, 1.0 - 0.1 * (0.5 / 0.19)])
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

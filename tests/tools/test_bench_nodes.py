@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zeropg import __main__ as program
-from zeropg.tools.bench.nodes import standstills
+from zeropg.tools.bench.nodes import standstills, steps
 from zeropg.tools.bench.nodes.bounds import Links, all_reduce_seconds, blocks_seconds, bound_seconds, links_of
 from zeropg.tools.bench.nodes.cases import CASES, Case, Point
 from zeropg.tools.bench.nodes.command import main
@@ -19,6 +19,7 @@ from zeropg.tools.bench.nodes.dialogue import Dialogue, Plan
 from zeropg.tools.bench.nodes.rank import PROGRAMS
 from zeropg.tools.bench.nodes.rows import Measured, rows_of
 from zeropg.tools.bench.results import write_results
+from zeropg.tools.train.gpt import GPT
 
 
 @pytest.mark.parametrize("rates", [(2.0, 2.0), (4.0, 1.0), (1.0, 1.0, 1.0), (2.0, 2.0, 2.0, 1.0), (8.0, 8.0, 8.0, 0.5)])
@@ -64,6 +65,10 @@ def test_cases_are_whole() -> None:
     for name, case in CASES.items():
         assert set(case.hosts) == set(range(len(case.rates))), name
         assert case.program in PROGRAMS and (case.program == "drop") == (case.drops is not None), name
+
+
+def test_a_step_is_that_of_a_model_of_the_size_that_it_names() -> None:
+    assert sum(p.numel() * p.element_size() for p in GPT(steps._SHAPE).parameters()) == steps.WEIGHT_BYTES
 
 
 def rows(case: Case, result: dict[str, Any], bounds: tuple[float, ...] = (), **more: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from zeropg.checkpoint.plan import ModelPlan, group_names, optimizer_kind, plan_
 from zeropg.checkpoint.residuals import is_residual_file, load_residuals, residual_file
 from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.checkpoint.structure_file import read_structure_file
+from zeropg.checkpoint.values import put_whole
 from zeropg.optim.flat_update import segments_of
 from zeropg.optim.shard_optimizer import ShardedOptimizer, StateShard
 from zeropg.sharding.state import ShardedState
@@ -105,7 +106,7 @@ class Loading:
                 if not tensor.is_sharded:
                     saved = self._saved_tensor(index)
                     for start, values in self._pieces(saved, 0, saved.numel):
-                        _put_whole(tensor.value.detach(), start, values)
+                        put_whole(tensor.value.detach(), start, values)
                         advance(values.nbytes)
         own = self._readers.get(residual_file(self._state.core.rank))
         load_residuals(self._state.core, None if own is None else read_structure_file(own, {"residuals"}))
@@ -213,15 +214,6 @@ class Loading:
         for name, saved_name, _, _ in self._kept(optimizer):
             for key, value in saved.numbers.get(saved_name, {}).items():
                 yield name, key, decode(value, fetch_scalar)
-
-
-def _put_whole(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    if target.is_contiguous():
-        target.view(-1)[start : start + values.numel()].copy_(values)
-    else:  # the flat order is that of a contiguous tensor
-        whole = target.contiguous()
-        whole.view(-1)[start : start + values.numel()].copy_(values)
-        target.copy_(whole)
 
 
 def _read_manifest(directory: Path) -> Manifest:

@@ -81,7 +81,8 @@ class MomentumExchange:
         self._average_exactly([momentum.values for momentum in small])
         in_flight: list[tuple[Any, torch.Tensor, list[Momentum]]] = []
         for bucket in _buckets([momentum for momentum in momenta if self.encodes(momentum.parameter)]):
-            flat = torch.cat([values.reshape(-1).float().div(scale) for _, values, scale in bucket])
+            flat = torch.cat([momentum.values.reshape(-1).float() for momentum in bucket])
+            torch._foreach_div_(_parts_of(flat, bucket), [momentum.scale for momentum in bucket])
             work = self.state.all_reduce(flat, [momentum.parameter for momentum in bucket])
             in_flight.append((work, flat, bucket))
             if len(in_flight) == _MOST_IN_FLIGHT:
@@ -131,11 +132,14 @@ def _buckets(momenta: Sequence[Momentum]) -> Iterator[list[Momentum]]:
 
 def _finish(work: Any, flat: torch.Tensor, bucket: Sequence[Momentum]) -> None:
     work.wait()
+    torch._foreach_mul_(_parts_of(flat, bucket), [momentum.scale for momentum in bucket])
     _put_back(flat, [momentum.values for momentum in bucket])
-    for _, values, scale in bucket:
-        values.mul_(scale)
+
+
+def _parts_of(flat: torch.Tensor, bucket: Sequence[Momentum]) -> list[torch.Tensor]:
+    return list(flat.split([momentum.values.numel() for momentum in bucket]))
 
 
 def _put_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(values.view(tensor.shape))
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)])

@@ -3,10 +3,11 @@ Speed", Algorithm 1)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zeropg.compression.codec import CODECS, Codec
 from zeropg.optim.momentum_exchange import Momentum, MomentumExchange, Part
@@ -58,6 +59,7 @@ class OneBitAdam(MomentumOptimizer):
             warmup_codec=warmup_codec,
             clip=clip,
         )
+        self._denominators = FrozenDenominators()
 
     def _is_warming_up(self, group: Mapping[str, Any]) -> bool:
         return bool(group["steps"] < group["warmup_steps"])
@@ -71,8 +73,7 @@ class OneBitAdam(MomentumOptimizer):
         for part in parts:
             freeze(part, type(self).__name__)
         average_momenta(parts, exchange)
-        for part in parts:
-            frozen_adam_(part)
+        frozen_adam_(parts, self._denominators)
 
 
 def begin(part: Part) -> None:
@@ -126,26 +127,57 @@ def freeze(part: Part, who: str) -> None:
     state["momentum_scale"] = rms if rms > 0 else 1.0
 
 
+class FrozenDenominators:
+    """What momenta are divided by once the variance is frozen: the deviation plus eps.
+
+    Infinite where the deviation is zero: there only noise of encodings arrives. Kept from step to step, 4 bytes per
+    element that this rank updates; computed again where the variance or eps is another, as after loading.
+    """
+
+    def __init__(self) -> None:
+        self._known = WeakIdKeyDictionary()  # parameter -> (variance, its version, eps, denominator)
+
+    def of(self, part: Part) -> torch.Tensor:
+        variance, eps = part.state["exp_avg_sq"], part.group["eps"]
+        known = self._known.get(part.parameter)
+        if known is None or known[0] is not variance or known[1:3] != (variance._version, eps):
+            deviation = variance.sqrt()
+            denominator = deviation.add(eps).masked_fill_(deviation == 0, torch.inf)
+            known = self._known[part.parameter] = (variance, variance._version, eps, denominator)
+        kept: torch.Tensor = known[3]
+        return kept
+
+
 def average_momenta(parts: Sequence[Part], exchange: MomentumExchange) -> None:
     """Every rank's momentum takes in its own gradient, and becomes the average of all ranks'. Collective."""
-    for part in parts:
-        part.state["step"] += 1
-        part.state["exp_avg"].lerp_(part.gradient, 1 - part.group["betas"][0])
+    for group, members in _by_group(parts):
+        torch._foreach_add_([part.state["step"] for part in members], 1)
+        momenta = [part.state["exp_avg"] for part in members]
+        torch._foreach_lerp_(momenta, [part.gradient for part in members], 1 - group["betas"][0])
     exchange.average([Momentum(part.parameter, part.state["exp_avg"], part.state["momentum_scale"]) for part in parts])
 
 
-def direction(part: Part) -> torch.Tensor:
-    """The momentum in units of the frozen deviation; zero where that is zero: there only noise of encodings arrives."""
-    deviation = part.state["exp_avg_sq"].sqrt()
-    denominator = deviation.add(part.group["eps"]).masked_fill_(deviation == 0, torch.inf)
-    return torch.div(part.own(part.state["exp_avg"]), denominator)
-
-
-def frozen_adam_(part: Part) -> None:
+def frozen_adam_(parts: Sequence[Part], denominators: FrozenDenominators) -> None:
     """One step of AdamW whose variance is frozen; the momentum's own bias goes on to vanish."""
-    lr, beta1 = float(part.group["lr"]), part.group["betas"][0]
-    part.weight.mul_(1 - lr * part.group["weight_decay"])
-    part.weight.add_(direction(part), alpha=-lr / (1 - beta1 ** part.state["step"].item()))
+    for group, members in _by_group(parts):
+        lr, beta1 = float(group["lr"]), group["betas"][0]
+        weights = [part.weight for part in members]
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_addcdiv_(
+            weights,
+            [part.own(part.state["exp_avg"]) for part in members],
+            [denominators.of(part) for part in members],
+            [-lr / (1 - beta1 ** part.state["step"].item()) for part in members],
+        )
+
+
+def _by_group(parts: Sequence[Part]) -> Iterator[tuple[dict[str, Any], list[Part]]]:
+    """The parts of each param group: what they do together costs one call."""
+    members: dict[int, list[Part]] = {}
+    for part in parts:
+        members.setdefault(id(part.group), []).append(part)
+    for together in members.values():
+        yield together[0].group, together
 
 
 def check_adam(

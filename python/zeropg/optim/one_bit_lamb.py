@@ -10,7 +10,7 @@ import torch
 
 from zeropg.compression.codec import Codec
 from zeropg.optim.momentum_exchange import MomentumExchange, Part
-from zeropg.optim.one_bit_adam import OneBitAdam, average_momenta, begin, direction, freeze, learn
+from zeropg.optim.one_bit_adam import OneBitAdam, average_momenta, begin, freeze, learn
 
 # Section 4.1 and appendix A: how far the frozen coefficient may be scaled, and by how much more in one step.
 _FACTORS = (0.5, 4.0)
@@ -79,7 +79,7 @@ class OneBitLamb(OneBitAdam):
             before.append(part.own(part.state["exp_avg"]).clone())
         average_momenta(parts, exchange)
         ratios = torch.stack([fresh_ratio(part, momentum) for part, momentum in zip(parts, before, strict=True)])
-        directions = [direction(part) for part in parts]
+        directions = [part.own(part.state["exp_avg"]) / self._denominators.of(part) for part in parts]
         updates = [_with_decay(part, update) for part, update in zip(parts, directions, strict=True)]
         norms = exchange.total(_squares_of(directions, updates)).sqrt()
         largest = exchange.largest(ratios)

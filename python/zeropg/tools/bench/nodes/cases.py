@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeropg.tools.bench.nodes.steps import STEPS, WEIGHT_BYTES
+
 PEERS = ("zeropg", "gloo")
 _LARGE, _HUGE = 16 << 20, 64 << 20
 _SMALL = (8, 64 << 10)
@@ -12,7 +14,7 @@ _SLOW = "200mbit"
 
 @dataclass(frozen=True)
 class Point:
-    """One operation of fp32 on so many bytes, as nccl-tests counts them."""
+    """One operation of fp32 on so many bytes, as nccl-tests counts them; or a training step of a model of so many."""
 
     operation: str
     bytes: int
@@ -87,5 +89,11 @@ CASES = {
         (_SLOW,) * 4,
         _each(1 << 20),
         program="stopped",
+    ),
+    "train": Case(
+        "2 nodes x 2 ranks, 200 Mbit/s, a GPT's training step",
+        (0, 0, 1, 1),
+        (_SLOW,) * 2,
+        _each(WEIGHT_BYTES, operations=tuple(STEPS)),
     ),
 }

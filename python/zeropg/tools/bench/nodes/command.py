@@ -19,6 +19,7 @@ from zeropg.tools.bench.nodes.cases import CASES, Case, Point
 from zeropg.tools.bench.nodes.dialogue import Dialogue, Plan
 from zeropg.tools.bench.nodes.rank import run_plan
 from zeropg.tools.bench.nodes.rows import NEAR, SETTLED, Measured, rows_of
+from zeropg.tools.bench.nodes.steps import STEPS
 from zeropg.tools.bench.plot import plot_nodes
 from zeropg.tools.bench.results import Row
 from zeropg.tools.lab.lab import Lab, missing
@@ -41,6 +42,8 @@ limits), zeropg beside gloo: in the same processes, in turns, the slowest rank's
 In the case `drop` a link changes its rate while the ranks work: the time of each operation is written, and how many it
 takes until one is within {NEAR} bounds of the new rate; `late` is what they take {SETTLED} operations after the change.
 In `stopped` the last rank stands still (SIGSTOP) for 50 ms of every second; the share is that of the undisturbed rate.
+`train` times steps of a GPT of 3.2 million parameters under DistributedDataParallel and FSDP2; its size is that of the
+weights, and its ranks compute on this machine's CPUs together, so it has no bound.
 
 Needs root, or a kernel that lets users make namespaces (`python -m zeropg bench nodes` says what is missing).
 
@@ -102,7 +105,7 @@ def _rows(options: argparse.Namespace, quiet: harness.Quiet) -> list[Row]:
 def _measure(name: str, options: argparse.Namespace, bar: tqdm) -> list[Measured]:
     """Every point of a case. Raises RuntimeError with what a failed rank printed."""
     case = CASES[name]
-    points = tuple(Point(each.operation, min(each.bytes, options.largest or each.bytes)) for each in case.points)
+    points = tuple(_limited(point, options.largest) for point in case.points)
     drops = None if case.drops is None else (*case.drops, case.rates[case.drops[0]])
     plan = Plan(points, case.program, options.rounds, options.turn_seconds, options.operations, case.counts_cpu, drops)
     bar.set_description(name)
@@ -118,9 +121,14 @@ def _measure(name: str, options: argparse.Namespace, bar: tqdm) -> list[Measured
         results = dialogue.results()
     found = []
     for point, result in zip(points, results, strict=True):
-        bounds = tuple(bound_seconds(point.operation, point.bytes, each, case.ranks) for each in links)
+        bounded = () if point.operation in STEPS else links
+        bounds = tuple(bound_seconds(point.operation, point.bytes, each, case.ranks) for each in bounded)
         found.append(Measured(name, case, point, bounds, result))
     return found
+
+
+def _limited(point: Point, largest: int | None) -> Point:
+    return point if largest is None or point.operation in STEPS else Point(point.operation, min(point.bytes, largest))
 
 
 def _links(lab: Lab, case: Case, options: argparse.Namespace) -> list[Links]:

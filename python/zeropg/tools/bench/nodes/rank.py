@@ -18,11 +18,14 @@ from zeropg.tools.bench.cases import Buffers, Group, Shape
 from zeropg.tools.bench.nodes.cases import PEERS, Point
 from zeropg.tools.bench.nodes.dialogue import Dialogue, Plan
 from zeropg.tools.bench.nodes.standstills import EVERY, standstills
+from zeropg.tools.bench.nodes.steps import STEPS, Step
 from zeropg.tools.bench.peers import open_peers
 
 _TIMEOUT = timedelta(seconds=120)
 _MOST_CALLS = 200  # of a turn
 _STANDSTILLS = 4  # in a turn, at least
+_CHECKED_STEPS = 3
+_SAME_LOSS = 1e-4  # relative, after these
 
 Call = Callable[[], None]
 
@@ -36,20 +39,26 @@ def run_plan(dialogue: Dialogue) -> None:
     meeting = peers["zeropg"].group._get_backend(torch.device("cpu"))
     contest = _Contest(plan, dialogue, meeting)
     for point in plan.points:
-        case = cases.CASES[point.operation]
-        world_size = dist.get_world_size()
-        count = max(1, point.bytes // 4 // (world_size if case.blocks else 1))
-        shape = Shape(count, torch.float32, "sum" if case.reduces else "none", dist.get_rank(), world_size)
-        buffers = case.make(shape, case.in_place[0], cases.empty_on_heap)
-        for name, peer in peers.items():
-            _check(name, peer.group, buffers, point)
-        calls: dict[str, Call] = {name: functools.partial(buffers.call, peer.group) for name, peer in peers.items()}
-        measured = PROGRAMS[plan.program](contest, calls, buffers.fill)
+        groups = {name: peer.group for name, peer in peers.items()}
+        calls, fill = _steps(point, groups) if point.operation in STEPS else _collectives(point, groups)
+        measured = PROGRAMS[plan.program](contest, calls, fill)
         if dist.get_rank() == 0:
             dialogue.tell(measured)
-        del buffers, calls
+        del calls, fill, groups
     del peers, meeting, contest
     leave_groups()
+
+
+def _collectives(point: Point, groups: dict[str, Group]) -> tuple[dict[str, Call], Call]:
+    """The operation by each peer, checked once, and what fills its buffers anew."""
+    case = cases.CASES[point.operation]
+    world_size = dist.get_world_size()
+    count = max(1, point.bytes // 4 // (world_size if case.blocks else 1))
+    shape = Shape(count, torch.float32, "sum" if case.reduces else "none", dist.get_rank(), world_size)
+    buffers = case.make(shape, case.in_place[0], cases.empty_on_heap)
+    for name, group in groups.items():
+        _check(name, group, buffers, point)
+    return {name: functools.partial(buffers.call, group) for name, group in groups.items()}, buffers.fill
 
 
 def _check(name: str, group: Group, buffers: Buffers, point: Point) -> None:
@@ -59,6 +68,18 @@ def _check(name: str, group: Group, buffers: Buffers, point: Point) -> None:
     dist.all_reduce(wrong)
     if wrong:
         raise RuntimeError(f"{name}'s {point.operation} of {point.bytes} bytes has {wrong.item()} wrong elements")
+
+
+def _steps(point: Point, groups: dict[str, Group]) -> tuple[dict[str, Call], Call]:
+    """A step by each peer, of models that have the same losses; there is nothing to fill."""
+    steps = {name: Step(point.operation, group) for name, group in groups.items()}
+    for step in steps.values():
+        for _ in range(_CHECKED_STEPS):
+            step()
+    losses = [step.loss for step in steps.values()]
+    if max(losses) - min(losses) > _SAME_LOSS * max(losses):
+        raise RuntimeError(f"{', '.join(steps)} train to losses of {losses}")
+    return dict(steps), lambda: None
 
 
 class _Contest:

@@ -1,0 +1,193 @@
+"""Weights of Hugging Face into a sharded model: each rank reads its own part."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zeropg.checkpoint.plan import ModelPlan, plan_model
+from zeropg.checkpoint.safetensors_folder import SafetensorsFolder, StoredTensor
+from zeropg.checkpoint.values import put_whole
+from zeropg.optim.flat_update import segments_of
+from zeropg.rank_io.agreement import check_same, together
+from zeropg.rank_io.progress import progress
+from zeropg.sharding.state import ShardedState, state_of
+
+_LISTED = 5  # names in an error; the rest is counted
+_OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))  # of BERT's time
+
+
+class LoadedNames(NamedTuple):
+    """As torch's load_state_dict returns them."""
+
+    missing_keys: list[str]  # of the model, not in the files: they keep their values
+    unexpected_keys: list[str]  # in the files, not of the model
+
+
+def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> LoadedNames:
+    """Sets a sharded model from Hugging Face safetensors, as save_pretrained writes them. All ranks must call.
+
+    Each rank reads the elements that it owns, some MiB at a time, straight into the masters; nobody holds the model
+    whole. Names are found as from_pretrained finds them: tied weights under any of their names, with or without the
+    model's base_model_prefix, and LayerNorm's of BERT's time. Floating dtypes are cast to the masters'.
+
+    Args:
+        model: a module that `fully_shard` has sharded, in any stage.
+        directory: with model.safetensors, or several files and model.safetensors.index.json; or one such file. Seen by
+            every rank, with the same content.
+        strict: raise where a name is missing or unexpected. False: what is missing keeps its value.
+
+    Returns:
+        The names that were missing and unexpected, but for those of which the model says that they may be.
+
+    Raises:
+        FileNotFoundError: no safetensors there; the message says what is there instead.
+        ValueError: a file is damaged, or names, shapes or kinds of dtype differ; the message lists them.
+        OSError: a file cannot be read. Every rank raises the same error, and unless it says otherwise, the model is as
+        it was.
+    """
+    state = state_of(model, "load_pretrained")
+    group = state.core.process_group
+    loading: _Loading | None = None
+
+    def open_folder() -> dict[str, str]:
+        nonlocal loading
+        state.check_outside_writable_shards("load_pretrained")
+        loading = _Loading(Path(os.fsdecode(directory)), state, strict)
+        return loading.announcement()
+
+    try:
+        check_same(group, "load_pretrained", together(group, "load_pretrained", open_folder))
+        assert loading is not None  # otherwise the line above has raised
+        opened: _Loading = loading
+        with progress("load_pretrained", opened.own_bytes(), is_shown=group.rank() == 0) as advance:
+            state.core.begin_step()
+            failure: Exception | None = None
+            try:
+                opened.read(advance)
+            except Exception as error:
+                failure = error
+            finally:
+                state.core.end_load()  # also after an error: the other ranks are waiting in theirs
+            together(group, "load_pretrained", lambda: _raise_half_loaded(failure))
+        return opened.names
+    finally:
+        if loading is not None:
+            loading.close()
+
+
+class _Loading:
+    """Opens the files and compares them with the model; reads nothing yet. Nothing here communicates."""
+
+    def __init__(self, directory: Path, state: ShardedState, strict: bool) -> None:
+        self._state = state
+        self._plan = plan_model(state)
+        self._folder = SafetensorsFolder(directory)
+        try:
+            self._stored, self.names = match_names(state.model, self._plan, self._folder.tensors)
+            problems = _problems(self._plan, self._stored, self.names if strict else LoadedNames([], []))
+            if problems:
+                hint = "" if any("shape" in each for each in problems) else "; strict=False loads what fits"
+                raise ValueError(f"the weights in '{directory}' are of another model; {'; '.join(problems)}{hint}")
+        except BaseException:
+            self.close()
+            raise
+
+    def announcement(self) -> dict[str, str]:
+        """What must be the same on all ranks."""
+        stored = sorted((t.name, t.path.name, t.shape, str(t.dtype)) for t in self._folder.tensors.values())
+        return {"what the files hold (digest)": hashlib.sha256(repr(stored).encode()).hexdigest()[:16]}
+
+    def own_bytes(self) -> int:
+        """About how much this rank will read."""
+        core = self._state.core
+        total = sum(stored.numel * stored.dtype.itemsize for stored in self._stored.values())
+        return total // (core.world_size if core.stage > 0 else 1)
+
+    @torch.no_grad()
+    def read(self, advance: Callable[[int], None]) -> None:
+        """Sets masters, parameters and buffers; between the core's begin_step and end_load."""
+        groups: list[Any] = list(self._state.core.flat_groups)
+        for group in groups:
+            slot_of = {id(parameter): slot for slot, (_, parameter, _, _) in enumerate(group.slots)}
+            for segment in segments_of(group):
+                stored = self._stored.get(self._plan.index_of[segment.name])
+                if stored is None:
+                    continue
+                for start, values in self._folder.pieces(stored, segment.offset, segment.offset + segment.numel):
+                    group.load(slot_of[id(segment.parameter)], values, start)
+                    advance(values.nbytes)
+        for index, tensor in enumerate(self._plan.tensors):
+            stored = self._stored.get(index)
+            if stored is not None and not tensor.is_sharded:
+                for start, values in self._folder.pieces(stored, 0, stored.numel):
+                    put_whole(tensor.value.detach(), start, values)
+                    advance(values.nbytes)
+
+    def close(self) -> None:
+        self._folder.close()
+
+
+def match_names(
+    model: nn.Module, plan: ModelPlan, stored: Mapping[str, StoredTensor]
+) -> tuple[dict[int, StoredTensor], LoadedNames]:
+    """Returns what each of the plan's tensors, by index, is loaded from, and the names that have no counterpart."""
+    found: dict[int, StoredTensor] = {}
+    unexpected = []
+    prefix = str(getattr(model, "base_model_prefix", "") or "")
+    for name, tensor in stored.items():
+        index = next((plan.index_of[each] for each in _names_here(name, prefix) if each in plan.index_of), None)
+        if index is None:
+            unexpected.append(name)
+        else:
+            found.setdefault(index, tensor)
+    missing = [tensor.name for index, tensor in enumerate(plan.tensors) if index not in found]
+    return found, LoadedNames(
+        _not_matching(missing, getattr(model, "_keys_to_ignore_on_load_missing", None)),
+        _not_matching(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None)),
+    )
+
+
+def _names_here(name: str, prefix: str) -> Iterator[str]:
+    for old, new in (("", ""), *_OLD_NAMES):
+        if name.endswith(old):
+            here = name.removesuffix(old) + new
+            yield here
+            if prefix:
+                yield f"{prefix}.{here}"
+                yield here.removeprefix(f"{prefix}.")
+
+
+def _not_matching(names: list[str], patterns: Any) -> list[str]:
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
+
+
+def _problems(plan: ModelPlan, stored: Mapping[int, StoredTensor], names: LoadedNames) -> list[str]:
+    misshapen = []
+    for index, found in stored.items():
+        tensor = plan.tensors[index]
+        if found.shape != tuple(tensor.value.shape) or found.dtype.is_floating_point != tensor.dtype.is_floating_point:
+            here = f"{tensor.dtype} {list(tensor.value.shape)}"
+            misshapen.append(f"{tensor.name} ({found.dtype} {list(found.shape)}, here {here})")
+    return [
+        f"{what}: {', '.join(which[:_LISTED])}" + (f" and {len(which) - _LISTED} more" if len(which) > _LISTED else "")
+        for what, which in (
+            ("not in the files", names.missing_keys),
+            ("not in the model", names.unexpected_keys),
+            ("of another shape or kind", misshapen),
+        )
+        if which
+    ]
+
+
+def _raise_half_loaded(failure: Exception | None) -> None:
+    if failure is not None:
+        text = f"{failure}; the model holds old and new values now: load weights before you use it"
+        raise (ValueError if isinstance(failure, ValueError) else OSError)(text) from failure

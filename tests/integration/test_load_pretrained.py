@@ -1,0 +1,181 @@
+"""load_pretrained on real ranks: Hugging Face's folders, each rank its own part, and folders that lie."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.spawn import run_ranks
+
+pytest.importorskip("transformers")
+import transformers
+from safetensors.torch import load_file, save_file
+
+CONFIG = {"n_layer": 2, "n_embd": 48, "n_head": 4, "vocab_size": 101, "n_positions": 32}
+
+
+def gpt2(seed: int, **more: Any) -> Any:
+    """Tied: lm_head.weight is transformer.wte.weight."""
+    torch.manual_seed(seed)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG, **more))
+
+
+def bert(seed: int) -> Any:
+    torch.manual_seed(seed)
+    config = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 99}
+    return transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=1, **config))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pretrained")
+    gpt2(1).save_pretrained(root / "split", max_shard_size="60KB")
+    gpt2(1).save_pretrained(root / "single")
+    gpt2(1).transformer.save_pretrained(root / "base")
+    bert(1).save_pretrained(root / "bert")
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in load_file(root / "bert" / "model.safetensors").items()
+    }
+    shutil.copytree(root / "bert", root / "old")
+    save_file(old, root / "old" / "model.safetensors")
+    return root
+
+
+def same_as(model: nn.Module, expected: nn.Module) -> bool:
+    import zeropg
+
+    loaded = zeropg.full_state_dict(model, rank0_only=False)
+    wanted = expected.state_dict()
+    return set(loaded) == set(wanted) and all(torch.equal(loaded[name], value) for name, value in wanted.items())
+
+
+def load_all(root: str) -> list[str]:
+    """Every stage, dtype and folder in one group. Returns what is wrong."""
+    import zeropg
+
+    wrong = []
+    for stage in range(4):
+        for folder, dtype in (("split", None), ("single", torch.bfloat16), ("base", None)):
+            model = zeropg.fully_shard(gpt2(2), stage=stage, param_dtype=dtype)
+            names = zeropg.load_pretrained(model, Path(root) / folder)
+            tokens = torch.arange(8)[None]
+            loss = model(input_ids=tokens, labels=tokens).loss.item()
+            plain = gpt2(1).to(dtype or torch.float32)(input_ids=tokens, labels=tokens).loss.item()
+            if tuple(names) != ([], []) or not same_as(model, gpt2(1)) or abs(loss - plain) > 0.05:
+                wrong.append(f"stage {stage}, {folder}, {dtype}: {names}, loss {loss}, expected {plain}")
+    for folder in ("bert", "old"):
+        model = zeropg.fully_shard(bert(2), stage=3)
+        zeropg.load_pretrained(model, str(Path(root) / folder))
+        if not same_as(model, bert(1)):
+            wrong.append(folder)
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_stage_gets_what_was_saved(folders: Path, world_size: int) -> None:
+    assert run_ranks(world_size, load_all, str(folders), timeout=180) == [[]] * world_size
+
+
+def load_partly(root: str) -> tuple[bool, list[str], list[str], str]:
+    """A head that the files do not have, and a layer that the model does not have."""
+    import zeropg
+
+    model = zeropg.fully_shard(gpt2(2), stage=3)
+    folder = Path(root) / "odd"
+    try:
+        zeropg.load_pretrained(model, folder)
+        error = ""
+    except ValueError as raised:
+        error = str(raised)
+    is_as_before = same_as(model, gpt2(2))
+    missing, unexpected = zeropg.load_pretrained(model, folder, strict=False)
+    return is_as_before, missing, unexpected, error
+
+
+def test_missing_and_unexpected_names_are_said(folders: Path, tmp_path: Path) -> None:
+    values = load_file(folders / "single" / "model.safetensors")
+    del values["transformer.ln_f.bias"]
+    (tmp_path / "odd").mkdir()
+    save_file({**values, "extra.weight": torch.zeros(2)}, tmp_path / "odd" / "model.safetensors")
+    for is_as_before, missing, unexpected, error in run_ranks(2, load_partly, str(tmp_path), timeout=180):
+        assert is_as_before and (missing, unexpected) == (["transformer.ln_f.bias"], ["extra.weight"])
+        assert "not in the files: transformer.ln_f.bias; not in the model: extra.weight; strict=False" in error
+
+
+def load_bad(root: str, names: list[str]) -> list[str]:
+    import zeropg
+
+    model = zeropg.fully_shard(gpt2(2), stage=2)
+    errors = []
+    for name in names:
+        try:
+            zeropg.load_pretrained(model, Path(root) / name)
+            errors.append("no error")
+        except (ValueError, FileNotFoundError) as error:
+            errors.append(str(error))
+    if dist.get_rank() == 1:  # another folder on one rank
+        shutil.copytree(Path(root) / "good", Path(root) / "other")
+        values = load_file(Path(root) / "other" / "model.safetensors")
+        save_file({**values, "one.more": torch.zeros(1)}, Path(root) / "other" / "model.safetensors")
+    dist.barrier()
+    try:
+        zeropg.load_pretrained(model, Path(root) / ("other" if dist.get_rank() == 1 else "good"), strict=False)
+        errors.append("no error")
+    except ValueError as error:
+        errors.append(str(error))
+    return [*errors, str(same_as(model, gpt2(2)))]
+
+
+def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def test_folders_that_lie_are_one_error_on_every_rank(folders: Path, tmp_path: Path) -> None:
+    for name in ("short", "lying", "outside", "gone", "misshapen"):
+        shutil.copytree(folders / "split", tmp_path / name)
+    shutil.copytree(folders / "single", tmp_path / "good")
+    files = sorted((tmp_path / "short").glob("*.safetensors"))
+    files[0].write_bytes(files[0].read_bytes()[:-100])
+    index = "model.safetensors.index.json"
+    swapped = {"transformer.wte.weight": files[-1].name}
+    rewrite(tmp_path / "lying" / index, lambda text: {"weight_map": text["weight_map"] | swapped})
+    rewrite(tmp_path / "outside" / index, lambda text: {"weight_map": {"x": "../good/model.safetensors"}})
+    (tmp_path / "gone" / files[0].name).unlink()
+    for path in (tmp_path / "misshapen").glob("*.safetensors"):
+        save_file({name: value.reshape(-1) for name, value in load_file(path).items()}, path)
+    (tmp_path / "nothing").mkdir()
+    torch.save({}, tmp_path / "nothing" / "pytorch_model.bin")
+    cases = {
+        "short": "is damaged or no safetensors file",
+        "lying": "says that 'transformer.wte.weight' is in",
+        "outside": "which is outside of its folder",
+        "gone": "is missing, though the index names it",
+        "misshapen": "of another shape or kind: transformer.wte.weight",
+        "nothing": "holds no safetensors files: it holds files of torch.save",
+        "nowhere": "there is no such directory",
+    }
+    for found in run_ranks(2, load_bad, str(tmp_path), list(cases), timeout=180):
+        for text, words in zip(found, [*cases.values(), "what the files hold (digest) is"], strict=False):
+            assert words in text
+        assert found[-1] == "True"
+
+
+def load_unsharded(root: str) -> str:
+    import zeropg
+
+    with pytest.raises(ValueError) as raised:
+        zeropg.load_pretrained(gpt2(2), root)
+    return str(raised.value)
+
+
+def test_a_model_that_is_not_sharded_is_refused(folders: Path) -> None:
+    assert "load_pretrained" in run_ranks(1, load_unsharded, str(folders / "single"), timeout=180)[0]
