@@ -240,10 +240,15 @@ std::vector<Rack> look_up_rack(const BootstrapOptions& options, RankRecord* own)
   return file.racks;
 }
 
-// What the topology file says counts more than what was measured before.
+constexpr int32_t kMostFollowedRanks = 256;  // larger groups have equal shares anyhow
+
+// What the topology file says counts more than what was measured before. Links are followed where shares of nodes can
+// be: of two nodes they are equal, and what crosses racks says little about a node's link.
 LinkModel links_before_measuring(const Topology& topology, const std::vector<Rack>& racks,
                                  const BootstrapOptions& options) {
   LinkModel links = declared_links(topology, racks);
+  links.is_followed = options.measures_links && links.node_bytes_per_us.empty() && topology.node_count() > 2 &&
+                      topology.world_size() <= kMostFollowedRanks && topology.racks.size() < 2;
   LinkModel before = links_of(topology, options.known_links);
   if (links.node_bytes_per_us.empty()) links.node_bytes_per_us = std::move(before.node_bytes_per_us);
   if (links.uplink_bytes_per_us.empty()) links.uplink_bytes_per_us = std::move(before.uplink_bytes_per_us);

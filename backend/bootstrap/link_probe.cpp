@@ -36,6 +36,9 @@ constexpr uint64_t kTellAfter = 16 << 10;
 constexpr int32_t kMostChunksAtOnce = 8;  // of one peer, before the next one's turn
 constexpr char kMeasure = 'm';
 constexpr char kTellOnly = 'k';
+constexpr char kFollowed = 'f';  // behind the links, as the next
+constexpr char kFixed = 'x';
+constexpr const char* kSenseless = "what the first rank tells of the links makes no sense";
 
 std::span<const std::byte> bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
 
@@ -166,6 +169,7 @@ class Leader {
       LinkMeasurement all;
       for (int32_t node = 0; node < nodes_; ++node) add(node, node == 0 ? seen() : receive(node, seen_bytes()), all);
       links = model_links(nodes_, plan_.topology.racks, all);
+      links.is_followed = plan_.known.is_followed;
       if (!plan_.known.uplink_bytes_per_us.empty()) links.uplink_bytes_per_us = plan_.known.uplink_bytes_per_us;
     }
     const std::string encoded = encode_links(links, plan_.topology);
@@ -275,7 +279,7 @@ std::vector<double> take(std::string_view bytes) {
   if (std::all_of(speeds.begin(), speeds.end(), [](double speed) { return speed == 0; })) return {};
   const bool is_sane =
       std::all_of(speeds.begin(), speeds.end(), [](double speed) { return std::isfinite(speed) && speed > 0; });
-  TORCH_CHECK_WITH(DistBackendError, is_sane, "what the first rank tells of the links makes no sense");
+  TORCH_CHECK_WITH(DistBackendError, is_sane, kSenseless);
   return speeds;
 }
 
@@ -284,13 +288,14 @@ std::vector<double> take(std::string_view bytes) {
 LinkModel agree_on_links(RemoteTransport& network, const LinkProbePlan& plan) { return Leader(network, plan).agree(); }
 
 size_t encoded_links_bytes(const Topology& topology) {
-  return (topology.nodes.size() + topology.racks.size()) * sizeof(double);
+  return (topology.nodes.size() + topology.racks.size()) * sizeof(double) + 1;
 }
 
 std::string encode_links(const LinkModel& links, const Topology& topology) {
   std::string bytes;
   put(bytes, links.node_bytes_per_us, topology.nodes.size());
   put(bytes, links.uplink_bytes_per_us, topology.racks.size());
+  bytes.push_back(links.is_followed ? kFollowed : kFixed);
   return bytes;
 }
 
@@ -298,7 +303,11 @@ LinkModel decode_links(std::string_view bytes, const Topology& topology) {
   TORCH_CHECK_WITH(DistBackendError, bytes.size() == encoded_links_bytes(topology), "what is told of the links has ",
                    bytes.size(), " bytes, expected ", encoded_links_bytes(topology));
   const size_t of_nodes = topology.nodes.size() * sizeof(double);
-  return {.node_bytes_per_us = take(bytes.substr(0, of_nodes)), .uplink_bytes_per_us = take(bytes.substr(of_nodes))};
+  const size_t of_racks = topology.racks.size() * sizeof(double);
+  TORCH_CHECK_WITH(DistBackendError, bytes.back() == kFollowed || bytes.back() == kFixed, kSenseless);
+  return {.node_bytes_per_us = take(bytes.substr(0, of_nodes)),
+          .uplink_bytes_per_us = take(bytes.substr(of_nodes, of_racks)),
+          .is_followed = bytes.back() == kFollowed};
 }
 
 }  // namespace zeropg

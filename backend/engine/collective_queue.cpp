@@ -118,6 +118,10 @@ class CollectiveQueue::Turn {
 CollectiveQueue::CollectiveQueue(std::shared_ptr<GroupContext> group, ProgressEngine& engine)
     : group_(std::move(group)), engine_(engine), context_(*group_) {}
 
+void CollectiveQueue::watch_links(std::shared_ptr<Planner> planner) {
+  links_ = std::make_unique<LinkWatch>(*group_, std::move(planner));
+}
+
 void CollectiveQueue::submit(std::unique_ptr<CollectiveJob> job, bool is_synchronous) {
   group_->retired_works().release();
   const GroupContext::Use use(*group_);
@@ -216,14 +220,19 @@ Progress CollectiveQueue::run(CollectiveJob& job) {
   bool has_moved = false;
   while (job.current < job.collectives.size()) {
     if (!job.executor) {
-      job.executor.emplace(context_, job.collectives[job.current], job.work->label());
+      PlannedCollective& next = job.collectives[job.current];
+      job.executor.emplace(context_, links_ == nullptr ? next : links_->begin(next), job.work->label());
     }
     const Progress progress = job.executor->advance();
     if (progress != Progress::kDone) {
       return has_moved ? Progress::kMoved : progress;
     }
     has_moved = true;
-    job.end_collective();
+    if (links_ == nullptr || links_->end()) {
+      job.end_collective();
+    } else {
+      job.executor.reset();
+    }
   }
   return Progress::kDone;
 }

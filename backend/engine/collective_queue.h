@@ -13,6 +13,7 @@
 
 #include "backend/diagnostics/pause_detector.h"
 #include "backend/engine/collective_context.h"
+#include "backend/engine/link_watch.h"
 #include "backend/engine/progress_engine.h"
 #include "backend/engine/schedule_executor.h"
 #include "backend/engine/work.h"
@@ -46,6 +47,9 @@ struct CollectiveJob {
 class CollectiveQueue final : public OperationHost, public Channel {
  public:
   CollectiveQueue(std::shared_ptr<GroupContext> group, ProgressEngine& engine);
+
+  // Before the first job: from now on keeps the planner's links current. On every rank of the group, or on none.
+  void watch_links(std::shared_ptr<Planner> planner);
 
   // Queues the job. Whoever submits a synchronous one waits for its work next, and thereby runs it. What is small,
   // together with what is queued before it, begins in the calling thread; all else is the progress thread's until
@@ -85,9 +89,10 @@ class CollectiveQueue final : public OperationHost, public Channel {
 
   std::shared_ptr<GroupContext> group_;  // life shared with the process group
   ProgressEngine& engine_;
-  CollectiveContext context_;        // of the thread that holds the channel
-  PauseDetector pause_detector_;     // of the thread that holds the channel
-  std::atomic<int32_t> helpers_{0};  // threads inside help()
+  CollectiveContext context_;         // of the thread that holds the channel
+  PauseDetector pause_detector_;      // of the thread that holds the channel
+  std::unique_ptr<LinkWatch> links_;  // of the thread that holds the channel; null: nobody watches them
+  std::atomic<int32_t> helpers_{0};   // threads inside help()
   std::mutex mutex_;
   std::condition_variable idle_;
   std::deque<std::unique_ptr<CollectiveJob>> queue_;  // guarded by mutex_; only the holder takes from it

@@ -54,7 +54,9 @@ std::string describe_call(const CallFingerprint& call, std::string_view codec) {
       text += c10::str(" with factor ", call.factor);
     }
   }
-  if (op.has_root) {
+  if (call.root == CallFingerprint::kAboutLinks) {
+    text += ", the ranks' own before a large one, about links";
+  } else if (op.has_root) {
     text += c10::str(", root ", call.root);
   }
   if (!op.has_counts) {
@@ -69,9 +71,10 @@ void check_call(const CallFingerprint& theirs, const CallFingerprint& ours, int3
   TORCH_CHECK_WITH(DistBackendError, !found.is_senseless, "rank ", peer,
                    " sent something that is no call; its memory or ours is damaged");
   if (found.in_call || found.in_codec || found.in_algorithm) {
-    const std::string note = found.in_codec       ? " with different compression"
-                             : found.in_algorithm ? " or run different algorithms for them"
-                                                  : "";
+    const std::string note = found.in_codec ? " with different compression"
+                             : found.in_algorithm
+                                 ? " or run different algorithms, or with other shares of nodes, for them"
+                                 : "";
     C10_THROW_ERROR(DistBackendError,
                     c10::str("the ranks made different calls", note, ": rank ", rank, ": ", describe_call(ours),
                              "; rank ", peer, ": ", describe_call(theirs),

@@ -13,6 +13,7 @@ namespace zeropg {
 // nodes in front of the first bytes and with signs of life (fingerprint_between_nodes.h). Plain numbers without
 // padding, since they may have come from a peer and are compared to the bit.
 struct CallFingerprint {
+  static constexpr int32_t kAboutLinks = -1;  // the root of what the ranks run of their own accord (link_watch.h)
   static constexpr uint64_t kMagic = 0x31'6c'6c'61'63'67'70'7a;  // "zpgcall1": catches a stream that got out of step
   uint64_t magic = kMagic;
   uint64_t sequence = 0;   // of the group's collectives
@@ -25,7 +26,7 @@ struct CallFingerprint {
   double imaginary_factor = 0;
   int64_t pair_bytes = 0;  // all_to_all, to one rank: what the sender has for it
   uint64_t codec = 0;      // a hash of its description, 0: none
-  uint64_t algorithm = 0;  // a hash of the schedule's name
+  uint64_t algorithm = 0;  // a hash of the schedule's name, and of the nodes' shares where it has any
 };
 static_assert(sizeof(CallFingerprint) == 80 && std::is_trivially_copyable_v<CallFingerprint>);
 

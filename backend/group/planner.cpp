@@ -89,6 +89,14 @@ void check_forced(const std::string& op, const std::string& name) {
                     ".");
 }
 
+uint64_t hash_of_schedule(const PlannedCollective& collective) {
+  std::string text(collective.schedule->algorithm);
+  const std::vector<int32_t>& shares = collective.spec.node_shares;
+  if (collective.has_shares)
+    text.append(reinterpret_cast<const char*>(shares.data()), shares.size() * sizeof(shares[0]));
+  return hash_of(text);
+}
+
 CallFingerprint fingerprint_of(const PlannedCollective& collective, at::ScalarType dtype) {
   const CollectiveSpec& spec = collective.spec;
   return {.op = static_cast<uint32_t>(spec.op),
@@ -99,7 +107,7 @@ CallFingerprint fingerprint_of(const PlannedCollective& collective, at::ScalarTy
           .factor = collective.factor.real(),
           .imaginary_factor = collective.factor.imag(),
           .codec = spec.codec == nullptr ? 0 : hash_of(spec.codec->description()),
-          .algorithm = hash_of(collective.schedule->algorithm)};
+          .algorithm = hash_of_schedule(collective)};
 }
 
 // A source of a reduction counts as a copy, as does each place that the result goes to as well.
@@ -125,6 +133,7 @@ Planner::Planner(PlannerOptions options) : options_(std::move(options)) {
 }
 
 void Planner::set_links(std::vector<std::vector<int32_t>> racks, const LinkModel& links) {
+  links_ = links;
   if (racks.size() > 1) racks_ = std::move(racks);
   model_.node_bytes_per_us = links.node_bytes_per_us;
   model_.uplink_bytes_per_us = racks_.empty() ? std::vector<double>() : links.uplink_bytes_per_us;
@@ -132,7 +141,38 @@ void Planner::set_links(std::vector<std::vector<int32_t>> racks, const LinkModel
   std::vector<double> speeds = links.node_bytes_per_us;
   std::nth_element(speeds.begin(), speeds.begin() + static_cast<ptrdiff_t>(speeds.size() / 2), speeds.end());
   model_.network_bytes_per_us = speeds[speeds.size() / 2];
-  node_shares_ = node_shares(model_, nodes_);
+  first_shares_ = node_shares(model_, nodes_);
+  node_shares_ = first_shares_;
+}
+
+void Planner::follow_links(const LinkModel& links) {
+  CostModel model;
+  model.node_bytes_per_us = links.node_bytes_per_us;
+  std::vector<int32_t> shares = node_shares(model, nodes_);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  links_ = links;
+  node_shares_ = std::move(shares);
+  ++links_version_;
+  cache_.clear();
+  cached_bytes_ = 0;
+}
+
+LinkModel Planner::links() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return links_;
+}
+
+void Planner::refresh(PlannedCollective& collective) {
+  if (!collective.has_shares) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (collective.links_version == links_version_) return;
+  }
+  collective.spec.node_shares = first_shares_;
+  const int64_t copied_bytes = collective.copied_bytes;  // the queue counts with these
+  adopt(plan_for(collective.spec), collective);
+  collective.copied_bytes = copied_bytes;
+  collective.call.algorithm = hash_of_schedule(collective);
 }
 
 CollectiveSpec Planner::spec_of(const CollectiveArgs& request) const {
@@ -150,7 +190,7 @@ CollectiveSpec Planner::spec_of(const CollectiveArgs& request) const {
       .send_bytes = request.send_bytes,
       .receive_bytes = request.receive_bytes,
       .nodes = nodes_,
-      .node_shares = node_shares_,
+      .node_shares = first_shares_,
       .racks = racks_,
       .domains = domains_,
       .window_bytes = options_.window_bytes,
@@ -200,10 +240,7 @@ PlannedCollective Planner::plan(const CollectiveArgs& request) {
     collective.factor =
         request.reduce_op == ReduceOp::kAverage ? std::complex<double>(options_.world_size) : request.factor;
   }
-  Plan plan = plan_for(collective.spec);
-  collective.schedule = std::move(plan.schedule);
-  collective.direct = std::move(plan.direct);
-  collective.copied_bytes = plan.copied_bytes;
+  adopt(plan_for(collective.spec), collective);
   collective.call = fingerprint_of(collective, request.dtype);
   collective.inputs = input_addresses(request.inputs);
   collective.outputs = output_addresses(request.outputs);
@@ -212,6 +249,15 @@ PlannedCollective Planner::plan(const CollectiveArgs& request) {
     offer_direct(collective, request);
   }
   return collective;
+}
+
+void Planner::adopt(Plan plan, PlannedCollective& collective) {
+  collective.schedule = std::move(plan.schedule);
+  collective.direct = std::move(plan.direct);
+  collective.copied_bytes = plan.copied_bytes;
+  collective.spec.node_shares = std::move(plan.node_shares);
+  collective.has_shares = plan.has_shares;
+  collective.links_version = plan.links_version;
 }
 
 void Planner::offer_direct(PlannedCollective& collective, const CollectiveArgs& request) const {
@@ -234,21 +280,28 @@ Planner::Plan Planner::plan_for(const CollectiveSpec& spec) {
       spec.accumulator_bytes,        spec.bytes, (spec.input_is_list ? 1 : 0) + (spec.output_is_list ? 2 : 0)};
   key.insert(key.end(), spec.send_bytes.begin(), spec.send_bytes.end());
   key.insert(key.end(), spec.receive_bytes.begin(), spec.receive_bytes.end());
+  uint64_t links_version = 0;
+  std::vector<int32_t> shares = first_shares_;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (spec.codec != nullptr) {
       const auto next_id = static_cast<int64_t>(codec_ids_.size());
       key.push_back(codec_ids_.try_emplace(spec.codec->description(), next_id).first->second);
       key.push_back(spec.has_residuals ? 1 : 0);
+    } else {
+      links_version = links_version_;
+      shares = node_shares_;
     }
     if (auto found = cache_.find(key); found != cache_.end()) {
       return found->second;
     }
   }
-  Plan plan = make_plan(spec);
+  Plan plan = make_plan(spec, std::move(shares));
+  plan.links_version = links_version;
   const size_t bytes =
       memory_bytes(*plan.schedule) + (plan.direct ? memory_bytes(*plan.direct) : 0) + key.size() * sizeof(key[0]);
   std::lock_guard<std::mutex> lock(mutex_);
+  if (spec.codec == nullptr && links_version != links_version_) return plan;
   if (cached_bytes_ + bytes > kLargestCacheBytes) {
     cache_.clear();
     cached_bytes_ = 0;
@@ -258,11 +311,17 @@ Planner::Plan Planner::plan_for(const CollectiveSpec& spec) {
   return plan;
 }
 
-Planner::Plan Planner::make_plan(const CollectiveSpec& spec) const {
+// The choice is by the first links, the shares by those of now (Planner::follow_links).
+Planner::Plan Planner::make_plan(const CollectiveSpec& spec, std::vector<int32_t> node_shares) const {
   const std::string forced = forced_for(spec.op);
   Plan plan;
   try {
-    plan.schedule = std::make_shared<const Schedule>(select_algorithm(spec, forced, model_).plan(spec));
+    const Algorithm& algorithm = select_algorithm(spec, forced, model_);
+    CollectiveSpec divided = spec;
+    divided.node_shares = std::move(node_shares);
+    plan.schedule = std::make_shared<const Schedule>(algorithm.plan(divided));
+    plan.has_shares = algorithm.uses_shares && spec.codec == nullptr;
+    plan.node_shares = std::move(divided.node_shares);
     const bool has_pool = pool_ != nullptr && pool_->bytes_per_rank() > 0;
     const bool can_reach = has_pool || (options_.cma && pays_to_read(spec));
     if (const Algorithm* direct = can_reach ? select_direct_algorithm(spec, forced, model_) : nullptr) {

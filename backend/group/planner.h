@@ -27,6 +27,8 @@ struct PlannedCollective {
   // What runs instead if the tensors of all ranks that it reaches lie in the group's pool; null: nothing does.
   std::shared_ptr<const Schedule> direct;
   int64_t copied_bytes = 0;     // at most, by this rank, in either
+  bool has_shares = false;      // nodes complete their shares by the links, which may change: Planner::refresh
+  uint64_t links_version = 0;   // by which it is planned
   bool offers_direct = false;   // those of this rank do
   bool may_read = false;        // whether this rank reads the memory of others, and lets them read its own
   bool offers_reading = false;  // its input is for that
@@ -74,6 +76,15 @@ class Planner {
   // Where tensors may lie that direct algorithms can reach. Before the first plan; must outlive the planner's use.
   void set_pool(const TensorPool& pool) { pool_ = &pool; }
   PlannedCollective plan(const CollectiveArgs& request);
+
+  // The links now carry something else. Shares of nodes follow from now on. The choice between algorithms does not, nor
+  // does anything that travels encoded: results would have other bits.
+  void follow_links(const LinkModel& links);
+  LinkModel links() const;  // as they are now
+  // Plans anew what was planned before the links changed. To be called in the place that the collective has among the
+  // group's, so that all ranks plan it by the same links.
+  void refresh(PlannedCollective& collective);
+
   // Of all algorithms for an operation on fp32 tensors wherever they lie. `bytes` as in CollectiveSpec.
   std::vector<AlgorithmEstimate> estimates(OpKind op, int64_t bytes) const;
 
@@ -82,22 +93,29 @@ class Planner {
     std::shared_ptr<const Schedule> schedule;
     std::shared_ptr<const Schedule> direct;
     int64_t copied_bytes = 0;
+    std::vector<int32_t> node_shares;
+    bool has_shares = false;
+    uint64_t links_version = 0;
   };
   CollectiveSpec spec_of(const CollectiveArgs& request) const;
   std::string forced_for(OpKind op) const;  // empty: none is
   Plan plan_for(const CollectiveSpec& spec);
-  Plan make_plan(const CollectiveSpec& spec) const;
+  Plan make_plan(const CollectiveSpec& spec, std::vector<int32_t> node_shares) const;
+  static void adopt(Plan plan, PlannedCollective& collective);
   void offer_direct(PlannedCollective& collective, const CollectiveArgs& request) const;
 
   const PlannerOptions options_;
   std::vector<std::vector<int32_t>> nodes_;
   std::vector<std::vector<int32_t>> racks_;
-  std::vector<int32_t> node_shares_;
+  std::vector<int32_t> first_shares_;  // by the links as they were when the group was made, as is model_
   CostModel model_;
   std::vector<std::vector<int32_t>> domains_;
   const TensorPool* pool_ = nullptr;
-  std::mutex mutex_;
-  std::map<std::vector<int64_t>, Plan> cache_;  // guarded by mutex_
+  mutable std::mutex mutex_;
+  LinkModel links_;                             // guarded by mutex_, as are the next three
+  std::vector<int32_t> node_shares_;            // by links_
+  uint64_t links_version_ = 0;                  // counts their changes
+  std::map<std::vector<int64_t>, Plan> cache_;  // of this version
   std::map<std::string, int64_t> codec_ids_;    // guarded by mutex_; by description
   size_t cached_bytes_ = 0;                     // guarded by mutex_
 };

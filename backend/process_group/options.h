@@ -63,9 +63,9 @@ struct BackendOptions : c10d::Backend::Options {
   // A JSON file (backend/topology/topology_file.h) that says which hosts, by name or host id, are in which rack. The
   // same on every rank. Empty: the environment's, else none.
   std::string topology_file;
-  // Whether a group on several nodes measures their links when it is made, in about 170 ms, so that collectives follow
-  // them. That of rank 0 counts. What the topology file says is believed instead, as is what the default group, or the
-  // parent of a split one, knows of the same nodes.
+  // Whether a group on several nodes measures their links when it is made, in about 170 ms, and keeps them current
+  // while it works, so that collectives follow them. That of rank 0 counts. What the topology file says is believed
+  // instead, as is what the default group, or the parent of a split one, knows of the same nodes.
   bool measure_links = true;
   KnownLinks known_links;  // what they know; not the user's to set
 

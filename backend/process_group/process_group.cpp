@@ -75,7 +75,7 @@ ProcessGroupZero::ProcessGroupZero(const c10::intrusive_ptr<c10d::Store>& store,
 
 void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
   // Before the group is joined: a wrong option must not leave peers waiting in a group that half exists.
-  auto planner = std::make_unique<Planner>(PlannerOptions{.rank = rank_,
+  auto planner = std::make_shared<Planner>(PlannerOptions{.rank = rank_,
                                                           .world_size = size_,
                                                           .bank_bytes = options_->bank_bytes,
                                                           .mailbox_bytes = options_->mailbox_bytes,
@@ -93,6 +93,7 @@ void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
     planner->set_links(topology.racks, topology.links);
   }
   planner->set_pool(*channels->group().pool());
+  if (topology.links.is_followed) channels->collectives()->watch_links(planner);
   std::lock_guard<std::mutex> lock(membership_mutex_);
   planner_ = std::move(planner);
   channels_ = std::move(channels);
@@ -106,9 +107,15 @@ GroupContext& ProcessGroupZero::group() const {
   return channels_->group();
 }
 
+Topology ProcessGroupZero::topology() const {
+  Topology topology = group().topology();
+  topology.links = planner_->links();
+  return topology;
+}
+
 KnownLinks ProcessGroupZero::known_links() const {
-  const auto channels = current_channels();
-  return channels == nullptr ? KnownLinks() : zeropg::known_links(channels->group().topology());
+  std::lock_guard<std::mutex> lock(membership_mutex_);
+  return channels_ == nullptr ? KnownLinks() : zeropg::known_links(topology());
 }
 
 std::vector<AlgorithmEstimate> ProcessGroupZero::estimates(const std::string& operation, int64_t bytes) const {

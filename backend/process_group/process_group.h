@@ -52,8 +52,8 @@ class ProcessGroupZero : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override;
 
   // Of ours, beside c10d's interface.
-  const Topology& topology() const { return group().topology(); }
-  bool is_one_node() const { return topology().is_one_node(); }
+  Topology topology() const;  // with what its links carry now
+  bool is_one_node() const { return group().topology().is_one_node(); }
   std::map<std::string, OperationStatistics> statistics() const { return group().statistics().by_name(); }
   // Of the links of its nodes; for groups of the same nodes. Empty before the first reconfiguration.
   KnownLinks known_links() const;
@@ -257,7 +257,7 @@ class ProcessGroupZero : public c10d::Backend {
   mutable std::mutex membership_mutex_;
   // Both null until the first reconfiguration where that is asked for. Written under membership_mutex_, which only
   // those take who may run beside a reconfiguration.
-  std::unique_ptr<Planner> planner_;
+  std::shared_ptr<Planner> planner_;        // life shared with the queue, which plans anew what links have changed
   std::shared_ptr<GroupRuntime> channels_;  // life shared with close_all, which may be closing it
   mutable std::string handle_;              // guarded by membership_mutex_
   std::set<int64_t> uuids_;                 // of reconfigurations

@@ -65,6 +65,18 @@ std::vector<double> speeds_of(const std::vector<Range>& ranges) {
   return speeds;
 }
 
+// Whether a node is no longer as fast in proportion to the fastest one as it was.
+bool have_changed(std::vector<double> before, const std::vector<double>& now) {
+  if (before.empty()) before.assign(now.size(), 1);
+  const double fastest_before = *std::max_element(before.begin(), before.end());
+  const double fastest_now = *std::max_element(now.begin(), now.end());
+  for (size_t node = 0; node < now.size(); ++node) {
+    const double times = now[node] / fastest_now / (before[node] / fastest_before);
+    if (times > kApart || times < 1 / kApart) return true;
+  }
+  return false;
+}
+
 // Of each rack: what crosses to and from others, what one flow does there, and what one does inside.
 struct RackFlows {
   Windows out, in;
@@ -151,6 +163,23 @@ LinkModel model_links(int32_t nodes, const std::vector<std::vector<int32_t>>& ra
   }
   if (racks.size() > 1) model.uplink_bytes_per_us = uplinks_of(racks, speeds, flows);
   return model;
+}
+
+LinkModel follow_links(const LinkModel& before, const std::vector<LinkTraffic>& recent) {
+  if (recent.size() < kFollowedWindows) return before;
+  std::vector<Windows> carried(recent[0].out_bytes_per_us.size());
+  for (const LinkTraffic& window : recent) {
+    const Windows both = slower(window.out_bytes_per_us, window.in_bytes_per_us);
+    for (size_t node = 0; node < both.size(); ++node) carried[node].push_back(both[node]);
+  }
+  std::vector<Range> ranges;
+  for (const Windows& windows : carried) ranges.push_back(range_of(windows));
+  const std::vector<double> speeds = speeds_of(ranges);
+  const bool is_known = std::find(speeds.begin(), speeds.end(), 0) == speeds.end();
+  if (!is_known || !have_changed(before.node_bytes_per_us, speeds)) return before;
+  LinkModel after = before;
+  after.node_bytes_per_us = speeds;
+  return after;
 }
 
 }  // namespace zeropg

@@ -1,4 +1,5 @@
-// What the links between nodes carry, and how that is found out from what flowed while all nodes sent at once.
+// What the links between nodes carry, and how that is found out from what flowed: while all nodes sent at once, and
+// later in a group's own operations.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +12,7 @@ namespace zeropg {
 struct LinkModel {
   std::vector<double> node_bytes_per_us{};    // of each node's link, either way; empty: not known
   std::vector<double> uplink_bytes_per_us{};  // of each rack's way to other racks; empty: none is known to be a limit
+  bool is_followed = false;                   // whether nodes' speeds are kept current: Note [Links that change]
 
   bool operator==(const LinkModel&) const = default;
 };
@@ -53,5 +55,20 @@ struct LinkMeasurement {
 // `racks`: nodes of each rack, or empty. An uplink counts as a limit where flows between racks are told apart, in the
 // same way, from those inside.
 LinkModel model_links(int32_t nodes, const std::vector<std::vector<int32_t>>& racks, const LinkMeasurement& measured);
+
+// Note [Links that change]
+// What flows in a group's large operations says again and again what the nodes' links carry (engine/link_watch.h), by
+// the same rules as the measurement. As long as every node is as fast as it was in proportion to the fastest one, to a
+// fifth, all figures stay as they are, so that noise changes none. Otherwise all of them are taken anew.
+
+// What the link of each node carried in one window, to all other nodes and from all others.
+struct LinkTraffic {
+  std::vector<double> out_bytes_per_us{};
+  std::vector<double> in_bytes_per_us{};
+};
+inline constexpr size_t kFollowedWindows = 6;
+
+// `recent`: the last windows, all of the same nodes; fewer than kFollowedWindows change nothing. Uplinks stay.
+LinkModel follow_links(const LinkModel& before, const std::vector<LinkTraffic>& recent);
 
 }  // namespace zeropg

@@ -35,7 +35,7 @@ class BackendOptions(Backend.Options):
     rack_id: str, nodes with equal ones share a rack; default ZEROPG_RACK_ID, else none.
     topology_file: str, a JSON file with the hosts of each rack; default ZEROPG_TOPOLOGY_FILE, else none.
     measure_links: bool, whether a group on several nodes measures their links when it is made, where neither the file
-      nor the default group says what they carry; default True. It takes about 0.2 s.
+      nor the default group says what they carry, in about 0.2 s, and follows them while it works; default True.
     """
 
     domain_id: str

@@ -156,7 +156,8 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: P
 
 def topology(group: ProcessGroup | None = None) -> Any:
     """Returns the `Topology` of `group` (default: the world): which ranks share a node and which nodes a rack, and what
-    the links between nodes carry, as measured when the default group was made. Does not communicate.
+    the links between nodes carry, as measured when the default group was made and as large all-reduces of `group` have
+    shown since. Does not communicate.
 
     Raises TypeError when the group's CPU backend is not zeropg, ValueError when there is no process group.
     """

@@ -1,13 +1,16 @@
-"""Links between hosts, as a group measures them when it is made."""
+"""Links between hosts, as a group measures them when it is made, and follows them while it works."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.lab.place import HostsPlace
-from tests.spawn import run_ranks
+from tests.spawn import RankPool, run_ranks
 from zeropg.tools.lab.lab import Lab
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("needs_lab")]
@@ -48,3 +51,50 @@ def test_an_uplink_that_is_slower_than_its_nodes_is_found() -> None:
     assert all(answer == answers[0] for answer in answers)
     assert links == [pytest.approx(200 * MBIT, rel=0.2)] * 4
     assert uplinks == [pytest.approx(50 * MBIT, rel=0.2)] * 2
+
+
+SIZE = 3 << 20
+
+
+def reduced(operations: int, asynchronous: bool) -> tuple[list[float], set[str]]:
+    """The links after so many all-reduces of the same tensors, and the digests of their results."""
+    import zeropg
+
+    numbers = torch.Generator().manual_seed(dist.get_rank())
+    values = torch.randn(SIZE // 4, generator=numbers)
+    results = [values.clone() for _ in range(operations)]
+    works = [dist.all_reduce(result, async_op=asynchronous) for result in results]
+    for work in works if asynchronous else []:
+        work.wait()
+    return zeropg.topology().links, {hashlib.sha256(result.numpy()).hexdigest() for result in results}
+
+
+def test_shares_follow_a_link_that_slows_down_and_recovers_with_the_same_bits() -> None:
+    with Lab(hosts=4, rate="200mbit") as lab, RankPool(4, place=HostsPlace(lab, per_host=1)) as pool:
+
+        def links_and_digest(operations: int, *, asynchronous: bool = False) -> tuple[list[float], str]:
+            answers = pool.run(reduced, operations, asynchronous)
+            assert all(answer == answers[0] for answer in answers)
+            links, digests = answers[0]
+            (digest,) = digests
+            return links, digest
+
+        def sizes_sent_by_last(operations: int) -> float:
+            before = lab.interface_bytes(3).tx
+            links_and_digest(operations)
+            return (lab.interface_bytes(3).tx - before) / operations / SIZE
+
+        links, digest = links_and_digest(4)
+        assert len(set(links)) == 1
+        assert sizes_sent_by_last(2) == pytest.approx(1.5, abs=0.2)
+        lab.set_rate(3, "50mbit")
+        links, dropped = links_and_digest(12)
+        assert dropped == digest
+        assert links[3] < 0.8 * min(links[:3]) and len(set(links[:3])) == 1
+        assert sizes_sent_by_last(2) == pytest.approx(1, abs=0.2)
+        lab.set_rate(3, "200mbit")
+        # All of them are planned before the first has run.
+        links, restored = links_and_digest(12, asynchronous=True)
+        assert restored == digest
+        assert len(set(links)) == 1
+        assert sizes_sent_by_last(2) == pytest.approx(1.5, abs=0.2)

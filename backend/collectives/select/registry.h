@@ -19,6 +19,8 @@ struct Algorithm {
   // Adds in another order than the others of its operation: what is measured anew in each run must not decide for it,
   // or the bits of sums would change from run to run.
   bool has_own_order = false;
+  // Divides its work by CollectiveSpec::node_shares. Without a codec these say who adds, not in which order.
+  bool uses_shares = false;
 };
 
 std::span<const Algorithm> algorithms();

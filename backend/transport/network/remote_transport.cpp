@@ -143,6 +143,11 @@ bool RemoteTransport::arm() {
   return is_closed_ || wire_->arm();
 }
 
+std::optional<Delivery> RemoteTransport::delivery_to(int32_t peer) const {
+  const std::lock_guard lock(mutex_);
+  return is_closed_ ? std::nullopt : wire_->delivery_to(peer);
+}
+
 void RemoteTransport::check_frame(int32_t peer, const FrameHeader& header) {
   if (header.payload_bytes > kMaxPayloadBytes) throw_senseless("a frame that is too long");
   switch (header.kind) {

@@ -45,6 +45,7 @@ class RemoteTransport final : public Transport, private FrameSink {
   int descriptor() const { return wire_->descriptor(); }
   bool arm();
 
+  std::optional<Delivery> delivery_to(int32_t peer) const;  // as of the wire
   const PeerLiveness& liveness() const { return liveness_; }
   void tell_state(RankState state, std::string_view text = {});  // to every peer
   // Asks every peer for a sign of life now; liveness().silent_for(0 ms) are those that have not answered.

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "backend/platform/process/inherited_sockets.h"
+#include "backend/transport/network/tcp_delivery.h"
 
 namespace zeropg {
 namespace {
@@ -193,6 +194,11 @@ void TcpWire::lose_unreachable(FrameSink& sink) {
            sink);
     }
   }
+}
+
+std::optional<Delivery> TcpWire::delivery_to(int32_t peer) const {
+  const Connection& connection = connections_[static_cast<size_t>(peer)];
+  return connection.socket ? delivery_of(connection.socket.get()) : std::nullopt;
 }
 
 void TcpWire::drop(int32_t peer, const std::string& reason, FrameSink& sink) {

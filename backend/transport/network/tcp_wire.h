@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,7 @@ class TcpWire final : public Wire {
   int descriptor() const override { return epoll_.get(); }
   bool arm() override { return true; }
   void lose_unreachable(FrameSink& sink) override;
+  std::optional<Delivery> delivery_to(int32_t peer) const override;
   void close(std::chrono::milliseconds patience) override;
 
  private:

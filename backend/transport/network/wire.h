@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -31,6 +32,13 @@ enum class Urgency : uint8_t {
   kMustTake,  // is kept behind them; for small frames whose number is limited
 };
 
+// What a wire has brought to a peer so far, and how long the network took.
+struct Delivery {
+  uint64_t bytes = 0;  // that the peer's system has acknowledged
+  std::chrono::microseconds busy{
+      0};  // in which some were on their way, or waited for it, and the peer had room for more
+};
+
 // Frames arrive whole, once, unaltered and in order per peer, or the peer is lost. Peers have proven the group's secret
 // before any byte of theirs is looked at. One thread at a time. Calls never wait, except close().
 class Wire {
@@ -47,6 +55,8 @@ class Wire {
   // Loses peers whose machines have not acknowledged for long what was sent to them, where the wire would not notice by
   // itself. Cheap; to be called now and then.
   virtual void lose_unreachable(FrameSink& /*sink*/) {}
+  // Empty: this wire, or this machine, does not count that.
+  virtual std::optional<Delivery> delivery_to(int32_t /*peer*/) const { return std::nullopt; }
   // Gives what was sent up to `patience` to arrive, then lets go of every peer.
   virtual void close(std::chrono::milliseconds patience) = 0;
 };

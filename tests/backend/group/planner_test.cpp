@@ -217,6 +217,52 @@ TEST(Planner, PlansOverTheNodesThatItIsTold) {
   EXPECT_TRUE(planner.plan(all_reduce(10)).schedule->algorithm.starts_with("all_reduce_hierarchical"));
 }
 
+TEST(Planner, FollowsLinksWithSharesAndWithNothingElse) {
+  Planner planner(options_of(4));
+  planner.set_nodes({{0}, {1}, {2}, {3}});
+  planner.set_links({}, {.node_bytes_per_us = std::vector<double>(4, 25), .is_followed = true});
+  const PlannedCollective before = planner.plan(all_reduce(1 << 20));
+  PlannedCollective planned_early = before;
+  PlannedCollective small = planner.plan(all_reduce(1));
+  const auto small_before = small.schedule;
+  EXPECT_TRUE(before.has_shares);
+  EXPECT_TRUE(before.spec.node_shares.empty());
+
+  const LinkModel dropped{.node_bytes_per_us = {25, 25, 25, 6}, .is_followed = true};
+  planner.follow_links(dropped);
+  EXPECT_EQ(planner.links(), dropped);
+  const PlannedCollective after = planner.plan(all_reduce(1 << 20));
+  ASSERT_EQ(after.spec.node_shares.size(), 4U);
+  EXPECT_EQ(after.spec.node_shares[3], 0);
+  EXPECT_EQ(after.schedule->algorithm, before.schedule->algorithm);
+  EXPECT_NE(after.call.algorithm, before.call.algorithm) << "ranks with other links would not notice it";
+  planner.refresh(planned_early);
+  EXPECT_EQ(planned_early.schedule, after.schedule);
+  EXPECT_EQ(planned_early.call.algorithm, after.call.algorithm);
+  EXPECT_EQ(planned_early.inputs, before.inputs);
+  EXPECT_EQ(planned_early.copied_bytes, before.copied_bytes);
+  planner.refresh(small);
+  EXPECT_EQ(small.schedule->algorithm, small_before->algorithm);
+
+  planner.follow_links({.node_bytes_per_us = std::vector<double>(4, 20), .is_followed = true});
+  planner.refresh(planned_early);
+  EXPECT_EQ(planned_early.call.algorithm, before.call.algorithm);
+}
+
+TEST(Planner, LeavesTheSharesOfWhatTravelsEncodedAsTheyWere) {
+  Planner planner(options_of(4));
+  planner.set_nodes({{0}, {1}, {2}, {3}});
+  planner.set_links({}, {.node_bytes_per_us = {25, 25, 12, 25}, .is_followed = true});
+  CollectiveArgs args = all_reduce(1 << 20);
+  args.compression.codec = make_compressor("fp16", {});
+  const PlannedCollective before = planner.plan(args);
+  planner.follow_links({.node_bytes_per_us = std::vector<double>(4, 25), .is_followed = true});
+  const PlannedCollective after = planner.plan(args);
+  EXPECT_FALSE(after.has_shares);
+  EXPECT_FALSE(after.spec.node_shares.empty());
+  EXPECT_EQ(after.spec.node_shares, before.spec.node_shares);
+}
+
 TEST(Planner, KnowsWhatCanBeReduced) {
   EXPECT_TRUE(is_reducible(at::kFloat, ReduceOp::kSum));
   EXPECT_TRUE(is_reducible(at::kComplexDouble, ReduceOp::kSum));

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 
 namespace zeropg {
@@ -90,6 +91,77 @@ TEST(LinkModel, FindsUplinksThatAreALimit) {
 TEST(LinkModel, KnowsNothingWhereNothingCame) {
   const auto cut = [](int32_t from, int32_t to) { return from == 1 || to == 1 ? 0.0 : 10.0; };
   EXPECT_EQ(model_links(3, {}, {flows_at(3, cut)}), LinkModel());
+}
+
+// The windows of `follow_links` that `rate(from, to)` gives, as of flows_at.
+template <typename Rate>
+std::vector<LinkTraffic> traffic_at(int32_t nodes, const Rate& rate, double noise = 0, uint32_t seed = 1) {
+  std::vector<LinkTraffic> windows(kFollowedWindows,
+                                   LinkTraffic{std::vector<double>(nodes), std::vector<double>(nodes)});
+  for (const Flow& flow : flows_at(nodes, rate, noise, seed)) {
+    for (size_t window = 0; window < windows.size(); ++window) {
+      windows[window].out_bytes_per_us[flow.from] += flow.bytes_per_us[window];
+      windows[window].in_bytes_per_us[flow.to] += flow.bytes_per_us[window];
+    }
+  }
+  return windows;
+}
+
+double alike(int32_t /*from*/, int32_t /*to*/) { return 25.0 / 3; }
+
+TEST(FollowedLinks, StayAsTheyAreInNoise) {
+  const LinkModel equal{.node_bytes_per_us = std::vector<double>(4, 22)};
+  const LinkModel unequal{.node_bytes_per_us = {26, 26, 13, 26}};
+  for (uint32_t seed = 0; seed < 1000; ++seed) {
+    ASSERT_EQ(follow_links(equal, traffic_at(4, alike, 0.4, seed)), equal) << seed;
+    ASSERT_EQ(follow_links(LinkModel(), traffic_at(4, alike, 0.4, seed)), LinkModel()) << seed;
+    ASSERT_EQ(follow_links(unequal, traffic_at(4, one_slow, 0.1, seed)), unequal) << seed;
+  }
+}
+
+TEST(FollowedLinks, AreTakenAnewWhereOneHasDroppedOrRecovered) {
+  const LinkModel equal{.node_bytes_per_us = std::vector<double>(4, 22), .is_followed = true};
+  for (uint32_t seed = 0; seed < 20; ++seed) {
+    const LinkModel dropped = follow_links(equal, traffic_at(4, one_slow, 0.15, seed));
+    ASSERT_EQ(dropped.node_bytes_per_us.size(), 4U);
+    EXPECT_NEAR(dropped.node_bytes_per_us[2], 12.5, 1.5);
+    EXPECT_NEAR(dropped.node_bytes_per_us[0], 25, 3);
+    EXPECT_EQ(dropped.node_bytes_per_us[3], dropped.node_bytes_per_us[0]);
+    EXPECT_TRUE(dropped.is_followed);
+    const LinkModel recovered = follow_links(dropped, traffic_at(4, alike, 0.15, seed));
+    EXPECT_EQ(recovered.node_bytes_per_us, std::vector<double>(4, recovered.node_bytes_per_us.at(0)));
+  }
+}
+
+TEST(FollowedLinks, NeedAllWindowsButOneOfASlowLinkAndTwoOfAFastOne) {
+  const LinkModel equal{.node_bytes_per_us = std::vector<double>(4, 25)};
+  const auto after = [&](size_t slow_windows) {
+    std::vector<LinkTraffic> windows = traffic_at(4, alike);
+    const std::vector<LinkTraffic> slow = traffic_at(4, one_slow);
+    std::copy_n(slow.begin(), slow_windows, windows.begin());
+    return follow_links(equal, windows);
+  };
+  EXPECT_EQ(after(kFollowedWindows - 2), equal);
+  EXPECT_NE(after(kFollowedWindows - 1), equal);
+  std::vector<LinkTraffic> few = traffic_at(4, one_slow);
+  few.pop_back();
+  EXPECT_EQ(follow_links(equal, few), equal);
+}
+
+TEST(FollowedLinks, OfTwoNodesAreOneAnothersAndUplinksStay) {
+  const LinkModel two{.node_bytes_per_us = {25, 25}};
+  const auto slow_there = [](int32_t from, int32_t) { return from == 0 ? 5.0 : 20.0; };
+  EXPECT_EQ(follow_links(two, traffic_at(2, slow_there)), two);
+  const LinkModel racks{.node_bytes_per_us = std::vector<double>(4, 25), .uplink_bytes_per_us = {7, 9}};
+  const LinkModel after = follow_links(racks, traffic_at(4, one_slow));
+  EXPECT_NE(after, racks);
+  EXPECT_EQ(after.uplink_bytes_per_us, racks.uplink_bytes_per_us);
+}
+
+TEST(FollowedLinks, ChangeNothingWhereNothingCame) {
+  const LinkModel equal{.node_bytes_per_us = std::vector<double>(3, 25)};
+  const auto cut = [](int32_t from, int32_t to) { return from == 1 || to == 1 ? 0.0 : 10.0; };
+  EXPECT_EQ(follow_links(equal, traffic_at(3, cut)), equal);
 }
 
 }  // namespace

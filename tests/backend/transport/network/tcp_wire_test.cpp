@@ -168,5 +168,25 @@ TEST(TcpWire, APeerThatTakesNothingIsNotLost) {
   EXPECT_FALSE(network.liveness().state_of(1).is_lost) << network.liveness().state_of(1).loss;
 }
 
+TEST(TcpWire, SaysWhatHasArrivedAndHowLongItTook) {
+  auto [there, here] = tcp_pair();
+  std::vector<Descriptor> connections(2);
+  connections[1] = std::move(here);
+  TcpWire wire(std::move(connections));
+  if (!wire.delivery_to(1)) GTEST_SKIP() << "this kernel does not count it";
+  EXPECT_FALSE(wire.delivery_to(0)) << "no peer";
+  const Delivery before = *wire.delivery_to(1);
+  const std::vector<std::byte> data(10'000);
+  const FrameHeader header{FrameKind::kData, 0, 0, static_cast<uint32_t>(data.size()), 0};
+  ASSERT_TRUE(wire.send(1, header, data, Urgency::kMustTake));
+  const auto end = std::chrono::steady_clock::now() + milliseconds(20'000);
+  while (wire.delivery_to(1)->bytes < before.bytes + sizeof header + data.size()) {
+    ASSERT_LT(std::chrono::steady_clock::now(), end);
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  EXPECT_EQ(wire.delivery_to(1)->bytes, before.bytes + sizeof header + data.size());
+  EXPECT_LT(wire.delivery_to(1)->busy - before.busy, milliseconds(20'000));
+}
+
 }  // namespace
 }  // namespace zeropg
