@@ -1,0 +1,1 @@
+"""DeepSpeed's configuration and calls over zeropg's sharded module."""
