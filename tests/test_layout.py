@@ -161,7 +161,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "optim": {"_native", "compression", "rank_io", "sharding"},
     "export": {"_native", "rank_io", "sharding"},
     "checkpoint": {"_native", "compression", "rank_io", "sharding", "optim", "export"},
-    "deepspeed": set(),
+    "deepspeed": {"compression", "sharding", "optim"},
     "__init__": {
         "_native",
         "_notices",

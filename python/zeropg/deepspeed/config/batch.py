@@ -22,8 +22,7 @@ def batch_sizes(train: int | None, micro: int | None, accumulation: int | None, 
     """
     if train is None and micro is None:
         raise ConfigError(
-            "[zeropg] DeepSpeed config: neither train_batch_size nor train_micro_batch_size_per_gpu is given; expected "
-            "at least one of them"
+            ["neither train_batch_size nor train_micro_batch_size_per_gpu is given; expected one of them, or both"]
         )
     if train is None:
         assert micro is not None
@@ -35,14 +34,13 @@ def batch_sizes(train: int | None, micro: int | None, accumulation: int | None, 
     elif accumulation is None:
         accumulation = train // (world_size * micro)
     if train != micro * accumulation * world_size:
-        raise ConfigError(_does_not_fit(train, micro, accumulation, world_size))
+        raise ConfigError([_does_not_fit(train, micro, accumulation, world_size)])
     return BatchSizes(train, micro, accumulation)
 
 
 def _does_not_fit(train: int, micro: int, accumulation: int, world_size: int) -> str:
     product = micro * accumulation * world_size
     return (
-        f"[zeropg] DeepSpeed config: train_batch_size is {train}, but train_micro_batch_size_per_gpu {micro} * "
-        f"gradient_accumulation_steps {accumulation} * {world_size} ranks = {product}; expected the same. "
-        "Leave one of the three out, or change it."
+        f"train_batch_size is {train}, but train_micro_batch_size_per_gpu {micro} * gradient_accumulation_steps "
+        f"{accumulation} * {world_size} ranks = {product}; expected the same: leave one of the three out, or change it"
     )

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from zeropg.deepspeed.config.activation import ActivationCheckpointing
-from zeropg.deepspeed.config.observation import (
+from zeropg.deepspeed.config.blocks.activation import ActivationCheckpointing
+from zeropg.deepspeed.config.blocks.observation import (
     Comet,
     CommsLogger,
     FileMonitor,
@@ -15,11 +15,11 @@ from zeropg.deepspeed.config.observation import (
     Timers,
     Wandb,
 )
-from zeropg.deepspeed.config.precision import Bf16, DataTypes, Fp16, TorchAutocast
-from zeropg.deepspeed.config.section import Count, Positive, Section
-from zeropg.deepspeed.config.storage import Aio, Checkpoint
-from zeropg.deepspeed.config.update import Optimizer, Scheduler
-from zeropg.deepspeed.config.zero import ZeroOptimization
+from zeropg.deepspeed.config.blocks.precision import Bf16, DataTypes, Fp16, TorchAutocast
+from zeropg.deepspeed.config.blocks.section import Count, Positive, Section
+from zeropg.deepspeed.config.blocks.storage import Aio, Checkpoint
+from zeropg.deepspeed.config.blocks.update import Optimizer, Scheduler
+from zeropg.deepspeed.config.blocks.zero import ZeroOptimization
 
 Wire = Literal["fp32", "fp16", "bf16"]
 

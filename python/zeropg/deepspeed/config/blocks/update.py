@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from zeropg.deepspeed.config.section import Section
+from zeropg.deepspeed.config.blocks.section import Section
 
 
 class Optimizer(Section):

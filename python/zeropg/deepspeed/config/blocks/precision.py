@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zeropg.deepspeed.config.section import Count, Positive, Section
+from zeropg.deepspeed.config.blocks.section import Count, Positive, Section
 
 Dtype = Literal[
     "fp32", "float32", "float", "torch.float32", "fp16", "float16", "half", "torch.float16", "bf16", "bfloat16",

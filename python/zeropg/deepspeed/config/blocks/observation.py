@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from zeropg.deepspeed.config.section import Count, Positive, Section
+from zeropg.deepspeed.config.blocks.section import Count, Positive, Section
 
 
 class FileMonitor(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeropg.deepspeed.config.section import Count, Section
+from zeropg.deepspeed.config.blocks.section import Count, Section
 
 
 class ActivationCheckpointing(Section):

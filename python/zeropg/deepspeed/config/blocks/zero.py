@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from zeropg.deepspeed.config.section import Count, Fraction, Positive, Section
+from zeropg.deepspeed.config.blocks.section import Count, Fraction, Positive, Section
 
 Device = Literal["none", "cpu", "nvme"]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from zeropg.deepspeed.config.section import Count, Positive, Section
+from zeropg.deepspeed.config.blocks.section import Count, Positive, Section
 
 _Upper = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
 
