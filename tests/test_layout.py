@@ -173,7 +173,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
         "export",
         "checkpoint",
     },
-    "tools": {"_native", "compression", "backend", "sharding", "__init__"},
+    "tools": {"_native", "compression", "backend", "sharding", "deepspeed", "__init__"},
     "__main__": set(),
 }
 MOST_FILES = 25
