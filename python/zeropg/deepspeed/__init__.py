@@ -1,5 +1,7 @@
 """DeepSpeed's names over zeropg: `import zeropg.deepspeed as deepspeed` is the one line that a script changes."""
 
+from typing import Any
+
 from zeropg.deepspeed import comm as comm
 from zeropg.deepspeed import ops as ops
 from zeropg.deepspeed import utils as utils
@@ -18,3 +20,9 @@ __all__ = [
     "init_distributed",
     "initialize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(
+        f"[zeropg] deepspeed.{name} is not available; README.md (From DeepSpeed) says what is, and what differs"
+    )

@@ -25,6 +25,15 @@ from zeropg.sharding.state import state_of
 
 LOGGER = logging.getLogger("zeropg")
 
+# Calls of DeepSpeed's engine that there are not, and what a program does instead.
+_UNAVAILABLE = {
+    "coalesce_grad_reduction": "use engine.no_sync() around all backwards but the last",
+    "eval_batch": "pipelines are not available; call engine(batch)",
+    "offload_states": "state can be kept on a disk: zero_optimization.offload_optimizer",
+    "reload_states": "leave it out, with offload_states",
+    "train_batch": "pipelines are not available; call engine(batch), engine.backward(loss) and engine.step()",
+}
+
 
 class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
     """What `initialize` returns first. All ranks must call forward, backward and step alike.
@@ -83,9 +92,11 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            if name not in _UNAVAILABLE:
                 raise
-            return getattr(module, name)
+        raise AttributeError(f"[zeropg] engine.{name} is not available: {_UNAVAILABLE[name]}")
 
     @property
     def micro_steps(self) -> int:
