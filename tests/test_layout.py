@@ -174,7 +174,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
         "checkpoint",
         "deepspeed",
     },
-    "tools": {"_native", "compression", "backend", "sharding", "__init__"},
+    "tools": {"_native", "compression", "backend", "sharding", "deepspeed", "__init__"},
     "__main__": set(),
 }
 MOST_FILES = 25

@@ -10,6 +10,7 @@ from zeropg.deepspeed.config.keys import KEYS, Fate
 from zeropg.deepspeed.config.model import Config
 from zeropg.deepspeed.config.validate import key_paths
 
+_WORDS = {"True": "true", "False": "false", "None": "null"}
 Outcome = Fate | Literal["not asked for"]
 
 
@@ -42,8 +43,8 @@ def verdicts(config: Config) -> list[Verdict]:
 
 def shown(value: Any) -> str:
     """A value as JSON writes it, cut to a line."""
-    text = "true" if value is True else "false" if value is False else repr(value).replace("'", '"')
-    return text if len(text) <= 60 else text[:57] + "..."
+    text = _WORDS.get(repr(value), repr(value).replace("'", '"'))
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _verdict(name: str, value: Any, default: Any) -> Verdict:

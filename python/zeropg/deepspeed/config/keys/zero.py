@@ -7,7 +7,7 @@ from typing import Any
 from zeropg.deepspeed.config.keys.key import honoured, mapped, no_effect, refused
 
 _OWN_BUCKETS = "zeropg's core cuts gradients into pieces of its own while the backward runs."
-_UNITS = "zeropg makes whole blocks of the model whole together, from an order that it knows before the first step."
+_UNITS = "Blocks of the model are gathered whole, in an order that is known before the first step."
 _PIPELINE = "Steps through a disk always read, compute and write side by side."
 _NO_NVME_PARAMETERS = "It belongs to parameters on a disk, which are refused."
 
@@ -81,16 +81,14 @@ ZERO = {
         "No second shard is kept in a node: on CPUs the ranks of a node share one copy of what is whole."
     ),
     "zero_quantized_weights": mapped(
-        "fully_shard(compression=Plan(weights=BlockQuant(8))): updated weights travel in 8 bits, on CPUs over groups "
-        "of zeropg."
+        "True: updated weights travel in 8 bits, on CPUs over groups of zeropg: Plan(weights=BlockQuant(8))."
     ),
     "zero_quantized_nontrainable_weights": refused(
         "Frozen weights are not quantized for you.",
         instead="Quantize them before initialize: 8-bit integers that are frozen are sharded as they are.",
     ),
     "zero_quantized_gradients": mapped(
-        "fully_shard(compression=Plan(gradients=BlockQuant(4))): gradients travel in 4 bits, and what that loses is in "
-        "the next gradient; on CPUs over groups of zeropg."
+        "True: gradients travel in 4 bits with error feedback, on CPUs over groups of zeropg: BlockQuant(4)."
     ),
     "zeropp_loco_param": mapped("zero_quantized_gradients always has error feedback here, without a decay or a reset."),
     "mics_shard_size": refused(
