@@ -161,7 +161,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "optim": {"_native", "compression", "rank_io", "sharding"},
     "export": {"_native", "rank_io", "sharding"},
     "checkpoint": {"_native", "compression", "rank_io", "sharding", "optim", "export"},
-    "deepspeed": {"compression", "sharding", "optim"},
+    "deepspeed": {"compression", "rank_io", "sharding", "optim", "checkpoint"},
     "__init__": {
         "_native",
         "_notices",
@@ -172,6 +172,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
         "optim",
         "export",
         "checkpoint",
+        "deepspeed",
     },
     "tools": {"_native", "compression", "backend", "sharding", "deepspeed", "__init__"},
     "__main__": set(),

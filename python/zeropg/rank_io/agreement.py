@@ -13,6 +13,7 @@ import torch.distributed as dist
 # A peer's message is text to show, nothing more; a peer gone mad must not fill this rank's memory.
 _MAX_TEXT_BYTES = 1 << 20
 _EXCEPTIONS: dict[str, type[Exception]] = {
+    "FileNotFoundError": FileNotFoundError,  # first: it derives from the next
     "OSError": OSError,
     "ValueError": ValueError,
     "TypeError": TypeError,
