@@ -19,9 +19,10 @@ def run(path: Path, config: dict[str, Any], *options: str) -> int:
 
 
 def test_a_file_that_the_trainer_fills_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path / "zero3.json", MS_SWIFT["zero3"]) == 0
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    assert run(tmp_path / "zero3.json", MS_SWIFT["zero3"] | {"scheduler": schedule}) == 0
     text = capsys.readouterr().out
-    assert "can be used, once 6 keys that are auto are filled." in text
+    assert "can be used, once 7 keys that are auto are filled." in text
     assert "TrainingArguments.per_device_train_batch_size" in text
     assert text.index("zero_optimization\n  stage ") < text.index("\nfp16\n  enabled ")
 

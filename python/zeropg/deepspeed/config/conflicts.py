@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
 from zeropg.deepspeed.config.error import ConfigError
 from zeropg.deepspeed.config.model import Config
-from zeropg.deepspeed.config.optimizers import optimizer_of, scheduler_of
+from zeropg.deepspeed.config.optimizers import find_optimizer, find_scheduler, missing
 from zeropg.deepspeed.config.translate import dtype_of, param_dtype
 
 _ON_DISK = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
-def conflicts(config: Config) -> list[str]:
-    """Returns a sentence for each conflict: "key is value, but ...; expected ..."."""
-    return [sentence for rule in _RULES for sentence in rule(config)]
+def conflicts(config: Config, unfilled: Collection[str] = ()) -> list[str]:
+    """Returns a sentence for each conflict: "key is value, but ...; expected ...". `unfilled` are keys yet to come."""
+    found = [sentence for rule in _RULES for sentence in rule(config)]
+    try:
+        of = {"optimizer.params": find_optimizer(config), "scheduler.params": find_scheduler(config)}
+    except ConfigError as error:
+        return found + list(error.problems)
+    needed = [f"{block}.{name}" for block, made in of.items() for name in missing(made)]
+    return found + [f"{key} is missing; its class needs it" for key in needed if key not in unfilled]
 
 
 def _precision(config: Config) -> Iterator[str]:
@@ -66,13 +72,10 @@ def _compression(config: Config) -> Iterator[str]:
 
 
 def _update(config: Config) -> Iterator[str]:
-    for of in (optimizer_of, scheduler_of):
-        try:
-            of(config)
-        except ConfigError as error:
-            yield from error.problems
-            return
-    made = optimizer_of(config)
+    try:
+        made = find_optimizer(config)
+    except ConfigError:  # which `conflicts` says
+        return
     if made is None:
         return
     zero = config.zero_optimization

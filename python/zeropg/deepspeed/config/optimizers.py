@@ -69,6 +69,31 @@ def optimizer_of(config: Config) -> Made | None:
 
     Raises ConfigError for a class that cannot step shards, and for arguments that it does not take.
     """
+    return _complete(find_optimizer(config), "optimizer.params")
+
+
+def scheduler_of(config: Config) -> Made | None:
+    """Returns the schedule's class and its arguments; None where none is configured.
+
+    The result makes the schedule of an optimizer: `scheduler_of(config)(optimizer)`. Classes are those of
+    `zeropg.deepspeed.schedules`, or of torch.optim.lr_scheduler.
+
+    Raises ConfigError for a class that there is not, and for arguments that it does not take or lacks.
+    """
+    return _complete(find_scheduler(config), "scheduler.params")
+
+
+def missing(made: Made | None) -> list[str]:
+    """Returns the arguments that a class needs and does not have yet."""
+    if made is None:
+        return []
+    _, *rest = inspect.signature(made.type).parameters.values()
+    needed = [one.name for one in rest if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+    return [name for name in needed if name not in made.arguments]
+
+
+def find_optimizer(config: Config) -> Made | None:
+    """As `optimizer_of`, but arguments may be missing."""
     name = config.optimizer.type
     if name is None:
         return None
@@ -83,18 +108,11 @@ def optimizer_of(config: Config) -> Made | None:
         made = Made(getattr(torch.optim, name), params)
     else:
         raise ConfigError([_no_optimizer(name)])
-    _check_arguments(made, "optimizer.params")
-    return made
+    return _known(made, "optimizer.params")
 
 
-def scheduler_of(config: Config) -> Made | None:
-    """Returns the schedule's class and its arguments; None where none is configured.
-
-    The result makes the schedule of an optimizer: `scheduler_of(config)(optimizer)`. Classes are those of
-    `zeropg.deepspeed.schedules`, or of torch.optim.lr_scheduler.
-
-    Raises ConfigError for a class that there is not, and for arguments that it does not take or lacks.
-    """
+def find_scheduler(config: Config) -> Made | None:
+    """As `scheduler_of`, but arguments may be missing."""
     name = config.scheduler.type
     if name is None:
         return None
@@ -103,9 +121,7 @@ def scheduler_of(config: Config) -> Made | None:
         raise ConfigError(
             [f"scheduler.type is {name!r}; expected one of {', '.join(SCHEDULES)}, or of torch.optim.lr_scheduler"]
         )
-    made = Made(found, dict(config.scheduler.params))
-    _check_arguments(made, "scheduler.params")
-    return made
+    return _known(Made(found, dict(config.scheduler.params)), "scheduler.params")
 
 
 def _adam(params: Params, config: Config) -> Made:
@@ -172,21 +188,18 @@ def _no_optimizer(name: str) -> str:
     return f"optimizer.type is {name!r}{_near(name, [*_ELEMENTWISE, 'OneBitAdam', 'OneBitLamb'])}"
 
 
-def _check_arguments(made: Made, block: str) -> None:
-    _, *rest = inspect.signature(made.type).parameters.values()
-    known = [one.name for one in rest]
-    problems = [
-        f"{block}.{name} is unknown to {made.type.__name__}{_near(name, known)}"
-        for name in made.arguments
-        if name not in known
-    ]
-    problems += [
-        f"{block}.{one.name} is missing; {made.type.__name__} needs it"
-        for one in rest
-        if one.default is one.empty and one.kind is not one.VAR_KEYWORD and one.name not in made.arguments
-    ]
-    if problems:
-        raise ConfigError(problems)
+def _known(made: Made, block: str) -> Made:
+    _, *rest = inspect.signature(made.type).parameters
+    unknown = [name for name in made.arguments if name not in rest]
+    if unknown:
+        raise ConfigError([f"{block}.{one} is unknown to {made.type.__name__}{_near(one, rest)}" for one in unknown])
+    return made
+
+
+def _complete(made: Made | None, block: str) -> Made | None:
+    if names := missing(made):
+        raise ConfigError([f"{block}.{name} is missing; its class needs it" for name in names])
+    return made
 
 
 def _near(name: str, known: Iterable[str]) -> str:

@@ -81,7 +81,8 @@ def examine(config: dict[str, Any]) -> Reading:
     renamed, notices = with_current_names(config)
     filled, unfilled = take_out(renamed)
     settings = validate(filled)
-    return Reading(settings, tuple(unfilled), tuple(notices), tuple(verdicts(settings)), tuple(conflicts(settings)))
+    against = conflicts(settings, [one.key for one in unfilled])
+    return Reading(settings, tuple(unfilled), tuple(notices), tuple(verdicts(settings)), tuple(against))
 
 
 def _warn(found: Reading) -> None:

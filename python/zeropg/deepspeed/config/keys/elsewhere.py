@@ -21,9 +21,7 @@ def _is_enabled(block: Any) -> bool:
 
 
 def _compiles(block: Any) -> bool:
-    return isinstance(block, Mapping) and any(
-        value is True for key, value in block.items() if key not in ("double_buffer", "offload_activation_pin_memory")
-    )
+    return isinstance(block, Mapping) and bool(block.get("deepcompile"))
 
 
 def _is_many(size: Any) -> bool:
