@@ -98,6 +98,8 @@ def test_what_is_left_out_stays_as_it_is() -> None:
 
 @on_ranks(2)
 def test_bad_states_and_tags_are_named() -> None:
+    import zeropg
+
     engine = make_engine(1)
     folder = shared_folder()
     with raises(TypeError, "['client_state']['model']", "Linear"):
@@ -109,6 +111,9 @@ def test_bad_states_and_tags_are_named() -> None:
     with raises(NotImplementedError, "custom_load_fn"):
         engine.load_checkpoint(folder, custom_load_fn=print)
     assert not (Path(folder) / "latest").exists()
+    zeropg.save_checkpoint(Path(folder) / "plain", engine.module, engine.optimizer)
+    with raises(ValueError, "was saved by zeropg.save_checkpoint, not by an engine"):
+        engine.load_checkpoint(folder, tag="plain")
 
 
 class Adapted(nn.Module):
