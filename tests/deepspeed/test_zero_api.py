@@ -177,6 +177,7 @@ def test_scripts_start_as_with_deepspeed() -> None:
     engine, *_ = zeropg.initialize(args=args, model=make_model())
     assert args.local_rank == dist.get_rank() == deepspeed.comm.get_rank() == engine.global_rank
     assert isinstance(engine, deepspeed.DeepSpeedEngine) and engine.config["zero_optimization"] == {"stage": 1}
+    assert torch.device(deepspeed.get_accelerator().current_device_name()) == engine.device
     for make in (deepspeed.ops.adam.FusedAdam, deepspeed.ops.adam.DeepSpeedCPUAdam):
         assert type(make(make_model().parameters())) is torch.optim.AdamW
     with raises(NotImplementedError, "bias_correction=False"):

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from zeropg.deepspeed.accumulation import Accumulation
-from zeropg.deepspeed.checkpointing import EngineCheckpoints
 from zeropg.deepspeed.config import Config
 from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
+from zeropg.deepspeed.engine_checkpoints import EngineCheckpoints
 from zeropg.deepspeed.loss_scaler import LossScaler
 from zeropg.deepspeed.scaled_backward import divided_by_engine, is_divided_by_engine, is_scaled, mark_scaled
 from zeropg.deepspeed.settings import EngineSettings
