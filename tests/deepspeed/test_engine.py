@@ -90,6 +90,44 @@ def test_two_engines_share_a_loss() -> None:
         plain.zero_grad()
 
 
+class Answers(nn.Module):
+    """Outputs in containers, one of them without a graph, and a parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.inner(x)
+        return {"loss": y.square().mean(), "others": [(y.sum(), x)]}
+
+
+@on_ranks(2)
+def test_outputs_of_any_kind_are_divided_once() -> None:
+    from zeropg import deepspeed
+
+    def loss_of_answers(answers: dict[str, Any]) -> torch.Tensor:
+        loss: torch.Tensor = answers["loss"] + 0.1 * answers["others"][0][0] / 2
+        return loss
+
+    data = torch.randn(2, 2, 2, 4, generator=torch.Generator().manual_seed(1))  # rank, micro-batch, row, feature
+    plain = Answers()
+    (sum(loss_of_answers(plain(part)) for part in data.flatten(0, 1)) / 4).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.inner.parameters()]).item()
+    for stage in STAGES:
+        model = Answers()
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=made, config=configuration(stage, 2) | {"train_batch_size": 8}
+        )
+        for part in data[dist.get_rank()]:
+            loss_of_answers(engine(part)).backward()
+            engine.step()
+        assert engine.get_global_grad_norm().item() == pytest.approx(expected, rel=1e-5)
+
+
 @on_ranks(2)
 def test_state_on_a_disk_changes_nothing() -> None:
     from zeropg.deepspeed import utils
