@@ -54,7 +54,8 @@ def main(arguments: list[str]) -> int:
     """Print what `arguments` ask for; returns the exit status."""
     options = _parse(arguments)
     if options.keys:
-        _print_table([Row(key, shown(default), KEYS[key].fate, _of_key(key)) for key, default in key_paths()])
+        defaults = dict(key_paths())
+        _print_table([Row(key, shown(defaults[key]), KEYS[key].fate, _of_key(key)) for key in KEYS])
         return 0
     reading: Reading | None = None
     sizes: BatchSizes | None = None

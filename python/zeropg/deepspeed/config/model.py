@@ -24,11 +24,61 @@ from zeropg.deepspeed.config.blocks.zero import ZeroOptimization
 Wire = Literal["fp32", "fp16", "bf16"]
 
 
-class Config(Section):
+class _Running(Section):
+    """Keys about memory, files, logs and measurements."""
+
+    activation_checkpointing: ActivationCheckpointing = Field(default_factory=ActivationCheckpointing)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    datastates_ckpt: Any = None
+    dataloader_drop_last: bool = False
+    disable_python_gc: bool = False
+    vocabulary_size: Positive | None = None
+
+    steps_per_print: Count | None = None
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    log_level: str | None = None
+    timers: Timers = Field(default_factory=Timers)
+    comms_logger: CommsLogger = Field(default_factory=CommsLogger)
+    flops_profiler: FlopsProfiler = Field(default_factory=FlopsProfiler)
+    tensorboard: FileMonitor = Field(default_factory=FileMonitor)
+    csv_monitor: FileMonitor = Field(default_factory=FileMonitor)
+    wandb: Wandb = Field(default_factory=Wandb)
+    comet: Comet = Field(default_factory=Comet)
+
+
+class _Elsewhere(Section):
+    """Blocks that zeropg serves in no part, and those that DeepSpeed has removed: dictionaries as they are."""
+
+    compile: dict[str, Any] | None = None
+    tensor_parallel: dict[str, Any] | None = None
+    expert_parallel: dict[str, Any] | None = None
+    use_data_before_expert_parallelism: bool = False
+    sequence_parallel_size: Positive = 1
+    pipeline: dict[str, Any] | None = None
+    hybrid_engine: dict[str, Any] | None = None
+    autotuning: dict[str, Any] | None = None
+    data_efficiency: dict[str, Any] | None = None
+    weight_quantization: dict[str, Any] | None = None
+
+    amp: dict[str, Any] | None = None
+    compression_training: dict[str, Any] | None = None
+    curriculum_learning: dict[str, Any] | None = None
+    eigenvalue: dict[str, Any] | None = None
+    elasticity: dict[str, Any] | None = None
+    graph_harvesting: bool = False
+    nebula: dict[str, Any] | None = None
+    progressive_layer_drop: dict[str, Any] | None = None
+    quantize_training: dict[str, Any] | None = None
+    sparse_attention: dict[str, Any] | None = None
+    sparse_gradients: bool = False
+
+
+class Config(_Running, _Elsewhere):
     """DeepSpeed's configuration, as `read` gives it: the three batch sizes are whole numbers that fit each other.
 
-    Blocks that zeropg serves in no part (tensor_parallel, compile, ...) stay dictionaries. Defaults are those of
-    DeepSpeed 0.19.8.
+    Defaults are those of DeepSpeed 0.19.8.
     """
 
     train_batch_size: Positive | None = None
@@ -56,46 +106,3 @@ class Config(Section):
     prescale_gradients: bool = False
     gradient_predivide_factor: float = Field(default=1.0, gt=0)
     disable_allgather: bool = False
-
-    activation_checkpointing: ActivationCheckpointing = Field(default_factory=ActivationCheckpointing)
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    datastates_ckpt: Any = None
-    dataloader_drop_last: bool = False
-    disable_python_gc: bool = False
-    vocabulary_size: Positive | None = None
-
-    steps_per_print: Count | None = None
-    wall_clock_breakdown: bool = False
-    memory_breakdown: bool = False
-    dump_state: bool = False
-    log_level: str | None = None
-    timers: Timers = Field(default_factory=Timers)
-    comms_logger: CommsLogger = Field(default_factory=CommsLogger)
-    flops_profiler: FlopsProfiler = Field(default_factory=FlopsProfiler)
-    tensorboard: FileMonitor = Field(default_factory=FileMonitor)
-    csv_monitor: FileMonitor = Field(default_factory=FileMonitor)
-    wandb: Wandb = Field(default_factory=Wandb)
-    comet: Comet = Field(default_factory=Comet)
-
-    compile: dict[str, Any] | None = None
-    tensor_parallel: dict[str, Any] | None = None
-    expert_parallel: dict[str, Any] | None = None
-    use_data_before_expert_parallelism: bool = False
-    sequence_parallel_size: Positive = 1
-    pipeline: dict[str, Any] | None = None
-    hybrid_engine: dict[str, Any] | None = None
-    autotuning: dict[str, Any] | None = None
-    data_efficiency: dict[str, Any] | None = None
-    weight_quantization: dict[str, Any] | None = None
-
-    amp: dict[str, Any] | None = None
-    compression_training: dict[str, Any] | None = None
-    curriculum_learning: dict[str, Any] | None = None
-    eigenvalue: dict[str, Any] | None = None
-    elasticity: dict[str, Any] | None = None
-    graph_harvesting: bool = False
-    nebula: dict[str, Any] | None = None
-    progressive_layer_drop: dict[str, Any] | None = None
-    quantize_training: dict[str, Any] | None = None
-    sparse_attention: dict[str, Any] | None = None
-    sparse_gradients: bool = False

@@ -55,7 +55,21 @@ class LeafModule(Section):
         return (value,) if isinstance(value, str) else value
 
 
-class ZeroOptimization(Section):
+class _Stage3(Section):
+    """Keys of `zero_optimization` whose names say that they belong to stage 3."""
+
+    stage3_prefetch_bucket_size: Count = 50_000_000
+    stage3_param_persistence_threshold: Count = 100_000
+    stage3_model_persistence_threshold: Count = sys.maxsize
+    stage3_max_live_parameters: Count = 1_000_000_000
+    stage3_max_reuse_distance: Count = 1_000_000_000
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    stage3_module_granularity_threshold: Count = 0
+    stage3_use_all_reduce_for_fetch_params: bool = False
+    stage3_allgather_sequential: bool = False
+
+
+class ZeroOptimization(_Stage3):
     """`zero_optimization`; bucket sizes, thresholds and distances in elements."""
 
     stage: Literal[0, 1, 2, 3] = 0
@@ -73,15 +87,6 @@ class ZeroOptimization(Section):
     offload_optimizer: OffloadOptimizer = Field(default_factory=OffloadOptimizer)
     zenflow: dict[str, Any] | None = None
     sub_group_size: Count = 1_000_000_000
-    stage3_prefetch_bucket_size: Count = 50_000_000
-    stage3_param_persistence_threshold: Count = 100_000
-    stage3_model_persistence_threshold: Count = sys.maxsize
-    stage3_max_live_parameters: Count = 1_000_000_000
-    stage3_max_reuse_distance: Count = 1_000_000_000
-    stage3_gather_16bit_weights_on_model_save: bool = False
-    stage3_module_granularity_threshold: Count = 0
-    stage3_use_all_reduce_for_fetch_params: bool = False
-    stage3_allgather_sequential: bool = False
     ignore_unused_parameters: bool = True
     legacy_stage1: bool = False
     round_robin_gradients: bool = False

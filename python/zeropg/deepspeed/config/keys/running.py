@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeropg.deepspeed.config.keys.key import Key, mapped, no_effect, refused
+from zeropg.deepspeed.config.keys.key import Key, honoured, mapped, no_effect, refused
 
 _OWN_WRITER = "Checkpoints are safetensors files, which all ranks write at once."
 _RECOMPUTATION = "It configures deepspeed.checkpointing.checkpoint; use torch.utils.checkpoint, which works as it is."
@@ -62,7 +62,7 @@ RECOMPUTATION = {
 }
 
 OBSERVATION = {
-    "steps_per_print": no_effect("The engine prints nothing; engine.get_lr() and your loss are yours to print."),
+    "steps_per_print": honoured("Every so many steps a line at level INFO of the logger zeropg."),
     "wall_clock_breakdown": no_effect("The engine keeps no timers; use torch.profiler."),
     "memory_breakdown": no_effect("python -m zeropg plan computes memory before a run."),
     "dump_state": no_effect("python -m zeropg config prints what becomes of each key."),
