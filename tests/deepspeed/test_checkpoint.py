@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.deepspeed.training import batches, configuration, make_engine, own_parts, train
+from tests.deepspeed.training import batches, configuration, make_engine, own_parts, shared_folder, train
 from tests.sharding.ranks import on_ranks, raises
 from tests.small_gpt import loss_of, make_model
 from tests.spawn import RankPool
@@ -67,48 +67,53 @@ def test_what_two_ranks_saved_loads_on_one_and_on_three(tmp_path: Path) -> None:
 def test_what_is_left_out_stays_as_it_is() -> None:
     from zeropg import deepspeed
 
-    folder = shared_folder()
+    with shared_folder() as folder:
 
-    def make() -> Any:
-        made = torch.optim.AdamW((model := make_model()).parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.MultiStepLR(made, [1, 9], gamma=0.5)
-        settings = configuration(3, fp16=FP16)
-        return deepspeed.initialize(model=model, optimizer=made, lr_scheduler=scheduler, config=settings)[0]
+        def make() -> Any:
+            made = torch.optim.AdamW((model := make_model()).parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.MultiStepLR(made, [1, 9], gamma=0.5)
+            settings = configuration(3, fp16=FP16)
+            return deepspeed.initialize(model=model, optimizer=made, lr_scheduler=scheduler, config=settings)[0]
 
-    saved = make()
-    train(saved, batches()[:3])
-    assert saved.get_lr() == [0.5] and saved.cur_scale > 16
-    saved.save_checkpoint(folder, tag="best", save_latest=False)
-    with raises(FileNotFoundError, "holds no checkpoint"):
-        make().load_checkpoint(folder, tag="worst")
-    fresh = make()
-    assert fresh.load_checkpoint(folder) == (None, None), "there is no latest"
-    assert fresh.load_checkpoint(folder, "best", load_module_only=True)[1] == {}
-    assert (fresh.global_steps, fresh.cur_scale, fresh.get_lr()) == (0, 16, [1.0])
-    assert same_weights(fresh, saved)
-    states = make()
-    states.load_checkpoint(folder, "best", load_optimizer_states=False, load_lr_scheduler_states=False)
-    assert (states.global_steps, states.cur_scale, states.get_lr()) == (3, saved.cur_scale, [1.0])
-    assert not states.optimizer.state
-    everything = make()
-    everything.load_checkpoint(folder, "best")
-    assert everything.get_lr() == [0.5] and everything.lr_scheduler.last_epoch == saved.lr_scheduler.last_epoch
-    assert train(everything, batches()[3:]) == train(saved, batches()[3:])
+        saved = make()
+        train(saved, batches()[:3])
+        assert saved.get_lr() == [0.5] and saved.cur_scale > 16
+        saved.save_checkpoint(folder, tag="best", save_latest=False)
+        with raises(FileNotFoundError, "holds no checkpoint"):
+            make().load_checkpoint(folder, tag="worst")
+        fresh = make()
+        assert fresh.load_checkpoint(folder) == (None, None), "there is no latest"
+        assert fresh.load_checkpoint(folder, "best", load_module_only=True)[1] == {}
+        assert (fresh.global_steps, fresh.cur_scale, fresh.get_lr()) == (0, 16, [1.0])
+        assert same_weights(fresh, saved)
+        states = make()
+        states.load_checkpoint(folder, "best", load_optimizer_states=False, load_lr_scheduler_states=False)
+        assert (states.global_steps, states.cur_scale, states.get_lr()) == (3, saved.cur_scale, [1.0])
+        assert not states.optimizer.state
+        everything = make()
+        everything.load_checkpoint(folder, "best")
+        assert everything.get_lr() == [0.5] and everything.lr_scheduler.last_epoch == saved.lr_scheduler.last_epoch
+        assert train(everything, batches()[3:]) == train(saved, batches()[3:])
 
 
 @on_ranks(2)
 def test_bad_states_and_tags_are_named() -> None:
+    import zeropg
+
     engine = make_engine(1)
-    folder = shared_folder()
-    with raises(TypeError, "['client_state']['model']", "Linear"):
-        engine.save_checkpoint(folder, client_state={"model": nn.Linear(1, 1)})
-    with raises(ValueError, "tag is 'rank0' on rank 0, but 'rank1' on rank 1"):
-        engine.save_checkpoint(folder, tag=f"rank{dist.get_rank()}")
-    with raises(ValueError, "the directory is ''"):
-        engine.save_checkpoint("")
-    with raises(NotImplementedError, "custom_load_fn"):
-        engine.load_checkpoint(folder, custom_load_fn=print)
-    assert not (Path(folder) / "latest").exists()
+    with shared_folder() as folder:
+        with raises(TypeError, "['client_state']['model']", "Linear"):
+            engine.save_checkpoint(folder, client_state={"model": nn.Linear(1, 1)})
+        with raises(ValueError, "tag is 'rank0' on rank 0, but 'rank1' on rank 1"):
+            engine.save_checkpoint(folder, tag=f"rank{dist.get_rank()}")
+        with raises(ValueError, "the directory is ''"):
+            engine.save_checkpoint("")
+        with raises(NotImplementedError, "custom_load_fn"):
+            engine.load_checkpoint(folder, custom_load_fn=print)
+        assert not (Path(folder) / "latest").exists()
+        zeropg.save_checkpoint(Path(folder) / "plain", engine.module, engine.optimizer)
+        with raises(ValueError, "was saved by zeropg.save_checkpoint, not by an engine"):
+            engine.load_checkpoint(folder, tag="plain")
 
 
 class Adapted(nn.Module):
@@ -130,29 +135,30 @@ class Adapted(nn.Module):
 def test_weights_for_others_are_whole_and_as_the_model_computes() -> None:
     from zeropg import deepspeed
 
-    folder = Path(shared_folder())
-    for stage, gathers in ((1, False), (3, True), (3, False)):
-        model = Adapted()
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-        zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": gathers}
-        settings = configuration(stage) | {"zero_optimization": zero, "bf16": {"enabled": True}}
-        engine, *_ = deepspeed.initialize(model=model, config=settings)
-        is_saved = engine.save_16bit_model(folder / f"{stage}{gathers}", exclude_frozen_parameters=True)
-        assert is_saved == (stage < 3 or gathers) and engine.zero_gather_16bit_weights_on_model_save() == gathers
-        if is_saved:
-            saved = torch.load(folder / f"{stage}{gathers}" / "pytorch_model.bin", weights_only=True)
-            assert sorted(saved) == ["adapter.weight", "tied.weight"]
-        assert "base.bias" in engine.module_state_dict()
-        assert "base.bias" not in engine.module_state_dict(exclude_frozen_parameters=True)
-        if stage < 3:
-            with raises(ValueError, "expected 3"):
-                engine._zero3_consolidated_16bit_state_dict()
-            continue
-        whole = engine._zero3_consolidated_16bit_state_dict()
-        assert (whole is None) == (dist.get_rank() > 0)
-        if whole is not None:
-            assert all(torch.equal(whole[name], value.bfloat16()) for name, value in expected.items())
-            assert whole["tied.weight"] is whole["adapter.weight"]
+    with shared_folder() as shared:
+        folder = Path(shared)
+        for stage, gathers in ((1, False), (3, True), (3, False)):
+            model = Adapted()
+            expected = {name: value.clone() for name, value in model.state_dict().items()}
+            zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": gathers}
+            settings = configuration(stage) | {"zero_optimization": zero, "bf16": {"enabled": True}}
+            engine, *_ = deepspeed.initialize(model=model, config=settings)
+            is_saved = engine.save_16bit_model(folder / f"{stage}{gathers}", exclude_frozen_parameters=True)
+            assert is_saved == (stage < 3 or gathers) and engine.zero_gather_16bit_weights_on_model_save() == gathers
+            if is_saved:
+                saved = torch.load(folder / f"{stage}{gathers}" / "pytorch_model.bin", weights_only=True)
+                assert sorted(saved) == ["adapter.weight", "tied.weight"]
+            assert "base.bias" in engine.module_state_dict()
+            assert "base.bias" not in engine.module_state_dict(exclude_frozen_parameters=True)
+            if stage < 3:
+                with raises(ValueError, "expected 3"):
+                    engine._zero3_consolidated_16bit_state_dict()
+                continue
+            whole = engine._zero3_consolidated_16bit_state_dict()
+            assert (whole is None) == (dist.get_rank() > 0)
+            if whole is not None:
+                assert all(torch.equal(whole[name], value.bfloat16()) for name, value in expected.items())
+                assert whole["tied.weight"] is whole["adapter.weight"]
 
 
 def same_weights(a: Any, b: Any) -> bool:
@@ -160,13 +166,3 @@ def same_weights(a: Any, b: Any) -> bool:
 
     states = [zeropg.full_state_dict(engine.module, rank0_only=False) for engine in (a, b)]
     return all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-def shared_folder() -> str:
-    """A new folder; every rank gets the same."""
-    import tempfile
-
-    found = [tempfile.mkdtemp(prefix="zeropg-engine-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    assert found[0] is not None
-    return found[0]

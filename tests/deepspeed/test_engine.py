@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -66,6 +67,82 @@ def test_counters_and_boundaries_are_deepspeeds() -> None:
     assert engine.get_batch_info() == (8, 2, 2)
     with raises(ValueError, "10 is no multiple of 4", "2 ranks"):
         engine.set_train_batch_size(10)
+
+
+@on_ranks(2)
+def test_two_engines_share_a_loss() -> None:
+    plain = make_model()
+    parts = own_parts(batches()[0], 2)
+    for by_hand in (False, True):
+        engines = [make_engine(stage, gas=2) for stage in (1, 3)]
+        for part in parts:
+            loss = torch.stack([loss_of(engine, part) for engine in engines]).sum()
+            if by_hand:
+                loss.backward()
+            else:
+                engines[0].backward(loss)
+            for engine in engines:
+                engine.step()
+        norms = [engine.get_global_grad_norm().item() for engine in engines]
+        loss_of(plain, batches()[0]).backward()
+        expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+        assert norms == pytest.approx([expected] * 2, rel=1e-5), "each is divided by the micro-batches once"
+        plain.zero_grad()
+
+
+class Answers(nn.Module):
+    """Outputs in containers, one of them without a graph, and a parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.inner(x)
+        return {"loss": y.square().mean(), "others": [(y.sum(), x)]}
+
+
+@on_ranks(2)
+def test_outputs_of_any_kind_are_divided_once() -> None:
+    from zeropg import deepspeed
+
+    def loss_of_answers(answers: dict[str, Any]) -> torch.Tensor:
+        loss: torch.Tensor = answers["loss"] + 0.1 * answers["others"][0][0] / 2
+        return loss
+
+    data = torch.randn(2, 2, 2, 4, generator=torch.Generator().manual_seed(1))  # rank, micro-batch, row, feature
+    plain = Answers()
+    (sum(loss_of_answers(plain(part)) for part in data.flatten(0, 1)) / 4).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.inner.parameters()]).item()
+    for stage in STAGES:
+        model = Answers()
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=made, config=configuration(stage, 2) | {"train_batch_size": 8}
+        )
+        for part in data[dist.get_rank()]:
+            loss_of_answers(engine(part)).backward()
+            engine.step()
+        assert engine.get_global_grad_norm().item() == pytest.approx(expected, rel=1e-5)
+
+
+@on_ranks(2)
+def test_state_on_a_disk_changes_nothing() -> None:
+    from zeropg.deepspeed import utils
+
+    data = batches()[:2]
+    with tempfile.TemporaryDirectory(prefix="zeropg-engine-") as folder:
+        block = {"device": "nvme", "nvme_path": folder}
+        engine = make_engine(2, zero_optimization={"stage": 2, "offload_optimizer": block})
+        whole = make_engine(2)
+        assert train(engine, data) == train(whole, data)
+        key = "blocks.0.up.weight"
+        states = [utils.safe_get_full_optimizer_state(e.module.get_parameter(key), "exp_avg") for e in (engine, whole)]
+        assert torch.equal(*states)
+        with raises(NotImplementedError, "it is in a file", "safe_get_full_optimizer_state"):
+            utils.safe_set_full_optimizer_state(engine.module.get_parameter(key), states[0], "exp_avg")
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.deepspeed.training import STAGES, batches, configuration, make_engine, own_parts, train
+from tests.deepspeed.training import STAGES, batches, configuration, make_engine, own_parts, shared_folder, train
 from tests.sharding.ranks import close, on_ranks, raises
 from tests.small_gpt import loss_of, make_model, make_optimizer
 
@@ -162,21 +162,20 @@ def test_scripts_start_as_with_deepspeed() -> None:
     import zeropg
     import zeropg.deepspeed as deepspeed
 
-    folder: list[Any] = [None]
-    if dist.get_rank() == 0:
-        import tempfile
-
-        folder[0] = tempfile.mkdtemp(prefix="zeropg-config-")
-        optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
-        (Path(folder[0]) / "ds.json").write_text(json.dumps(configuration(1, optimizer=optimizer)))
-    dist.broadcast_object_list(folder)
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     parser.add_argument("--local_rank", type=int, default=-1)
-    args = parser.parse_args(["--deepspeed", "--deepspeed_config", f"{folder[0]}/ds.json"])
-    deepspeed.init_distributed()
-    engine, *_ = zeropg.initialize(args=args, model=make_model())
+    with shared_folder() as folder:
+        file = Path(folder) / "ds.json"
+        if dist.get_rank() == 0:
+            optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+            file.write_text(json.dumps(configuration(1, optimizer=optimizer)))
+        dist.barrier()
+        args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)])
+        deepspeed.init_distributed()
+        engine, *_ = zeropg.initialize(args=args, model=make_model())
     assert args.local_rank == dist.get_rank() == deepspeed.comm.get_rank() == engine.global_rank
     assert isinstance(engine, deepspeed.DeepSpeedEngine) and engine.config["zero_optimization"] == {"stage": 1}
+    assert torch.device(deepspeed.get_accelerator().current_device_name()) == engine.device
     for make in (deepspeed.ops.adam.FusedAdam, deepspeed.ops.adam.DeepSpeedCPUAdam):
         assert type(make(make_model().parameters())) is torch.optim.AdamW
     with raises(NotImplementedError, "bias_correction=False"):

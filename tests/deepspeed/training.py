@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,3 +87,13 @@ def train_plain(data: torch.Tensor) -> tuple[list[float], list[float]]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, norms
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """A new folder, the same on every rank; gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="zeropg-engine-") as own:
+        found: list[str] = [own]
+        dist.broadcast_object_list(found)
+        yield found[0]
+        dist.barrier()

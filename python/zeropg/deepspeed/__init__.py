@@ -6,6 +6,7 @@ from zeropg.deepspeed import comm as comm
 from zeropg.deepspeed import ops as ops
 from zeropg.deepspeed import utils as utils
 from zeropg.deepspeed import zero as zero
+from zeropg.deepspeed.accelerator import get_accelerator
 from zeropg.deepspeed.arguments import add_config_arguments
 from zeropg.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from zeropg.deepspeed.distributed import init_distributed
@@ -17,6 +18,7 @@ __all__ = [
     "DeepSpeedEngine",
     "RepeatingLoader",
     "add_config_arguments",
+    "get_accelerator",
     "init_distributed",
     "initialize",
 ]

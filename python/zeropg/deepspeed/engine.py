@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,17 +13,15 @@ from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from zeropg.deepspeed.accumulation import Accumulation
-from zeropg.deepspeed.checkpointing import EngineCheckpoints
 from zeropg.deepspeed.config import Config
 from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
+from zeropg.deepspeed.engine_checkpoints import EngineCheckpoints
 from zeropg.deepspeed.loss_scaler import LossScaler
 from zeropg.deepspeed.scaled_backward import divided_by_engine, is_divided_by_engine, is_scaled, mark_scaled
 from zeropg.deepspeed.settings import EngineSettings
 from zeropg.deepspeed.update import Update
 from zeropg.sharding.nested import hidden_tensors_in, tensors_in
 from zeropg.sharding.state import state_of
-
-LOGGER = logging.getLogger("zeropg")
 
 # Calls of DeepSpeed's engine that there are not, and what a program does instead.
 _UNAVAILABLE = {
@@ -266,7 +264,8 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self._backwards = 0
         every = self.steps_per_print()
         if every and self.global_rank == 0 and self.global_steps % every == 0:
-            LOGGER.info("step=%s, skipped=%s, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
+            text = f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
+            print(f"[zeropg] {text}", file=sys.stderr)
 
     # --- the rest ---
 

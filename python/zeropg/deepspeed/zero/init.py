@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zeropg.deepspeed.distributed import init_distributed
-
-LOGGER = logging.getLogger("zeropg")
 
 
 class Init:
@@ -25,8 +24,7 @@ class Init:
         module: a model that is built already; it stays as it is.
         remote_device: None or "cpu". "nvme" raises NotImplementedError.
         enabled: False: nothing happens.
-        dtype: must be None, or a dtype that the configuration names too: masters are fp32, and the configuration says
-            in which dtype a model computes.
+        dtype: without effect: masters are fp32, and the configuration says in which dtype a model computes.
 
     The other arguments have no effect: `initialize` reads its own configuration.
     """
@@ -55,7 +53,8 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled:
             init_distributed()
-            LOGGER.info("[zeropg] zero.Init: every rank builds the whole model; initialize shards it")
+            if dist.get_rank() == 0:
+                print("[zeropg] zero.Init: every rank builds the whole model; initialize shards it", file=sys.stderr)
         return self
 
     def __exit__(self, *_: object) -> None:

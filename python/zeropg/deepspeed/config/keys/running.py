@@ -62,7 +62,7 @@ RECOMPUTATION = {
 }
 
 OBSERVATION = {
-    "steps_per_print": honoured("Every so many steps a line at level INFO of the logger zeropg."),
+    "steps_per_print": honoured("Every so many steps rank 0 prints a line to stderr."),
     "wall_clock_breakdown": no_effect("The engine keeps no timers; use torch.profiler."),
     "memory_breakdown": no_effect("python -m zeropg plan computes memory before a run."),
     "dump_state": no_effect("python -m zeropg config prints what becomes of each key."),
