@@ -34,7 +34,7 @@ staging.mkdir(parents=True)
 
 setup(
     version=f"0.1.0+torch{TORCH_MINOR}",  # c10d has no stable binary interface: one wheel per minor version of torch
-    install_requires=[f"torch=={TORCH_MINOR}.*", "numpy", "safetensors", "tqdm"],
+    install_requires=[f"torch=={TORCH_MINOR}.*", "numpy", "pydantic>=2", "safetensors", "tqdm"],
     ext_modules=[Extension("zeropg._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     options={"build": {"build_base": str(staging)}, "egg_info": {"egg_base": str(staging)}},

@@ -24,6 +24,7 @@ ORDER = [
     "backend",
     "compression",
     "sharding",
+    "deepspeed",
     "train",
     "tools",
     "integration",

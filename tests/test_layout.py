@@ -161,6 +161,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "optim": {"_native", "compression", "rank_io", "sharding"},
     "export": {"_native", "rank_io", "sharding"},
     "checkpoint": {"_native", "compression", "rank_io", "sharding", "optim", "export"},
+    "deepspeed": {"compression", "rank_io", "sharding", "optim", "checkpoint"},
     "__init__": {
         "_native",
         "_notices",
@@ -171,8 +172,9 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
         "optim",
         "export",
         "checkpoint",
+        "deepspeed",
     },
-    "tools": {"_native", "compression", "backend", "sharding", "__init__"},
+    "tools": {"_native", "compression", "backend", "sharding", "deepspeed", "__init__"},
     "__main__": set(),
 }
 MOST_FILES = 25

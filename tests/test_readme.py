@@ -63,6 +63,12 @@ def test_the_sharded_program_runs_and_saves_and_loads(tmp_path: Path) -> None:
     assert (tmp_path / "exported" / "model.safetensors").exists()
 
 
+def test_the_program_for_deepspeed_runs(tmp_path: Path) -> None:
+    check = "assert engine.global_steps == 8 and client_state == {'epoch': 1}"
+    run_on_two_ranks("\n".join([snippet("zeropg.deepspeed as deepspeed"), check]), tmp_path)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step8"
+
+
 PLAIN_MODEL = """
 import torch
 import torch.distributed as dist

@@ -2,10 +2,13 @@
 
 The backend: `torch.distributed.init_process_group("zeropg")`, also without importing this package.
 The sharded module: `fully_shard(model)` and `shard_optimizer(optimizer, model)`, over any c10d process group.
+DeepSpeed's calls: `initialize`, and `import zeropg.deepspeed as deepspeed`.
 Fewer bytes between ranks: `zeropg.compression`.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import _zeropg_register
 from zeropg import _native as _native  # checks versions before anything loads the core
@@ -32,7 +35,19 @@ from zeropg.sharding.access import (
 from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard, register_forward_method
 from zeropg.sharding.offload import Offload
 
+if TYPE_CHECKING:
+    from zeropg.deepspeed.initialize import initialize
+
 _zeropg_register.register()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "initialize":  # not at once: its models of DeepSpeed's configuration take a tenth of a second
+        from zeropg.deepspeed.initialize import initialize
+
+        return initialize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "BackendOptions",
@@ -49,6 +64,7 @@ __all__ = [
     "full_parameters",
     "full_state_dict",
     "fully_shard",
+    "initialize",
     "load_checkpoint",
     "load_full_state_dict",
     "load_pretrained",

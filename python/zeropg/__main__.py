@@ -15,6 +15,7 @@ COMMANDS = {
         "zeropg.tools.bench.command",
         "measure collectives, optimizers, codecs and training steps beside their peers",
     ),
+    "config": ("zeropg.tools.config", "say what becomes of each key of a DeepSpeed configuration"),
     "doctor": ("zeropg.tools.doctor.command", "show what is built, what this machine can use, and why not"),
     "plan": ("zeropg.tools.plan.command", "compute memory and traffic of a run per rank, before anything is allocated"),
     "simulate": ("zeropg.tools.simulate", "compute time and bytes of a collective on nodes that need not exist"),
@@ -28,6 +29,7 @@ COMMANDS = {
 _EXAMPLES = """
 examples:
   python -m zeropg doctor                                                what this machine can use, and why not
+  python -m zeropg config ds_config.json                                 what becomes of a DeepSpeed configuration
   python -m zeropg plan --params 7e9 --ranks 8 --stage 0,1,2,3           what each stage would hold and send
   python -m zeropg simulate --ranks 8 --nodes 2 --size 64M               what an all-reduce would cost on two nodes
   torchrun --standalone --nproc-per-node 4 -m zeropg topo --measure      latency and bandwidth between four ranks

@@ -1,0 +1,30 @@
+"""DeepSpeed's names over zeropg: `import zeropg.deepspeed as deepspeed` is the one line that a script changes."""
+
+from typing import Any
+
+from zeropg.deepspeed import comm as comm
+from zeropg.deepspeed import ops as ops
+from zeropg.deepspeed import utils as utils
+from zeropg.deepspeed import zero as zero
+from zeropg.deepspeed.accelerator import get_accelerator
+from zeropg.deepspeed.arguments import add_config_arguments
+from zeropg.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
+from zeropg.deepspeed.distributed import init_distributed
+from zeropg.deepspeed.engine import DeepSpeedEngine
+from zeropg.deepspeed.initialize import initialize
+
+__all__ = [
+    "DeepSpeedDataLoader",
+    "DeepSpeedEngine",
+    "RepeatingLoader",
+    "add_config_arguments",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(
+        f"[zeropg] deepspeed.{name} is not available; README.md (From DeepSpeed) says what is, and what differs"
+    )

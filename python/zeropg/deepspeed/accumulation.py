@@ -1,0 +1,38 @@
+"""Which backward of how many is the last before a step: micro-batches and the boundaries between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Accumulation:
+    """Counts micro-batches. A batch is `micro_batch_size` samples on each of `world_size` ranks, `steps` times."""
+
+    micro_batch_size: int
+    steps: int
+    world_size: int
+    is_managed: bool = True  # False: every step() is a boundary
+    micro_steps: int = 0
+    override: bool | None = None  # what the program says instead of the count
+
+    @property
+    def batch_size(self) -> int:
+        return self.micro_batch_size * self.steps * self.world_size
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the next step() updates the model."""
+        if self.override is not None:
+            return self.override
+        return not self.is_managed or (self.micro_steps + 1) % self.steps == 0
+
+    def resize(self, batch_size: int) -> None:
+        """Changes how many micro-batches make a batch. Raises ValueError where they do not come out even."""
+        samples = self.micro_batch_size * self.world_size
+        if batch_size <= 0 or batch_size % samples:
+            raise ValueError(
+                f"[zeropg] set_train_batch_size: {batch_size} is no multiple of {samples}, the micro-batch size "
+                f"{self.micro_batch_size} times {self.world_size} ranks; pass one that is"
+            )
+        self.steps = batch_size // samples

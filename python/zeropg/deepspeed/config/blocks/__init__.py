@@ -1,0 +1,1 @@
+"""The blocks of DeepSpeed's JSON: a model for each, whose attributes are its keys."""

@@ -1,0 +1,91 @@
+"""What keys cannot be together, or need each other: a sentence for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+
+from zeropg.deepspeed.config.error import ConfigError
+from zeropg.deepspeed.config.model import Config
+from zeropg.deepspeed.config.optimizers import find_optimizer, find_scheduler, missing
+from zeropg.deepspeed.config.translate import dtype_of, param_dtype
+
+_ON_DISK = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def conflicts(config: Config, unfilled: Collection[str] = ()) -> list[str]:
+    """Returns a sentence for each conflict: "key is value, but ...; expected ...". `unfilled` are keys yet to come."""
+    found = [sentence for rule in _RULES for sentence in rule(config)]
+    try:
+        of = {"optimizer.params": find_optimizer(config), "scheduler.params": find_scheduler(config)}
+    except ConfigError as error:
+        return found + list(error.problems)
+    needed = [f"{block}.{name}" for block, made in of.items() for name in missing(made)]
+    return found + [f"{key} is missing; its class needs it" for key in needed if key not in unfilled]
+
+
+def _precision(config: Config) -> Iterator[str]:
+    if config.fp16.enabled and config.bf16.enabled:
+        yield "fp16.enabled and bf16.enabled are both true; expected one of them"
+        return
+    asked = dtype_of(config.data_types.param_dtype)
+    if asked is not None and (config.fp16.enabled or config.bf16.enabled) and asked != param_dtype(config):
+        name = config.data_types.param_dtype
+        yield f"data_types.param_dtype is {name!r}, but fp16 or bf16 says {param_dtype(config)}; leave it out"
+    if config.data_types.buffer_dtype and config.data_types.keep_in_fp32_modules not in ("auto", ()):
+        yield (
+            "data_types.buffer_dtype casts all buffers, but data_types.keep_in_fp32_modules names some that it must "
+            "not; leave buffer_dtype out: buffers stay as they are then"
+        )
+
+
+def _offload(config: Config) -> Iterator[str]:
+    zero = config.zero_optimization
+    if zero.offload_param.device != "none" and zero.stage < 3:
+        yield (
+            f"zero_optimization.offload_param.device is {zero.offload_param.device!r} in stage {zero.stage}; expected "
+            "stage 3, as in DeepSpeed"
+        )
+    if zero.offload_optimizer.device == "nvme":
+        if zero.offload_optimizer.nvme_path is None:
+            yield (
+                "zero_optimization.offload_optimizer.device is 'nvme' without nvme_path; expected a directory on a "
+                "local disk"
+            )
+        if zero.zero_quantized_weights and zero.stage in (1, 2):
+            yield (
+                "zero_optimization.zero_quantized_weights sends differences from the masters, which offload_optimizer "
+                "keeps on a disk; leave one of the two out, or use stage 3"
+            )
+
+
+def _compression(config: Config) -> Iterator[str]:
+    zero = config.zero_optimization
+    if zero.zero_quantized_weights and zero.stage == 0:
+        yield "zero_optimization.zero_quantized_weights is true in stage 0, where no weights travel; expected stage 1-3"
+    if zero.zero_quantized_gradients and config.communication_data_type not in (None, "fp32"):
+        yield (
+            f"communication_data_type is {config.communication_data_type!r}, but zero_quantized_gradients encodes fp32 "
+            "gradients; leave one of the two out"
+        )
+
+
+def _update(config: Config) -> Iterator[str]:
+    try:
+        made = find_optimizer(config)
+    except ConfigError:  # which `conflicts` says
+        return
+    if made is None:
+        return
+    zero = config.zero_optimization
+    if zero.offload_optimizer.device == "nvme" and made.type not in _ON_DISK:
+        yield f"optimizer.type is {config.optimizer.type!r} with state on a disk; expected Adam, AdamW or SGD"
+    if made.type not in vars(torch.optim).values() and (zero.zero_quantized_gradients or zero.zero_quantized_weights):
+        yield (
+            f"optimizer.type is {config.optimizer.type!r}, which encodes momenta itself, with zero_quantized_gradients "
+            "or zero_quantized_weights; leave these out"
+        )
+
+
+_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (_precision, _offload, _compression, _update)

@@ -1,0 +1,85 @@
+"""What becomes of the blocks for what DeepSpeed does beside sharding, and of those that it has removed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zeropg.deepspeed.config.keys.key import Key, no_effect, refused, what_is_on
+
+_DATA_PARALLEL = "An engine shards over the ranks that have different data."
+_MESH = "Use torch's own parallelism over zeropg's groups (DTensor, FSDP2, context_parallel), without an engine."
+_REMOVED = "DeepSpeed has removed it."
+
+
+def _splits(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("autotp_size", 0) not in (0, 1)
+
+
+def _is_enabled(block: Any) -> bool:
+    return isinstance(block, Mapping) and bool(block.get("enabled"))
+
+
+def _compiles(block: Any) -> bool:
+    return isinstance(block, Mapping) and bool(block.get("deepcompile"))
+
+
+def _is_many(size: Any) -> bool:
+    return bool(size > 1)
+
+
+def _removed(instead: str) -> Key:
+    return refused(_REMOVED, instead=instead, refuses=what_is_on)
+
+
+ELSEWHERE = {
+    "compile": refused(
+        "DeepCompile rewrites torch's graphs.",
+        instead="Compile the blocks of the model one by one: block.compile(). They share their code, sharded or not.",
+        refuses=_compiles,
+    ),
+    "tensor_parallel": refused(_DATA_PARALLEL, instead=_MESH, refuses=_splits),
+    "expert_parallel": refused(
+        _DATA_PARALLEL,
+        instead="Leave it out: ranks of a node may take different paths through a mixture of experts.",
+        refuses=_is_enabled,
+    ),
+    "use_data_before_expert_parallelism": no_effect("It belongs to expert parallelism, which is refused."),
+    "sequence_parallel_size": refused(_DATA_PARALLEL, instead=_MESH, refuses=_is_many),
+    "pipeline": refused(
+        _DATA_PARALLEL, instead="Use torch.distributed.pipelining over zeropg's groups.", refuses=what_is_on
+    ),
+    "hybrid_engine": refused(
+        "Generation has no engine of its own.",
+        instead="Call generate inside zeropg.full_parameters(model).",
+        refuses=_is_enabled,
+    ),
+    "autotuning": refused(
+        "There is no tuner.",
+        instead="python -m zeropg plan computes memory and traffic of all stages at once.",
+        refuses=_is_enabled,
+    ),
+    "data_efficiency": refused(
+        "Samples and their order are the program's.",
+        instead="Use a sampler of your own.",
+        refuses=_is_enabled,
+    ),
+    "weight_quantization": refused(
+        "Weights are not quantized for you.",
+        instead="Quantize frozen weights before initialize: 8-bit integers are sharded as they are.",
+        refuses=what_is_on,
+    ),
+}
+
+REMOVED = {
+    "amp": _removed("Use bf16 or fp16."),
+    "compression_training": _removed("Quantize or prune with a library for that."),
+    "curriculum_learning": _removed("Use a sampler of your own."),
+    "eigenvalue": _removed("Leave it out."),
+    "elasticity": _removed("Checkpoints load at any number of ranks: start again with as many as there are."),
+    "graph_harvesting": _removed("Use torch.compile for the blocks of the model."),
+    "nebula": _removed("Use zeropg.save_checkpoint(async_save=True), which writes in the background."),
+    "progressive_layer_drop": _removed("Drop layers in the model's forward: every stage bears that."),
+    "quantize_training": _removed("Leave it out."),
+    "sparse_attention": _removed("Use torch.nn.attention.flex_attention."),
+}

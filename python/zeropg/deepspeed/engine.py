@@ -1,0 +1,369 @@
+"""`DeepSpeedEngine`: DeepSpeed's training calls over a model that `fully_shard` has sharded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset, Sampler
+
+from zeropg.deepspeed.accumulation import Accumulation
+from zeropg.deepspeed.config import Config
+from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
+from zeropg.deepspeed.engine_checkpoints import EngineCheckpoints
+from zeropg.deepspeed.loss_scaler import LossScaler
+from zeropg.deepspeed.scaled_backward import divided_by_engine, is_divided_by_engine, is_scaled, mark_scaled
+from zeropg.deepspeed.settings import EngineSettings
+from zeropg.deepspeed.update import Update
+from zeropg.sharding.nested import hidden_tensors_in, tensors_in
+from zeropg.sharding.state import state_of
+
+# Calls of DeepSpeed's engine that there are not, and what a program does instead.
+_UNAVAILABLE = {
+    "coalesce_grad_reduction": "use engine.no_sync() around all backwards but the last",
+    "eval_batch": "pipelines are not available; call engine(batch)",
+    "offload_states": "state can be kept on a disk: zero_optimization.offload_optimizer",
+    "reload_states": "leave it out, with offload_states",
+    "train_batch": "pipelines are not available; call engine(batch), engine.backward(loss) and engine.step()",
+}
+
+
+class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
+    """What `initialize` returns first. All ranks must call forward, backward and step alike.
+
+    `module` is the user's model, sharded in place. Attributes that the engine has not are the model's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Config,
+        *,
+        raw_config: dict[str, Any],
+        optimizer: torch.optim.Optimizer | None,
+        lr_scheduler: Any,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        device: torch.device,
+    ) -> None:
+        """Takes parts that `initialize` has made: a sharded module, and an optimizer from `shard_optimizer`."""
+        nn.Module.__init__(self)
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader: DeepSpeedDataLoader | None = None
+        self.config = raw_config
+        self.collate_fn = collate_fn
+        self.device = device
+        self.global_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self._config = config
+        self._state = state_of(module, "initialize")
+        self._group: dist.ProcessGroup = self._state.core.process_group
+        self.global_rank = dist.get_rank()
+        self.world_size = self.dp_world_size = self._group.size()
+        assert config.train_micro_batch_size_per_gpu and config.gradient_accumulation_steps  # `read` fills them in
+        self._accumulation = Accumulation(
+            micro_batch_size=config.train_micro_batch_size_per_gpu,
+            steps=config.gradient_accumulation_steps,
+            world_size=self._group.size(),
+            is_managed=config.managed_gradient_accumulation,
+        )
+        self._scaler = make_scaler(config)
+        skips = not config.bf16.enabled or config.bf16.check_grad_overflow
+        self._update: Update | None = None
+        if optimizer is not None:
+            self._update = Update(module, optimizer, self._scaler, config.gradient_clipping, skips)
+        self._step_applied = False
+        self._in_no_sync = False
+        self._backwards = 0  # since the last update
+        self._follow_boundary()
+
+    def __getattr__(self, name: str) -> Any:
+        """The engine's own, or the model's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            if name not in _UNAVAILABLE:
+                raise
+        raise AttributeError(f"[zeropg] engine.{name} is not available: {_UNAVAILABLE[name]}")
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of step()."""
+        return self._accumulation.micro_steps
+
+    @property
+    def cur_scale(self) -> float:
+        """What losses are multiplied by now; 1 without fp16."""
+        return self._scaler.cur_scale
+
+    # --- forward and backward ---
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Calls the model.
+
+        Where a program runs the backward itself, the gradient is divided by the accumulation steps as it enters the
+        model's outputs.
+        """
+        output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled() and (self.gradient_accumulation_steps() > 1 or self._scaler.is_enabled()):
+            for tensor in [*tensors_in(output), *hidden_tensors_in(output)]:
+                if tensor.requires_grad:
+                    tensor.register_hook(self._enter_backward)
+        return output
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Runs the backward of a loss, which is divided by the accumulation steps and multiplied by the loss scale.
+
+        Args:
+            loss: a scalar, the mean over this rank's micro-batch.
+            retain_graph: as torch's.
+            scale_wrt_gas: False: `loss` is divided already.
+
+        Returns:
+            The loss divided by the accumulation steps, without the loss scale.
+
+        Raises:
+            RuntimeError: the engine has no optimizer.
+            ValueError: `loss` is no scalar with a graph.
+        """
+        self._need_optimizer("backward")
+        _check_loss(loss, "backward")
+        divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        total = self._scaler.scale(divided)
+        with divided_by_engine(total):
+            total.backward(retain_graph=retain_graph)
+        self._backwards += 1
+        return divided
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns `loss` times the loss scale, for `engine.scale(loss).backward()`. Raises as `backward` does."""
+        self._need_optimizer("scale")
+        _check_loss(loss, "scale")
+        return mark_scaled(loss * self.cur_scale)
+
+    def _enter_backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Hook of the model's outputs."""
+        if is_divided_by_engine():
+            return None
+        if self._scaler.is_enabled() and not is_scaled():
+            raise RuntimeError(
+                "[zeropg] backward: fp16 needs a scaled loss, and this one was not scaled; call engine.backward(loss) "
+                "or engine.scale(loss).backward()"
+            )
+        return gradient / self.gradient_accumulation_steps()
+
+    # --- accumulation ---
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next step() updates the model."""
+        return self._accumulation.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says what is_gradient_accumulation_boundary() answers from now on; call it before the backward.
+
+        All ranks must say the same. Raises RuntimeError with managed_gradient_accumulation=False, where every step()
+        is a boundary.
+        """
+        if not self._accumulation.is_managed:
+            raise RuntimeError(
+                "[zeropg] set_gradient_accumulation_boundary: the configuration has managed_gradient_accumulation="
+                "false, so every step() is a boundary; leave the call out"
+            )
+        self._accumulation.override = bool(is_boundary)
+        self._follow_boundary()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates without communication inside the `with`, in every stage; step() is not allowed there.
+
+        In stages 2 and 3 each rank holds whole gradients meanwhile (DeepSpeed refuses those stages). The next backward
+        after it reduces the sum.
+        """
+        if self._in_no_sync:
+            raise RuntimeError("[zeropg] no_sync: called inside itself; leave the inner one out")
+        self._in_no_sync = True
+        self._follow_boundary()
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+            self._follow_boundary()
+
+    def _follow_boundary(self) -> None:
+        """Tells the model whether its next backward communicates.
+
+        In stages 0 and 1 gradients are whole anyway until the boundary; from stage 2 on each backward reduces, so that
+        only shards are kept.
+        """
+        core = self._state.core
+        is_last = core.stage >= 2 or not self._accumulation.is_managed or self._accumulation.is_boundary
+        core.set_synchronize(is_last and not self._in_no_sync)
+
+    def _begin_accumulation(self) -> None:
+        """After a load: the next micro-batch is a batch's first."""
+        self._accumulation.micro_steps = self.global_steps * self._accumulation.steps
+        self._backwards = 0
+        self._follow_boundary()
+
+    # --- step ---
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Ends a micro-batch; at a boundary clips, updates the model and steps the scheduler. All ranks must call.
+
+        An update whose gradients are not finite is left out (`skipped_steps`), and the scheduler stays where it is.
+
+        Args:
+            lr_kwargs: for the scheduler's step().
+
+        Raises:
+            RuntimeError: without an optimizer, inside no_sync, or without a backward since the last update.
+        """
+        self._need_optimizer("step")
+        if self._in_no_sync:
+            raise RuntimeError("[zeropg] step: called inside engine.no_sync(); call it after the `with`")
+        self._step_applied = False
+        if self._accumulation.is_boundary:
+            self._take_model_step(lr_kwargs)
+        self._accumulation.micro_steps += 1
+        self._follow_boundary()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() updated the model: False between boundaries and after an overflow."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> torch.Tensor | None:
+        """Returns the 2-norm of the last update's averaged gradients, before clipping; a scalar, None before."""
+        return self._update.norm if self._update else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, accumulated ones too."""
+        self.module.zero_grad(set_to_none=set_to_none)
+
+    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        assert self._update is not None  # as _need_optimizer says
+        self._step_applied = self._update.run()
+        if not self._step_applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.global_steps += 1
+        if self._accumulation.is_managed:
+            self.global_samples += self.train_batch_size()
+        else:
+            self.global_samples += self._backwards * self.train_micro_batch_size_per_gpu() * self.world_size
+        self._backwards = 0
+        every = self.steps_per_print()
+        if every and self.global_rank == 0 and self.global_steps % every == 0:
+            text = f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
+            print(f"[zeropg] {text}", file=sys.stderr)
+
+    # --- the rest ---
+
+    def get_lr(self) -> list[float]:
+        """Returns the learning rate of each param group; [] without an optimizer."""
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def get_mom(self) -> list[Any]:
+        """Returns the momentum, or the betas, of each param group."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        """As nn.Module's."""
+        super().train(mode)
+        return self
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compiles the model by torch.compile. Raises NotImplementedError for a schedule and for compiled autograd."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotImplementedError(
+                "[zeropg] compile: DeepCompile's schedule and compiled autograd are not available; call "
+                "engine.compile(backend=..., compile_kwargs=...)"
+            )
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """Makes a loader of this rank's share of a dataset.
+
+        Args:
+            batch_size: default: the micro-batch size.
+            route: "train" shuffles; "eval" and "predict" do not.
+            num_local_io_workers: processes that load; default: none, this one loads.
+        """
+        if data_sampler is None and route in ("eval", "predict"):
+            data_sampler = torch.utils.data.DistributedSampler(
+                dataset, num_replicas=self._group.size(), rank=self._group.rank(), shuffle=False
+            )
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            rank=self._group.rank(),
+            world_size=self._group.size(),
+            data_sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
+            drop_last=self.dataloader_drop_last(),
+        )
+
+    def destroy(self) -> None:
+        """Lets go of the optimizer; the model stays sharded and can be read and saved."""
+        self.optimizer = self.lr_scheduler = self._update = None
+
+    def _need_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"[zeropg] {call}: this engine has no optimizer; give initialize(optimizer=), or the configuration an "
+                "`optimizer` block"
+            )
+
+
+def make_scaler(config: Config) -> LossScaler:
+    """Returns the loss scale that the configuration describes; one that does nothing without fp16."""
+    fp16 = config.fp16
+    is_dynamic = fp16.loss_scale == 0
+    return LossScaler(
+        scale=2.0**fp16.initial_scale_power if is_dynamic else fp16.loss_scale,
+        is_dynamic=is_dynamic,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        min_scale=fp16.min_loss_scale,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        enabled=fp16.enabled,
+    )
+
+
+def _check_loss(loss: Any, call: str) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            what += " without a graph"
+        raise ValueError(
+            f"[zeropg] {call}: the loss is {what}; expected a scalar tensor that requires grad. For other outputs call "
+            "their own backward(gradient)"
+        )

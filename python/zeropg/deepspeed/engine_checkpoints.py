@@ -1,0 +1,256 @@
+"""Checkpoints of an engine: a folder per tag, and `latest`, which names the last one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropg.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from zeropg.checkpoint.state_dict import full_state_dict
+from zeropg.deepspeed.config import Config
+from zeropg.deepspeed.loss_scaler import LossScaler
+from zeropg.rank_io.agreement import broadcast_text, check_same, together
+from zeropg.sharding.state import ShardedState
+
+LOGGER = logging.getLogger("zeropg")
+
+LATEST = "latest"
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class EngineCheckpoints:
+    """The part of DeepSpeedEngine that writes and reads files. All ranks must call each of its methods."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    _config: Config
+    _group: dist.ProcessGroup
+    _scaler: LossScaler
+    _state: ShardedState
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes model, optimizer, scheduler, loss scale and counters into `save_dir/tag`.
+
+        The folder is one of `zeropg.save_checkpoint`: it loads at any world size and stage, right away too, and holds
+        no pickle. Gradients that are accumulated stay where they are and are not saved.
+
+        Args:
+            tag: the same on every rank; default: "global_step" and the number.
+            client_state: rank 0's is saved: nested dicts, lists and tuples of None, bool, int, float, str and tensors.
+            save_latest: whether `save_dir/latest` names this tag afterwards. It is written last, by one rename.
+            exclude_frozen_parameters: without effect, which is said once: a checkpoint holds the whole model.
+
+        Returns True.
+
+        Raises:
+            TypeError: the client state, or the scheduler's, holds something else; the message says where.
+            ValueError: tags differ between ranks.
+            OSError: a file cannot be written; what was there before stays.
+        """
+        if exclude_frozen_parameters and self._group.rank() == 0:
+            warnings.warn(
+                "[zeropg] save_checkpoint: frozen parameters are saved too (exclude_frozen_parameters=True has no "
+                "effect); save_16bit_model leaves them out",
+                stacklevel=2,
+            )
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        announced = together(self._group, "save_checkpoint", lambda: {"tag": name, "save_dir": str(_path(save_dir))})
+        check_same(self._group, "save_checkpoint", announced)
+        extra = {
+            "client_state": {} if client_state is None else client_state,
+            "lr_scheduler": {} if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+            "loss_scale": self._scaler.state_dict(),
+            "counters": {key: getattr(self, key) for key in _COUNTERS},
+        }
+        directory = _path(save_dir)
+        save_checkpoint(directory / name, self.module, self.optimizer, extra={"deepspeed": extra})
+        if save_latest:
+            is_first = self._group.rank() == 0
+            write = lambda: _replace(directory / LATEST, lambda file: file.write_text(name)) if is_first else None  # noqa: E731
+            together(self._group, "save_checkpoint", write)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Takes over what `save_checkpoint` wrote, on any number of ranks and in any stage.
+
+        Gradients that were accumulated are dropped, and accumulation begins anew.
+
+        Args:
+            tag: default: the one that `load_dir/latest` names.
+            load_module_strict: without effect: names and shapes have to fit in any case.
+            load_optimizer_states, load_lr_scheduler_states: False: those stay as they are.
+            load_module_only: neither optimizer, scheduler, loss scale nor counters.
+            custom_load_fn: must be None.
+
+        Returns:
+            (the folder, client_state); (None, None), with a warning, where there is neither a tag nor a `latest`.
+
+        Raises:
+            FileNotFoundError: there is no such tag.
+            ValueError: the checkpoint is damaged, of another model, or was not saved by an engine.
+            NotImplementedError: there is a custom_load_fn.
+        """
+        if custom_load_fn is not None:
+            raise NotImplementedError(
+                "[zeropg] load_checkpoint: custom_load_fn is not available; load a state dict with "
+                "engine.module.load_state_dict(state_dict, strict=False)"
+            )
+        directory = _path(load_dir)
+        name = self._latest(directory) if tag is None else str(tag)
+        if not name:
+            if self._group.rank() == 0:
+                LOGGER.warning("[zeropg] load_checkpoint: '%s' has no file 'latest'; nothing is loaded", directory)
+            return None, None
+        optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
+        extra, _ = load_checkpoint(directory / name, self.module, optimizer)
+        if not isinstance(extra, dict) or "deepspeed" not in extra:
+            raise ValueError(
+                f"[zeropg] load_checkpoint: '{directory / name}' was saved by zeropg.save_checkpoint, not by an "
+                "engine; the model is loaded, use zeropg.load_checkpoint(directory, engine.module, engine.optimizer)"
+            )
+        saved = extra["deepspeed"]
+        self.module.zero_grad(set_to_none=True)
+        if not load_module_only:
+            if load_lr_scheduler_states and self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+            self._scaler.load_state_dict(saved["loss_scale"])
+            for key in _COUNTERS:
+                setattr(self, key, saved["counters"][key])
+        self._begin_accumulation()
+        return str(directory / name), saved["client_state"]
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Returns the model's state dict without communication: any rank may call this one alone.
+
+        In stage 3 its parameters raise when their values are read; `zeropg.full_state_dict(engine.module)` has those.
+        """
+        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name in _frozen(self.module) if exclude_frozen_parameters else ():
+            state.pop(prefix + name, None)
+        return state
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Returns whole CPU tensors in the dtype that the model computes in, on rank 0; None elsewhere.
+
+        Raises ValueError below stage 3, as DeepSpeed does.
+        """
+        if self._state.core.stage < 3:
+            raise ValueError(
+                f"[zeropg] _zero3_consolidated_16bit_state_dict: the stage is {self._state.core.stage}, expected 3; "
+                "use zeropg.full_state_dict(engine.module)"
+            )
+        return self._whole(exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the weights in the dtype that the model computes in, as one file that torch.load reads.
+
+        Args:
+            save_filename: as DeepSpeed's it holds a pickle of tensors alone, for torch.load(weights_only=True).
+
+        Returns:
+            False, and nothing is written, in stage 3 without stage3_gather_16bit_weights_on_model_save.
+
+        `zeropg.save_16bit_weights(engine.module, directory)` needs no memory for the whole model on rank 0.
+        """
+        gathers = self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        if self._state.core.stage >= 3 and not gathers:
+            if self._group.rank() == 0:
+                LOGGER.warning(
+                    "[zeropg] save_16bit_model: nothing is written, since the configuration says "
+                    "stage3_gather_16bit_weights_on_model_save false"
+                )
+            return False
+        weights = self._whole(exclude_frozen_parameters)
+        directory = _path(save_dir)
+
+        def write() -> None:
+            if weights is not None:
+                directory.mkdir(parents=True, exist_ok=True)
+                _replace(directory / save_filename, lambda file: torch.save(weights, file))
+
+        together(self._group, "save_16bit_model", write)
+        return True
+
+    def _whole(self, exclude_frozen_parameters: bool) -> dict[str, torch.Tensor] | None:
+        weights = full_state_dict(self.module, dtype=self._state.param_dtype)
+        for name in _frozen(self.module) if exclude_frozen_parameters else ():
+            weights.pop(name, None)
+        return weights if self._group.rank() == 0 else None
+
+    def _latest(self, directory: Path) -> str:
+        """What rank 0 finds in `latest`; "" where there is none."""
+        found: list[str] = []
+
+        def look() -> None:
+            if self._group.rank() == 0 and (directory / LATEST).is_file():
+                found.append((directory / LATEST).read_text().strip())
+
+        together(self._group, "load_checkpoint", look)
+        return broadcast_text(self._group, "load_checkpoint", found[0] if found else None)
+
+    def _begin_accumulation(self) -> None:
+        raise NotImplementedError
+
+
+def _frozen(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad]
+
+
+def _path(directory: str | os.PathLike[str]) -> Path:
+    if not os.fspath(directory):
+        raise ValueError("[zeropg] checkpoint: the directory is '', expected a path")
+    return Path(os.path.abspath(os.fspath(directory)))
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes a file so that whoever looks finds the older one or the newer one, whole."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,184 @@
+"""`initialize`: from a model, an optimizer and DeepSpeed's configuration to an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from zeropg.deepspeed.config import Config, optimizer_of, read, scheduler_of, sharding_arguments
+from zeropg.deepspeed.config.source import load
+from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
+from zeropg.deepspeed.distributed import init_distributed
+from zeropg.deepspeed.engine import DeepSpeedEngine
+from zeropg.deepspeed.zero.leaf_modules import mark_named, units_around_leaves
+from zeropg.deepspeed.zero.owners import register
+from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
+from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard
+
+Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+OptimizerLike = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | os.PathLike[str] | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | os.PathLike[str] | dict[str, Any] | None = None,
+) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DeepSpeedDataLoader | None, Any]:
+    """Makes an engine that trains `model` as DeepSpeed's configuration says. All ranks must call.
+
+    The arguments, their order and what comes back are DeepSpeed's.
+
+    Args:
+        args: an object whose `deepspeed_config` may name the configuration; its `local_rank` is set.
+        model: sharded in place by `zeropg.fully_shard`; all ranks get the values of rank 0.
+        optimizer: a torch optimizer over the model's parameters, or a function that makes one from a list of
+            parameters. It takes precedence over the configuration's.
+        model_parameters: parameters or param groups for the configuration's optimizer or that function; default: all.
+        training_data: a dataset, of which a loader is made.
+        lr_scheduler: a scheduler of `optimizer`, or a function that makes one from an optimizer. It takes precedence
+            over the configuration's.
+        distributed_port, dist_init_required: for `init_distributed`, where there is no process group yet.
+        mpu: an object with get_data_parallel_group() and the like; its model-parallel world must be 1.
+        collate_fn: for the loader.
+        config: DeepSpeed's configuration: a path of a JSON file, or a dictionary. `config_params` is its old name.
+        mesh_param: must be None: sequences are not split over ranks.
+
+    Returns:
+        (engine, optimizer, loader, scheduler); what there is none of is None.
+
+    Raises:
+        ValueError: the configuration is missing, given twice or cannot be used (ConfigError), or the model has an
+            engine already.
+        TypeError: an argument is of the wrong kind.
+        NotImplementedError: what is asked for is not available; the message says what to use instead.
+    """
+    _check(model, optimizer, lr_scheduler, mesh_param)
+    assert model is not None  # as _check says
+    raw = load(_the_config(args, config, config_params))
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if hasattr(args, "local_rank"):
+        args.local_rank = local_rank()
+    group = _data_parallel_group(mpu)
+    settings = read(raw, world_size=group.size())
+    device = _device(group)
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+        model.to(device)
+    leaves = settings.zero_optimization.leaf_module
+    mark_named(model, leaves.classes, leaves.names, leaves.name_suffixes)
+    fully_shard(model, process_group=group, units=units_around_leaves(model), **sharding_arguments(settings))
+    sharded = _make_optimizer(model, optimizer, model_parameters, settings)
+    scheduler = _make_scheduler(lr_scheduler, sharded, settings)
+    engine = DeepSpeedEngine(
+        model,
+        settings,
+        raw_config=raw,
+        optimizer=sharded,
+        lr_scheduler=scheduler,
+        collate_fn=collate_fn,
+        device=device,
+    )
+    register(engine)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, sharded, engine.training_dataloader, scheduler
+
+
+def local_rank() -> int:
+    """The number of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def _check(model: Any, optimizer: Any, lr_scheduler: Any, mesh_param: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"[zeropg] initialize: model is a {type(model).__name__}, expected a torch.nn.Module")
+    if isinstance(model, FullyShardedModule):
+        raise ValueError(
+            f"[zeropg] initialize: this {type(model).__name__} is sharded already, by another engine or by "
+            "zeropg.fully_shard; one model has one engine: build a second model for a second one"
+        )
+    if isinstance(optimizer, ShardedOptimizer) or not (
+        optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)
+    ):
+        raise TypeError(
+            f"[zeropg] initialize: optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer that is "
+            "not sharded, or a function that makes one"
+        )
+    is_scheduler = isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+    if is_scheduler and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            "[zeropg] initialize: lr_scheduler is made for an optimizer that is not passed; pass that as optimizer=, "
+            "or a function of an optimizer as lr_scheduler="
+        )
+    if mesh_param is not None:
+        raise NotImplementedError(
+            "[zeropg] initialize: mesh_param splits sequences over ranks, which is not available; leave it out"
+        )
+
+
+def _the_config(args: Any, config: Any, config_params: Any) -> Any:
+    from_args = getattr(args, "deepspeed_config", None)
+    given = {"config": config, "config_params": config_params, "args.deepspeed_config": from_args}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != 1:
+        raise ValueError(
+            f"[zeropg] initialize: got {' and '.join(given) or 'no configuration'}; expected one of config=, and "
+            "args.deepspeed_config (--deepspeed_config)"
+        )
+    return next(iter(given.values()))
+
+
+def _data_parallel_group(mpu: Any) -> dist.ProcessGroup:
+    if mpu is None:
+        return dist.distributed_c10d._get_default_group()
+    if mpu.get_model_parallel_world_size() != 1:
+        raise NotImplementedError(
+            f"[zeropg] initialize: mpu has {mpu.get_model_parallel_world_size()} model-parallel ranks, expected 1: "
+            "tensor parallelism under an engine is not available; use torch's FSDP2 over zeropg's groups"
+        )
+    return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    if torch.cuda.is_available() and any(device.type == "cuda" for device in group._device_types):
+        return torch.device("cuda", local_rank() % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _make_optimizer(
+    model: nn.Module, given: OptimizerLike | None, model_parameters: Parameters | None, config: Config
+) -> torch.optim.Optimizer | None:
+    make = given if given is not None else optimizer_of(config)
+    if make is None:
+        return None
+    if isinstance(make, torch.optim.Optimizer):
+        plain = make
+    else:
+        plain = make(list(model.parameters() if model_parameters is None else model_parameters))
+    plain.param_groups[:] = [group for group in plain.param_groups if group["params"]]
+    return shard_optimizer(plain, model)
+
+
+def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:
+    make = given if given is not None else scheduler_of(config)
+    if make is None or (hasattr(make, "step") and not isinstance(make, type)):
+        return make
+    if optimizer is None:
+        raise ValueError("[zeropg] initialize: there is a scheduler but no optimizer; give one to initialize, too")
+    return make(optimizer)

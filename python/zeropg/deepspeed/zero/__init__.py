@@ -1,0 +1,20 @@
+"""DeepSpeed's `zero`: building sharded models, whole parameters, and how much memory training takes."""
+
+from zeropg.deepspeed.zero.estimates import (
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from zeropg.deepspeed.zero.gathered_parameters import GatheredParameters, register_external_parameter
+from zeropg.deepspeed.zero.init import Init
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "register_external_parameter",
+]

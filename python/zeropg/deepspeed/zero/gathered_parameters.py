@@ -1,0 +1,70 @@
+"""`zero.GatheredParameters`: whole parameters inside a `with`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropg.deepspeed.zero.owners import place_of
+from zeropg.sharding.access import full_parameters
+
+
+class GatheredParameters:
+    """Makes parameters whole on every rank inside the `with`. All ranks must enter and leave.
+
+    With the parameters of a sharded model all of that model is whole. Contexts may be nested. Parameters that
+    `initialize` has not seen yet are whole anyway.
+
+    Args:
+        params: a parameter or an iterable of them.
+        modifier_rank: the rank whose writes count; they reach the masters of all ranks at the end. None: the parameters
+            are only read, and in stage 3 a write raises RuntimeError (in stages 0 to 2, where parameters are always
+            whole, it counts if all ranks write alike).
+        fwd_module: without effect: parameters may be used in any module's forward inside the `with`.
+        enabled: False: nothing happens.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, nn.Parameter) else list(params)
+        self._parameters = list(dict.fromkeys(given)) if enabled else []
+        self._modifier_rank = modifier_rank
+        self._models = ExitStack()
+
+    def __enter__(self) -> None:
+        places = {id(place.engine): place for parameter in self._parameters if (place := place_of(parameter))}
+        for place in places.values():
+            context = full_parameters(place.engine.module, writable=self._modifier_rank is not None)
+            self._models.enter_context(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        with self._models:  # leaves the models also where a rank is lost
+            if self._modifier_rank is not None and dist.is_initialized():
+                self._publish(self._modifier_rank)
+        return None
+
+    @torch.no_grad()
+    def _publish(self, source: int) -> None:
+        for parameter in self._parameters:
+            whole = parameter.detach().contiguous()
+            dist.broadcast(whole.view(-1).view(torch.uint8), src=source)
+            if not torch.equal(whole, parameter):
+                parameter.copy_(whole)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Without effect: a unit is whole, whichever of its modules uses a parameter.
+
+    Across units, name a module that contains both in `set_z3_leaf_modules`, or read the parameter in
+    `GatheredParameters`.
+    """

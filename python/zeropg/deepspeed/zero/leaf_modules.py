@@ -1,0 +1,91 @@
+"""Modules that are made whole at once, with all that is in them: DeepSpeed's leaf modules, zeropg's units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from zeropg.sharding.units import find_blocks
+
+_MARK = "_zeropg_is_leaf"
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Marks all modules of these classes, before `initialize`; returns them.
+
+    Args:
+        leaf_module_classes: classes, or their names, with or without the module that defines them.
+
+    Raises ValueError where there is no such module and raise_if_not_found.
+    """
+    return _set(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Takes the marks of these classes away, before `initialize`; returns their modules."""
+    return _set(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Marks one module, before `initialize`, or takes its mark away."""
+    vars(model)[_MARK] = flag
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether a module is marked."""
+    return bool(vars(model).get(_MARK, False))
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the marked modules of a model."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def mark_named(model: nn.Module, classes: Iterable[str], names: Iterable[str], suffixes: Iterable[str]) -> None:
+    """Marks what the configuration's `leaf_module` names; what is not there is left out."""
+    _set(model, classes, True, False)
+    wanted, ends = set(names), tuple(suffixes)
+    for name, module in model.named_modules():
+        if name in wanted or (ends and name.endswith(ends)):
+            set_z3_leaf_module(module, True)
+
+
+def units_around_leaves(model: nn.Module) -> list[str] | None:
+    """Returns the names of the units, so that no leaf module is cut; None where zeropg's own choice does that."""
+    leaves = [name for name, module in model.named_modules() if name and z3_leaf_module(module)]
+    blocks = [name for name, _ in find_blocks(model)]
+    inside = _inside(leaves)
+    cut = [name for name in blocks if inside(name)]
+    if not cut:
+        return None
+    return [name for name in blocks if name not in cut] + [name for name in leaves if not inside(name)]
+
+
+def _inside(outer: list[str]) -> Callable[[str], bool]:
+    """Whether a name is of a module inside one of those."""
+    return lambda name: any(name.startswith(f"{leaf}.") for leaf in outer)
+
+
+def _set(
+    model: nn.Module, classes: Iterable[type[nn.Module] | str], flag: bool, raise_if_not_found: bool
+) -> list[nn.Module]:
+    classes = list(classes)
+    kinds = tuple(kind for kind in classes if isinstance(kind, type))
+    names = {kind for kind in classes if isinstance(kind, str)}
+    found = []
+    for module in model.modules():
+        kind = type(module)
+        if isinstance(module, kinds) or names & {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}:
+            set_z3_leaf_module(module, flag)
+            found.append(module)
+    if not found and raise_if_not_found:
+        listed = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in classes)
+        raise ValueError(
+            f"[zeropg] set_z3_leaf_modules: the {type(model).__name__} has no module of {listed or 'no class at all'}"
+        )
+    return found
