@@ -100,12 +100,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "missing file": (
         lambda d: data_file(d, "optimizer.safetensors").unlink(),
-        ["OSError", "could not open", "optimizer.safetensors", "No such file"],
+        ["FileNotFoundError", "could not open", "optimizer.safetensors", "No such file"],
     ),
-    "missing folder": (lambda d: shutil.rmtree(data_file(d, "")), ["OSError", "No such file", "data-"]),
+    "missing folder": (lambda d: shutil.rmtree(data_file(d, "")), ["FileNotFoundError", "No such file", "data-"]),
     "missing manifest": (
         lambda d: (d / MANIFEST).unlink(),
-        ["OSError", "holds no checkpoint", "a save into it never finished"],
+        ["FileNotFoundError", "holds no checkpoint", "a save into it never finished"],
     ),
     "truncated manifest": (lambda d: os.truncate(d / MANIFEST, 500), ["ValueError", MANIFEST, "damaged, cut off"]),
     "empty manifest": (lambda d: os.truncate(d / MANIFEST, 0), ["ValueError", "damaged, cut off"]),
@@ -243,7 +243,7 @@ def test_what_is_no_checkpoint_of_ours_is_named(rank_pool: Any, tmp_path: Path) 
         prepare(tmp_path / name)
     results = rank_pool(2).run(try_loads, [tmp_path / name for name in FOREIGN])
     for name, *errors in zip(FOREIGN, *results, strict=True):
-        assert_failed(errors, "OSError", "ranks 0, 1: ", "holds no checkpoint of zeropg", FOREIGN[name][1])
+        assert_failed(errors, "FileNotFoundError", "ranks 0, 1: ", "holds no checkpoint of zeropg", FOREIGN[name][1])
 
 
 # Disks that refuse. The checkpoint before stays.
@@ -408,6 +408,6 @@ def test_a_rank_without_the_file_system_sends_its_part(rank_pool: Any, tmp_path:
     background, saved, loaded = zip(*run_ranks(2, save_elsewhere, tmp_path), strict=True)
     assert_failed(list(background), "NotImplementedError", "ranks 1 do not see the files", "async_save=False")
     assert saved == ("", "")
-    assert_failed(list(loaded), "OSError", "rank 1: ", "holds no checkpoint", "that this rank sees")
+    assert_failed(list(loaded), "FileNotFoundError", "rank 1: ", "holds no checkpoint", "that this rank sees")
     assert names(tmp_path / "b") == []
     assert loaded_seed(rank_pool(2), tmp_path / "a") == 3
