@@ -64,9 +64,10 @@ def reduced(operations: int, asynchronous: bool) -> tuple[list[float], set[str]]
     values = torch.randn(SIZE // 4, generator=numbers)
     results = [values.clone() for _ in range(operations)]
     works = [dist.all_reduce(result, async_op=asynchronous) for result in results]
-    for work in works if asynchronous else []:
-        work.wait()
-    return zeropg.topology().links, {hashlib.sha256(result.numpy()).hexdigest() for result in results}
+    for work in works:
+        if work is not None:
+            work.wait()
+    return zeropg.topology().links, {hashlib.sha256(result.numpy().tobytes()).hexdigest() for result in results}
 
 
 def test_shares_follow_a_link_that_slows_down_and_recovers_with_the_same_bits() -> None:
