@@ -51,12 +51,12 @@ std::string to_hex(std::span<const uint8_t> bytes) {
   return text;
 }
 
-Digest prove(std::string_view secret, Role prover, const ProofContext& context) {
-  return hmac_sha256(secret, transcript(prover == Role::kLeader ? "zeropg proof L1" : "zeropg proof M1", context));
+Digest prove(std::string_view key, Role prover, const ProofContext& context) {
+  return hmac_sha256(key, transcript(prover == Role::kLeader ? "zeropg proof L1" : "zeropg proof M1", context));
 }
 
-Digest session_key(std::string_view secret, const ProofContext& context) {
-  return hmac_sha256(secret, transcript("zeropg session1", context));
+Digest session_key(std::string_view key, const ProofContext& context) {
+  return hmac_sha256(key, transcript("zeropg session1", context));
 }
 
 bool is_same_digest(const Digest& a, const Digest& b) {

@@ -1,4 +1,5 @@
-// How two processes prove to each other that they know the group's secret, without saying it.
+// How two processes prove to each other that they know the group's secret, without saying it. `key` is derived from
+// that secret (Note [Guessing secrets]).
 //
 //   leader  -> member   leader_nonce
 //   member  -> leader   member_nonce, prove(kMember)
@@ -14,7 +15,7 @@
 #include <string>
 #include <string_view>
 
-#include "backend/transport/network/hmac_sha256.h"
+#include "backend/cryptography/hmac_sha256.h"
 
 namespace zeropg {
 
@@ -32,9 +33,9 @@ Nonce random_nonce();  // from the kernel's generator
 std::string random_hex(size_t random_bytes);
 std::string to_hex(std::span<const uint8_t> bytes);
 
-Digest prove(std::string_view secret, Role prover, const ProofContext& context);
+Digest prove(std::string_view key, Role prover, const ProofContext& context);
 // The key for what follows on this connection.
-Digest session_key(std::string_view secret, const ProofContext& context);
+Digest session_key(std::string_view key, const ProofContext& context);
 // Takes the same time wherever the first difference is.
 bool is_same_digest(const Digest& a, const Digest& b);
 

@@ -14,6 +14,7 @@
 #include "backend/bootstrap/node_admission.h"
 #include "backend/bootstrap/store_exchange.h"
 #include "backend/bootstrap/with_peer.h"
+#include "backend/cryptography/derived_keys.h"
 #include "backend/diagnostics/peer_lost.h"
 #include "backend/platform/memory/pages.h"
 #include "backend/platform/process/doorbell.h"
@@ -200,7 +201,7 @@ NetworkPlan plan_network(const Session& session, const Topology& topology, const
                    .peers = {},
                    .window_bytes = options.window_bytes,
                    .group = session.group,
-                   .secret = session.place.secret,
+                   .key = session.place.key,
                    .interfaces = options.interfaces,
                    .ports = options.ports,
                    .library_root = options.library_root,
@@ -255,20 +256,37 @@ LinkModel links_before_measuring(const Topology& topology, const std::vector<Rac
   return links;
 }
 
-void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, const BootstrapOptions& options,
-             Clock::time_point deadline, BootstrapResult* result) {
+RankRecord describe(int32_t world_size, const BootstrapOptions& options, const WireOffer& offer,
+                    const DerivedKey& known_key) {
   RankRecord own;
   own.world_size = world_size;
   own.bank_bytes = options.bank_bytes;
   own.mailbox_bytes = options.mailbox_bytes;
   own.window_bytes = options.window_bytes;
-  const WireOffer offer = offer_wires(options.network, options.library_root);
   own.network = options.network;
   own.wires = offer.names();
   own.has_secret = options.secret.empty() ? 0 : 1;
+  own.known_salt = known_key.salt;
   own.place = place_of(options);
-  const std::vector<Rack> racks = options.topology_file.empty() ? std::vector<Rack>() : look_up_rack(options, &own);
   own.socket_name = "zeropg-" + random_hex(16);
+  return own;
+}
+
+// What proves membership. `known` is the key whose salt this rank told the others.
+std::string group_key(const std::string& secret, const DerivedKey& known, const GroupMap& map) {
+  if (secret.empty()) return map.secret;
+  if (map.salt.empty()) return derive_key(secret, salt_of(map)).key;
+  TORCH_CHECK_WITH(DistBackendError, map.salt == known.salt,
+                   "the map in the store names a salt that this rank does not know; somebody else writes to it");
+  return known.key;
+}
+
+void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, const BootstrapOptions& options,
+             Clock::time_point deadline, BootstrapResult* result) {
+  const WireOffer offer = offer_wires(options.network, options.library_root);
+  const DerivedKey known_key = last_derived_key(options.secret);
+  RankRecord own = describe(world_size, options, offer, known_key);
+  const std::vector<Rack> racks = options.topology_file.empty() ? std::vector<Rack>() : look_up_rack(options, &own);
   // Everybody listens before anybody knows who leads, so no member ever knocks at a door that is not there yet.
   Descriptor listener = listen_unix(own.socket_name);
   GroupMap map = [&] {
@@ -281,6 +299,9 @@ void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, co
     }
   }();
 
+  TORCH_CHECK_WITH(DistBackendError, map.socket_names[rank] == own.socket_name,
+                   "the map in the store is not made from what this rank wrote; somebody else writes to it, or another "
+                   "group meets there under the same name");
   result->topology = make_topology(map.places, rank);
   const LinkModel known_links = links_before_measuring(result->topology, racks, options);
   const std::vector<int32_t>& node = result->topology.nodes[result->topology.node_rank[rank]];
@@ -291,7 +312,7 @@ void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, co
                   .node = node,
                   .deadline = deadline,
                   .tick = [&](const std::vector<int32_t>& awaited) { store_exchange.look_around(awaited); },
-                  .place = {map.socket_names[node[0]], options.secret.empty() ? map.secret : options.secret},
+                  .place = {map.socket_names[node[0]], group_key(options.secret, known_key, map)},
                   .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes, options.mailbox_bytes},
                   .pool_bytes = options.pool_bytes,
                   .known_links = known_links,

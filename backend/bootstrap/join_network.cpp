@@ -35,7 +35,7 @@ class StoreOutOfBand final : public OutOfBand {
 std::vector<Descriptor> StoreOutOfBand::connect_to_peers() {
   MeshPlan mesh{.rank = plan_.rank,
                 .group = plan_.group,
-                .secret = plan_.secret,
+                .key = plan_.key,
                 .network_id = probe_network_id(),
                 .to = {},
                 .from = {},
@@ -44,7 +44,7 @@ std::vector<Descriptor> StoreOutOfBand::connect_to_peers() {
   TcpAddress own{.port = 0, .network_id = mesh.network_id, .hosts = local_addresses(plan_.interfaces)};
   const Descriptor listener = listen_tcp(plan_.ports, &own.port);
   const std::vector<std::string> addresses =
-      store_exchange_.exchange_addresses(encode(own), mesh.to, {plan_.group, plan_.secret});
+      store_exchange_.exchange_addresses(encode(own), mesh.to, {plan_.group, plan_.key});
   for (const int32_t peer : mesh.to) mesh.addresses[peer] = decode_tcp_address(addresses[peer]);
   return connect_mesh(listener, mesh, plan_.deadline, plan_.tick);
 }
@@ -53,7 +53,7 @@ std::vector<PeerContact> StoreOutOfBand::exchange_addresses(const std::string& o
   const Nonce nonce = random_nonce();
   const std::string own_nonce(nonce.data(), nonce.size());
   const std::vector<std::string> entries =
-      store_exchange_.exchange_addresses(own_nonce + own, plan_.peers, {plan_.group, plan_.secret});
+      store_exchange_.exchange_addresses(own_nonce + own, plan_.peers, {plan_.group, plan_.key});
   std::vector<PeerContact> contacts(entries.size());
   for (const int32_t peer : plan_.peers) {
     const std::string& entry = entries[static_cast<size_t>(peer)];
@@ -70,7 +70,7 @@ std::string StoreOutOfBand::pair_key(int32_t peer, const std::string& own_nonce,
   const auto [lower, higher] = std::minmax(peer, plan_.rank);
   const std::string nonces = peer < plan_.rank ? their_nonce + own_nonce : own_nonce + their_nonce;
   const std::string pair = plan_.group + "/" + std::to_string(lower) + "<" + std::to_string(higher);
-  const Digest key = hmac_sha256(plan_.secret, c10::str("zeropg ", wire_.name, " key1").append(nonces).append(pair));
+  const Digest key = hmac_sha256(plan_.key, c10::str("zeropg ", wire_.name, " key1").append(nonces).append(pair));
   return {key.begin(), key.end()};
 }
 

@@ -19,7 +19,7 @@ struct NetworkPlan {
   std::vector<int32_t> peers;  // those on other nodes
   int64_t window_bytes = 0;
   std::string group;  // a name that no other group has
-  std::string secret;
+  std::string key;    // proves membership
   InterfaceRules interfaces;
   PortRange ports;
   std::string library_root;  // see WireOptions

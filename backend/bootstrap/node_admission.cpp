@@ -117,12 +117,12 @@ bool Door::check_proof(Visitor& visitor) {
     std::memcpy(visitor.context.member_nonce.data(), packet.bytes.data(), sizeof(Nonce));
     std::memcpy(proof.data(), packet.bytes.data() + sizeof(Nonce), sizeof(Digest));
   }
-  if (!is_complete || !is_same_digest(proof, prove(place_.secret, Role::kMember, visitor.context))) {
+  if (!is_complete || !is_same_digest(proof, prove(place_.key, Role::kMember, visitor.context))) {
     ++refused_;
     return false;
   }
-  send_packet(visitor.socket, as_string(prove(place_.secret, Role::kLeader, visitor.context)), {}, Clock::now());
-  const Digest key = session_key(place_.secret, visitor.context);
+  send_packet(visitor.socket, as_string(prove(place_.key, Role::kLeader, visitor.context)), {}, Clock::now());
+  const Digest key = session_key(place_.key, visitor.context);
   visitor.proven.emplace(std::move(visitor.socket), Role::kLeader, key);
   return true;
 }
@@ -184,7 +184,7 @@ AuthenticatedSocket join_leader(const MeetingPlace& place, int32_t rank, int doo
   const Packet challenge = receive_packet(socket, sizeof(Nonce) + 1, 0, deadline, tick);
   if (challenge.bytes.size() != sizeof(Nonce)) C10_THROW_ERROR(DistNetworkError, "not a zeropg leader");
   std::memcpy(context.leader_nonce.data(), challenge.bytes.data(), sizeof(Nonce));
-  const Digest proof = prove(place.secret, Role::kMember, context);
+  const Digest proof = prove(place.key, Role::kMember, context);
   send_packet(socket, std::string(as_view(context.member_nonce)) + as_string(proof), {}, deadline);
 
   Packet answer;
@@ -198,12 +198,12 @@ AuthenticatedSocket join_leader(const MeetingPlace& place, int32_t rank, int doo
   }
   Digest leader_proof{};
   if (answer.bytes.size() == sizeof(Digest)) std::memcpy(leader_proof.data(), answer.bytes.data(), sizeof(Digest));
-  if (!is_same_digest(leader_proof, prove(place.secret, Role::kLeader, context))) {
+  if (!is_same_digest(leader_proof, prove(place.key, Role::kLeader, context))) {
     C10_THROW_ERROR(DistNetworkError,
                     "the leader did not prove the group's secret; set the same ZEROPG_SECRET on "
                     "every rank");
   }
-  AuthenticatedSocket connection(std::move(socket), Role::kMember, session_key(place.secret, context));
+  AuthenticatedSocket connection(std::move(socket), Role::kMember, session_key(place.key, context));
   const std::string hello(reinterpret_cast<const char*>(&rank), sizeof rank);
   connection.send(MessageKind::kHello, hello, {&doorbell, 1}, deadline);
   return connection;

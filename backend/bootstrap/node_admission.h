@@ -12,7 +12,7 @@ namespace zeropg {
 
 struct MeetingPlace {
   std::string name;  // of the leader's listening socket: random, published in the store
-  std::string secret;
+  std::string key;   // proves membership
 };
 
 struct Member {

@@ -109,6 +109,10 @@ GroupMap make_map(std::vector<RankRecord> records) {
   check_racks(records);
   GroupMap map;
   if (records[0].has_secret == 0) map.secret = random_hex(32);
+  const bool know_the_same = std::all_of(records.begin(), records.end(), [&](const RankRecord& record) {
+    return record.known_salt == records[0].known_salt;
+  });
+  if (know_the_same) map.salt = records[0].known_salt;
   std::vector<std::vector<std::string>> offers;
   for (RankRecord& record : records) offers.push_back(std::move(record.wires));
   if (const WireEntry* wire = common_wire(offers)) map.network = wire->name;

@@ -86,7 +86,7 @@ RankPlace read_place(Reader& reader) {
 }
 
 Digest signature_of(const AddressKey& key, int32_t rank, std::string_view address) {
-  return hmac_sha256(key.secret, Writer().put("zeropg address1").put(key.group).put(rank).put(address).bytes());
+  return hmac_sha256(key.key, Writer().put("zeropg address1").put(key.group).put(rank).put(address).bytes());
 }
 
 }  // namespace
@@ -94,7 +94,7 @@ Digest signature_of(const AddressKey& key, int32_t rank, std::string_view addres
 std::string encode(const RankRecord& record) {
   Writer writer;
   writer.put(record.protocol).put(record.world_size).put(record.bank_bytes).put(record.mailbox_bytes);
-  writer.put(record.window_bytes).put(record.has_secret).put(record.network).put(record.wires);
+  writer.put(record.window_bytes).put(record.has_secret).put(record.known_salt).put(record.network).put(record.wires);
   put(writer, record.place);
   return writer.put(record.host_name).put(record.topology_digest).put(record.socket_name).bytes();
 }
@@ -108,6 +108,7 @@ RankRecord decode_record(std::string_view bytes) {
   record.mailbox_bytes = reader.number();
   record.window_bytes = reader.number();
   record.has_secret = reader.number();
+  record.known_salt = reader.text();
   record.network = reader.text();
   record.wires = reader.texts(kMaxWires);
   record.place = read_place(reader);
@@ -120,7 +121,7 @@ RankRecord decode_record(std::string_view bytes) {
 
 std::string encode(const GroupMap& map) {
   Writer writer;
-  writer.put(map.error).put(map.secret).put(map.network);
+  writer.put(map.error).put(map.secret).put(map.salt).put(map.network);
   for (const RankPlace& place : map.places) put(writer, place);
   for (const std::string& name : map.socket_names) writer.put(name);
   return writer.bytes();
@@ -131,12 +132,18 @@ GroupMap decode_map(std::string_view bytes, int32_t world_size) {
   GroupMap map;
   map.error = printable(reader.text(), kMaxTextBytes);
   map.secret = reader.text();
+  map.salt = reader.text();
   map.network = reader.text();
   if (!map.error.empty()) return map;
   for (int32_t rank = 0; rank < world_size; ++rank) map.places.push_back(read_place(reader));
   for (int32_t rank = 0; rank < world_size; ++rank) map.socket_names.push_back(reader.text());
   reader.finish();
   return map;
+}
+
+std::string salt_of(const GroupMap& map) {
+  const Digest salt = sha256(Writer().put("zeropg salt1").put(map.socket_names).bytes());
+  return {salt.begin(), salt.end()};
 }
 
 std::string encode(const BreakRecord& record) { return Writer().put(record.lost).put(record.text).bytes(); }

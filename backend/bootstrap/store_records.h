@@ -13,12 +13,13 @@ namespace zeropg {
 
 // What a rank says of itself.
 struct RankRecord {
-  int64_t protocol = 6;  // of the bootstrap; all ranks must have the same
+  int64_t protocol = 7;  // of the bootstrap; all ranks must have the same
   int64_t world_size = 0;
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
   int64_t window_bytes = 0;
   int64_t has_secret = 0;          // whether the user gave one
+  std::string known_salt;          // of the key that was last derived from it; empty: none yet
   std::string network;             // what the user asked for: "automatic" or a wire's name
   std::vector<std::string> wires;  // names of those between nodes that can be used here
   RankPlace place;
@@ -33,6 +34,7 @@ struct GroupMap {
   std::vector<RankPlace> places;  // by rank
   std::vector<std::string> socket_names;
   std::string secret;   // random, empty when the users gave theirs
+  std::string salt;     // with which all ranks have derived a key from it; empty: a new one, see salt_of()
   std::string network;  // the name of the wire to use between nodes; empty: no wire can be used on all ranks
 };
 
@@ -45,7 +47,7 @@ struct BreakRecord {
 // Signs addresses.
 struct AddressKey {
   std::string group;  // a name that no other group has
-  std::string secret;
+  std::string key;
 };
 
 std::string encode(const RankRecord& record);
@@ -53,6 +55,8 @@ RankRecord decode_record(std::string_view bytes);
 
 std::string encode(const GroupMap& map);
 GroupMap decode_map(std::string_view bytes, int32_t world_size);
+// Every rank's own random name is in it, so it is new to all of them, whoever made the map.
+std::string salt_of(const GroupMap& map);
 
 std::string encode(const BreakRecord& record);
 BreakRecord decode_break(std::string_view bytes);

@@ -194,7 +194,7 @@ bool Mesh::advance(Call& call) {
     std::string bytes;
     append(&bytes, plan_.rank);
     append(&bytes, call.context->member_nonce);
-    append(&bytes, prove(plan_.secret, Role::kMember, *call.context));
+    append(&bytes, prove(plan_.key, Role::kMember, *call.context));
     send_whole(call.socket, bytes);
     return false;
   }
@@ -211,7 +211,7 @@ bool Mesh::advance(Call& call) {
   if (!is_whole) return false;
   Digest proof;
   std::memcpy(proof.data(), call.received.data(), sizeof proof);
-  if (!is_same_digest(proof, prove(plan_.secret, Role::kLeader, *call.context))) {
+  if (!is_same_digest(proof, prove(plan_.key, Role::kLeader, *call.context))) {
     ++call.refusals;
     C10_THROW_ERROR(DistNetworkError, "it did not prove the group's secret; set the same ZEROPG_SECRET on every rank");
   }
@@ -260,11 +260,11 @@ bool Mesh::check_proof(Visitor& visitor) {
   context.leader_nonce = visitor.nonce;
   std::memcpy(context.member_nonce.data(), visitor.received.data() + sizeof rank, sizeof(Nonce));
   std::memcpy(proof.data(), visitor.received.data() + sizeof rank + sizeof(Nonce), sizeof proof);
-  const bool is_proven = is_same_digest(proof, prove(plan_.secret, Role::kMember, context));
+  const bool is_proven = is_same_digest(proof, prove(plan_.key, Role::kMember, context));
   if (!is_proven || std::find(plan_.from.begin(), plan_.from.end(), rank) == plan_.from.end()) {
     C10_THROW_ERROR(DistNetworkError, "no proof");
   }
-  const Digest answer = prove(plan_.secret, Role::kLeader, context);
+  const Digest answer = prove(plan_.key, Role::kLeader, context);
   send_whole(visitor.socket, {reinterpret_cast<const char*>(answer.data()), answer.size()});
   visitor.rank = rank;
   visitor.received.clear();

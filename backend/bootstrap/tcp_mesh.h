@@ -22,8 +22,8 @@ namespace zeropg {
 
 struct MeshPlan {
   int32_t rank = 0;
-  std::string group;  // a name that no other group has
-  std::string secret;
+  std::string group;                  // a name that no other group has
+  std::string key;                    // proves membership
   std::string network_id;             // of this process, see TcpAddress
   std::vector<int32_t> to;            // peers to connect to
   std::vector<int32_t> from;          // peers that will connect

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "backend/transport/network/hmac_sha256.h"
+#include "backend/cryptography/hmac_sha256.h"
 
 #ifndef ZEROPG_WITH_UCX
 

@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "backend/bootstrap/store_records.h"
+#include "backend/cryptography/derived_keys.h"
 #include "backend/platform/memory/sealed_memory.h"
 #include "backend/transport/network/registry.h"
 #include "tests/backend/child_process.h"
@@ -258,20 +259,20 @@ void expect_connected(std::vector<Outcome>& outcomes) {
   }
 }
 
-// Somebody who may write to the store puts another network into the map.
-class StoreWithAnotherNetwork : public c10d::HashStore {
+// Somebody who may write to the store reads the map of a group of two, and changes it.
+class StoreWithAnotherMap : public c10d::HashStore {
  public:
-  explicit StoreWithAnotherNetwork(std::string network) : network_(std::move(network)) {}
+  explicit StoreWithAnotherMap(std::function<void(GroupMap*)> change) : change_(std::move(change)) {}
   void set(const std::string& key, const std::vector<uint8_t>& value) override {
     if (key != "zeropg/map") return HashStore::set(key, value);
     GroupMap map = decode_map(std::string(value.begin(), value.end()), 2);
-    map.network = network_;
+    if (map.error.empty()) change_(&map);
     const std::string changed = encode(map);
     HashStore::set(key, {changed.begin(), changed.end()});
   }
 
  private:
-  std::string network_;
+  std::function<void(GroupMap*)> change_;
 };
 
 TEST(Bootstrap, ANetworkThatARankDidNotOfferIsNotUsed) {
@@ -283,10 +284,48 @@ TEST(Bootstrap, ANetworkThatARankDidNotOfferIsNotUsed) {
   for (const std::string& network : others) {
     auto outcomes = run(
         2, [](int rank) { return options_on(rank == 0 ? "a" : "b"); }, {},
-        c10::make_intrusive<StoreWithAnotherNetwork>(network));
+        c10::make_intrusive<StoreWithAnotherMap>([&](GroupMap* map) { map->network = network; }));
     const std::string expected = network.empty() ? "no network that every rank can use" : "did not offer";
     EXPECT_NE(outcomes[1].error.find(expected), std::string::npos) << network << ": " << outcomes[1].error;
     EXPECT_NE(outcomes[0].error.find("rank 1: "), std::string::npos) << network << ": " << outcomes[0].error;
+  }
+}
+
+BootstrapOptions options_with_secret(const std::string& secret) {
+  BootstrapOptions options = small_options();
+  options.secret = secret;
+  return options;
+}
+
+TEST(Bootstrap, AKeyIsDerivedFromASecretOnceForAllGroupsOfTheSameRanks) {
+  std::vector<std::string> salts;
+  for (int group = 0; group < 2; ++group) {
+    const auto store = c10::make_intrusive<StoreWithAnotherMap>([&](GroupMap* map) {
+      EXPECT_EQ(map->secret, "");
+      salts.push_back(map->salt);
+    });
+    for (const Outcome& outcome : run(
+             2, [](int) { return options_with_secret("derived once"); }, {}, store)) {
+      EXPECT_EQ(outcome.error, "");
+    }
+  }
+  EXPECT_EQ(salts, (std::vector<std::string>{"", last_derived_key("derived once").salt}));
+}
+
+// The salt would be one for which he has tried a dictionary beforehand.
+TEST(Bootstrap, WhoWritesToTheStoreCannotChooseTheSalt) {
+  const std::function<void(GroupMap*)> changes[] = {
+      [](GroupMap* map) { map->salt = "prepared"; },
+      [](GroupMap* map) {
+        map->socket_names = {"prepared", "names"};
+      },
+  };
+  for (const auto& change : changes) {
+    auto outcomes = run(
+        2, [](int) { return options_with_secret("salted"); }, {}, c10::make_intrusive<StoreWithAnotherMap>(change));
+    EXPECT_NE(outcomes[1].error.find("somebody else writes to it"), std::string::npos) << outcomes[1].error;
+    EXPECT_NE(outcomes[0].error.find("rank 1: "), std::string::npos) << outcomes[0].error;
+    EXPECT_EQ(last_derived_key("salted").salt.find("prepared"), std::string::npos);
   }
 }
 

@@ -122,7 +122,7 @@ TEST_F(Admission, ReplayedProofFails) {
   EXPECT_TRUE(rank_gets_in([&] {
     // A proof that was right for another connection: the leader's nonce is another one here.
     ProofContext heard{place_.name, random_nonce(), random_nonce()};
-    const Digest proof = prove(place_.secret, Role::kMember, heard);
+    const Digest proof = prove(place_.key, Role::kMember, heard);
     const std::string replay =
         std::string(heard.member_nonce.begin(), heard.member_nonce.end()) + std::string(proof.begin(), proof.end());
     EXPECT_EQ(reaction_to(replay), Received::kClosed);

@@ -24,9 +24,9 @@ struct Node {
   }
 };
 
-MeshPlan plan_for(int32_t rank, const std::vector<Node>& nodes, const std::string& secret = "secret") {
+MeshPlan plan_for(int32_t rank, const std::vector<Node>& nodes, const std::string& key = "key") {
   MeshPlan plan{
-      .rank = rank, .group = "group", .secret = secret, .network_id = "here", .to = {}, .from = {}, .addresses = {}};
+      .rank = rank, .group = "group", .key = key, .network_id = "here", .to = {}, .from = {}, .addresses = {}};
   for (int32_t peer = 0; peer < static_cast<int32_t>(nodes.size()); ++peer) {
     plan.addresses.push_back(nodes[peer].address);
     if (peer != rank) (peer < rank ? plan.to : plan.from).push_back(peer);

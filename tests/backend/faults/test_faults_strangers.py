@@ -93,8 +93,29 @@ def wait_for(doors: Callable[[int], list[Any]], pid: int, known: list[Any]) -> A
     return found[0]
 
 
-def prove(leader_nonce: bytes, member_nonce: bytes, name: str, secret: bytes = SECRET) -> bytes:
-    return hmac.new(secret, b"zeropg proof M1" + leader_nonce + member_nonce + name.encode(), hashlib.sha256).digest()
+def published_doors(store: dist.Store) -> list[str]:
+    """Where each rank of the group listens on its node, as everybody reads it in the store."""
+    key = "zeropg/zeropg/map"
+    limit = time.monotonic() + PATIENCE_SECONDS
+    while not store.check([key]):
+        assert time.monotonic() < limit, "there is no map"
+        time.sleep(0.005)
+    return [name.decode() for name in re.findall(rb"zeropg-[0-9a-f]{32}", store.get(key))]
+
+
+def text_field(text: bytes) -> bytes:
+    """As in a record in the store."""
+    return struct.pack("<q", len(text)) + text
+
+
+def derived_key(secret: bytes, doors: list[str]) -> bytes:
+    names = struct.pack("<q", len(doors)) + b"".join(text_field(door.encode()) for door in doors)
+    salt = hashlib.sha256(text_field(b"zeropg salt1") + names).digest()
+    return hashlib.scrypt(secret, salt=salt, n=2**14, r=8, p=1, dklen=32)
+
+
+def prove(leader_nonce: bytes, member_nonce: bytes, name: str, key: bytes) -> bytes:
+    return hmac.new(key, b"zeropg proof M1" + leader_nonce + member_nonce + name.encode(), hashlib.sha256).digest()
 
 
 def read(connection: socket.socket, count: int) -> bytes:
@@ -111,10 +132,12 @@ def read(connection: socket.socket, count: int) -> bytes:
 class Strangers:
     """Each speaks to one door in its own way and notes what came back after the door's challenge."""
 
-    def __init__(self, dial: Callable[[], socket.socket], name: str, hello: bytes) -> None:
+    def __init__(self, dial: Callable[[], socket.socket], name: str, hello: bytes, doors: list[str]) -> None:
         self._dial = dial
         self._name = name  # what enters the proofs
         self._hello = hello  # what stands before a proof
+        self._key = derived_key(SECRET, doors)
+        self._wrong_key = derived_key(b"a guess", doors)
         self.heard: dict[str, bytes] = {}
 
     def connect(self) -> tuple[socket.socket, bytes]:
@@ -137,7 +160,7 @@ class Strangers:
 
         def true(challenge: bytes) -> bytes:
             nonlocal recorded
-            recorded = self._hello + mine + prove(challenge, mine, self._name)
+            recorded = self._hello + mine + prove(challenge, mine, self._name, self._key)
             return recorded
 
         connection, challenge = self.connect()
@@ -150,9 +173,13 @@ class Strangers:
         self.say("a huge length", lambda _: struct.pack("<QQ", 2**63 - 1, 2**64 - 1) * 8)
         self.say("HTTP", lambda _: b"GET / HTTP/1.1\r\nHost: zeropg\r\nAccept: */*\r\nX-Padding: 123456789\r\n\r\n")
         self.say(
-            "another secret", lambda challenge: self._hello + mine + prove(challenge, mine, self._name, b"a guess")
+            "another secret",
+            lambda challenge: self._hello + mine + prove(challenge, mine, self._name, self._wrong_key),
         )
-        self.say("another group", lambda challenge: self._hello + mine + prove(challenge, mine, "zeropg-another"))
+        self.say("the secret itself", lambda challenge: self._hello + mine + prove(challenge, mine, self._name, SECRET))
+        self.say(
+            "another group", lambda challenge: self._hello + mine + prove(challenge, mine, "zeropg-another", self._key)
+        )
         self.say("an echo", lambda challenge: self._hello + challenge + challenge)
         for _ in range(20):
             self._dial().close()
@@ -184,15 +211,16 @@ def form_a_group_among_strangers(is_tcp: bool) -> dict[str, bytes]:
 
     def visit() -> None:
         try:
-            name = wait_for(node_doors, processes[0][0], []).removeprefix("@")
+            doors = published_doors(store)
+            name = doors[0]
             if is_tcp:
                 port = wait_for(tcp_doors, *processes[0])
                 hello = struct.pack("<i", size - 1)
                 strangers = Strangers(
-                    lambda: socket.create_connection(("127.0.0.1", port)), f"{name}/{size - 1}>0", hello
+                    lambda: socket.create_connection(("127.0.0.1", port)), f"{name}/{size - 1}>0", hello, doors
                 )
             else:
-                strangers = Strangers(lambda: dial_node(name), name, b"")
+                strangers = Strangers(lambda: dial_node(name), name, b"", doors)
             strangers.come()
             heard.update(strangers.heard)
         except BaseException as error:

@@ -1,9 +1,13 @@
 // Vectors: FIPS 180-4 examples (NIST CSRC) and RFC 4231.
-#include "backend/transport/network/hmac_sha256.h"
+#include "backend/cryptography/sha256.h"
 
 #include <gtest/gtest.h>
 
+#include <random>
 #include <string>
+#include <vector>
+
+#include "backend/cryptography/hmac_sha256.h"
 
 namespace zeropg {
 namespace {
@@ -29,6 +33,37 @@ TEST(Sha256, MatchesNistVectors) {
   EXPECT_EQ(hex(sha256(std::string(1000000, 'a'))), "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
 }
 
+TEST(Sha256, IsTheSameInWhateverPartsAMessageComes) {
+  std::mt19937 random(1);
+  const std::string message(1000, 'a');
+  const std::span<const std::byte> bytes = std::as_bytes(std::span(message));
+  for (int round = 0; round < 200; ++round) {
+    const size_t length = random() % message.size();
+    Sha256 hash;
+    for (size_t at = 0; at < length;) {
+      const size_t part = std::min<size_t>(length - at, random() % 150);
+      hash.update(bytes.subspan(at, part));
+      at += part;
+    }
+    EXPECT_EQ(hash.finish(), sha256(std::string_view(message).substr(0, length))) << length;
+  }
+}
+
+TEST(Sha256, ThePortableBlocksAreThoseOfTheProcessorsInstructions) {
+  const Sha256Blocks extension = sha_extension_blocks();
+  if (extension == nullptr) GTEST_SKIP() << "this processor has no SHA extensions";
+  std::mt19937 random(2);
+  std::vector<std::byte> blocks(17 * kSha256BlockBytes + 1);
+  for (std::byte& byte : blocks) byte = static_cast<std::byte>(random());
+  for (const size_t count : {0, 1, 2, 3, 17}) {
+    Sha256State state = kSha256Start;
+    Sha256State expected = kSha256Start;
+    extension(state, blocks.data() + 1, count);
+    absorb_portable(expected, blocks.data() + 1, count);
+    EXPECT_EQ(state, expected) << count;
+  }
+}
+
 TEST(HmacSha256, MatchesRfc4231) {
   EXPECT_EQ(hex(hmac_sha256(std::string(20, '\x0b'), "Hi There")),
             "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
@@ -46,6 +81,15 @@ TEST(HmacSha256, MatchesRfc4231) {
                             "This is a test using a larger than block-size key and a larger than block-size data. The "
                             "key needs to be hashed before being used by the HMAC algorithm.")),
             "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2");
+}
+
+TEST(HmacSha256, TakesOneMessageAfterTheOther) {
+  HmacSha256 mac("Jefe");
+  const std::string text = "what do ya want for nothing?";
+  for (int message = 0; message < 3; ++message) {
+    for (const char& character : text) mac.update(std::as_bytes(std::span(&character, 1)));
+    EXPECT_EQ(mac.finish(), hmac_sha256("Jefe", text));
+  }
 }
 
 }  // namespace
