@@ -37,7 +37,7 @@ Packet AuthenticatedSocket::verify(Packet packet, MessageKind kind) {
   if (is_long_enough) std::memcpy(proof.data(), packet.bytes.data(), proof.size());
   const Role peer = own_ == Role::kLeader ? Role::kMember : Role::kLeader;
   const std::string_view payload = std::string_view(packet.bytes).substr(is_long_enough ? proof.size() : 0);
-  if (!is_long_enough || !is_same_digest(proof, mac(peer, received_, payload))) {
+  if (!is_long_enough || !is_same_mac(proof, mac(peer, received_, payload))) {
     C10_THROW_ERROR(DistNetworkError, "a message without proof of the group's secret");
   }
   ++received_;

@@ -59,10 +59,4 @@ Digest session_key(std::string_view key, const ProofContext& context) {
   return hmac_sha256(key, transcript("zeropg session1", context));
 }
 
-bool is_same_digest(const Digest& a, const Digest& b) {
-  volatile uint8_t difference = 0;
-  for (size_t i = 0; i < a.size(); ++i) difference = difference | (a[i] ^ b[i]);
-  return difference == 0;
-}
-
 }  // namespace zeropg

@@ -36,7 +36,5 @@ std::string to_hex(std::span<const uint8_t> bytes);
 Digest prove(std::string_view key, Role prover, const ProofContext& context);
 // The key for what follows on this connection.
 Digest session_key(std::string_view key, const ProofContext& context);
-// Takes the same time wherever the first difference is.
-bool is_same_digest(const Digest& a, const Digest& b);
 
 }  // namespace zeropg

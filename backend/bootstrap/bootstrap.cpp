@@ -205,6 +205,7 @@ NetworkPlan plan_network(const Session& session, const Topology& topology, const
                    .interfaces = options.interfaces,
                    .ports = options.ports,
                    .library_root = options.library_root,
+                   .authenticates_frames = options.authenticates_frames,
                    .deadline = session.deadline,
                    .tick = session.tick};
   for (int32_t peer = 0; peer < session.world_size; ++peer) {
@@ -265,6 +266,7 @@ RankRecord describe(int32_t world_size, const BootstrapOptions& options, const W
   own.window_bytes = options.window_bytes;
   own.network = options.network;
   own.wires = offer.names();
+  own.authenticates_frames = options.authenticates_frames ? 1 : 0;
   own.has_secret = options.secret.empty() ? 0 : 1;
   own.known_salt = known_key.salt;
   own.place = place_of(options);

@@ -34,8 +34,9 @@ struct BootstrapOptions {
   int64_t pool_bytes = kShareOfMemory;      // of the tensor pool, for each rank
   int64_t window_bytes = int64_t{1} << 20;  // per stream to a rank on another node
   std::string network{kAutomaticNetwork};   // or a wire's name
-  std::string library_root;                 // see WireOptions
-  InterfaceRules interfaces;                // between nodes, as the ports
+  std::string library_root;                 // see WireOptions, as the next
+  bool authenticates_frames = false;
+  InterfaceRules interfaces;  // between nodes, as the ports
   PortRange ports;
 };
 

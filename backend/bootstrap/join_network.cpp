@@ -20,7 +20,7 @@ class StoreOutOfBand final : public OutOfBand {
   StoreOutOfBand(const WireEntry& wire, const NetworkPlan& plan, StoreExchange& store_exchange)
       : wire_(wire), plan_(plan), store_exchange_(store_exchange) {}
 
-  std::vector<Descriptor> connect_to_peers() override;
+  std::vector<PeerConnection> connect_to_peers() override;
   std::vector<PeerContact> exchange_addresses(const std::string& own) override;
 
  private:
@@ -32,7 +32,7 @@ class StoreOutOfBand final : public OutOfBand {
 };
 
 // Those with a lower rank listen.
-std::vector<Descriptor> StoreOutOfBand::connect_to_peers() {
+std::vector<PeerConnection> StoreOutOfBand::connect_to_peers() {
   MeshPlan mesh{.rank = plan_.rank,
                 .group = plan_.group,
                 .key = plan_.key,
@@ -114,9 +114,12 @@ const WireEntry& chosen_wire(const std::string& name, const WireOffer& offer, in
 void join_network(const WireEntry& wire, const NetworkPlan& plan, StoreExchange& store_exchange,
                   std::unique_ptr<RemoteTransport>* network) {
   StoreOutOfBand out_of_band(wire, plan, store_exchange);
-  std::unique_ptr<Wire> joined = wire.join(
-      {.rank = plan.rank, .world_size = plan.world_size, .peers = plan.peers, .library_root = plan.library_root},
-      out_of_band);
+  std::unique_ptr<Wire> joined = wire.join({.rank = plan.rank,
+                                            .world_size = plan.world_size,
+                                            .peers = plan.peers,
+                                            .library_root = plan.library_root,
+                                            .authenticates_frames = plan.authenticates_frames},
+                                           out_of_band);
   // Peers that this rank has answered may go on while it still waits for others. Should it fail here, they hear why.
   *network = std::make_unique<RemoteTransport>(
       std::move(joined),

@@ -22,7 +22,8 @@ struct NetworkPlan {
   std::string key;    // proves membership
   InterfaceRules interfaces;
   PortRange ports;
-  std::string library_root;  // see WireOptions
+  std::string library_root;  // see WireOptions, as the next
+  bool authenticates_frames = false;
   Clock::time_point deadline;
   Tick tick;
 };

@@ -117,7 +117,7 @@ bool Door::check_proof(Visitor& visitor) {
     std::memcpy(visitor.context.member_nonce.data(), packet.bytes.data(), sizeof(Nonce));
     std::memcpy(proof.data(), packet.bytes.data() + sizeof(Nonce), sizeof(Digest));
   }
-  if (!is_complete || !is_same_digest(proof, prove(place_.key, Role::kMember, visitor.context))) {
+  if (!is_complete || !is_same_mac(proof, prove(place_.key, Role::kMember, visitor.context))) {
     ++refused_;
     return false;
   }
@@ -198,7 +198,7 @@ AuthenticatedSocket join_leader(const MeetingPlace& place, int32_t rank, int doo
   }
   Digest leader_proof{};
   if (answer.bytes.size() == sizeof(Digest)) std::memcpy(leader_proof.data(), answer.bytes.data(), sizeof(Digest));
-  if (!is_same_digest(leader_proof, prove(place.key, Role::kLeader, context))) {
+  if (!is_same_mac(leader_proof, prove(place.key, Role::kLeader, context))) {
     C10_THROW_ERROR(DistNetworkError,
                     "the leader did not prove the group's secret; set the same ZEROPG_SECRET on "
                     "every rank");

@@ -94,7 +94,8 @@ Digest signature_of(const AddressKey& key, int32_t rank, std::string_view addres
 std::string encode(const RankRecord& record) {
   Writer writer;
   writer.put(record.protocol).put(record.world_size).put(record.bank_bytes).put(record.mailbox_bytes);
-  writer.put(record.window_bytes).put(record.has_secret).put(record.known_salt).put(record.network).put(record.wires);
+  writer.put(record.window_bytes).put(record.has_secret).put(record.known_salt).put(record.authenticates_frames);
+  writer.put(record.network).put(record.wires);
   put(writer, record.place);
   return writer.put(record.host_name).put(record.topology_digest).put(record.socket_name).bytes();
 }
@@ -109,6 +110,7 @@ RankRecord decode_record(std::string_view bytes) {
   record.window_bytes = reader.number();
   record.has_secret = reader.number();
   record.known_salt = reader.text();
+  record.authenticates_frames = reader.number();
   record.network = reader.text();
   record.wires = reader.texts(kMaxWires);
   record.place = read_place(reader);
@@ -198,7 +200,7 @@ std::string verify_address(const AddressKey& key, int32_t rank, std::string_view
   const size_t signature_bytes = std::min(signed_address.size(), signature.size());
   std::memcpy(signature.data(), signed_address.data(), signature_bytes);
   const std::string_view address = signed_address.substr(signature_bytes);
-  if (!is_same_digest(signature, signature_of(key, rank, address))) {
+  if (!is_same_mac(signature, signature_of(key, rank, address))) {
     C10_THROW_ERROR(DistBackendError, c10::str("the address of rank ", rank,
                                                " in the store does not prove the group's secret; set the same "
                                                "ZEROPG_SECRET on every rank"));

@@ -18,8 +18,9 @@ struct RankRecord {
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
   int64_t window_bytes = 0;
-  int64_t has_secret = 0;          // whether the user gave one
-  std::string known_salt;          // of the key that was last derived from it; empty: none yet
+  int64_t has_secret = 0;  // whether the user gave one
+  std::string known_salt;  // of the key that was last derived from it; empty: none yet
+  int64_t authenticates_frames = 0;
   std::string network;             // what the user asked for: "automatic" or a wire's name
   std::vector<std::string> wires;  // names of those between nodes that can be used here
   RankPlace place;

@@ -29,6 +29,11 @@ ProofContext context_of(const MeshPlan& plan, int32_t connector, int32_t listene
   return {plan.group + "/" + std::to_string(connector) + ">" + std::to_string(listener), {}, {}};
 }
 
+std::string connection_key(const MeshPlan& plan, const ProofContext& context) {
+  const Digest key = session_key(plan.key, context);
+  return {key.begin(), key.end()};
+}
+
 template <typename T>
 void append(std::string* bytes, const T& field) {
   bytes->append(reinterpret_cast<const char*>(&field), sizeof field);
@@ -69,7 +74,7 @@ class Mesh {
   }
 
   bool is_complete() const { return calls_.empty() && waiting_for_.empty(); }
-  std::vector<Descriptor> connections() { return std::move(connections_); }
+  std::vector<PeerConnection> connections() { return std::move(connections_); }
   std::vector<int32_t> missing() const;
   std::string complaint() const;
   void serve(Clock::time_point deadline);  // one round of poll
@@ -94,6 +99,7 @@ class Mesh {
     Nonce nonce{};
     Clock::time_point patience{};
     int32_t rank = -1;  // once proven
+    std::string key;    // likewise
     std::string received;
   };
 
@@ -109,7 +115,7 @@ class Mesh {
   std::vector<Call> calls_;
   std::vector<int32_t> waiting_for_;
   std::deque<Visitor> visitors_;
-  std::vector<Descriptor> connections_;
+  std::vector<PeerConnection> connections_;
   size_t refused_ = 0;
 };
 
@@ -211,12 +217,12 @@ bool Mesh::advance(Call& call) {
   if (!is_whole) return false;
   Digest proof;
   std::memcpy(proof.data(), call.received.data(), sizeof proof);
-  if (!is_same_digest(proof, prove(plan_.key, Role::kLeader, *call.context))) {
+  if (!is_same_mac(proof, prove(plan_.key, Role::kLeader, *call.context))) {
     ++call.refusals;
     C10_THROW_ERROR(DistNetworkError, "it did not prove the group's secret; set the same ZEROPG_SECRET on every rank");
   }
   send_whole(call.socket, {&kSeen, 1});
-  connections_[call.peer] = std::move(call.socket);
+  connections_[call.peer] = {std::move(call.socket), connection_key(plan_, *call.context)};
   return true;
 }
 
@@ -244,7 +250,7 @@ bool Mesh::converse(Visitor& visitor) {
     if (visitor.rank < 0) return check_proof(visitor);
     if (!receive_up_to(visitor.socket, 1, &visitor.received)) return true;
     std::erase(waiting_for_, visitor.rank);
-    connections_[visitor.rank] = std::move(visitor.socket);
+    connections_[visitor.rank] = {std::move(visitor.socket), std::move(visitor.key)};
   } catch (const c10::DistNetworkError&) {
     ++refused_;
   }
@@ -260,13 +266,14 @@ bool Mesh::check_proof(Visitor& visitor) {
   context.leader_nonce = visitor.nonce;
   std::memcpy(context.member_nonce.data(), visitor.received.data() + sizeof rank, sizeof(Nonce));
   std::memcpy(proof.data(), visitor.received.data() + sizeof rank + sizeof(Nonce), sizeof proof);
-  const bool is_proven = is_same_digest(proof, prove(plan_.key, Role::kMember, context));
+  const bool is_proven = is_same_mac(proof, prove(plan_.key, Role::kMember, context));
   if (!is_proven || std::find(plan_.from.begin(), plan_.from.end(), rank) == plan_.from.end()) {
     C10_THROW_ERROR(DistNetworkError, "no proof");
   }
   const Digest answer = prove(plan_.key, Role::kLeader, context);
   send_whole(visitor.socket, {reinterpret_cast<const char*>(answer.data()), answer.size()});
   visitor.rank = rank;
+  visitor.key = connection_key(plan_, context);
   visitor.received.clear();
   return true;
 }
@@ -298,8 +305,8 @@ std::string Mesh::complaint() const {
 
 }  // namespace
 
-std::vector<Descriptor> connect_mesh(const Descriptor& listener, const MeshPlan& plan, Clock::time_point deadline,
-                                     const Tick& tick) {
+std::vector<PeerConnection> connect_mesh(const Descriptor& listener, const MeshPlan& plan, Clock::time_point deadline,
+                                         const Tick& tick) {
   Mesh mesh(listener, plan);
   auto next_tick = Clock::now() + kTick;
   while (!mesh.is_complete()) {

@@ -17,6 +17,7 @@
 
 #include "backend/bootstrap/tcp_socket.h"
 #include "backend/bootstrap/unix_socket.h"
+#include "backend/transport/network/wire_setup.h"
 
 namespace zeropg {
 
@@ -33,7 +34,7 @@ struct MeshPlan {
 // Returns the proven connections by rank. Calls `tick` now and then; it may throw. DistBackendError at the deadline,
 // naming the ranks that are missing and why; PeerLost when a peer refuses this rank's proof, which it also does when it
 // fails in the middle of it.
-std::vector<Descriptor> connect_mesh(const Descriptor& listener, const MeshPlan& plan, Clock::time_point deadline,
-                                     const Tick& tick);
+std::vector<PeerConnection> connect_mesh(const Descriptor& listener, const MeshPlan& plan, Clock::time_point deadline,
+                                         const Tick& tick);
 
 }  // namespace zeropg

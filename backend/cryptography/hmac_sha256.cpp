@@ -31,4 +31,12 @@ Digest hmac_sha256(std::string_view key, std::string_view message) {
   return mac.finish();
 }
 
+bool is_same_mac(std::span<const std::byte> a, std::span<const std::byte> b) {
+  volatile uint8_t difference = a.size() == b.size() ? 0 : 1;
+  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    difference = difference | static_cast<uint8_t>(a[i] ^ b[i]);
+  }
+  return difference == 0;
+}
+
 }  // namespace zeropg

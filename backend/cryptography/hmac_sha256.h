@@ -25,4 +25,10 @@ class HmacSha256 {
 
 Digest hmac_sha256(std::string_view key, std::string_view message);
 
+// Whether two of the same size are equal. Takes the same time wherever the first difference is.
+bool is_same_mac(std::span<const std::byte> a, std::span<const std::byte> b);
+inline bool is_same_mac(const Digest& a, const Digest& b) {
+  return is_same_mac(std::as_bytes(std::span(a)), std::as_bytes(std::span(b)));
+}
+
 }  // namespace zeropg

@@ -43,6 +43,13 @@ std::string read_secret_file(const std::string& path) {
   return secret;
 }
 
+bool is_set(const char* name) {
+  const std::string value = environment(name);
+  TORCH_CHECK_VALUE(value.empty() || value == "0" || value == "1", "[zeropg] ", name, " is '", value,
+                    "', expected 1 or 0.");
+  return value == "1";
+}
+
 bool is_power_of_two(int64_t value) { return value > 0 && (value & (value - 1)) == 0; }
 
 }  // namespace
@@ -74,6 +81,7 @@ void BackendOptions::resolve() {
       secret = read_secret_file(path);
     }
   }
+  authenticate_frames = is_set("ZEROPG_AUTHENTICATE_FRAMES") || authenticate_frames;
   const std::pair<std::string*, const char*> from_environment[] = {
       {&host_id, "ZEROPG_HOST_ID"},   {&domain_id, "ZEROPG_DOMAIN_ID"},  {&rack_id, "ZEROPG_RACK_ID"},
       {&ucx_root, "ZEROPG_UCX_ROOT"}, {&interfaces, "ZEROPG_INTERFACE"}, {&topology_file, "ZEROPG_TOPOLOGY_FILE"},

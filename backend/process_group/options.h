@@ -53,6 +53,9 @@ struct BackendOptions : c10d::Backend::Options {
   std::string ucx_root;
   // Proves membership. Empty: the environment's, else a random one through the rendezvous store.
   std::string secret;
+  // Whether every byte between nodes is proven to come from its rank, so that a change on the way is an error. It costs
+  // the time of SHA-256 on either side, and does not encrypt. Also on where the environment's is 1.
+  bool authenticate_frames = false;
   // Ranks with equal host ids share memory. Empty: the environment's, else probed.
   std::string host_id;
   // Ranks of a node with equal domain ids are near each other: their CPUs share a cache, or the way to their memory.
@@ -72,6 +75,7 @@ struct BackendOptions : c10d::Backend::Options {
   // Checks ranges and fills what is empty from the environment:
   //   ZEROPG_SECRET       the secret itself
   //   ZEROPG_SECRET_FILE  a file that holds it, readable by its owner only (mode 0600 or 0400)
+  //   ZEROPG_AUTHENTICATE_FRAMES  1 or 0, as above
   //   ZEROPG_UCX_ROOT     which UCX, as above
   //   ZEROPG_INTERFACE    network interfaces, as above
   //   ZEROPG_PORTS        TCP ports, as above

@@ -110,6 +110,8 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
         options->ucx_root = value.cast<std::string>();
       } else if (name == "secret") {
         options->secret = value.cast<std::string>();
+      } else if (name == "authenticate_frames") {
+        options->authenticate_frames = value.cast<bool>();
       } else if (name == "host_id") {
         options->host_id = value.cast<std::string>();
       } else if (name == "domain_id") {
@@ -123,8 +125,8 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
       } else {
         throw py::type_error("[zeropg] BackendOptions has no option '" + name +
                              "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, pool_bytes, window_bytes, cma, "
-                             "network, interfaces, ports, ucx_root, secret, host_id, domain_id, rack_id, topology_file "
-                             "and measure_links.");
+                             "network, interfaces, ports, ucx_root, secret, authenticate_frames, host_id, domain_id, "
+                             "rack_id, topology_file and measure_links.");
       }
     } catch (const py::cast_error&) {
       throw py::type_error("[zeropg] BackendOptions: " + name + " cannot be " + py::repr(value).cast<std::string>() +
@@ -197,6 +199,8 @@ interfaces: str, network interfaces to use between nodes: names or beginnings ("
 ports: str, TCP ports at which ranks wait for those of other nodes ("29600-29700"); default ZEROPG_PORTS, else any.
 ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the system's with RDMA, else the libucx wheel.
 secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
+authenticate_frames: bool, whether all bytes between nodes carry a proof that nobody changed them on the way, at the
+  price of SHA-256's time; default False, or True where ZEROPG_AUTHENTICATE_FRAMES is 1. It encrypts nothing.
 host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.
 domain_id: str, ranks of a node with equal ones share a cache or the way to their memory; default ZEROPG_DOMAIN_ID, else
   probed from the CPUs that the process is bound to.
@@ -218,6 +222,7 @@ measure_links: bool, whether a group on several nodes measures their links when 
       .def_readwrite("ports", &BackendOptions::ports)
       .def_readwrite("ucx_root", &BackendOptions::ucx_root)
       .def_readwrite("secret", &BackendOptions::secret)
+      .def_readwrite("authenticate_frames", &BackendOptions::authenticate_frames)
       .def_readwrite("host_id", &BackendOptions::host_id)
       .def_readwrite("domain_id", &BackendOptions::domain_id)
       .def_readwrite("rack_id", &BackendOptions::rack_id)

@@ -29,6 +29,8 @@ class BackendOptions(Backend.Options):
     ports: str, TCP ports at which ranks wait for those of other nodes ("29600-29700"); default ZEROPG_PORTS, else any.
     ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the system's with RDMA, else the wheel.
     secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
+    authenticate_frames: bool, whether all bytes between nodes carry a proof that nobody changed them on the way, at the
+      price of SHA-256's time; default False, or True where ZEROPG_AUTHENTICATE_FRAMES is 1. It encrypts nothing.
     host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.
     domain_id: str, ranks of a node with equal ones share a cache or the way to their memory; default ZEROPG_DOMAIN_ID,
       else probed from the CPUs that the process is bound to.
@@ -38,6 +40,7 @@ class BackendOptions(Backend.Options):
       nor the default group says what they carry, in about 0.2 s, and follows them while it works; default True.
     """
 
+    authenticate_frames: bool
     domain_id: str
     host_id: str
     interfaces: str

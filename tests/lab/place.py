@@ -17,7 +17,7 @@ import torch.distributed
 from tests.spawn import Place
 from zeropg.tools.lab.lab import SWITCH_ADDRESS, Lab
 
-_FORK = multiprocessing.get_context("forkserver")
+FORK = multiprocessing.get_context("forkserver")
 _KINDS = ("net", "mnt", "uts", "ipc", "pid_for_children")
 
 
@@ -42,12 +42,12 @@ class HostsPlace(Place):
             object.__setattr__(self, name, value)
 
     def enter(self, rank: int) -> None:
-        _enter(self.pids[rank // self.per_host], _KINDS)
+        enter_namespaces(self.pids[rank // self.per_host], _KINDS)
         _become_child()
 
     def open_store(self, timeout: float) -> Any:
-        ours, theirs = _FORK.Pipe()
-        process = _FORK.Process(target=_serve_store, args=(theirs, self.switch, self.address, timeout), daemon=True)
+        ours, theirs = FORK.Pipe()
+        process = FORK.Process(target=_serve_store, args=(theirs, self.switch, self.address, timeout), daemon=True)
         process.start()
         theirs.close()
         return _Store(ours.recv(), process)
@@ -70,7 +70,7 @@ class _Store:
 
 def _serve_store(connection: Connection, switch: int, address: str, timeout: float) -> None:
     """A store on the switch, until this process is killed or its parent ends."""
-    _enter(switch, ("net",))
+    enter_namespaces(switch, ("net",))
     store = torch.distributed.TCPStore(address, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
     connection.send(store.port)
     parent = multiprocessing.parent_process()
@@ -78,7 +78,7 @@ def _serve_store(connection: Connection, switch: int, address: str, timeout: flo
     parent.join()
 
 
-def _enter(pid: int, kinds: tuple[str, ...]) -> None:
+def enter_namespaces(pid: int, kinds: tuple[str, ...]) -> None:
     """Moves this process, which must have one thread, into the namespaces that `pid` holds."""
     libc = ctypes.CDLL(None, use_errno=True)
     folder = os.getcwd()

@@ -1,10 +1,24 @@
 #include "backend/transport/network/frame_decoder.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
 namespace zeropg {
+namespace {
+
+// Moves what fits from the front of `bytes` to what is free of `space`. True when that is full.
+bool fill(std::span<std::byte> space, size_t* filled, std::span<const std::byte>* bytes) {
+  const size_t part = std::min(bytes->size(), space.size() - *filled);
+  std::copy_n(bytes->begin(), part, space.begin() + static_cast<ptrdiff_t>(*filled));
+  *filled += part;
+  *bytes = bytes->subspan(part);
+  return *filled == space.size();
+}
+
+}  // namespace
 
 std::span<std::byte> FrameDecoder::payload_room() {
   if (!has_header()) return {};
@@ -12,31 +26,52 @@ std::span<std::byte> FrameDecoder::payload_room() {
 }
 
 void FrameDecoder::take_payload(int32_t peer, size_t bytes, FrameSink& sink) {
+  if (tags_) tags_->update(payload_room().first(bytes));  // while the processor's caches have them
   payload_filled_ += bytes;
-  if (!has_header() || payload_filled_ < payload_.bytes) return;
-  header_filled_ = 0;
-  sink.take_frame(peer, header_, std::move(payload_));
+  if (payload_filled_ == payload_.bytes && !tags_) hand_over(peer, sink);
 }
 
 void FrameDecoder::take(int32_t peer, std::span<const std::byte> bytes, FrameSink& sink) {
   while (!bytes.empty()) {
     if (!has_header()) {
-      const size_t part = std::min(bytes.size(), sizeof(FrameHeader) - header_filled_);
-      std::memcpy(header_bytes_.data() + header_filled_, bytes.data(), part);
-      header_filled_ += part;
+      if (fill(head(), &head_filled_, &bytes)) take_header(peer, sink);
+    } else if (const std::span<std::byte> room = payload_room(); !room.empty()) {
+      const size_t part = std::min(bytes.size(), room.size());
+      std::memcpy(room.data(), bytes.data(), part);
       bytes = bytes.subspan(part);
-      if (!has_header()) return;
-      std::memcpy(&header_, header_bytes_.data(), sizeof(FrameHeader));
-      sink.check_frame(peer, header_);
-      payload_ = {std::make_unique_for_overwrite<std::byte[]>(header_.payload_bytes), header_.payload_bytes};
-      payload_filled_ = 0;
+      take_payload(peer, part, sink);
+    } else if (fill(payload_tag_, &payload_tag_filled_, &bytes)) {
+      check_tag(payload_tag_);
+      hand_over(peer, sink);
     }
-    const std::span<std::byte> room = payload_room();
-    const size_t part = std::min(bytes.size(), room.size());
-    if (part > 0) std::memcpy(room.data(), bytes.data(), part);
-    bytes = bytes.subspan(part);
-    take_payload(peer, part, sink);
   }
+}
+
+void FrameDecoder::take_header(int32_t peer, FrameSink& sink) {
+  const std::span<const std::byte> bytes = head().first(sizeof(FrameHeader));
+  if (tags_) {
+    tags_->update(bytes);
+    check_tag(head().subspan(sizeof(FrameHeader)));
+  }
+  std::memcpy(&header_, bytes.data(), sizeof(FrameHeader));
+  sink.check_frame(peer, header_);
+  payload_ = {std::make_unique_for_overwrite<std::byte[]>(header_.payload_bytes), header_.payload_bytes};
+  payload_filled_ = 0;
+  payload_tag_filled_ = 0;
+  if (payload_.bytes == 0) hand_over(peer, sink);
+}
+
+void FrameDecoder::check_tag(std::span<const std::byte> tag) {
+  const Tag expected = tags_->next();
+  if (is_same_mac(std::as_bytes(std::span(expected)), tag)) return;
+  C10_THROW_ERROR(DistNetworkError,
+                  "a frame's tag did not match: its bytes were changed, repeated or made by somebody else on the way "
+                  "between the nodes; look at what stands between them");
+}
+
+void FrameDecoder::hand_over(int32_t peer, FrameSink& sink) {
+  head_filled_ = 0;
+  sink.take_frame(peer, header_, std::move(payload_));
 }
 
 }  // namespace zeropg

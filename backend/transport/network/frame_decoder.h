@@ -4,17 +4,25 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <utility>
 
 #include "backend/transport/network/frame.h"
+#include "backend/transport/network/frame_tags.h"
 #include "backend/transport/network/wire.h"
 
 namespace zeropg {
 
 // Of one connection. The calls hand `peer` and what they make of the bytes to the sink, whose check_frame() sees every
-// header before memory for its payload is found; what it throws leaves the decoder unusable.
+// header before memory for its payload is found; what it throws leaves the decoder unusable. So does a tag that does
+// not match, which is a DistNetworkError.
 class FrameDecoder {
  public:
+  FrameDecoder() = default;
+  // The frames carry these tags: Note [Authentic frames].
+  explicit FrameDecoder(FrameTags tags) : tags_(std::move(tags)) {}
+
   // Where the next bytes belong while a payload is incomplete, so that they need not be copied; otherwise empty.
   std::span<std::byte> payload_room();
   // `bytes` of payload_room() have been filled.
@@ -23,13 +31,21 @@ class FrameDecoder {
   void take(int32_t peer, std::span<const std::byte> bytes, FrameSink& sink);
 
  private:
-  bool has_header() const { return header_filled_ == sizeof(FrameHeader); }
+  // A header, and its tag where there are tags.
+  std::span<std::byte> head() { return std::span(head_).first(sizeof(FrameHeader) + (tags_ ? sizeof(Tag) : 0)); }
+  bool has_header() { return head_filled_ == head().size(); }
+  void take_header(int32_t peer, FrameSink& sink);
+  void check_tag(std::span<const std::byte> tag);
+  void hand_over(int32_t peer, FrameSink& sink);
 
-  std::array<std::byte, sizeof(FrameHeader)> header_bytes_;
-  size_t header_filled_ = 0;
+  std::optional<FrameTags> tags_;
+  std::array<std::byte, sizeof(FrameHeader) + sizeof(Tag)> head_{};
+  size_t head_filled_ = 0;
   FrameHeader header_;
   Payload payload_;
   size_t payload_filled_ = 0;
+  std::array<std::byte, sizeof(Tag)> payload_tag_{};
+  size_t payload_tag_filled_ = 0;
 };
 
 }  // namespace zeropg

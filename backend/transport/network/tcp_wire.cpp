@@ -14,6 +14,7 @@
 #include <cstring>
 #include <limits>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "backend/platform/process/inherited_sockets.h"
@@ -28,11 +29,19 @@ constexpr int kEventsPerTurn = 64;
 
 std::span<const std::byte> as_bytes_of(const FrameHeader& header) { return std::as_bytes(std::span(&header, 1)); }
 
+// Of a part of a frame; none where that is empty.
+std::span<const std::byte> tag_of(std::span<const std::byte> part, FrameTags& tags, Tag* tag) {
+  if (part.empty()) return {};
+  tags.update(part);
+  *tag = tags.next();
+  return std::as_bytes(std::span(*tag));
+}
+
 bool is_passing(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
 }  // namespace
 
-TcpWire::TcpWire(std::vector<Descriptor> connections, std::chrono::milliseconds patience)
+TcpWire::TcpWire(std::vector<Descriptor> connections, std::vector<FrameKeys> keys, std::chrono::milliseconds patience)
     : patience_(patience),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       connections_(connections.size()),
@@ -43,6 +52,10 @@ TcpWire::TcpWire(std::vector<Descriptor> connections, std::chrono::milliseconds 
     if (!connections[peer]) continue;
     Connection& connection = connections_[peer];
     connection.socket = std::move(connections[peer]);
+    if (!keys.empty()) {
+      connection.outgoing_tags.emplace(keys[peer].sent);
+      connection.incoming = FrameDecoder(FrameTags(keys[peer].received));
+    }
     close_in_children(connection.socket.get());
     epoll_event event{.events = EPOLLIN, .data = {.u32 = static_cast<uint32_t>(peer)}};
     if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.socket.get(), &event) != 0) {
@@ -56,37 +69,45 @@ TcpWire::~TcpWire() { close(std::chrono::milliseconds(0)); }
 bool TcpWire::send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) {
   Connection& connection = connections_[static_cast<size_t>(peer)];
   if (!connection.socket) return false;
-  size_t sent = 0;
-  if (flush(connection)) {
-    iovec parts[2] = {{const_cast<FrameHeader*>(&header), sizeof header},
-                      {const_cast<std::byte*>(payload.data()), payload.size()}};
-    msghdr message{};
-    message.msg_iov = parts;
-    message.msg_iovlen = payload.empty() ? 1 : 2;
-    const ssize_t taken = ::sendmsg(connection.socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    // An error is noticed by who reads: what the peer said before it went has to be heard first.
-    sent = taken > 0 ? static_cast<size_t>(taken) : 0;
-    if (sent == 0 && urgency == Urgency::kCanWait) {
-      connection.wants_room = true;
-      watch(peer, connection);
-      return false;
-    }
-  } else if (urgency == Urgency::kCanWait) {
+  const bool is_clear = flush(connection);
+  if (!is_clear && urgency == Urgency::kCanWait) return false;
+  FrameParts parts{as_bytes_of(header), {}, payload, {}};
+  std::array<Tag, 2> tags;
+  if (connection.outgoing_tags) {
+    parts[1] = tag_of(parts[0], *connection.outgoing_tags, &tags[0]);
+    parts[3] = tag_of(parts[2], *connection.outgoing_tags, &tags[1]);
+  }
+  // An error is noticed by who reads: what the peer said before it went has to be heard first.
+  const size_t sent = is_clear ? send_now(connection, parts) : 0;
+  // A tag is spent once it is made, and costs more than a copy.
+  if (sent == 0 && urgency == Urgency::kCanWait && !connection.outgoing_tags) {
+    connection.wants_room = true;
+    watch(peer, connection);
     return false;
   }
-  if (sent < sizeof header) {
-    keep(connection, as_bytes_of(header).subspan(sent));
-    keep(connection, payload);
-  } else {
-    keep(connection, payload.subspan(sent - sizeof header));
-  }
+  keep(connection, parts, sent);
   connection.wants_room = connection.waiting_sent < connection.waiting.size();
   watch(peer, connection);
   return true;
 }
 
-void TcpWire::keep(Connection& connection, std::span<const std::byte> bytes) {
-  connection.waiting.insert(connection.waiting.end(), bytes.begin(), bytes.end());
+size_t TcpWire::send_now(const Connection& connection, const FrameParts& parts) {
+  iovec places[std::tuple_size_v<FrameParts>];
+  msghdr message{};
+  message.msg_iov = places;
+  for (const std::span<const std::byte> part : parts) {
+    if (!part.empty()) places[message.msg_iovlen++] = {const_cast<std::byte*>(part.data()), part.size()};
+  }
+  const ssize_t taken = ::sendmsg(connection.socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  return taken > 0 ? static_cast<size_t>(taken) : 0;
+}
+
+void TcpWire::keep(Connection& connection, const FrameParts& parts, size_t sent) {
+  for (const std::span<const std::byte> part : parts) {
+    const auto rest = part.subspan(std::min(sent, part.size()));
+    connection.waiting.insert(connection.waiting.end(), rest.begin(), rest.end());
+    sent -= part.size() - rest.size();
+  }
 }
 
 // True when nothing waits any more.
@@ -253,8 +274,15 @@ void TcpWire::close(std::chrono::milliseconds patience) {
 
 WireProbe probe_tcp(const std::string&) { return {.is_viable = true, .obstacle = ""}; }
 
-std::unique_ptr<Wire> join_tcp(const WireOptions&, OutOfBand& out_of_band) {
-  return std::make_unique<TcpWire>(out_of_band.connect_to_peers());
+std::unique_ptr<Wire> join_tcp(const WireOptions& options, OutOfBand& out_of_band) {
+  std::vector<Descriptor> sockets;
+  std::vector<FrameKeys> keys;
+  for (PeerConnection& connection : out_of_band.connect_to_peers()) {
+    const auto peer = static_cast<int32_t>(sockets.size());
+    sockets.push_back(std::move(connection.socket));
+    if (options.authenticates_frames) keys.push_back(frame_keys(connection.key, options.rank, peer));
+  }
+  return std::make_unique<TcpWire>(std::move(sockets), std::move(keys));
 }
 
 }  // namespace zeropg

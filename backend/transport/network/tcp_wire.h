@@ -1,6 +1,7 @@
 // Frames over TCP: one connection per peer, made and proven by tcp_mesh.h. The default between nodes without RDMA.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -9,6 +10,7 @@
 
 #include "backend/platform/process/descriptor.h"
 #include "backend/transport/network/frame_decoder.h"
+#include "backend/transport/network/frame_tags.h"
 #include "backend/transport/network/wire.h"
 #include "backend/transport/network/wire_setup.h"
 
@@ -18,9 +20,11 @@ class TcpWire final : public Wire {
  public:
   // `connections`: by rank; empty for ranks that are no peers. Non-blocking, proven, nothing read from them beyond
   // that.
+  // `keys`: likewise, of the tags that all frames carry; none: they carry no tags.
   // `patience`: how long sent bytes may stay unacknowledged by the peer's system before the peer is lost. A process
   // that is stopped, and takes nothing, has a system that acknowledges.
-  explicit TcpWire(std::vector<Descriptor> connections, std::chrono::milliseconds patience = kPatience);
+  explicit TcpWire(std::vector<Descriptor> connections, std::vector<FrameKeys> keys = {},
+                   std::chrono::milliseconds patience = kPatience);
   ~TcpWire() override;
 
   std::string_view name() const override { return "tcp"; }
@@ -45,11 +49,14 @@ class TcpWire final : public Wire {
     std::vector<std::byte> waiting;    // [waiting_sent, end) has been taken but not sent
     size_t waiting_sent = 0;
     FrameDecoder incoming;
+    std::optional<FrameTags> outgoing_tags;
   };
 
   bool receive(int32_t peer, FrameSink& sink);
   bool flush(Connection& connection);
-  void keep(Connection& connection, std::span<const std::byte> bytes);
+  using FrameParts = std::array<std::span<const std::byte>, 4>;  // header and payload, each with its tag
+  static size_t send_now(const Connection& connection, const FrameParts& parts);   // as many bytes as fit
+  static void keep(Connection& connection, const FrameParts& parts, size_t sent);  // the rest
   void watch(int32_t peer, Connection& connection);
   void drop(int32_t peer, const std::string& reason, FrameSink& sink);
 

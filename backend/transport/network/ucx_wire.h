@@ -3,8 +3,9 @@
 // Note [UCX and strangers]
 // UCX names no sender, and an endpoint that proved something once cannot be told from another later. So every message
 // begins with a seal: a keyed digest over its header and its number, under a key of the two ranks. What is not sealed
-// is dropped and counted; a number that was taken before is too. The payload is not covered: who can change bytes
-// inside the fabric can change numbers, as on any plain connection.
+// is dropped and counted; a number that was taken before is too. The payload is covered where frames are to be
+// authentic, by its digest in the header; otherwise who can change bytes inside the fabric can change numbers, as on
+// any plain connection.
 #pragma once
 
 #include <array>
@@ -27,6 +28,7 @@ struct UcxWireOptions {
   int32_t world_size = 1;
   // The seal of a message that goes from one rank to another. Used once the peer is connected.
   std::function<Seal(int32_t from, int32_t to, std::span<const std::byte> message)> seal;
+  bool authenticates_payloads = false;  // a payload that was changed on the way loses the peer
 };
 
 class UcxWire : public Wire {

@@ -20,6 +20,7 @@ struct WireOptions {
   int32_t world_size = 1;
   std::vector<int32_t> peers;  // those on other nodes
   std::string library_root;    // a folder with the library to load, for wires that load one; empty: they look for it
+  bool authenticates_frames = false;  // whether every byte is to be proven: a change on the way loses the peer
 };
 
 // How to reach a peer.
@@ -28,13 +29,19 @@ struct PeerContact {
   std::string key;      // known to the two ranks only; every group and every wire has others
 };
 
+// A TCP connection whose other end has proven the group's secret. Non-blocking.
+struct PeerConnection {
+  Descriptor socket;
+  std::string key;  // known to the two ranks only; every connection has another
+};
+
 // What ranks can do for each other before there is a wire. Collective over all peers; DistBackendError at the
 // bootstrap's deadline, naming those that did not come.
 class OutOfBand {
  public:
   virtual ~OutOfBand() = default;
-  // A TCP connection to every peer, by rank, whose other end has proven the group's secret. Non-blocking.
-  virtual std::vector<Descriptor> connect_to_peers() = 0;
+  // To every peer, by rank.
+  virtual std::vector<PeerConnection> connect_to_peers() = 0;
   // Publishes where this rank can be reached. Returns the same of every peer, by rank.
   virtual std::vector<PeerContact> exchange_addresses(const std::string& own) = 0;
 };

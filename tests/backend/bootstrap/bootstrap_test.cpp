@@ -347,9 +347,27 @@ TEST(Bootstrap, SeveralNodesGetAnArenaEachAndConnections) {
 }
 
 TEST(Bootstrap, NodesOfOneRankEach) {
-  auto outcomes = run(3, [](int rank) { return options_on(std::to_string(rank)); });
-  for (const Outcome& outcome : outcomes) ASSERT_EQ(outcome.error, "");
-  expect_connected(outcomes);
+  for (const bool authenticates_frames : {false, true}) {
+    auto outcomes = run(3, [&](int rank) {
+      BootstrapOptions options = options_on(std::to_string(rank));
+      options.authenticates_frames = authenticates_frames;
+      return options;
+    });
+    for (const Outcome& outcome : outcomes) ASSERT_EQ(outcome.error, "");
+    expect_connected(outcomes);
+  }
+}
+
+TEST(Bootstrap, FramesThatOnlySomeRanksAuthenticateAreAnErrorOnEveryRank) {
+  auto outcomes = run(3, [](int rank) {
+    BootstrapOptions options = options_on(std::to_string(rank));
+    options.authenticates_frames = rank != 2;
+    return options;
+  });
+  for (const Outcome& outcome : outcomes) {
+    EXPECT_NE(outcome.error.find("authenticate_frames is 1 on rank 0 but 0 on rank 2"), std::string::npos)
+        << outcome.error;
+  }
 }
 
 TEST(Bootstrap, WrongSecretOnAnotherNodeIsAnErrorOnEveryRankBeforeTheDeadline) {

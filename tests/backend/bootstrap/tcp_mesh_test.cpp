@@ -34,7 +34,7 @@ MeshPlan plan_for(int32_t rank, const std::vector<Node>& nodes, const std::strin
   return plan;
 }
 
-std::string connect(const Node& node, const MeshPlan& plan, std::vector<Descriptor>* connections,
+std::string connect(const Node& node, const MeshPlan& plan, std::vector<PeerConnection>* connections,
                     milliseconds limit = milliseconds(20'000)) {
   try {
     *connections = connect_mesh(node.listener, plan, Clock::now() + limit, [](const std::vector<int32_t>&) {});
@@ -44,10 +44,11 @@ std::string connect(const Node& node, const MeshPlan& plan, std::vector<Descript
   }
 }
 
-void expect_pair(const Descriptor& one, const Descriptor& other, char byte) {
-  EXPECT_EQ(::send(one.get(), &byte, 1, 0), 1);
+void expect_pair(const PeerConnection& one, const PeerConnection& other, char byte) {
+  EXPECT_EQ(one.key, other.key);
+  EXPECT_EQ(::send(one.socket.get(), &byte, 1, 0), 1);
   char heard = 0;
-  while (::recv(other.get(), &heard, 1, 0) < 0) {
+  while (::recv(other.socket.get(), &heard, 1, 0) < 0) {
   }
   EXPECT_EQ(heard, byte);
 }
@@ -61,14 +62,15 @@ Descriptor dial(const Node& node) {
 
 TEST(TcpMesh, ConnectsEverybodyWithEverybody) {
   std::vector<Node> nodes(4);
-  std::vector<std::vector<Descriptor>> connections(4);
+  std::vector<std::vector<PeerConnection>> connections(4);
   std::vector<std::thread> threads;
   for (int32_t rank = 0; rank < 4; ++rank) {
     threads.emplace_back([&, rank] { EXPECT_EQ(connect(nodes[rank], plan_for(rank, nodes), &connections[rank]), ""); });
   }
   for (std::thread& thread : threads) thread.join();
+  EXPECT_NE(connections[0][1].key, connections[0][2].key);
   for (int32_t rank = 0; rank < 4; ++rank) {
-    EXPECT_FALSE(connections[rank][rank]);
+    EXPECT_FALSE(connections[rank][rank].socket);
     for (int32_t peer = 0; peer < rank; ++peer) {
       expect_pair(connections[rank][peer], connections[peer][rank], static_cast<char>(rank * 4 + peer + 1));
     }
@@ -84,8 +86,8 @@ TEST(TcpMesh, StrangersDoNotHarmTheGroup) {
     std::string bytes(i % 4 == 1 ? 3 : i % 4 == 2 ? 68 : 100'000, static_cast<char>(i));  // short, wrong, endless
     ::send(strangers.back().get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   }
-  std::vector<Descriptor> first;
-  std::vector<Descriptor> second;
+  std::vector<PeerConnection> first;
+  std::vector<PeerConnection> second;
   const auto start = Clock::now();
   std::thread thread([&] { EXPECT_EQ(connect(nodes[0], plan_for(0, nodes), &first), ""); });
   EXPECT_EQ(connect(nodes[1], plan_for(1, nodes), &second), "");
@@ -96,13 +98,13 @@ TEST(TcpMesh, StrangersDoNotHarmTheGroup) {
 
 TEST(TcpMesh, AnotherSecretIsToldBeforeTheDeadline) {
   std::vector<Node> nodes(2);
-  std::vector<Descriptor> none;
+  std::vector<PeerConnection> none;
   std::thread thread([&] {
     const std::string error = connect(nodes[0], plan_for(0, nodes), &none, milliseconds(5'000));
     EXPECT_NE(error.find("rank 1 did not connect"), std::string::npos) << error;
     EXPECT_NE(error.find("1 connections did not prove the group's secret"), std::string::npos) << error;
   });
-  std::vector<Descriptor> others;
+  std::vector<PeerConnection> others;
   const std::string error = connect(nodes[1], plan_for(1, nodes, "wrong"), &others);
   EXPECT_NE(error.find("did not take this rank's proof of the group's secret"), std::string::npos) << error;
   EXPECT_NE(error.find("ZEROPG_SECRET"), std::string::npos) << error;
@@ -128,7 +130,7 @@ TEST(TcpMesh, AnImpostorIsNotBelievedAndAReplayIsRefused) {
     while (::recv(victim.get(), buffer, sizeof buffer, 0) < 0 && errno == EAGAIN) {
     }
   });
-  std::vector<Descriptor> none;
+  std::vector<PeerConnection> none;
   const std::string error = connect(nodes[1], plan_for(1, nodes), &none);
   EXPECT_NE(error.find("it did not prove the group's secret"), std::string::npos) << error;
   impostor.join();
@@ -142,7 +144,7 @@ TEST(TcpMesh, AnImpostorIsNotBelievedAndAReplayIsRefused) {
 TEST(TcpMesh, WhoCannotBeReachedIsNamedWithTheAddressTried) {
   std::vector<Node> nodes(2);
   nodes[0].listener.reset();
-  std::vector<Descriptor> none;
+  std::vector<PeerConnection> none;
   const std::string error = connect(nodes[1], plan_for(1, nodes), &none, milliseconds(2000));
   EXPECT_NE(error.find("rank 0 was not reached (127.0.0.1 port "), std::string::npos) << error;
   EXPECT_NE(error.find("refused"), std::string::npos) << error;

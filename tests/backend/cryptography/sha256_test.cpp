@@ -92,5 +92,15 @@ TEST(HmacSha256, TakesOneMessageAfterTheOther) {
   }
 }
 
+TEST(HmacSha256, DigestsDifferInAnyByte) {
+  const Digest a{};
+  EXPECT_TRUE(is_same_mac(a, a));
+  for (size_t i = 0; i < a.size(); ++i) {
+    Digest b = a;
+    b[i] = 0x80;
+    EXPECT_FALSE(is_same_mac(a, b));
+  }
+}
+
 }  // namespace
 }  // namespace zeropg

@@ -30,9 +30,19 @@ std::pair<Descriptor, Descriptor> tcp_pair() {
   return {std::move(one), Descriptor(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK))};
 }
 
+// By peer, as a rank of a group where every pair has another key.
+std::vector<FrameKeys> keys_of(int32_t rank, int32_t world_size, const std::string& key = "key") {
+  std::vector<FrameKeys> keys;
+  for (int32_t peer = 0; peer < world_size; ++peer) {
+    keys.push_back(frame_keys(key + std::to_string(std::min(rank, peer)) + "<" + std::to_string(std::max(rank, peer)),
+                              rank, peer));
+  }
+  return keys;
+}
+
 class TcpWorld final : public NetworkWorld {
  public:
-  explicit TcpWorld(int32_t world_size) {
+  TcpWorld(int32_t world_size, bool has_tags) {
     std::vector<std::vector<Descriptor>> connections(world_size);
     for (auto& of_rank : connections) of_rank.resize(world_size);
     for (int32_t rank = 0; rank < world_size; ++rank) {
@@ -41,16 +51,22 @@ class TcpWorld final : public NetworkWorld {
       }
     }
     for (int32_t rank = 0; rank < world_size; ++rank) {
-      add(std::make_unique<TcpWire>(std::move(connections[rank])), world_size);
+      add(std::make_unique<TcpWire>(std::move(connections[rank]),
+                                    has_tags ? keys_of(rank, world_size) : std::vector<FrameKeys>()),
+          world_size);
     }
   }
 };
 
-std::unique_ptr<TransportWorld> make_tcp_world(int32_t world_size) { return std::make_unique<TcpWorld>(world_size); }
-std::unique_ptr<NetworkWorld> make_tcp_network(int32_t world_size) { return std::make_unique<TcpWorld>(world_size); }
+template <typename World, bool has_tags>
+std::unique_ptr<World> make_tcp(int32_t world_size) {
+  return std::make_unique<TcpWorld>(world_size, has_tags);
+}
 
-INSTANTIATE_TEST_SUITE_P(Tcp, TransportSuite, ::testing::Values(make_tcp_world));
-INSTANTIATE_TEST_SUITE_P(Tcp, NetworkSuite, ::testing::Values(make_tcp_network));
+INSTANTIATE_TEST_SUITE_P(Tcp, TransportSuite,
+                         ::testing::Values(make_tcp<TransportWorld, false>, make_tcp<TransportWorld, true>));
+INSTANTIATE_TEST_SUITE_P(Tcp, NetworkSuite,
+                         ::testing::Values(make_tcp<NetworkWorld, false>, make_tcp<NetworkWorld, true>));
 
 // A network whose one peer is this test, which writes what it likes.
 struct Victim {
@@ -153,8 +169,9 @@ TEST(TcpWire, APeerThatTakesNothingIsNotLost) {
   std::vector<Descriptor> connections(2);
   connections[1] = std::move(here);
   constexpr int64_t kWindow = 64 << 20;
-  RemoteTransport network(std::make_unique<TcpWire>(std::move(connections), milliseconds(600)),
-                          {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = kWindow});
+  RemoteTransport network(
+      std::make_unique<TcpWire>(std::move(connections), std::vector<FrameKeys>(), milliseconds(600)),
+      {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = kWindow});
   const std::vector<std::byte> data(1 << 20);
   size_t sent = 0;
   const auto start = std::chrono::steady_clock::now();
@@ -186,6 +203,118 @@ TEST(TcpWire, SaysWhatHasArrivedAndHowLongItTook) {
   }
   EXPECT_EQ(wire.delivery_to(1)->bytes, before.bytes + sizeof header + data.size());
   EXPECT_LT(wire.delivery_to(1)->busy - before.busy, milliseconds(20'000));
+}
+
+// Rank 0 and its peer, with somebody between them who sees every byte from the peer before rank 0 does.
+struct Tapped {
+  std::unique_ptr<RemoteTransport> networks[2];
+  Descriptor ends[2];
+  size_t tag_bytes;
+
+  explicit Tapped(bool has_tags, const std::string& key = "key") : tag_bytes(has_tags ? 2 * sizeof(Tag) : 0) {
+    for (int32_t rank = 0; rank < 2; ++rank) {
+      std::vector<Descriptor> connections(2);
+      std::tie(ends[rank], connections[1 - rank]) = tcp_pair();
+      networks[rank] = std::make_unique<RemoteTransport>(
+          std::make_unique<TcpWire>(std::move(connections),
+                                    has_tags ? keys_of(rank, 2, key) : std::vector<FrameKeys>()),
+          RemoteTransportOptions{.rank = rank, .world_size = 2, .peers = {1 - rank}, .window_bytes = 1 << 20});
+    }
+  }
+  // What the peer sends for these bytes of a stream.
+  std::string recorded(const std::string& data) {
+    EXPECT_EQ(networks[1]->try_send(0, Lane::kCollective, std::as_bytes(std::span(data))), data.size());
+    return read(ends[1], data.size());
+  }
+  // The whole frame with a payload of so many bytes.
+  std::string read(const Descriptor& end, size_t payload_bytes) const {
+    std::string frame(sizeof(FrameHeader) + payload_bytes + tag_bytes, '\0');
+    for (size_t filled = 0; filled < frame.size();) {
+      const ssize_t received = ::recv(end.get(), frame.data() + filled, frame.size() - filled, MSG_DONTWAIT);
+      if (received > 0) filled += static_cast<size_t>(received);
+    }
+    return frame;
+  }
+  void pass_on(const std::string& bytes) {
+    EXPECT_EQ(::send(ends[0].get(), bytes.data(), bytes.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size()));
+  }
+  // What rank 0 gets, or the error that it has instead.
+  std::string heard(size_t bytes) {
+    std::string data(bytes, '\0');
+    size_t taken = 0;
+    try {
+      while (taken < bytes) {
+        taken += networks[0]->try_receive(1, Lane::kCollective, std::as_writable_bytes(std::span(data)).subspan(taken));
+      }
+    } catch (const c10::DistNetworkError& error) {
+      return error.what_without_backtrace();
+    }
+    return data;
+  }
+};
+
+const std::string kWords = "the gradient of this step";
+const char* const kNoMatch = "tcp transport: rank 1 is lost: a frame's tag did not match";
+
+TEST(AuthenticFrames, ABitThatWasChangedOnTheWayLosesThePeer) {
+  const size_t bytes = sizeof(FrameHeader) + kWords.size() + 2 * sizeof(Tag);
+  for (size_t bit = 0; bit < bytes * 8; ++bit) {
+    Tapped wire(/*has_tags=*/true);
+    std::string frame = wire.recorded(kWords);
+    ASSERT_EQ(frame.size(), bytes);
+    frame[bit / 8] = static_cast<char>(frame[bit / 8] ^ 1 << bit % 8);
+    wire.pass_on(frame);
+    EXPECT_EQ(wire.heard(kWords.size()).rfind(kNoMatch, 0), 0U) << bit;
+  }
+}
+
+TEST(AuthenticFrames, RepeatedReorderedReflectedMissingAndForeignOnesLoseThePeer) {
+  const auto last_heard_of = [](const std::function<std::string(Tapped&)>& meddle, size_t frames) {
+    Tapped wire(/*has_tags=*/true);
+    wire.pass_on(meddle(wire));
+    std::string heard;
+    for (size_t i = 0; i < frames; ++i) heard = wire.heard(1);
+    return heard;
+  };
+  const auto in_order = [](Tapped& wire) {
+    const std::string first = wire.recorded("a");
+    return first + wire.recorded("b");
+  };
+  const auto repeated = [](Tapped& wire) {
+    const std::string frame = wire.recorded("a");
+    return frame + frame;
+  };
+  const auto reordered = [](Tapped& wire) {
+    const std::string first = wire.recorded("a");
+    return wire.recorded("b") + first;
+  };
+  const auto missing = [](Tapped& wire) {
+    wire.recorded("a");
+    return wire.recorded("b");
+  };
+  const auto of_another_connection = [](Tapped&) {
+    Tapped other(/*has_tags=*/true, "other");
+    return other.recorded("a");
+  };
+  const auto reflected = [](Tapped& wire) {
+    const std::string own = "a";
+    wire.networks[0]->try_send(1, Lane::kCollective, std::as_bytes(std::span(own)));
+    return wire.read(wire.ends[0], own.size());
+  };
+  EXPECT_EQ(last_heard_of(in_order, 2), "b");
+  EXPECT_EQ(last_heard_of(repeated, 2).rfind(kNoMatch, 0), 0U);
+  EXPECT_EQ(last_heard_of(reordered, 1).rfind(kNoMatch, 0), 0U);
+  EXPECT_EQ(last_heard_of(missing, 1).rfind(kNoMatch, 0), 0U);
+  EXPECT_EQ(last_heard_of(reflected, 1).rfind(kNoMatch, 0), 0U);
+  EXPECT_EQ(last_heard_of(of_another_connection, 1).rfind(kNoMatch, 0), 0U);
+}
+
+TEST(AuthenticFrames, WithoutTagsAChangedPayloadIsBelieved) {
+  Tapped wire(/*has_tags=*/false);
+  std::string frame = wire.recorded(kWords);
+  frame.back() = 'P';
+  wire.pass_on(frame);
+  EXPECT_EQ(wire.heard(kWords.size()), kWords.substr(0, kWords.size() - 1) + "P");
 }
 
 }  // namespace

@@ -16,13 +16,14 @@ Seal test_seal(uint64_t key, int32_t from, int32_t to, std::span<const std::byte
   return seal;
 }
 
-std::unique_ptr<UcxWire> make_wire(int32_t rank, int32_t world_size, uint64_t key = 1) {
+std::unique_ptr<UcxWire> make_wire(int32_t rank, int32_t world_size, uint64_t key = 1,
+                                   bool authenticates_payloads = true) {
   return UcxWire::make({.root = "",
                         .rank = rank,
                         .world_size = world_size,
-                        .seal = [key](int32_t from, int32_t to, std::span<const std::byte> message) {
-                          return test_seal(key, from, to, message);
-                        }});
+                        .seal = [key](int32_t from, int32_t to,
+                                      std::span<const std::byte> message) { return test_seal(key, from, to, message); },
+                        .authenticates_payloads = authenticates_payloads});
 }
 
 std::string why_there_is_none() {
@@ -127,6 +128,25 @@ TEST(UcxWire, WhoDoesNotKnowTheSecretIsNotHeard) {
   }
   EXPECT_EQ(heard, truth);
   EXPECT_EQ(network.liveness().state_of(1).state, RankState::kAlive);
+}
+
+// As if it had been changed on the way: its sender gives no digest of it.
+TEST(UcxWire, APayloadThatIsNotTheSealedOneLosesThePeer) {
+  if (!why_there_is_none().empty()) GTEST_SKIP() << why_there_is_none();
+  auto wire = make_wire(0, 2);
+  auto other = make_wire(1, 2, /*key=*/1, /*authenticates_payloads=*/false);
+  other->connect(0, wire->address());
+  wire->connect(1, other->address());
+  RemoteTransport network(std::move(wire), {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = 4096});
+  RemoteTransport peer(std::move(other), {.rank = 1, .world_size = 2, .peers = {0}, .window_bytes = 4096});
+  const std::byte data{13};
+  peer.try_send(0, Lane::kCollective, {&data, 1});
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!network.liveness().state_of(1).is_lost && std::chrono::steady_clock::now() < deadline) {
+    peer.progress();
+    network.progress();
+  }
+  EXPECT_EQ(network.liveness().state_of(1).loss.rfind("a frame's tag did not match", 0), 0U);
 }
 
 }  // namespace
