@@ -128,6 +128,74 @@ def test_outputs_of_any_kind_are_divided_once() -> None:
         assert engine.get_global_grad_norm().item() == pytest.approx(expected, rel=1e-5)
 
 
+class Chained(nn.Module):
+    """As Hugging Face's models: the loss is made from another output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.inner = nn.Linear(4, 4)
+        self.adapter = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.adapter(self.inner(x))
+        return {"logits": logits, "loss": logits.square().mean()}
+
+
+@on_ranks(2)
+def test_a_loss_made_from_an_output_is_divided_once() -> None:
+    from zeropg import deepspeed
+
+    data = torch.randn(2, 2, 2, 4, generator=torch.Generator().manual_seed(1))  # rank, micro-batch, row, feature
+
+    def norm(run: Any, *, trains: str = "", penalty: float = 0.0) -> float:
+        model = Chained()
+        chosen = [p for name, p in model.named_parameters() if name.startswith(trains)]
+        if run is None:
+            total = sum(model(part)["loss"] for part in data.flatten(0, 1)) / 4
+            (total + penalty * model.inner.weight.square().sum()).backward()
+            return torch.nn.utils.get_total_norm([p.grad for p in chosen]).item()
+        made = torch.optim.SGD(chosen, lr=0.1)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=made, config=configuration(1, 2) | {"train_batch_size": 8}
+        )
+        for part in data[dist.get_rank()]:
+            run(engine, engine(part)["loss"] + penalty * engine.module.inner.weight.square().sum())
+            engine.step()
+        return engine.get_global_grad_norm().item()  # type: ignore[no-any-return]
+
+    by_hand = lambda _, loss: loss.backward()  # noqa: E731
+    assert norm(by_hand) == pytest.approx(norm(None), rel=1e-5)
+    assert norm(by_hand, penalty=0.1) == pytest.approx(norm(None, penalty=0.1), rel=1e-5)
+    assert norm(lambda engine, loss: engine.backward(loss)) == pytest.approx(norm(None), rel=1e-5)
+    # Trainer's call: the loss, an output of the engine, is divided already.
+    trainers = norm(lambda engine, loss: engine.backward(loss, scale_wrt_gas=False))
+    assert trainers == pytest.approx(2 * norm(None), rel=1e-5)
+    assert norm(by_hand, trains="adapter") == pytest.approx(norm(None, trains="adapter"), rel=1e-5)
+
+
+@on_ranks(2)
+def test_an_update_has_one_way_of_backwards_and_batches_change_between_updates() -> None:
+    engine = make_engine(1, gas=2)
+    part = own_parts(batches()[0], 2)[0]
+    engine.backward(loss_of(engine, part))
+    engine.step()
+    with raises(RuntimeError, "in one of the two ways"):
+        loss_of(engine, part).backward()
+    with raises(ValueError, "1 of 2 micro-batches are accumulated already"):
+        engine.set_train_batch_size(2 * engine.train_batch_size())
+    engine.zero_grad()
+    engine.backward(loss_of(engine, part))
+    engine.step()
+    engine.set_train_batch_size(2 * engine.train_batch_size())
+    applied = []
+    for _ in range(4):
+        engine.backward(loss_of(engine, part))
+        engine.step()
+        applied.append(engine.was_step_applied())
+    assert applied == [False, False, False, True], "the first batch of the new size is whole"
+
+
 @on_ranks(2)
 def test_state_on_a_disk_changes_nothing() -> None:
     from zeropg.deepspeed import utils
@@ -211,7 +279,7 @@ def test_sixteen_bits_learn_and_want_a_scaled_loss() -> None:
         assert train(engine, batches()) == pytest.approx(plain, rel=0.02)
         loss = loss_of(engine, own_parts(batches()[0], 2)[0])
         if "fp16" in block:
-            with raises(RuntimeError, "fp16 needs a scaled loss"):
+            with raises(RuntimeError, "fp16 needs a loss scaled by this engine"):
                 loss.backward(retain_graph=True)
             engine.zero_grad()
         for _ in range(2):

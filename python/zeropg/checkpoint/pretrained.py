@@ -139,15 +139,15 @@ def match_names(
     model: nn.Module, plan: ModelPlan, stored: Mapping[str, StoredTensor]
 ) -> tuple[dict[int, StoredTensor], LoadedNames]:
     """Returns what each of the plan's tensors, by index, is loaded from, and the names that have no counterpart."""
-    found: dict[int, StoredTensor] = {}
+    found = {plan.index_of[name]: tensor for name, tensor in stored.items() if name in plan.index_of}
     unexpected = []
     prefix = str(getattr(model, "base_model_prefix", "") or "")
     for name, tensor in stored.items():
+        if name in plan.index_of:
+            continue
         index = next((plan.index_of[each] for each in _names_here(name, prefix) if each in plan.index_of), None)
-        if index is None:
+        if index is None or found.setdefault(index, tensor) is not tensor:
             unexpected.append(name)
-        else:
-            found.setdefault(index, tensor)
     missing = [tensor.name for index, tensor in enumerate(plan.tensors) if index not in found]
     return found, LoadedNames(
         _not_matching(missing, getattr(model, "_keys_to_ignore_on_load_missing", None)),

@@ -105,7 +105,7 @@ class SafetensorsFolder:
 
 def _read_index(directory: Path) -> dict[str, Path]:
     path = directory / _INDEX
-    if not path.is_file():
+    if not path.is_file() or (directory / _SINGLE).is_file():  # from_pretrained, too, takes the single file first
         return {}
     try:
         names = json.loads(path.read_text())["weight_map"]

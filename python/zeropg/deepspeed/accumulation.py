@@ -14,6 +14,7 @@ class Accumulation:
     world_size: int
     is_managed: bool = True  # False: every step() is a boundary
     micro_steps: int = 0
+    first: int = 0  # micro_steps when batches of this size began
     override: bool | None = None  # what the program says instead of the count
 
     @property
@@ -25,7 +26,7 @@ class Accumulation:
         """Whether the next step() updates the model."""
         if self.override is not None:
             return self.override
-        return not self.is_managed or (self.micro_steps + 1) % self.steps == 0
+        return not self.is_managed or (self.micro_steps - self.first + 1) % self.steps == 0
 
     def resize(self, batch_size: int) -> None:
         """Changes how many micro-batches make a batch. Raises ValueError where they do not come out even."""
@@ -35,4 +36,14 @@ class Accumulation:
                 f"[zeropg] set_train_batch_size: {batch_size} is no multiple of {samples}, the micro-batch size "
                 f"{self.micro_batch_size} times {self.world_size} ranks; pass one that is"
             )
+        if self.is_managed and self.override is None and (self.micro_steps - self.first) % self.steps:
+            raise ValueError(
+                f"[zeropg] set_train_batch_size: {(self.micro_steps - self.first) % self.steps} of {self.steps} "
+                "micro-batches are accumulated already; call it after the step() of a boundary"
+            )
         self.steps = batch_size // samples
+        self.first = self.micro_steps
+
+    def begin(self, micro_steps: int) -> None:
+        """The next micro-batch is a batch's first."""
+        self.micro_steps = self.first = micro_steps

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 _DEFAULT_PORT = 29500
+_OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def init_distributed(
@@ -43,8 +44,19 @@ def init_distributed(
         )
     if init_method is None:
         if "RANK" not in os.environ and rank < 0:
+            _check_alone()
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
     backend = "zeropg" if dist_backend in (None, "nccl") else dist_backend
     dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+
+
+def _check_alone() -> None:
+    """Raises RuntimeError where another launcher has started several processes, which would each train alone."""
+    for name in _OTHER_LAUNCHERS:
+        if os.environ.get(name, "1") != "1":
+            raise RuntimeError(
+                f"[zeropg] init_distributed: {name} is {os.environ[name]}, but RANK is not set, so each process would "
+                "train alone; start them by torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+            )

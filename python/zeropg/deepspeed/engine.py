@@ -17,7 +17,13 @@ from zeropg.deepspeed.config import Config
 from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
 from zeropg.deepspeed.engine_checkpoints import EngineCheckpoints
 from zeropg.deepspeed.loss_scaler import LossScaler
-from zeropg.deepspeed.scaled_backward import divided_by_engine, is_divided_by_engine, is_scaled, mark_scaled
+from zeropg.deepspeed.scaled_backward import (
+    Scaling,
+    divided_by_engine,
+    mark_scaled,
+    scaling_by_engine,
+    scaling_by_hand,
+)
 from zeropg.deepspeed.settings import EngineSettings
 from zeropg.deepspeed.update import Update
 from zeropg.sharding.nested import hidden_tensors_in, tensors_in
@@ -82,6 +88,9 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self._step_applied = False
         self._in_no_sync = False
         self._backwards = 0  # since the last update
+        # Whether losses since the last update were divided by the accumulation steps: by engine.backward. Else the sum
+        # of the gradients is, at the update.
+        self._is_divided: bool | None = None  # None: there was no backward
         self._follow_boundary()
 
     def __getattr__(self, name: str) -> Any:
@@ -111,14 +120,14 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the model.
 
-        Where a program runs the backward itself, the gradient is divided by the accumulation steps as it enters the
-        model's outputs.
+        Where a program runs the backward itself, the sum of its gradients is divided by the accumulation steps in
+        `step`, at a boundary.
         """
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and (self.gradient_accumulation_steps() > 1 or self._scaler.is_enabled()):
             for tensor in [*tensors_in(output), *hidden_tensors_in(output)]:
                 if tensor.requires_grad:
-                    tensor.register_hook(self._enter_backward)
+                    tensor.register_hook(self._check_backward)
         return output
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -138,10 +147,15 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         """
         self._need_optimizer("backward")
         _check_loss(loss, "backward")
-        divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        total = self._scaler.scale(divided)
-        with divided_by_engine(total):
-            total.backward(retain_graph=retain_graph)
+        steps = self.gradient_accumulation_steps()
+        divided = loss / steps if scale_wrt_gas else loss
+        if self._is_divided is None:
+            self._is_divided = True
+        total = self._scaler.scale(divided if self._is_divided else divided * steps)
+        # A tensor of its own carries the mark: hooks of the model's outputs come after it.
+        marked = total.view_as(total)
+        with divided_by_engine(marked, Scaling(self.cur_scale, steps)):
+            marked.backward(retain_graph=retain_graph)
         self._backwards += 1
         return divided
 
@@ -149,18 +163,38 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         """Returns `loss` times the loss scale, for `engine.scale(loss).backward()`. Raises as `backward` does."""
         self._need_optimizer("scale")
         _check_loss(loss, "scale")
-        return mark_scaled(loss * self.cur_scale)
+        return mark_scaled(loss * self.cur_scale, self.cur_scale)
 
-    def _enter_backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Hook of the model's outputs."""
-        if is_divided_by_engine():
-            return None
-        if self._scaler.is_enabled() and not is_scaled():
+    @property
+    def gradient_factor(self) -> float:
+        """What the gradients that are accumulated now have yet to be multiplied by, beside the loss scale."""
+        return 1.0 if self._is_divided else 1.0 / self.gradient_accumulation_steps()
+
+    def _check_backward(self, gradient: torch.Tensor) -> None:
+        """Hook of the model's outputs: how the loss of a backward through them is scaled."""
+        own = Scaling(self.cur_scale, self.gradient_accumulation_steps())
+        if (scaling := scaling_by_engine()) is not None:
+            if scaling != own:
+                raise RuntimeError(
+                    f"[zeropg] backward: another engine scaled this loss by {scaling.scale:g} and divided it by "
+                    f"{scaling.steps}; this one has a loss scale of {own.scale:g} and {own.steps} micro-batches. Give "
+                    "engines that share a loss one configuration, or call backward for each one's own loss"
+                )
+            if self._is_divided is None:
+                self._is_divided = True
+            return
+        by_hand = scaling_by_hand()
+        if self._scaler.is_enabled() and (by_hand is None or by_hand.scale != own.scale):
             raise RuntimeError(
-                "[zeropg] backward: fp16 needs a scaled loss, and this one was not scaled; call engine.backward(loss) "
-                "or engine.scale(loss).backward()"
+                "[zeropg] backward: fp16 needs a loss scaled by this engine, and this one was not; call "
+                "engine.backward(loss) or engine.scale(loss).backward()"
             )
-        return gradient / self.gradient_accumulation_steps()
+        if self._is_divided:
+            raise RuntimeError(
+                "[zeropg] backward: the program runs this backward itself, but an earlier one since the last update "
+                "was engine.backward; run all backwards of an update in one of the two ways"
+            )
+        self._is_divided = False
 
     # --- accumulation ---
 
@@ -211,8 +245,9 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
 
     def _begin_accumulation(self) -> None:
         """After a load: the next micro-batch is a batch's first."""
-        self._accumulation.micro_steps = self.global_steps * self._accumulation.steps
+        self._accumulation.begin(self.global_steps * self._accumulation.steps)
         self._backwards = 0
+        self._is_divided = None
         self._follow_boundary()
 
     # --- step ---
@@ -248,10 +283,14 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, accumulated ones too."""
         self.module.zero_grad(set_to_none=set_to_none)
+        self._is_divided = None
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         assert self._update is not None  # as _need_optimizer says
-        self._step_applied = self._update.run()
+        try:
+            self._step_applied = self._update.run(self.gradient_factor)
+        finally:
+            self._is_divided = None
         if not self._step_applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:

@@ -140,13 +140,28 @@ class EngineCheckpoints:
         saved = extra["deepspeed"]
         self.module.zero_grad(set_to_none=True)
         if not load_module_only:
-            if load_lr_scheduler_states and self.lr_scheduler is not None:
-                self.lr_scheduler.load_state_dict(saved["lr_scheduler"])
             self._scaler.load_state_dict(saved["loss_scale"])
             for key in _COUNTERS:
                 setattr(self, key, saved["counters"][key])
+            if load_lr_scheduler_states and self.lr_scheduler is not None:
+                self._load_scheduler(saved["lr_scheduler"], has_rates=optimizer is not None)
         self._begin_accumulation()
         return str(directory / name), saved["client_state"]
+
+    def _load_scheduler(self, saved: dict[str, Any], *, has_rates: bool) -> None:
+        """has_rates: whether the param groups have those of the checkpoint already."""
+        if not saved:
+            if self._group.rank() == 0:
+                LOGGER.warning("[zeropg] load_checkpoint: it was saved without a scheduler; yours stays as it is")
+            return
+        self.lr_scheduler.load_state_dict(saved)
+        if has_rates or self.optimizer is None or not hasattr(self.lr_scheduler, "get_last_lr"):
+            return
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=False):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def module_state_dict(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +20,7 @@ from zeropg.deepspeed.engine import DeepSpeedEngine
 from zeropg.deepspeed.zero.leaf_modules import mark_named, units_around_leaves
 from zeropg.deepspeed.zero.owners import register
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
+from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -76,10 +78,11 @@ def initialize(
         args.local_rank = local_rank()
     group = _data_parallel_group(mpu)
     settings = read(raw, world_size=group.size())
+    _check_same_everywhere(group, settings)
     device = _device(group)
     if device.type != "cpu":
         torch.cuda.set_device(device)
-        model.to(device)
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     leaves = settings.zero_optimization.leaf_module
     mark_named(model, leaves.classes, leaves.names, leaves.name_suffixes)
     fully_shard(model, process_group=group, units=units_around_leaves(model), **sharding_arguments(settings))
@@ -155,6 +158,13 @@ def _data_parallel_group(mpu: Any) -> dist.ProcessGroup:
     return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
 
 
+def _check_same_everywhere(group: dist.ProcessGroup, settings: Config) -> None:
+    """Raises ValueError where ranks have other configurations: they would wait for each other, or part silently."""
+    text = settings.model_dump_json(exclude={"zero_optimization": {"offload_optimizer", "offload_param"}})
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    check_same(group, "initialize", together(group, "initialize", lambda: {"the configuration (digest)": digest}))
+
+
 def _device(group: dist.ProcessGroup) -> torch.device:
     if torch.cuda.is_available() and any(device.type == "cuda" for device in group._device_types):
         return torch.device("cuda", local_rank() % torch.cuda.device_count())
@@ -171,7 +181,7 @@ def _make_optimizer(
         plain = make
     else:
         plain = make(list(model.parameters() if model_parameters is None else model_parameters))
-    plain.param_groups[:] = [group for group in plain.param_groups if group["params"]]
+        plain.param_groups[:] = [group for group in plain.param_groups if group["params"]]
     return shard_optimizer(plain, model)
 
 

@@ -70,11 +70,12 @@ class LossScaler(GradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers only; {} when not enabled."""
-        return {key: getattr(self, key) for key in _KEYS} if self.is_enabled() else {}
+        numbers = {key: getattr(self, key) for key in _KEYS}
+        return {**numbers, "is_dynamic": self.is_dynamic} if self.is_enabled() else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave; nothing from one of a run without a scale."""
-        if not self.is_enabled() or not state_dict:
+        """Takes over what `state_dict` gave; nothing from a run without a scale, and a dynamic one's only as such."""
+        if not self.is_enabled() or not (self.is_dynamic and state_dict.get("is_dynamic")):
             return
         self._scale = float(state_dict["cur_scale"])
         for key in _KEYS[1:]:

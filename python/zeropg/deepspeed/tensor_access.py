@@ -14,7 +14,7 @@ from torch import nn
 
 from zeropg.deepspeed.zero.owners import Place, place_of
 from zeropg.optim.shard_optimizer import ShardedOptimizer
-from zeropg.rank_io.agreement import collective_device
+from zeropg.rank_io.agreement import collective_device, together
 from zeropg.sharding.access import full_gradients, local_shards, writable_shards
 
 
@@ -31,7 +31,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the master, and the parameter with it. `value` has its shape and is the same on every rank."""
     place = _place(param, "safe_set_full_fp32_param")
-    _check_shape(param, value, "safe_set_full_fp32_param")
+    _check_shapes(place, param, value, "safe_set_full_fp32_param")
     with writable_shards(place.engine.module) as shards:
         for name, tensor, start, stop in shards:
             if name == place.name:
@@ -41,25 +41,25 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Returns a copy of the whole averaged gradient in the master's dtype, between backward and step.
 
-    It still carries the loss scale (`engine.cur_scale`). None where there is no gradient. Raises RuntimeError in stages
-    0 and 1 before a boundary, when gradients are not averaged yet.
+    Divided by the accumulation steps; it still carries the loss scale (`engine.cur_scale`). None where there is no
+    gradient. Raises RuntimeError in stages 0 and 1 before a boundary, when gradients are not averaged yet.
     """
     place = place_of(param)
     if place is None or param.grad is None:
         return None
     with full_gradients(place.engine.module):
         assert param.grad is not None
-        return param.grad.clone()
+        return param.grad * place.engine.gradient_factor
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the averaged gradient, which has to be there. `value` has its shape and is the same on every rank."""
     place = _place(param, "safe_set_full_grad")
-    _check_shape(param, value, "safe_set_full_grad")
+    _check_shapes(place, param, value, "safe_set_full_grad")
     _need_gradient(param, "safe_set_full_grad")
     with full_gradients(place.engine.module):
         assert param.grad is not None
-        param.grad.copy_(value)
+        param.grad.copy_(value / place.engine.gradient_factor)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -92,8 +92,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets the state of that key. `value` has the parameter's shape and is the same on every rank."""
-    _check_shape(param, value, "safe_set_full_optimizer_state")
     place = _place(param, "safe_set_full_optimizer_state")
+    _check_shapes(place, param, value, "safe_set_full_optimizer_state")
     start, stop = _optimizer(place).local_ranges().get(place.name, (0, 0))
     if start < stop:
         _local_state(place, param, optim_state_key).copy_(value.reshape(-1)[start:stop])
@@ -121,7 +121,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Returns a copy of this rank's part of the averaged gradient, 1-D; None where there is no gradient."""
     place = _place(param, "safe_get_local_grad")
     view = _local_gradient(place, param)
-    return None if view is None else view.clone()
+    return None if view is None else view * place.engine.gradient_factor
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -135,7 +135,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         )
     view = _local_gradient(place, param)
     assert view is not None  # as _need_gradient says
-    view.copy_(value.reshape(-1))
+    view.copy_(value.reshape(-1) / place.engine.gradient_factor)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor:
@@ -194,9 +194,14 @@ def _local_gradient(place: Place, param: nn.Parameter) -> torch.Tensor | None:
     return torch.empty(0, dtype=gradient.dtype)
 
 
-def _check_shape(param: nn.Parameter, value: torch.Tensor, call: str) -> None:
-    if value.shape != param.shape:
-        raise ValueError(f"[zeropg] {call}: the value has shape {list(value.shape)}, expected {list(param.shape)}")
+def _check_shapes(place: Place, param: nn.Parameter, value: torch.Tensor, call: str) -> None:
+    """On all ranks together: one that stays behind would leave the others waiting."""
+
+    def check() -> None:
+        if value.shape != param.shape:
+            raise ValueError(f"the value has shape {list(value.shape)}, expected {list(param.shape)}")
+
+    together(place.state.core.process_group, call, check)
 
 
 def _need_gradient(param: nn.Parameter, call: str) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from zeropg.deepspeed.loss_scaler import LossScaler
+from zeropg.optim.grad_scaler import has_nonfinite
+from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.sharding.access import clip_grad_norm_
 from zeropg.sharding.state import state_of
 
@@ -22,6 +24,7 @@ class Update:
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler, max_norm: float, skips: bool
     ) -> None:
         """max_norm: 0 clips nothing. skips: whether a step whose gradients are not finite is left out."""
+        assert isinstance(optimizer, ShardedOptimizer)  # as shard_optimizer returns it
         self._module = module
         self._core = state_of(module, "step").core
         self._optimizer = optimizer
@@ -30,8 +33,10 @@ class Update:
         self._skips = skips
         self.norm: torch.Tensor | None = None  # of the last update's averaged gradients, unscaled, before clipping
 
-    def run(self) -> bool:
+    def run(self, factor: float) -> bool:
         """Returns whether the model was updated; the same on every rank. Collective.
+
+        factor: what gradients are multiplied by first, beside the loss scale.
 
         Raises RuntimeError, before anything communicates, where no parameter has a gradient.
         """
@@ -41,15 +46,21 @@ class Update:
                 "engine.step()"
             )
         try:
-            return self._run()
+            return self._run(factor)
         finally:
             self._module.zero_grad(set_to_none=True)
 
-    def _run(self) -> bool:
+    def _run(self, factor: float) -> bool:
+        self._drop_unheld()
         self._scaler.unscale_(self._optimizer)
+        if factor != 1:
+            self._core.scale_gradients(factor)
         # Also where nothing is clipped: programs ask for the norm, and it tells all ranks alike what is not finite.
         self.norm = clip_grad_norm_(self._module, self._max_norm) if self._core.averages_gradients else None
-        is_finite = self.norm is None or math.isfinite(self.norm)
+        if self.norm is not None:
+            is_finite = math.isfinite(self.norm)
+        else:  # ranks average momenta, so each one's gradient is its own
+            is_finite = self._scaler.is_enabled() or not self._skips or not has_nonfinite(self._optimizer)
         if self._scaler.overflow or (self._skips and not is_finite):
             scale = f" at loss scale {self._scaler.cur_scale:g}" if self._scaler.is_enabled() else ""
             if self._core.rank == 0:
@@ -59,3 +70,10 @@ class Update:
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return True
+
+    def _drop_unheld(self) -> None:
+        """Gradients of parameters that the optimizer does not hold count neither for the norm nor as overflow."""
+        held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        for parameter in self._module.parameters():
+            if id(parameter) not in held and parameter.grad is not None:
+                parameter.grad = None

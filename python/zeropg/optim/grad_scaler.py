@@ -211,21 +211,28 @@ class GradScaler:
         if id(optimizer) in self._found_inf:
             return
         if isinstance(optimizer, ShardedOptimizer):
-            group = optimizer._core.process_group
             self._compressed.add(optimizer._core)
-        else:
-            assert optimizer.exchange is not None  # as _check says
-            group = optimizer.exchange.group
-            if optimizer.warmup_state is not None:
-                self._compressed.add(optimizer.warmup_state)
-        worst = torch.zeros(1, dtype=torch.int64)
-        for gradient in _gradients(optimizer):
-            # The largest magnitude: inf and nan come through, and no tensor of flags is made.
-            if gradient.numel() > 0 and not math.isfinite(torch.linalg.vector_norm(gradient, math.inf).item()):
-                worst[0] = 1
-        worst = worst.to(collective_device(group))
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-        self._found_inf[id(optimizer)] = bool(worst.item())
+        elif optimizer.warmup_state is not None:
+            self._compressed.add(optimizer.warmup_state)
+        self._found_inf[id(optimizer)] = has_nonfinite(optimizer)
+
+
+@torch.no_grad()
+def has_nonfinite(optimizer: Scaled) -> bool:
+    """Whether a gradient that the optimizer steps by is not finite on some rank. Collective."""
+    if isinstance(optimizer, ShardedOptimizer):
+        group = optimizer._core.process_group
+    else:
+        assert optimizer.exchange is not None  # as GradScaler._check says
+        group = optimizer.exchange.group
+    worst = torch.zeros(1, dtype=torch.int64)
+    for gradient in _gradients(optimizer):
+        # The largest magnitude: inf and nan come through, and no tensor of flags is made.
+        if gradient.numel() > 0 and not math.isfinite(torch.linalg.vector_norm(gradient, math.inf).item()):
+            worst[0] = 1
+    worst = worst.to(collective_device(group))
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+    return bool(worst.item())
 
 
 def _model_key(optimizer: Scaled) -> int:

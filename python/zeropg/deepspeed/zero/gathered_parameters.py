@@ -43,9 +43,11 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         places = {id(place.engine): place for parameter in self._parameters if (place := place_of(parameter))}
-        for place in places.values():
-            context = full_parameters(place.engine.module, writable=self._modifier_rank is not None)
-            self._models.enter_context(context)
+        with ExitStack() as entered:  # where one cannot be entered, those before are left again
+            for place in places.values():
+                context = full_parameters(place.engine.module, writable=self._modifier_rank is not None)
+                entered.enter_context(context)
+            self._models = entered.pop_all()
 
     def __exit__(self, *error: Any) -> bool | None:
         with self._models:  # leaves the models also where a rank is lost
@@ -57,7 +59,9 @@ class GatheredParameters:
     def _publish(self, source: int) -> None:
         for parameter in self._parameters:
             whole = parameter.detach().contiguous()
-            dist.broadcast(whole.view(-1).view(torch.uint8), src=source)
+            place = place_of(parameter)
+            group = None if place is None else place.state.core.process_group
+            dist.broadcast(whole.view(-1).view(torch.uint8), src=source, group=group)
             if not torch.equal(whole, parameter):
                 parameter.copy_(whole)
 
