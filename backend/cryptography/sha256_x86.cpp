@@ -6,13 +6,12 @@
 #include <immintrin.h>
 
 #pragma GCC optimize("O3")
-#pragma GCC target("sha,ssse3,sse4.1")
 
 namespace zeropg {
 namespace {
 
 // The instructions want the state's words as a b e f and c d g h, each from the highest lane down.
-void absorb_x86(Sha256State& state, const std::byte* blocks, size_t count) {
+[[gnu::target("sha,ssse3,sse4.1")]] void absorb_x86(Sha256State& state, const std::byte* blocks, size_t count) {
   auto* const words = reinterpret_cast<__m128i*>(state.data());
   const auto* const constants = reinterpret_cast<const __m128i*>(kSha256Rounds);
   const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);

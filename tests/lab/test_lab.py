@@ -92,7 +92,7 @@ def test_a_rank_may_be_stopped_for_a_while(lab: Lab) -> None:
 
 def megabits(lab: Lab, *pairs: tuple[int, int]) -> list[float]:
     """What streams bring, which all run at once; in a packet of 1514 bytes 1448 are payload."""
-    return [8e-6 * rate * 1514 / 1448 for rate in stream_rates(lab, pairs, seconds=0.5, settle=0.3)]
+    return [8e-6 * rate * 1514 / 1448 for rate in stream_rates(lab, pairs, seconds=2.0, settle=0.5)]
 
 
 def test_links_and_uplinks_carry_what_they_are_told_to(needs_lab: None) -> None:

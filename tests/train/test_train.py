@@ -139,4 +139,4 @@ def test_help_lists_the_commands_and_an_unknown_one_is_refused():
     assert "train" in shown.stdout and "torchrun --standalone" in shown.stdout
     refused = run("nonsense")
     assert refused.returncode == 2
-    assert "no command 'nonsense'; there is bench, doctor" in refused.stderr
+    assert "no command 'nonsense'; there is bench, config, doctor" in refused.stderr
