@@ -19,6 +19,7 @@ from zeropg._native import _C
 from zeropg.checkpoint.debts import debt_file, saved_debts
 from zeropg.checkpoint.folder import CheckpointFolder
 from zeropg.checkpoint.load import Loading
+from zeropg.checkpoint.load_masters import load_masters
 from zeropg.checkpoint.manifest import ALONE, Manifest, SavedFile
 from zeropg.checkpoint.optimizers import Optimizers, named_optimizers, own_words
 from zeropg.checkpoint.plan import (
@@ -155,16 +156,7 @@ def load_checkpoint(
     try:
         check_same(group, "load_checkpoint", announced)
         extras = _together_own(group, opened.read_extras)
-        with progress("load_checkpoint", opened.own_bytes(), is_shown=group.rank() == 0) as advance:
-            state.core.begin_step()
-            failure: Exception | None = None
-            try:
-                opened.read_model(advance)
-            except Exception as error:
-                failure = error
-            finally:
-                state.core.end_load()  # also after an error: the other ranks are waiting in theirs
-            together(group, "load_checkpoint", lambda: opened.read_optimizers(advance, failure))
+        load_masters(state.core, "load_checkpoint", opened.own_bytes(), opened.read_model, opened.read_optimizers)
     finally:
         opened.close()
     if group.rank() == 0:

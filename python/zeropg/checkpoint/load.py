@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from zeropg._native import _C
 from zeropg.checkpoint.debts import is_debt_file, load_debts, taken_debt_files
 from zeropg.checkpoint.folder import reading
 from zeropg.checkpoint.foreign import describe_foreign
+from zeropg.checkpoint.load_masters import Advance
 from zeropg.checkpoint.manifest import Manifest, SavedOptimizer, SavedTensor, read_manifest
 from zeropg.checkpoint.optimizers import check_same_names, own_words
 from zeropg.checkpoint.plan import ModelPlan, group_names, optimizer_kind, plan_model
@@ -27,8 +28,6 @@ from zeropg.sharding.state import ShardedState
 
 _PIECE_BYTES = 4 << 20
 _LISTED = 5  # names in an error; the rest is counted
-
-Advance = Callable[[int], None]
 
 
 class Loading:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from zeropg.checkpoint.load_masters import Advance, load_masters
 from zeropg.checkpoint.plan import ModelPlan, plan_model
 from zeropg.checkpoint.safetensors_folder import SafetensorsFolder, StoredTensor
 from zeropg.checkpoint.values import put_whole
 from zeropg.optim.flat_update import segments_of
 from zeropg.rank_io.agreement import check_same, together
-from zeropg.rank_io.progress import progress
 from zeropg.sharding.state import ShardedState, state_of
 
 _LISTED = 5  # names in an error; the rest is counted
@@ -67,16 +67,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         check_same(group, "load_pretrained", together(group, "load_pretrained", open_folder))
         assert loading is not None  # otherwise the line above has raised
         opened: _Loading = loading
-        with progress("load_pretrained", opened.own_bytes(), is_shown=group.rank() == 0) as advance:
-            state.core.begin_step()
-            failure: Exception | None = None
-            try:
-                opened.read(advance)
-            except Exception as error:
-                failure = error
-            finally:
-                state.core.end_load()  # also after an error: the other ranks are waiting in theirs
-            together(group, "load_pretrained", lambda: _raise_half_loaded(failure))
+        load_masters(state.core, "load_pretrained", opened.own_bytes(), opened.read, _raise_half_loaded)
         return opened.names
     finally:
         if loading is not None:
@@ -112,7 +103,7 @@ class _Loading:
         return total // (core.world_size if core.stage > 0 else 1)
 
     @torch.no_grad()
-    def read(self, advance: Callable[[int], None]) -> None:
+    def read(self, advance: Advance) -> None:
         """Sets masters, parameters and buffers; between the core's begin_step and end_load."""
         groups: list[Any] = list(self._state.core.flat_groups)
         for group in groups:
@@ -187,7 +178,7 @@ def _problems(plan: ModelPlan, stored: Mapping[int, StoredTensor], names: Loaded
     ]
 
 
-def _raise_half_loaded(failure: Exception | None) -> None:
+def _raise_half_loaded(_: Advance, failure: Exception | None) -> None:
     if failure is not None:
         text = f"{failure}; the model holds old and new values now: load weights before you use it"
         raise (ValueError if isinstance(failure, ValueError) else OSError)(text) from failure
