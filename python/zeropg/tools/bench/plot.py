@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -268,3 +269,5 @@ def _save(figure: Figure, header: dict[str, Any], what: str, file: Path) -> None
     file.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(_STYLE):
         figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+    if file.suffix == ".svg":  # a hundredth of a point is enough: a third fewer bytes
+        file.write_text(re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), file.read_text()))
