@@ -32,7 +32,7 @@ class ScriptedWire final : public Wire {
     rest_ = rest_.subspan(piece.size());
     sink.note_sign_of_life(1);
     try {
-      const std::span<std::byte> room = decoder_.payload_room();  // as a wire that receives into place
+      const std::span<std::byte> room = decoder_.payload_room(1, sink);  // as a wire that receives into place
       if (!room.empty()) {
         const size_t part = std::min(room.size(), piece.size());
         std::copy_n(piece.begin(), part, room.begin());

@@ -18,6 +18,11 @@ void IncomingStream::put(Payload payload) {
   if (payload.bytes > 0) queue_.push_back(std::move(payload));
 }
 
+void IncomingStream::note_placed(size_t bytes) {
+  received_ += bytes;
+  taken_ += bytes;
+}
+
 size_t IncomingStream::take(std::span<std::byte> data) {
   size_t moved = 0;
   while (moved < data.size() && !queue_.empty()) {

@@ -38,6 +38,8 @@ class IncomingStream {
  public:
   uint64_t queued_bytes() const { return received_ - taken_; }
   void put(Payload payload);
+  // The next bytes were received where they were wanted: nothing may be queued.
+  void note_placed(size_t bytes);
   // Moves the oldest bytes to `data`; returns how many there were.
   size_t take(std::span<std::byte> data);
   // How much has been taken so far, when the sender should be told again: then it counts as told.

@@ -11,6 +11,9 @@
 namespace zeropg {
 namespace {
 
+// Less than that is not worth the question how much room the wire has.
+constexpr size_t kCheapCopyBytes = size_t{32} << 10;
+
 std::span<const std::byte> as_bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
 
 [[noreturn]] void throw_senseless(const char* what) {
@@ -65,8 +68,9 @@ size_t RemoteTransport::try_send(int32_t peer, Lane lane, std::span<const std::b
   bool has_looked = false;
   while (moved < data.size()) {
     if (is_gone(peer)) throw_gone(peer);
-    const uint64_t room = stream_limit_bytes(options_.window_bytes) - stream.in_flight_bytes();
-    const size_t bytes = std::min<uint64_t>({data.size() - moved, room, kMaxPayloadBytes});
+    const uint64_t credit = stream_limit_bytes(options_.window_bytes) - stream.in_flight_bytes();
+    size_t bytes = std::min<uint64_t>({data.size() - moved, credit, kMaxPayloadBytes});
+    if (bytes > kCheapCopyBytes) bytes = std::clamp(wire_->room(peer), kCheapCopyBytes, bytes);
     const FrameHeader header{FrameKind::kData, static_cast<uint8_t>(lane), 0, static_cast<uint32_t>(bytes), 0};
     if (bytes > 0 && wire_->send(peer, header, data.subspan(moved, bytes), Urgency::kCanWait)) {
       stream.note_sent(bytes);
@@ -92,7 +96,7 @@ size_t RemoteTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte
   size_t moved = stream.take(data);
   if (moved < data.size() && !is_closed_) {
     wanted_ = {FrameKind::kData, peer, static_cast<uint8_t>(lane)};
-    read_from(peer);
+    moved += read_into(peer, data.subspan(moved));
     moved += stream.take(data.subspan(moved));
   }
   if (moved > 0) tell_taken(peer, static_cast<size_t>(lane));
@@ -100,6 +104,33 @@ size_t RemoteTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte
   // A rank that sent and then left is still heard to the end.
   if (moved == 0 && !data.empty() && is_gone(peer)) throw_gone(peer);
   return moved;
+}
+
+// Note [Bytes in place]
+// While try_receive() reads, bytes of its stream go straight to the caller's memory, provided that none are queued
+// before them. Only bytes that come while nobody wants them are copied once more: in the queue they wait for a call.
+size_t RemoteTransport::read_into(int32_t peer, std::span<std::byte> place) {
+  struct Scope {
+    RemoteTransport& transport;
+    ~Scope() {
+      transport.has_place_ = false;
+      transport.place_ = {};
+    }
+  } scope{*this};
+  has_place_ = true;
+  place_ = place;
+  read_from(peer);
+  return place.size() - place_.size();
+}
+
+std::span<std::byte> RemoteTransport::place_for(int32_t peer, const FrameHeader& header) {
+  if (!has_place_ || wanted_ != Wanted{header.kind, peer, header.index}) return {};
+  return peers_[static_cast<size_t>(peer)].incoming[header.index].queued_bytes() == 0 ? place_ : std::span<std::byte>();
+}
+
+void RemoteTransport::note_placed(int32_t peer, const FrameHeader& header, size_t bytes) {
+  peers_[static_cast<size_t>(peer)].incoming[header.index].note_placed(bytes);
+  place_ = place_.subspan(bytes);
 }
 
 bool RemoteTransport::read_from(int32_t peer) {

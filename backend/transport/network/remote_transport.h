@@ -76,13 +76,17 @@ class RemoteTransport final : public Transport, private FrameSink {
 
   void check_frame(int32_t peer, const FrameHeader& header) override;
   void take_frame(int32_t peer, const FrameHeader& header, Payload payload) override;
+  std::span<std::byte> place_for(int32_t peer, const FrameHeader& header) override;
+  void note_placed(int32_t peer, const FrameHeader& header, size_t bytes) override;
+  bool has_enough() const override { return has_place_ && place_.empty(); }
   void lose_peer(int32_t peer, const std::string& reason) override;
   void note_sign_of_life(int32_t peer) override;
 
   Peer& peer_at(int32_t rank);
   bool is_gone(int32_t peer) const { return is_closed_ || liveness_.is_gone(peer); }
   [[noreturn]] void throw_gone(int32_t peer) const;
-  bool read_from(int32_t peer);  // what the wire has, of one or, with -1, of all
+  bool read_from(int32_t peer);                                // what the wire has, of one or, with -1, of all
+  size_t read_into(int32_t peer, std::span<std::byte> place);  // the wanted bytes; returns how many lie there
   void answer_pings();
   void ask(const std::vector<int32_t>& peers);
   void tell_taken(int32_t peer, size_t lane);
@@ -95,7 +99,9 @@ class RemoteTransport final : public Transport, private FrameSink {
   mutable std::mutex mutex_;  // guards all below, and the wire
   std::vector<Peer> peers_;   // by rank
   Wanted wanted_;             // what the thread that reads waits for itself
-  uint64_t events_ = 0;       // counts all else that came: Note [Other people's frames]
+  bool has_place_ = false;    // while wanted bytes are read: Note [Bytes in place]
+  std::span<std::byte> place_;
+  uint64_t events_ = 0;  // counts all else that came: Note [Other people's frames]
   bool is_closed_ = false;
 };
 

@@ -1,6 +1,7 @@
 #include "backend/transport/network/tcp_wire.h"
 
 #include <c10/util/Exception.h>
+#include <linux/sock_diag.h>
 #include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -91,6 +92,17 @@ bool TcpWire::send(int32_t peer, const FrameHeader& header, std::span<const std:
   return true;
 }
 
+size_t TcpWire::room(int32_t peer) const {
+  std::array<uint32_t, SK_MEMINFO_VARS> memory{};
+  socklen_t bytes = sizeof memory;
+  const Connection& connection = connections_[static_cast<size_t>(peer)];
+  if (::getsockopt(connection.socket.get(), SOL_SOCKET, SO_MEMINFO, memory.data(), &bytes) != 0) {
+    return Wire::room(peer);
+  }
+  const uint32_t limit = memory[SK_MEMINFO_SNDBUF], used = memory[SK_MEMINFO_WMEM_QUEUED];
+  return limit > used ? limit - used : 0;
+}
+
 size_t TcpWire::send_now(const Connection& connection, const FrameParts& parts) {
   iovec places[std::tuple_size_v<FrameParts>];
   msghdr message{};
@@ -163,12 +175,14 @@ bool TcpWire::receive(int32_t peer, FrameSink& sink) {
   Connection& connection = connections_[static_cast<size_t>(peer)];
   bool has_moved = false;
   for (int turn = 0; turn < kReadsPerTurn && connection.socket; ++turn) {
-    // Straight to where the payload belongs, and what is behind it to where headers are looked at.
+    // Straight to where the payload belongs, and what is behind it to where headers are looked at. Behind a long one
+    // only a header is read, so that the next payload, which may be as long, goes where it belongs as well.
     iovec parts[2];
     int count = 0;
-    const std::span<std::byte> room = connection.incoming.payload_room();
+    const std::span<std::byte> room = connection.incoming.payload_room(peer, sink);
     if (!room.empty()) parts[count++] = {room.data(), room.size()};
-    parts[count++] = {arriving_.data(), arriving_.size()};
+    const size_t behind_room = room.size() < arriving_.size() ? arriving_.size() : sizeof(FrameHeader);
+    parts[count++] = {arriving_.data(), behind_room};
     const ssize_t received = ::readv(connection.socket.get(), parts, count);
     if (received < 0 && is_passing(errno)) break;
     if (received <= 0) {
@@ -186,7 +200,7 @@ bool TcpWire::receive(int32_t peer, FrameSink& sink) {
       drop(peer, error.what_without_backtrace(), sink);
       return true;
     }
-    if (behind < arriving_.size()) break;  // that was all
+    if (behind < behind_room || sink.has_enough()) break;  // that was all, or all that is wanted
   }
   return has_moved;
 }

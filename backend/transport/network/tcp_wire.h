@@ -29,6 +29,7 @@ class TcpWire final : public Wire {
 
   std::string_view name() const override { return "tcp"; }
   bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) override;
+  size_t room(int32_t peer) const override;
   bool progress(int32_t peer, FrameSink& sink) override;
   int descriptor() const override { return epoll_.get(); }
   bool arm() override { return true; }

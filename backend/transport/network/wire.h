@@ -21,6 +21,13 @@ class FrameSink {
   // wire then loses the peer.
   virtual void check_frame(int32_t peer, const FrameHeader& header) = 0;
   virtual void take_frame(int32_t peer, const FrameHeader& header, Payload payload) = 0;
+  // Where the next bytes of this frame's payload go if they need no memory of their own: Note [Bytes in place] in
+  // remote_transport.cpp. Asked before each read, and good for that read only; often empty.
+  virtual std::span<std::byte> place_for(int32_t peer, const FrameHeader& header) = 0;
+  // The next `bytes` of the payload lie in that place. take_frame() gets the rest, at the end of the frame.
+  virtual void note_placed(int32_t peer, const FrameHeader& header, size_t bytes) = 0;
+  // Whoever reads has what it asked for: what else has come can wait for a call that has a place for it.
+  virtual bool has_enough() const = 0;
   // Once per peer: nothing will come from it any more, and nothing reaches it.
   virtual void lose_peer(int32_t peer, const std::string& reason) = 0;
   // Some bytes came from `peer`, though perhaps no whole frame.
@@ -47,6 +54,9 @@ class Wire {
   virtual std::string_view name() const = 0;
   // False: not taken. What is taken is sent or copied before the call returns.
   virtual bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) = 0;
+  // About how many bytes of a payload go out now. A longer one is taken as well, but its rest is copied, to be sent
+  // later.
+  virtual size_t room(int32_t /*peer*/) const { return kMaxPayloadBytes; }
   // Sends what waits and receives what is there; from one peer only when `peer` >= 0. True when anything moved.
   virtual bool progress(int32_t peer, FrameSink& sink) = 0;
   // Poll it for reading; ready whenever progress() has something to do, if arm() returned true before.
