@@ -42,6 +42,7 @@ Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec) {
   const std::vector<Extent> outputs = extents_of_blocks(spec, placement, layout, pieces.chunks, output_block);
   const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;
   const bool is_encoded = spec.codec != nullptr;
+  const bool is_alone = placement.node_size(placement.node()) == 1;  // Note [Alone on a node] in internode_phases.h
   if (is_encoded) schedule.scratch_bytes = between.scratch_bytes();
   const Region own_input = with_stride(input(0), pieces.chunks.bytes);
   const auto own_piece = [&](int64_t place) {
@@ -54,15 +55,17 @@ Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec) {
       if (is_encoded) add_copy(stage(0), own_piece(first_place), own_input, pieces.chunks);
       between.send_completed(stage(0), placement.other_nodes(), outputs, own_piece);
     }
-    copy_out(stage(group == 0 ? 2 : 1), outputs, in_node, false, group == 0 ? groups - 1 : group - 1);
+    if (!is_alone) copy_out(stage(group == 0 ? 2 : 1), outputs, in_node, false, group == 0 ? groups - 1 : group - 1);
     const std::vector<int32_t> nodes = slots.other_nodes(placement, group);
     if (slots.group_of(placement.node()) == group) {
-      const Region own_place = slots.staged(spec.rank, placement.node(), first_place);
+      const Region own_place =
+          is_alone ? tensor_at(outputs, first_place) : slots.staged(spec.rank, placement.node(), first_place);
       add_copy(stage(1), own_place, own_piece(first_place), pieces.chunks);
     }
     for (auto node = nodes.rbegin(); node != nodes.rend(); ++node) {
-      between.receive_completed(stage(1), *node, outputs,
-                                [&](int64_t place) { return slots.staged(spec.rank, *node, place); });
+      between.receive_completed(stage(1), *node, outputs, [&](int64_t place) {
+        return is_alone ? tensor_at(outputs, place) : slots.staged(spec.rank, *node, place);
+      });
     }
   }
   return schedule;
@@ -71,8 +74,10 @@ Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec) {
 Cost cost_all_gather_hierarchical(const CollectiveSpec& spec) {
   const BlockPieces pieces = cut_blocks(spec, kMessagesUnderWay);
   const double chunks = pieces.chunks.count;
+  const bool are_alone =
+      largest_node_size(spec) == 1;  // then a rank copies its own block, and receives the rest in place
   return {.barriers = 1.0 + chunks * group_count(spec, pieces),
-          .memory_bytes = 2.0 * (spec.world_size + 1) * spec.bytes,
+          .memory_bytes = (are_alone ? 2.0 : 2.0 * (spec.world_size + 1)) * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : 1.0,
           .network_bytes = static_cast<double>(blocks_over_busiest_link(spec)) * spec.bytes,
           .messages = 2.0 * (node_count(spec) - 1) * chunks};

@@ -68,9 +68,11 @@ CollectiveSpec with_usable_shares(CollectiveSpec spec) {
 
 class Plan {
  public:
-  Plan(const CollectiveSpec& spec, std::string_view name, bool is_one_shot)
+  // `is_reduce`: only the root wants the result, so only its node gets the completed parts.
+  Plan(const CollectiveSpec& spec, std::string_view name, bool is_one_shot, bool is_reduce = false)
       : spec_(spec),
         is_one_shot_(is_one_shot),
+        is_reduce_(is_reduce),
         sizes_(sizes_of(spec, is_one_shot)),
         placement_(spec),
         layout_(is_one_shot
@@ -79,12 +81,13 @@ class Plan {
                                             sizes_.alignment)),
         slots_(placement_, layout_, network_slot_bytes(spec)),
         in_node_{placement_, layout_, slots_},
-        between_(spec, placement_, layout_),
+        is_alone_(placement_.node_size(placement_.node()) == 1 && spec.codec == nullptr && !is_reduce),
         inputs_(extents_of_range(input(0), sizes_.chunks)),
+        outputs_(extents_of_range(output(0), sizes_.chunks)),
+        between_(spec, placement_, layout_, is_alone_ ? outputs_ : std::vector<Extent>()),
         schedule_(make_schedule(name, sizes_.chunks.count * sizes_.groups)) {}
 
-  // `is_reduce`: only the root wants the result, so only its node gets the completed parts.
-  Schedule run(bool is_reduce) && {
+  Schedule run() && {
     if (sizes_.chunks.count == 0) return std::move(schedule_);
     schedule_.scratch_bytes = between_.scratch_bytes();
     reserve();
@@ -95,15 +98,14 @@ class Plan {
       add_barriers(stage(1), lag);
       reduce_in_node(stage(1), inputs_, in_node_, partials(), ReduceScope::kOfRanks, group);
       between_.send_partials(stage(1), slots_.other_nodes(placement_, group), inputs_);
-      if (!is_reduce || spec_.rank == spec_.root) {
-        copy_out(stage(1 + lag), extents_of_range(output(0), sizes_.chunks), in_node_, false,
-                 is_first ? slots_.group_count() - 1 : group - 1);
+      if (!is_alone_ && (!is_reduce_ || spec_.rank == spec_.root)) {
+        copy_out(stage(1 + lag), outputs_, in_node_, false, is_first ? slots_.group_count() - 1 : group - 1);
       }
       stage_inputs(stage(is_last ? 0 : 1), inputs_, in_node_, is_last ? 0 : group + 1);
       if (is_first) complete();
       if (is_one_shot_) continue;
-      if (is_last) send_completed(is_reduce);
-      if (!is_reduce || placement_.node() == placement_.node_of(spec_.root)) stage_results(group);
+      if (is_last) send_completed();
+      if (!is_reduce_ || placement_.node() == placement_.node_of(spec_.root)) stage_results(group);
     }
     return std::move(schedule_);
   }
@@ -126,22 +128,22 @@ class Plan {
   // In one shot where others copy it from, otherwise into scratch: the own slot's place is still read by the ranks that
   // copy an earlier chunk out.
   void complete() {
-    if (is_one_shot_) {
+    if (is_one_shot_ && !is_alone_) {
       return between_.complete(stage(2), inputs_, [&](int64_t place) { return slots_.staged(spec_.rank, 0, place); });
     }
     between_.complete(stage(2), inputs_, [&](int64_t place) { return between_.completed(place); });
   }
 
   // Behind the partial sums of all groups, as they are received: what was completed last of an earlier chunk.
-  void send_completed(bool is_reduce) {
+  void send_completed() {
     const std::vector<int32_t> root_node{placement_.node_of(spec_.root)};
-    between_.send_completed(stage(2), is_reduce ? root_node : placement_.other_nodes(), inputs_,
+    between_.send_completed(stage(2), is_reduce_ ? root_node : placement_.other_nodes(), inputs_,
                             [&](int64_t place) { return between_.completed(place); });
   }
 
   void stage_results(int32_t group) {
     const int32_t own_part = placement_.node();
-    if (slots_.group_of(own_part) == group) {
+    if (!is_alone_ && slots_.group_of(own_part) == group) {
       for (const Extent& extent : cut(inputs_, layout_.own_slice(own_part))) {
         const int64_t place = extent.places.offset_bytes;
         add_copy(stage(3), slots_.staged(spec_.rank, own_part, place), between_.completed(place), extent.bytes());
@@ -149,26 +151,30 @@ class Plan {
     }
     const std::vector<int32_t> nodes = slots_.other_nodes(placement_, group);
     for (auto node = nodes.rbegin(); node != nodes.rend(); ++node) {
-      between_.receive_completed(stage(3), *node, inputs_,
-                                 [&](int64_t place) { return slots_.staged(spec_.rank, *node, place); });
+      between_.receive_completed(stage(3), *node, inputs_, [&](int64_t place) {
+        return is_alone_ ? tensor_at(outputs_, place) : slots_.staged(spec_.rank, *node, place);
+      });
     }
   }
 
   const CollectiveSpec& spec_;
   const bool is_one_shot_;
+  const bool is_reduce_;
   const Sizes sizes_;
   const Placement placement_;
   const ChunkLayout layout_;
   const SlotLayout slots_;
   const NodeLayout in_node_;
-  const InternodePhases between_;
+  const bool is_alone_;  // Note [Alone on a node] in internode_phases.h
   const std::vector<Extent> inputs_;
+  const std::vector<Extent> outputs_;
+  const InternodePhases between_;
   Schedule schedule_;
 };
 
 // Through staging as within a node; then a rank's slice, 1 / n of the tensor, is added over m nodes: all of it in one
-// shot, otherwise one part of m, which is staged as well.
-Cost cost(const CollectiveSpec& spec, bool is_one_shot) {
+// shot, otherwise one part of m, which is staged as well. Ranks that are alone on their nodes stage nothing.
+Cost cost(const CollectiveSpec& spec, bool is_one_shot, bool is_reduce = false) {
   const Sizes sizes = sizes_of(spec, is_one_shot);
   const double nodes = node_count(spec);
   const double chunks = sizes.chunks.count;
@@ -177,10 +183,13 @@ Cost cost(const CollectiveSpec& spec, bool is_one_shot) {
   const std::vector<double> shares = shares_of_nodes(spec);
   const double largest_share = *std::max_element(shares.begin(), shares.end());
   const LinkBytes links = is_one_shot ? bytes_to_all_nodes(spec) : bytes_of_exchange(spec, shares);
-  const double reading = is_one_shot ? nodes : (nodes + 3) * largest_share - 1;
+  const double share = is_one_shot ? 1 : largest_share;
+  const double staged = 5.0 * spec.bytes + (is_one_shot ? nodes : (nodes + 3) * share - 1) * slice;
+  const double alone = 2.0 * spec.bytes + (nodes + 1) * share * slice;
+  const bool are_alone = largest_node_size(spec) == 1 && spec.codec == nullptr && !is_reduce;
   const double more_groups = (sizes.groups - 1) * (chunks + std::min(chunks, 2.0));
   return {.barriers = chunks == 0 ? 1 : chunks + std::min(chunks, overlap) + more_groups,
-          .memory_bytes = 5.0 * spec.bytes + reading * slice,
+          .memory_bytes = are_alone ? alone : staged,
           .network_hops = chunks == 0   ? 0
                           : is_one_shot ? 1.0
                                         : 2.0,
@@ -202,21 +211,21 @@ bool supports_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec) {
 }
 
 Schedule plan_all_reduce_hierarchical(const CollectiveSpec& spec) {
-  return Plan(with_usable_shares(spec), "all_reduce_hierarchical", false).run(false);
+  return Plan(with_usable_shares(spec), "all_reduce_hierarchical", false).run();
 }
 
 Cost cost_all_reduce_hierarchical(const CollectiveSpec& spec) { return cost(with_usable_shares(spec), false); }
 
 Schedule plan_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec) {
-  return Plan(spec, "all_reduce_hierarchical_one_shot", true).run(false);
+  return Plan(spec, "all_reduce_hierarchical_one_shot", true).run();
 }
 
 Cost cost_all_reduce_hierarchical_one_shot(const CollectiveSpec& spec) { return cost(spec, true); }
 
 Schedule plan_reduce_hierarchical(const CollectiveSpec& spec) {
-  return Plan(with_usable_shares(spec), "reduce_hierarchical", false).run(true);
+  return Plan(with_usable_shares(spec), "reduce_hierarchical", false, true).run();
 }
 
-Cost cost_reduce_hierarchical(const CollectiveSpec& spec) { return cost(with_usable_shares(spec), false); }
+Cost cost_reduce_hierarchical(const CollectiveSpec& spec) { return cost(with_usable_shares(spec), false, true); }
 
 }  // namespace zeropg

@@ -4,6 +4,7 @@
 #include <iterator>
 #include <numeric>
 #include <set>
+#include <utility>
 
 #include "backend/collectives/schedule/encodings.h"
 #include "backend/collectives/schedule/slot_layout.h"
@@ -103,16 +104,19 @@ int32_t group_count(const CollectiveSpec& spec, const BlockPieces& pieces) {
   return group_count(node_count(spec), largest_node_size(spec) * pieces.chunks.bytes, network_slot_bytes(spec));
 }
 
-InternodePhases::InternodePhases(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout)
+InternodePhases::InternodePhases(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout,
+                                 std::vector<Extent> results)
     : spec_(spec),
       placement_(placement),
       layout_(layout),
-      slice_bytes_(whole_lines(layout.largest_own_slice_bytes())) {}
+      results_(std::move(results)),
+      slice_bytes_(whole_lines(layout.largest_own_slice_bytes())),
+      partial_slices_(results_.empty() ? 2 * layout.part_count() : 0) {}
 
 // Scratch, in slices: partial sums of two chunks, what comes in from each node, completed slices of two chunks. Behind
 // them, with a codec, an encoding on its way out and one on its way in.
 int64_t InternodePhases::scratch_bytes() const {
-  const int64_t slices = (2 * layout_.part_count() + placement_.node_count() + 2) * slice_bytes_;
+  const int64_t slices = (partial_slices_ + placement_.node_count() + 2) * slice_bytes_;
   return is_encoded() ? slices + 2 * encoding_bytes() : slices;
 }
 
@@ -122,7 +126,7 @@ int64_t InternodePhases::encoding_bytes() const {
 }
 
 Region InternodePhases::outgoing_encoding() const {
-  return scratch((2 * layout_.part_count() + placement_.node_count() + 2) * slice_bytes_);
+  return scratch((partial_slices_ + placement_.node_count() + 2) * slice_bytes_);
 }
 
 Region InternodePhases::incoming_encoding() const { return advance(outgoing_encoding(), encoding_bytes()); }
@@ -134,17 +138,19 @@ Region InternodePhases::residual_of(ResidualHop hop, const Extent& extent) const
 }
 
 Region InternodePhases::partial(int32_t part, int64_t place) const {
+  if (!results_.empty()) return tensor_at(results_, place);
   const Region first = scratch(part * slice_bytes_ + place - layout_.own_slice(part).offset_bytes);
   return with_stride(first, layout_.part_count() * slice_bytes_);
 }
 
 Region InternodePhases::incoming(int32_t node, int64_t place) const {
-  const int64_t slice = 2 * layout_.part_count() + node;
+  const int64_t slice = partial_slices_ + node;
   return scratch(slice * slice_bytes_ + place - layout_.own_slice(own_part()).offset_bytes);
 }
 
 Region InternodePhases::completed(int64_t place) const {
-  const int64_t slice = 2 * layout_.part_count() + placement_.node_count();
+  if (!results_.empty()) return tensor_at(results_, place);
+  const int64_t slice = partial_slices_ + placement_.node_count();
   return with_stride(scratch(slice * slice_bytes_ + place - layout_.own_slice(own_part()).offset_bytes), slice_bytes_);
 }
 

@@ -9,6 +9,11 @@
 // With a codec all of that travels encoded: partial sums by kContributionHop, and what was completed by kResultHop,
 // once for all nodes; the node that completed it decodes its own encoding again, so that all ranks get the same bits.
 // What a node adds of its own stays exact, unless the codec selects: then the sum is as sparse as what was sent.
+//
+// Note [Alone on a node]
+// A rank that shares its node with nobody has no sums to make there, and nobody reads what it stages. Then its partial
+// sums and what is completed lie where the results go; for a tensor that is reduced in place, its own values are its
+// partial sums. Only the rank itself sees the difference: the messages are the same.
 #pragma once
 
 #include <cstdint>
@@ -57,13 +62,15 @@ int32_t group_count(const CollectiveSpec& spec, const BlockPieces& pieces);  // 
 class InternodePhases {
  public:
   // All must outlive this object. `extents` in the following are those of the chunks, at input or output alike.
-  InternodePhases(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout);
+  // `results`: where partial sums lie, if not in scratch: Note [Alone on a node].
+  InternodePhases(const CollectiveSpec& spec, const Placement& placement, const ChunkLayout& layout,
+                  std::vector<Extent> results = {});
 
   int64_t scratch_bytes() const;
 
-  // Scratch for this rank's slice of a part, summed over its node; two chunks may be under way.
+  // For this rank's slice of a part, summed over its node; two chunks may be under way.
   Region partial(int32_t part, int64_t place) const;
-  // Scratch for this rank's slice of its node's part, summed over all nodes; two chunks may be under way.
+  // For this rank's slice of its node's part, summed over all nodes; two chunks may be under way.
   Region completed(int64_t place) const;
 
   // Sends the partial sums of the parts of `nodes`, not the own one, to them.
@@ -101,7 +108,9 @@ class InternodePhases {
   const CollectiveSpec& spec_;
   const Placement& placement_;
   const ChunkLayout& layout_;
-  const int64_t slice_bytes_;  // room for any slice of this rank
+  const std::vector<Extent> results_;
+  const int64_t slice_bytes_;     // room for any slice of this rank
+  const int32_t partial_slices_;  // of two chunks, in scratch
 };
 
 }  // namespace zeropg

@@ -27,6 +27,8 @@ std::vector<Extent> cut(const std::vector<Extent>& extents, Range places) {
   return pieces;
 }
 
+Region tensor_at(const std::vector<Extent>& extents, int64_t place) { return cut(extents, {place, 1}).at(0).tensor; }
+
 // By rounded sums of shares, so that no part is longer than its share, rounded up.
 std::vector<Range> parts_by_shares(const CollectiveSpec& spec, int64_t chunk_bytes, int64_t alignment) {
   check_shares(spec);

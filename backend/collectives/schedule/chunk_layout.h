@@ -26,6 +26,7 @@ struct Extent {
 };
 // The pieces of `extents` (ascending) that lie in `places`.
 std::vector<Extent> cut(const std::vector<Extent>& extents, Range places);
+Region tensor_at(const std::vector<Extent>& extents, int64_t place);  // a place that one of them has
 Range overlap(Range a, Range b);
 
 using RegionOfPlace = std::function<Region(int64_t place)>;
