@@ -4,7 +4,9 @@
 
 #include <sstream>
 
+#include "sharding/optim/adagrad.h"
 #include "sharding/optim/adamw.h"
+#include "sharding/optim/lion.h"
 #include "sharding/optim/sgd.h"
 
 namespace zeropg {
@@ -16,9 +18,11 @@ struct Entry {
 };
 
 constexpr Entry kOptimizers[] = {
+    {"adagrad", [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<Adagrad>(isa); }},
     {"adam", [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<AdamW>(WeightDecay::kCoupled, isa); }},
     {"adamw",
      [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<AdamW>(WeightDecay::kDecoupled, isa); }},
+    {"lion", [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<Lion>(isa); }},
     {"sgd", [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<Sgd>(isa); }},
 };
 

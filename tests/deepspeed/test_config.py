@@ -29,7 +29,7 @@ from zeropg.deepspeed.config import (
 )
 from zeropg.deepspeed.config.validate import key_paths
 from zeropg.deepspeed.schedules import WarmupDecayLR
-from zeropg.optim import OneBitAdam, OneBitLamb
+from zeropg.optim import Lion, OneBitAdam, OneBitLamb
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -357,6 +357,7 @@ def test_what_fully_shard_is_told(blocks: dict[str, Any], expected: dict[str, An
         ({"type": "AdamW", "params": {"torch_adam": True, "foreach": False}}, torch.optim.AdamW, {"foreach": False}),
         ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
         ({"type": "Adagrad"}, torch.optim.Adagrad, {}),
+        ({"type": "Lion", "params": {"betas": [0.9, 0.98]}}, Lion, {"lr": 1e-3, "betas": (0.9, 0.98)}),
         (
             {"type": "OneBitAdam", "params": {"freeze_step": 40, "cuda_aware": False, "comm_backend_name": "mpi"}},
             OneBitAdam,
@@ -395,7 +396,7 @@ def test_optimizers_have_deepspeeds_defaults(
                 "optimizer": {"type": "RAdam"},
                 "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
             },
-            "expected Adam, AdamW or SGD",
+            "expected one of Adagrad, Adam",
         ),
         ({"scheduler": {"type": "Warmup"}}, "expected one of LRRangeTest"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is missing"),

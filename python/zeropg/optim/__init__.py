@@ -5,7 +5,8 @@
 """
 
 from zeropg.optim.dgc import DGC
+from zeropg.optim.lion import Lion
 from zeropg.optim.one_bit_adam import OneBitAdam
 from zeropg.optim.one_bit_lamb import OneBitLamb
 
-__all__ = ["DGC", "OneBitAdam", "OneBitLamb"]
+__all__ = ["DGC", "Lion", "OneBitAdam", "OneBitLamb"]

@@ -213,8 +213,8 @@ class FusedUpdater:
     def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:
         slots = self._slots_for(index, group, {key})
         self._set(key, index, start, values)
-        if self._steps[index] == 0:  # torch's class keeps no count: its state says that the first step is over
-            self._steps[index] = 1
+        if self._steps[index] == 0 and not self._kernels.default.counts_steps:
+            self._steps[index] = 1  # state without a count says that the first step is over
         self._show(index, slots)
 
     def clear(self) -> None:

@@ -29,7 +29,6 @@ from zeropg.sharding.state import ShardedState
 
 _ELEMENTWISE = (
     torch.optim.Adadelta,
-    torch.optim.Adagrad,
     torch.optim.Adamax,
     torch.optim.ASGD,
     torch.optim.NAdam,
@@ -65,10 +64,10 @@ def shard_optimizer(
 ) -> torch.optim.Optimizer:
     """Makes an optimizer that steps only what this rank owns of a model that `fully_shard` has sharded.
 
-    Adam, AdamW and SGD on CPU run on zeropg's fused kernels (the result differs from torch's by rounding only). The
-    other elementwise classes of torch.optim run unchanged over flat views. So does a class of your own that says
-    `zeropg_elementwise = True`: it promises that an element's update depends on the element's own parameter, gradient
-    and state alone.
+    Adagrad, Adam, AdamW, SGD and zeropg.optim.Lion on the CPU run on zeropg's fused kernels (the result differs from
+    torch's by rounding only). The other elementwise classes of torch.optim run unchanged over flat views. So does a
+    class of your own that says `zeropg_elementwise = True`: it promises that an element's update depends on the
+    element's own parameter, gradient and state alone.
 
     The returned optimizer shares the param_groups dictionaries, hooks and state of `optimizer`, so learning-rate
     schedulers that were made before still act; `optimizer.step()` itself raises from then on. State that `optimizer`

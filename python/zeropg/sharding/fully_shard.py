@@ -132,7 +132,7 @@ def fully_shard(
         offload_optimizer: where optimizer state, and masters that are apart from the parameters, are kept between
             steps: "cpu" (host memory; on a CPU model nothing changes), a directory on a local disk, or a
             `zeropg.Offload`. Where the parameter is the master (fp32 without param_dtype), only the state goes there.
-            Losses stay the same to the bit. A disk serves Adam, AdamW and SGD.
+            Losses stay the same to the bit. A disk serves what has a fused kernel: Adagrad, Adam, AdamW, Lion, SGD.
         offload_params: "cpu" is accepted on a CPU model, where it changes nothing; nothing else is available.
         compression: a `zeropg.compression.Plan`, or a codec for gradients such as `zeropg.compression.BlockQuant(4)`,
           or "auto", which measures what pays on this link (bf16, 8 or 4 bits, or nothing) and says so;

@@ -25,6 +25,8 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=4e-3, betas=(0.9, 0.95)),
     "adam with amsgrad": lambda groups: torch.optim.Adam(groups, lr=4e-3, weight_decay=0.01, amsgrad=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.1),
+    "lion": lambda groups: zeropg.optim.Lion(groups, lr=1e-3),
     "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
 }
 every_maker = pytest.mark.parametrize("maker", MAKERS)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not hasattr(zeropg, "fully_shard"), reason="this
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "lion": lambda p: zeropg.optim.Lion(p, lr=1e-3),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
 }
 STEPS = 4

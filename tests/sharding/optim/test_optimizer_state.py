@@ -11,6 +11,7 @@ import torch
 
 from tests.sharding.optim.fake_core import ranks_of, shard, whole_master
 from tests.sharding.optim.test_shard_optimizer import assert_same, fill_gradients, make_model
+from zeropg.optim import Lion
 from zeropg.optim.shard_optimizer import StateShard, shard_optimizer
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -18,7 +19,8 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.2),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.3),
+    "lion": lambda p: Lion(p, lr=0.1),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
 }
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())

@@ -119,6 +119,13 @@ def test_sgd_agrees_with_torch(
     train_both(lambda parameters: torch.optim.SGD(parameters, nesterov=nesterov, maximize=maximize, **settings))
 
 
+@pytest.mark.parametrize("initial", [0.0, 0.3])
+@pytest.mark.parametrize(("lr_decay", "weight_decay", "maximize"), [(0.0, 0.0, False), (0.1, 0.1, True)])
+def test_adagrad_agrees_with_torch(initial: float, lr_decay: float, weight_decay: float, maximize: bool) -> None:
+    settings = {"lr": 3e-2, "lr_decay": lr_decay, "weight_decay": weight_decay, "initial_accumulator_value": initial}
+    train_both(lambda parameters: torch.optim.Adagrad(parameters, maximize=maximize, **settings))
+
+
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
 def test_float32_stays_within_1e_6_of_torch_after_100_steps(implementation: str) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
@@ -129,14 +136,12 @@ def test_float32_stays_within_1e_6_of_torch_after_100_steps(implementation: str)
 
 ELEMENTWISE: list[Make] = [
     lambda p: torch.optim.Adadelta(p, lr=0.5),
-    lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.3),
     lambda p: torch.optim.Adamax(p, lr=0.1, weight_decay=0.1),
     lambda p: torch.optim.ASGD(p, lr=0.1, t0=3),
     lambda p: torch.optim.NAdam(p, lr=0.1, decoupled_weight_decay=True),
     lambda p: torch.optim.RAdam(p, lr=0.1),
     lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
     lambda p: torch.optim.Rprop(p, lr=0.1),
-    lambda p: torch.optim.Adagrad(p, lr=0.1, foreach=True),
 ]
 
 
@@ -145,7 +150,9 @@ def test_elementwise_optimizers_agree_with_torch(make: Make) -> None:
     train_both(make)
 
 
-@pytest.mark.parametrize("make", [ELEMENTWISE[1], lambda p: torch.optim.AdamW(p, lr=0.1)])
+@pytest.mark.parametrize(
+    "make", [ELEMENTWISE[1], lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: zeropg.optim.Lion(p, lr=0.1)]
+)
 def test_ranks_together_equal_one_rank(make: Make) -> None:
     model = make_model()
     results = []

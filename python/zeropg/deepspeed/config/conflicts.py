@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-import torch
-
 from zeropg.deepspeed.config.error import ConfigError
 from zeropg.deepspeed.config.model import Config
 from zeropg.deepspeed.config.optimizers import find_optimizer, find_scheduler, missing
 from zeropg.deepspeed.config.translate import dtype_of, param_dtype
-
-_ON_DISK = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+from zeropg.optim.kernels import FUSED
+from zeropg.optim.momentum_optimizer import MomentumOptimizer
 
 
 def conflicts(config: Config, unfilled: Collection[str] = ()) -> list[str]:
@@ -79,9 +77,9 @@ def _update(config: Config) -> Iterator[str]:
     if made is None:
         return
     zero = config.zero_optimization
-    if zero.offload_optimizer.device == "nvme" and made.type not in _ON_DISK:
-        yield f"optimizer.type is {config.optimizer.type!r} with state on a disk; expected Adam, AdamW or SGD"
-    if made.type not in vars(torch.optim).values() and (zero.zero_quantized_gradients or zero.zero_quantized_weights):
+    if zero.offload_optimizer.device == "nvme" and made.type not in FUSED.values():
+        yield f"optimizer.type is {config.optimizer.type!r} with state on a disk; expected one of {', '.join(FUSED)}"
+    if issubclass(made.type, MomentumOptimizer) and (zero.zero_quantized_gradients or zero.zero_quantized_weights):
         yield (
             f"optimizer.type is {config.optimizer.type!r}, which encodes momenta itself, with zero_quantized_gradients "
             "or zero_quantized_weights; leave these out"

@@ -12,7 +12,7 @@ import torch
 from zeropg.deepspeed.config.error import ConfigError
 from zeropg.deepspeed.config.model import Config
 from zeropg.deepspeed.schedules import SCHEDULES
-from zeropg.optim import OneBitAdam, OneBitLamb
+from zeropg.optim import Lion, OneBitAdam, OneBitLamb
 
 Params = dict[str, Any]
 
@@ -29,12 +29,12 @@ class Made(NamedTuple):
 
 # What steps a flat range by itself; zeropg.shard_optimizer takes these.
 _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+_OURS = ("Lion", "OneBitAdam", "OneBitLamb")
 _OWN = "pass an optimizer of your own to initialize(optimizer=)"
 _REFUSED = {
     "Adafactor": "it needs whole matrices, and a shard is a flat range; use AdamW",
     "Lamb": "it needs the norm of whole layers; use AdamW with warm-up, or OneBitLamb in stages 0 and 1",
     "LBFGS": "it needs all gradients at once and several closure calls; use AdamW",
-    "Lion": f"torch has none; use AdamW, or {_OWN} whose class says zeropg_elementwise = True",
     "MuAdam": f"it is not torch's; {_OWN}",
     "MuAdamW": f"it is not torch's; {_OWN}",
     "Muon": "it needs whole matrices, and a shard is a flat range; use AdamW",
@@ -140,6 +140,11 @@ def _adagrad(params: Params, config: Config) -> Made:
     return Made(torch.optim.Adagrad, params)
 
 
+def _lion(params: Params, config: Config) -> Made:
+    _take_fixed(params, {"fp32_optimizer_states": (True,)})
+    return Made(Lion, {"lr": 1e-3} | params)
+
+
 def _one_bit_adam(params: Params, config: Config) -> Made:
     return Made(OneBitAdam, _one_bit(params, config))
 
@@ -166,6 +171,7 @@ _BY_NAME: Mapping[str, Callable[[Params, Config], Made]] = {
     "adam": _adam,
     "adamw": _adam,
     "adagrad": _adagrad,
+    "lion": _lion,
     "onebitadam": _one_bit_adam,
     "onebitlamb": _one_bit_lamb,
 }
@@ -185,7 +191,7 @@ def _no_optimizer(name: str) -> str:
     for refused, reason in _REFUSED.items():
         if refused.lower() == name.lower():
             return f"optimizer.type is {name!r}: {reason}"
-    return f"optimizer.type is {name!r}{_near(name, [*_ELEMENTWISE, 'OneBitAdam', 'OneBitLamb'])}"
+    return f"optimizer.type is {name!r}{_near(name, [*_ELEMENTWISE, *_OURS])}"
 
 
 def _known(made: Made, block: str) -> Made:

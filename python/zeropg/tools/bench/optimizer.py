@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import statistics
 import sys
 import time
@@ -93,9 +94,21 @@ def _contestants(options: argparse.Namespace, param_dtype: torch.dtype) -> dict[
     width = param_dtype.itemsize
     bytes_each = 8 + 8 * slots + width + (width if param_dtype != torch.float32 else 0)
     contestants = {"zeropg fused": _ours(options.optimizer, start, gradient, bytes_each)}
-    for form, flags in (("fused", {"fused": True}), ("foreach", {"foreach": True}), ("for-loop", {"foreach": False})):
+    for form, flags in _forms(_class_of(kernel)).items():
         contestants[f"torch {form}"] = _theirs(options.optimizer, start, gradient, flags, bytes_each)
     return contestants
+
+
+def _class_of(kernel: _C.Optimizer) -> Any:
+    name = kernel.torch_classes[0]
+    return getattr(torch.optim, name, None) or getattr(zeropg.optim, name)
+
+
+def _forms(kind: Any) -> dict[str, dict[str, bool]]:
+    """The flags of the forms that a class has: one of zeropg.optim is a for-loop."""
+    if "foreach" not in inspect.signature(kind).parameters:
+        return {"for-loop": {}}
+    return {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}
 
 
 def _ours(name: str, start: torch.Tensor, gradient: torch.Tensor, bytes_each: float) -> Contestant:
@@ -130,8 +143,7 @@ def _theirs(
     known: dict[str, Any] = {key: value for key, value in kernel.hyperparameters.items() if value}  # 0: torch's default
     if "beta1" in known:
         known["betas"] = (known.pop("beta1"), known.pop("beta2"))
-    home = torch.optim if hasattr(torch.optim, kernel.torch_classes[0]) else zeropg.optim
-    optimizer: torch.optim.Optimizer = getattr(home, kernel.torch_classes[0])([master], **known, **flags)
+    optimizer: torch.optim.Optimizer = _class_of(kernel)([master], **known, **flags)
     is_mixed = gradient.dtype != torch.float32
     parameter = master.detach().to(gradient.dtype)
     master.grad = torch.empty_like(start) if is_mixed else gradient.clone()

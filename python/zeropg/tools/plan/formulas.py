@@ -31,7 +31,7 @@ def _fused_slots() -> dict[str, int]:
 
 
 # Tensors per element that an optimizer keeps beside the master: some classes that run as they are, and fused kernels.
-OPTIMIZER_SLOTS = {"lion": 1, "adagrad": 1, "rmsprop": 1, **_fused_slots()}
+OPTIMIZER_SLOTS = {"rmsprop": 1, **_fused_slots()}
 
 # Buckets of units that live at once: one on its way to the other ranks while the next is filled (kMaxInFlight).
 _BUCKETS_AT_ONCE = 2

@@ -123,5 +123,5 @@ BESIDE_ZERO = {
     "zero_allow_untested_optimizer": mapped(
         "Nothing needs allowing: what shard_optimizer cannot step is an error with the reason."
     ),
-    "zero_force_ds_cpu_optimizer": mapped("Adam, AdamW and SGD of torch step in zeropg's own kernels on the CPU."),
+    "zero_force_ds_cpu_optimizer": mapped("Adagrad, Adam, AdamW, Lion and SGD step in zeropg's kernels on the CPU."),
 }

@@ -1,0 +1,92 @@
+#include "sharding/optim/adagrad.h"
+
+namespace zeropg {
+namespace {
+
+constexpr std::string_view kName = "adagrad";
+
+struct Coefficients {
+  double gradient_factor;  // negative when maximizing
+  double weight_decay;
+  bool is_first;
+  double initial_sum;
+  double eps;
+  double negative_step_size;
+};
+
+template <typename T>
+struct AdagradRule {
+  using Scalar = T;
+  static constexpr int kSlots = 1;
+
+  explicit AdagradRule(const Coefficients& c)
+      : gradient_factor(static_cast<T>(c.gradient_factor)),
+        weight_decay(static_cast<T>(c.weight_decay)),
+        is_first(c.is_first),
+        initial_sum(static_cast<T>(c.initial_sum)),
+        eps(static_cast<T>(c.eps)),
+        negative_step_size(static_cast<T>(c.negative_step_size)) {}
+
+  [[gnu::always_inline]] static inline float square_root(float value) { return __builtin_sqrtf(value); }
+  [[gnu::always_inline]] static inline double square_root(double value) { return __builtin_sqrt(value); }
+
+  [[gnu::always_inline]] inline void update(T& parameter, T gradient, T* state) const {
+    gradient = gradient * gradient_factor;
+    gradient = gradient + weight_decay * parameter;
+    const T sum = is_first ? initial_sum : state[0];
+    state[0] = sum + gradient * gradient;
+    parameter = parameter + (negative_step_size * gradient) / (square_root(state[0]) + eps);
+  }
+
+  T gradient_factor;
+  T weight_decay;
+  bool is_first;
+  T initial_sum;
+  T eps;
+  T negative_step_size;
+};
+
+Coefficients coefficients_of(const StepArguments& arguments) {
+  const Hyperparameters& given = arguments.hyperparameters;
+  TORCH_CHECK_VALUE(arguments.step >= 1, "[zeropg] adagrad: step is ", arguments.step,
+                    ", expected 1 in the first step");
+  const double steps_before = static_cast<double>(arguments.step - 1);
+  return {
+      .gradient_factor =
+          hyperparameter(given, "maximize") != 0.0 ? -arguments.gradient_factor : arguments.gradient_factor,
+      .weight_decay = hyperparameter(given, "weight_decay"),
+      .is_first = arguments.step == 1,
+      .initial_sum = hyperparameter(given, "initial_accumulator_value"),
+      .eps = hyperparameter(given, "eps"),
+      .negative_step_size = -(hyperparameter(given, "lr") / (1.0 + steps_before * hyperparameter(given, "lr_decay"))),
+  };
+}
+
+}  // namespace
+
+OptimizerTraits Adagrad::traits() const {
+  return {.name = kName,
+          .hyperparameters = {{"lr", 1e-2},
+                              {"lr_decay", 0.0},
+                              {"weight_decay", 0.0},
+                              {"initial_accumulator_value", 0.0},
+                              {"eps", 1e-10},
+                              {"maximize", 0.0}},
+          .counts_steps = true,
+          .torch_classes = {"Adagrad"},
+          .torch_flags = {}};
+}
+
+std::vector<std::string_view> Adagrad::state_slots(const Hyperparameters&) const { return {"sum"}; }
+
+void Adagrad::step(const FlatView& view, const StepArguments& arguments) const {
+  check_view(kName, view, 1);
+  const Coefficients coefficients = coefficients_of(arguments);
+  if (view.master.scalar_type() == at::kDouble) {
+    update_flat(AdagradRule<double>(coefficients), view, isa_);
+  } else {
+    update_flat(AdagradRule<float>(coefficients), view, isa_);
+  }
+}
+
+}  // namespace zeropg
