@@ -28,8 +28,9 @@ from zeropg.deepspeed.config import (
     sharding_arguments,
 )
 from zeropg.deepspeed.config.validate import key_paths
+from zeropg.deepspeed.muon import Muon
 from zeropg.deepspeed.schedules import WarmupDecayLR
-from zeropg.optim import Lion, OneBitAdam, OneBitLamb
+from zeropg.optim import LAMB, Lion, OneBitAdam, OneBitLamb
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -357,6 +358,12 @@ def test_what_fully_shard_is_told(blocks: dict[str, Any], expected: dict[str, An
         ({"type": "AdamW", "params": {"torch_adam": True, "foreach": False}}, torch.optim.AdamW, {"foreach": False}),
         ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
         ({"type": "Adagrad"}, torch.optim.Adagrad, {}),
+        (
+            {"type": "Lamb", "params": {"max_coeff": 0.3, "lr": 0.1}},
+            LAMB,
+            {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.0, "bounds": (0.01, 0.3)},
+        ),
+        ({"type": "Muon", "params": {"muon_lr": 0.1, "ns_method": "gram"}}, Muon, {"muon_lr": 0.1}),
         ({"type": "Lion", "params": {"betas": [0.9, 0.98]}}, Lion, {"lr": 1e-3, "betas": (0.9, 0.98)}),
         (
             {"type": "OneBitAdam", "params": {"freeze_step": 40, "cuda_aware": False, "comm_backend_name": "mpi"}},
@@ -381,7 +388,8 @@ def test_optimizers_have_deepspeeds_defaults(
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ({"optimizer": {"type": "Muon"}}, "'Muon': it needs whole matrices"),
+        ({"optimizer": {"type": "MuSGD"}}, "'MuSGD': it is not torch's"),
+        ({"optimizer": {"type": "Lamb", "params": {"bias_correction": False}}}, "bias_correction is False"),
         ({"optimizer": {"type": "AdmW"}}, "did you mean 'AdamW'"),
         ({"optimizer": {"type": "AdamW", "params": {"momentumm": 1}}}, "momentumm is unknown to AdamW"),
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, "expected gradient_clipping"),

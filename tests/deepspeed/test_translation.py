@@ -20,6 +20,7 @@ from zeropg.deepspeed.config import (
     scheduler_of,
     sharding_arguments,
 )
+from zeropg.deepspeed.muon import tag_hidden_matrices
 
 STEPS = 4
 ADAMW = {"type": "AdamW", "params": {"lr": 4e-3}}
@@ -34,10 +35,14 @@ def configurations(folder: Path) -> dict[str, dict[str, Any]]:
         "nvme": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}},
         "quantized": {"stage": 1, "zero_quantized_gradients": True, "zero_quantized_weights": True},
         "one_bit": {"stage": 1},
+        "lamb": {"stage": 2},
+        "muon": {"stage": 3},
     }
     cases |= {name: {"train_batch_size": 12, "zero_optimization": block} for name, block in zero.items()}
     cases = {name: config | {"optimizer": ADAMW, "scheduler": WARMUP} for name, config in cases.items()}
     cases["one_bit"]["optimizer"] = {"type": "OneBitAdam", "params": {"lr": 4e-3, "freeze_step": 2}}
+    cases["lamb"]["optimizer"] = {"type": "Lamb", "params": {"lr": 4e-3, "min_coeff": 1.0, "max_coeff": 1.0}}
+    cases["muon"]["optimizer"] = {"type": "Muon", "params": {"lr": 4e-3, "adam_lr": 2e-2}}
     return cases
 
 
@@ -45,6 +50,7 @@ def train(config: dict[str, Any]) -> list[float]:
     """The losses of some steps, as the configuration says."""
     settings = read(config, world_size=2)
     model = zeropg.fully_shard(make_model(), **sharding_arguments(settings))
+    tag_hidden_matrices(model)
     make_optimizer, make_schedule = optimizer_of(settings), scheduler_of(settings)
     assert make_optimizer is not None and make_schedule is not None
     optimizer = zeropg.shard_optimizer(make_optimizer(model.parameters()), model)

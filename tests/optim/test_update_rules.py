@@ -10,11 +10,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.sharding.ranks import on_ranks
 from zeropg.optim import DGC, OneBitLamb
+from zeropg.optim.adam_rule import adamw_, begin
 from zeropg.optim.dgc import density_at, was_sent
-from zeropg.optim.momentum_exchange import Part
+from zeropg.optim.lamb import trust_ratio
 from zeropg.optim.momentum_optimizer import clip_gradients_, local_clip
-from zeropg.optim.one_bit_adam import FrozenDenominators, adamw_, begin, freeze, frozen_adam_
-from zeropg.optim.one_bit_lamb import blend, next_factor, trust_ratio
+from zeropg.optim.one_bit_adam import FrozenDenominators, freeze, frozen_adam_
+from zeropg.optim.one_bit_lamb import blend, next_factor
+from zeropg.optim.part import Part
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
 

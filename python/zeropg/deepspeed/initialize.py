@@ -17,6 +17,7 @@ from zeropg.deepspeed.config.source import load
 from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
 from zeropg.deepspeed.distributed import init_distributed
 from zeropg.deepspeed.engine import DeepSpeedEngine
+from zeropg.deepspeed.muon import Muon, tag_hidden_matrices
 from zeropg.deepspeed.zero.leaf_modules import mark_named, units_around_leaves
 from zeropg.deepspeed.zero.owners import register
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
@@ -180,6 +181,8 @@ def _make_optimizer(
     if isinstance(make, torch.optim.Optimizer):
         plain = make
     else:
+        if getattr(make, "type", None) is Muon:
+            tag_hidden_matrices(model)
         plain = make(list(model.parameters() if model_parameters is None else model_parameters))
         plain.param_groups[:] = [group for group in plain.param_groups if group["params"]]
     return shard_optimizer(plain, model)

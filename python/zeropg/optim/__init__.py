@@ -1,12 +1,16 @@
-"""Optimizers whose momentum travels in few bits, and torch's over sharded models.
+"""Optimizers that torch has not, and torch's over sharded models.
+
+`Lion`, `LAMB` and `Muon` train as they are, or with `zeropg.shard_optimizer` in every stage.
 
 `OneBitAdam`, `OneBitLamb` and `DGC` train as DistributedDataParallel (`optimizer.attach(ddp)`) or under
 `fully_shard(stage=0 or 1)` (`zeropg.shard_optimizer`), on the CPU, over groups of zeropg.
 """
 
 from zeropg.optim.dgc import DGC
+from zeropg.optim.lamb import LAMB
 from zeropg.optim.lion import Lion
+from zeropg.optim.muon import Muon
 from zeropg.optim.one_bit_adam import OneBitAdam
 from zeropg.optim.one_bit_lamb import OneBitLamb
 
-__all__ = ["DGC", "Lion", "OneBitAdam", "OneBitLamb"]
+__all__ = ["DGC", "LAMB", "Lion", "Muon", "OneBitAdam", "OneBitLamb"]

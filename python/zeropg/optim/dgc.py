@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from zeropg.compression.codec import CODECS, Codec
-from zeropg.optim.momentum_exchange import Momentum, MomentumExchange, Part
+from zeropg.optim.momentum_exchange import Momentum, MomentumExchange
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
+from zeropg.optim.part import Part
 
 _FIRST_DENSITY = 0.25  # section 3.3: sparsity rises 75 %, 93.75 %, 98.4375 %, 99.6 %, 99.9 %
 _DENSITY_STEP = 4

@@ -36,6 +36,7 @@ class FlatGroup(Protocol):
     tiered_master: _C.TieredVector | None
     unit_name: str
     parameter_out: torch.Tensor | None
+    total_numel: int  # of the flat buffer; rank r owns the r-th of world_size equal slices
     is_trainable: bool
     segments: Sequence[tuple[torch.Tensor, str, int, int]]  # parameter, name, start, stop in the master
     slots: Sequence[tuple[Sequence[str], torch.Tensor, int, int]]  # names, parameter, offset in the buffer, numel

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zeropg.compression.codec import Codec, check_codec
 from zeropg.compression.ddp import ddp_hook
 from zeropg.compression.state import State
-from zeropg.optim.momentum_exchange import MomentumExchange, Part
+from zeropg.optim.momentum_exchange import MomentumExchange
+from zeropg.optim.part import Part
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INSTEAD = (

@@ -10,8 +10,9 @@ import torch
 from zeropg._native import _C
 from zeropg.optim.flat_update import FlatGroup, Segment, State, in_memory, is_per_element
 from zeropg.optim.kernels import Group
-from zeropg.optim.momentum_exchange import MomentumExchange, Part
+from zeropg.optim.momentum_exchange import MomentumExchange
 from zeropg.optim.momentum_optimizer import INSTEAD, MomentumOptimizer
+from zeropg.optim.part import Part
 
 
 class Place(NamedTuple):

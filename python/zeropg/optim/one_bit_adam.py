@@ -10,8 +10,10 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeropg.compression.codec import CODECS, Codec
-from zeropg.optim.momentum_exchange import Momentum, MomentumExchange, Part
+from zeropg.optim.adam_rule import adamw_, begin
+from zeropg.optim.momentum_exchange import Momentum, MomentumExchange
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
+from zeropg.optim.part import Part
 
 
 class OneBitAdam(MomentumOptimizer):
@@ -74,37 +76,6 @@ class OneBitAdam(MomentumOptimizer):
             freeze(part, type(self).__name__)
         average_momenta(parts, exchange)
         frozen_adam_(parts, self._denominators)
-
-
-def begin(part: Part) -> None:
-    """State of a parameter before its first step: torch.optim.AdamW's."""
-    if not part.state:
-        part.state["step"] = torch.tensor(0.0)
-        part.state["exp_avg"] = torch.zeros_like(part.gradient)
-        part.state["exp_avg_sq"] = torch.zeros_like(part.weight)
-
-
-def adamw_(part: Part) -> None:
-    """One step of AdamW, in the order of torch.optim's operations, which gives its bits."""
-    lr = float(part.group["lr"])
-    if part.group["weight_decay"] != 0:
-        part.weight.mul_(1 - lr * part.group["weight_decay"])
-    denominator, bias = learn(part)
-    part.weight.addcdiv_(part.own(part.state["exp_avg"]), denominator, value=-lr / bias)
-
-
-def learn(part: Part) -> tuple[torch.Tensor, float]:
-    """Takes the averaged gradient into momentum and variance, as one more step of AdamW and of LAMB.
-
-    Returns what the momentum is divided by: the deviation free of its bias, plus eps; and the momentum's bias.
-    """
-    state, gradient = part.state, part.own(part.gradient)
-    beta1, beta2 = part.group["betas"]
-    state["step"] += 1
-    step = state["step"].item()
-    state["exp_avg"].lerp_(part.gradient, 1 - beta1)
-    state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    return (state["exp_avg_sq"].sqrt() / (1 - beta2**step) ** 0.5).add_(part.group["eps"]), 1 - beta1**step
 
 
 def freeze(part: Part, who: str) -> None:

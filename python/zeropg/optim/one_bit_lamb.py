@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from zeropg.compression.codec import Codec
-from zeropg.optim.momentum_exchange import MomentumExchange, Part
-from zeropg.optim.one_bit_adam import OneBitAdam, average_momenta, begin, freeze, learn
+from zeropg.optim.adam_rule import begin
+from zeropg.optim.lamb import lamb_update, trust_ratio, with_decay
+from zeropg.optim.layerwise import squares
+from zeropg.optim.momentum_exchange import MomentumExchange
+from zeropg.optim.one_bit_adam import OneBitAdam, average_momenta, freeze
+from zeropg.optim.part import Part
 
 # Section 4.1 and appendix A: how far the frozen coefficient may be scaled, and by how much more in one step.
 _FACTORS = (0.5, 4.0)
 _FACTOR_CHANGE = 0.1
 _COEFFICIENT_BETA = 0.9
-# You et al. 2020, "Large Batch Optimization for Deep Learning" (LAMB), with the bounds that 1-bit LAMB was tried with.
-_COEFFICIENTS = (0.01, 10.0)
 
 
 class OneBitLamb(OneBitAdam):
@@ -63,7 +65,7 @@ class OneBitLamb(OneBitAdam):
                 begin(part)
                 part.state.setdefault("coefficient", 0.0)
                 updates.append(lamb_update(part))
-            norms = exchange.total(_squares(parts, updates)).sqrt()
+            norms = exchange.total(squares([part.weight for part in parts], updates)).sqrt()
             for part, update, (weight, length) in zip(parts, updates, norms.tolist(), strict=True):
                 coefficient = trust_ratio(weight, length)
                 if weight > 0 and length > 0:
@@ -80,27 +82,14 @@ class OneBitLamb(OneBitAdam):
         average_momenta(parts, exchange)
         ratios = torch.stack([fresh_ratio(part, momentum) for part, momentum in zip(parts, before, strict=True)])
         directions = [part.own(part.state["exp_avg"]) / self._denominators.of(part) for part in parts]
-        updates = [_with_decay(part, update) for part, update in zip(parts, directions, strict=True)]
-        norms = exchange.total(_squares_of(directions, updates)).sqrt()
+        updates = [with_decay(part, update) for part, update in zip(parts, directions, strict=True)]
+        norms = exchange.total(squares(directions, updates)).sqrt()
         largest = exchange.largest(ratios)
         for part, update, ratio, (plain, length) in zip(parts, updates, largest.tolist(), norms.tolist(), strict=True):
             share = min(1.0, plain / length) if length > 0 else 1.0
             part.state["factor"] = next_factor(part.state["factor"], ratio * share + 1 - share)
             scale = (part.state["coefficient"] or 1.0) * part.state["factor"]
             part.weight.add_(update, alpha=-float(part.group["lr"]) * scale)
-
-
-def lamb_update(part: Part) -> torch.Tensor:
-    """LAMB's direction before it is scaled; takes the averaged gradient into momentum and variance."""
-    denominator, bias = learn(part)
-    return _with_decay(part, part.own(part.state["exp_avg"]) / denominator / bias)
-
-
-def trust_ratio(weight: float, update: float) -> float:
-    """norm of weights / norm of update, within bounds; 1 where either is zero."""
-    if weight == 0 or update == 0:
-        return 1.0
-    return min(max(weight / update, _COEFFICIENTS[0]), _COEFFICIENTS[1])
 
 
 def blend(average: float, value: float, beta: float) -> float:
@@ -126,21 +115,3 @@ def next_factor(last: float, wanted: float) -> float:
     """What the frozen coefficient is scaled by: near the last step's, and within bounds."""
     near = min(max(wanted, last * (1 - _FACTOR_CHANGE)), last * (1 + _FACTOR_CHANGE))
     return min(max(near, _FACTORS[0]), _FACTORS[1])
-
-
-def _with_decay(part: Part, update: torch.Tensor) -> torch.Tensor:
-    decay: float = part.group["weight_decay"]
-    return update.add(part.weight, alpha=decay) if decay else update
-
-
-def _squares(parts: Sequence[Part], updates: Sequence[torch.Tensor]) -> torch.Tensor:
-    return _squares_of([part.weight for part in parts], updates)
-
-
-def _squares_of(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[n, 2], fp64: sums of squares."""
-    norms = [
-        [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in pair]
-        for pair in zip(first, second, strict=True)
-    ]
-    return torch.tensor(norms, dtype=torch.float64).reshape(-1, 2).square()

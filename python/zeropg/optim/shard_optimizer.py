@@ -19,6 +19,8 @@ from zeropg.optim.flat_update import (
     put_entries,
 )
 from zeropg.optim.kernels import FUSED, Group, Kernels, kernels_for
+from zeropg.optim.layerwise import LayerwiseRule
+from zeropg.optim.layerwise_update import LayerwiseUpdater, kernels_beside, rule_of
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
 from zeropg.optim.momentum_update import MomentumUpdater, make_exchange
 from zeropg.optim.offloaded_update import OffloadedStep, OffloadedUpdater
@@ -39,10 +41,10 @@ _ELEMENTWISE = (
 _WHOLE_MATRIX = "its update needs whole matrices, and a shard is a flat range; use AdamW"
 _REFUSED = {
     "Adafactor": _WHOLE_MATRIX + ", whose state shards to the same order of memory",
-    "LAMB": "its update needs the norm of whole layers; use AdamW with warm-up",
+    "LAMB": "its update needs the norm of whole layers; use zeropg.optim.LAMB",
     "LARS": "its update needs the norm of whole layers; use SGD with warm-up",
     "LBFGS": "it needs all gradients at once and several closure calls per step; use AdamW or SGD",
-    "Muon": _WHOLE_MATRIX,
+    "Muon": "its update needs whole matrices, and a shard is a flat range; use zeropg.optim.Muon, or torch.optim.Muon",
     "Shampoo": _WHOLE_MATRIX,
     "SOAP": _WHOLE_MATRIX,
     "SparseAdam": "gradients of sharded models are dense; use Adam, and nn.Embedding with sparse=False",
@@ -67,7 +69,8 @@ def shard_optimizer(
     Adagrad, Adam, AdamW, SGD and zeropg.optim.Lion on the CPU run on zeropg's fused kernels (the result differs from
     torch's by rounding only). The other elementwise classes of torch.optim run unchanged over flat views. So does a
     class of your own that says `zeropg_elementwise = True`: it promises that an element's update depends on the
-    element's own parameter, gradient and state alone.
+    element's own parameter, gradient and state alone. Layer-wise optimizers (LAMB and Muon of zeropg.optim,
+    torch.optim.Muon) communicate in a step; their docstrings say how much.
 
     The returned optimizer shares the param_groups dictionaries, hooks and state of `optimizer`, so learning-rate
     schedulers that were made before still act; `optimizer.step()` itself raises from then on. State that `optimizer`
@@ -111,11 +114,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.gradient_factor = 1.0
         self._core = _core_of(model)
         self._kernels = _check_optimizer(optimizer)
+        self._rule: LayerwiseRule | None = rule_of(optimizer)
         self._model_state: ShardedState | None = getattr(model, "_zeropg_state", None)
         self._wrapped = optimizer
         self._model = model
         offload = self._core.optimizer_offload
-        if offload is not None and self._kernels is None:
+        if offload is not None and (self._kernels is None or self._rule is not None):
             raise NotImplementedError(
                 f"[zeropg] shard_optimizer: {type(optimizer).__name__} keeps its state in memory, and the model has "
                 f"offload_optimizer; use {', '.join(FUSED)}, or fully_shard without it"
@@ -366,6 +370,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._frozen = [flat for flat in self._core.flat_groups if not flat.is_trainable]
         if self._momentum is not None:
             return self._make_momentum_updater(self._momentum)
+        self._make_layerwise_updater()
         held = self._owners().keys() - self._taken
         sharded: set[int] = set()
         for flat in self._core.flat_groups:
@@ -380,6 +385,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._updaters.append(WholeUpdater(ignored, self.state, self._wrapped, owns=is_first))
             self._taken.update(map(id, ignored.values()))
         return len(self._updaters) > count
+
+    def _make_layerwise_updater(self) -> None:
+        if self._rule is None:
+            return
+        flats = [flat for flat in self._core.flat_groups if flat.is_trainable]
+        sharded = {id(parameter) for flat in flats for _, parameter, _, _ in flat.slots} - self._taken
+        whole = {
+            id(parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if id(parameter) in sharded and self._rule.takes(parameter, group)
+        }
+        if whole:
+            self._updaters.append(LayerwiseUpdater(self._core, flats, self.state, self._rule, whole))
+            self._taken |= whole
 
     def _make_momentum_updater(self, optimizer: MomentumOptimizer) -> bool:
         assert optimizer.exchange is not None  # made before
@@ -579,7 +599,7 @@ def _core_of(model: torch.nn.Module) -> Any:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> Kernels | None:
-    """Returns the fused kernels for this optimizer, None where its own class can run over shards."""
+    """Returns the fused kernels for this optimizer, None where it steps without them."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"[zeropg] shard_optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the "
@@ -592,6 +612,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> Kernels | None:
     kind = type(optimizer)
     if kernels := kernels_for(optimizer):
         return kernels
+    if rule := rule_of(optimizer):
+        return kernels_beside(rule)
     if isinstance(optimizer, MomentumOptimizer):
         return None
     if kind in _ELEMENTWISE or getattr(optimizer, "zeropg_elementwise", False) is True:

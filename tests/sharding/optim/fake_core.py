@@ -28,6 +28,7 @@ class FakeFlat:
         self.numel = -(-end // unit) * unit
         first, last = rank * self.numel // world_size, (rank + 1) * self.numel // world_size
         self.master_start, self.master_stop = (0, self.numel) if stage == 0 else (first, last)
+        self.total_numel = self.numel
         self.is_trainable = True
         self.slots = [((name,), parameter, offset, parameter.numel()) for name, parameter, offset in slots]
         dtype = slots[0][1].dtype

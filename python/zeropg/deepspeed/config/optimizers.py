@@ -11,8 +11,9 @@ import torch
 
 from zeropg.deepspeed.config.error import ConfigError
 from zeropg.deepspeed.config.model import Config
+from zeropg.deepspeed.muon import Muon
 from zeropg.deepspeed.schedules import SCHEDULES
-from zeropg.optim import Lion, OneBitAdam, OneBitLamb
+from zeropg.optim import LAMB, Lion, OneBitAdam, OneBitLamb
 
 Params = dict[str, Any]
 
@@ -29,15 +30,13 @@ class Made(NamedTuple):
 
 # What steps a flat range by itself; zeropg.shard_optimizer takes these.
 _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-_OURS = ("Lion", "OneBitAdam", "OneBitLamb")
+_OURS = ("Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb")
 _OWN = "pass an optimizer of your own to initialize(optimizer=)"
 _REFUSED = {
     "Adafactor": "it needs whole matrices, and a shard is a flat range; use AdamW",
-    "Lamb": "it needs the norm of whole layers; use AdamW with warm-up, or OneBitLamb in stages 0 and 1",
     "LBFGS": "it needs all gradients at once and several closure calls; use AdamW",
     "MuAdam": f"it is not torch's; {_OWN}",
     "MuAdamW": f"it is not torch's; {_OWN}",
-    "Muon": "it needs whole matrices, and a shard is a flat range; use AdamW",
     "MuSGD": f"it is not torch's; {_OWN}",
     "SparseAdam": "gradients of sharded models are dense; use Adam",
     "ZeroOneAdam": "DeepSpeed has removed it, and zeropg has no 0/1 Adam; use OneBitAdam in stages 0 and 1",
@@ -140,6 +139,17 @@ def _adagrad(params: Params, config: Config) -> Made:
     return Made(torch.optim.Adagrad, params)
 
 
+def _lamb(params: Params, config: Config) -> Made:
+    _take_fixed(params, {"amsgrad": (False,), "bias_correction": (True,), "eps_inside_sqrt": (False,)})
+    bounds = (params.pop("min_coeff", 0.01), params.pop("max_coeff", 10.0))
+    return Made(LAMB, {"eps": 1e-8, "weight_decay": 0.0, "bounds": bounds} | params)
+
+
+def _muon(params: Params, config: Config) -> Made:
+    _take_fixed(params, {"ns_method": ("gram", "standard")})  # two ways to the same matrix
+    return Made(Muon, params)
+
+
 def _lion(params: Params, config: Config) -> Made:
     _take_fixed(params, {"fp32_optimizer_states": (True,)})
     return Made(Lion, {"lr": 1e-3} | params)
@@ -171,7 +181,9 @@ _BY_NAME: Mapping[str, Callable[[Params, Config], Made]] = {
     "adam": _adam,
     "adamw": _adam,
     "adagrad": _adagrad,
+    "lamb": _lamb,
     "lion": _lion,
+    "muon": _muon,
     "onebitadam": _one_bit_adam,
     "onebitlamb": _one_bit_lamb,
 }

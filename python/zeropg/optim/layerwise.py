@@ -1,0 +1,67 @@
+"""Optimizers whose update of an element depends on its whole parameter: on norms, on factors, on the matrix itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from zeropg.optim.peers import Alone, Peers, Piece
+
+Group = dict[str, Any]
+
+
+class LayerwiseRule(Protocol):
+    """How one kind of optimizer steps. It holds no state of a training run."""
+
+    # Keys of a parameter's state that have a value for each element.
+    tensor_state: frozenset[str]
+    # The fused kernel for the parameters that the rule does not take; "" where it takes all.
+    others_kernel: str
+
+    def takes(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether the rule needs this parameter whole; it is stepped element by element otherwise."""
+
+    def others_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What `others_kernel` reads of a param group."""
+
+    def update_(self, pieces: Sequence[Piece], peers: Peers) -> None:
+        """Steps weights and state in place, also of pieces that it does not take. All ranks call."""
+
+
+class LayerwiseOptimizer(torch.optim.Optimizer):
+    """A torch optimizer with a LayerwiseRule. Its own `step` is for one process that has whole parameters, or for
+    ranks that all have them and their averaged gradients (DistributedDataParallel); each then computes everything.
+    """
+
+    rule: ClassVar[LayerwiseRule]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient. Returns what `closure` does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        pieces = [
+            whole_piece(parameter, parameter.grad, group, self.state[parameter])
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        self.rule.update_(pieces, Alone())
+        return loss
+
+
+def whole_piece(parameter: torch.Tensor, gradient: torch.Tensor, group: Group, state: dict[str, Any]) -> Piece:
+    numel = parameter.numel()
+    return Piece(parameter, parameter, gradient, 0, numel, group, state, slice(0, numel), [(0, numel)])
+
+
+def squares(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n, 2], fp64: sums of squares of n pairs of tensors."""
+    if not first:
+        return torch.zeros(0, 2, dtype=torch.float64)
+    norms = torch._foreach_norm([*first, *second], 2, torch.float64)
+    return torch.stack(list(norms)).square().view(2, -1).T.contiguous()

@@ -1,0 +1,140 @@
+"""LAMB and Muon in one process, against torch and against their papers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.sharding.optim.fake_core import shard
+from tests.sharding.optim.test_shard_optimizer import assert_same, fill_gradients, make_model
+from zeropg.optim import LAMB, Muon
+from zeropg.optim.peers import assign
+from zeropg.optim.shard_optimizer import shard_optimizer
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.ndim == 2]
+
+
+def others(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.ndim != 2]
+
+
+MUON: list[dict[str, Any]] = [
+    {},
+    {"nesterov": False, "momentum": 0.8, "weight_decay": 0.3, "adjust_lr_fn": "match_rms_adamw"},
+    {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "adjust_lr_fn": "spectral_unclamped"},
+]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("options", MUON)
+def test_muon_is_torchs_and_adamw_for_what_is_no_matrix(options: dict[str, Any], is_sharded: bool) -> None:
+    plain = make_model(torch.float32)
+    model = copy.deepcopy(plain)
+    optimizer: torch.optim.Optimizer = Muon(model.parameters(), 3e-2, **options)
+    if is_sharded:
+        optimizer = shard_optimizer(optimizer, shard(model))
+    reference = [
+        torch.optim.Muon(matrices(plain), 3e-2, **options),
+        torch.optim.AdamW(others(plain), 3e-2, weight_decay=options.get("weight_decay", 0.1)),
+    ]
+    for step in range(5):
+        fill_gradients(plain, step)
+        fill_gradients(model, step)
+        optimizer.step()
+        for each in reference:
+            each.step()
+    for mine, theirs in zip(matrices(model), matrices(plain), strict=True):
+        assert mine.equal(theirs)
+    assert_same(model, plain, relative=1e-6, of_largest=1e-6)
+
+
+def test_torchs_muon_is_taken_beside_another_optimizer() -> None:
+    plain = make_model(torch.float32)
+    model = shard(copy.deepcopy(plain))
+    with pytest.warns(UserWarning, match="unless another optimizer steps them"):
+        optimizer = shard_optimizer(torch.optim.Muon(matrices(model), 3e-2), model)
+    reference = torch.optim.Muon(matrices(plain), 3e-2)
+    for step in range(3):
+        fill_gradients(plain, step)
+        fill_gradients(model, step)
+        optimizer.step()
+        reference.step()
+    assert_same(model, plain, relative=0, of_largest=0)
+
+
+def test_groups_say_who_goes_by_muon() -> None:
+    plain = make_model()
+    model = shard(copy.deepcopy(plain))
+    groups = [{"params": model[0].parameters(), "use_muon": False, "lr": 1e-2}, {"params": model[2].parameters()}]
+    optimizer = shard_optimizer(Muon([*groups, {"params": model[3].parameters()}], 3e-2), model)
+    reference = torch.optim.AdamW(plain[0].parameters(), 1e-2, weight_decay=0.1)
+    for step in range(3):
+        fill_gradients(plain, step)
+        fill_gradients(model, step)
+        optimizer.step()
+        reference.step()
+    assert_same(model[0], plain[0])
+    assert optimizer.state[model[2].weight].keys() == {"momentum_buffer"}
+    assert optimizer.state[model[2].bias].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_lamb_is_the_papers(is_sharded: bool) -> None:
+    plain = make_model()
+    model = copy.deepcopy(plain)
+    optimizer: torch.optim.Optimizer = LAMB(model.parameters(), 0.1, (0.8, 0.9), weight_decay=0.2, bounds=(0.0, 3.0))
+    if is_sharded:
+        optimizer = shard_optimizer(optimizer, shard(model))
+    first = {p: torch.zeros_like(p) for p in plain.parameters()}
+    second = {p: torch.zeros_like(p) for p in plain.parameters()}
+    for step in range(1, 5):
+        fill_gradients(plain, step)
+        fill_gradients(model, step)
+        optimizer.step()
+        with torch.no_grad():
+            for p in plain.parameters():
+                assert p.grad is not None
+                first[p] = 0.8 * first[p] + 0.2 * p.grad
+                second[p] = 0.9 * second[p] + 0.1 * p.grad**2
+                update = first[p] / (1 - 0.8**step) / ((second[p] / (1 - 0.9**step)).sqrt() + 1e-6) + 0.2 * p
+                ratio = (p.norm() / update.norm()).clamp(0.0, 3.0) if p.any() else 1.0
+                p -= 0.1 * ratio * update
+    assert_same(model, plain, relative=1e-12, of_largest=1e-12)
+
+
+def test_work_is_dealt_out_by_cost() -> None:
+    assert assign([1, 5, 2, 3, 3], 2) == [[1, 2], [3, 4, 0]]
+    assert assign([], 2) == [[], []]
+    assert assign([1.0], 3) == [[0], [], []]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: Muon(p, lr=-1.0), "Muon: lr -1"),
+        (lambda p: Muon(p, betas=(0.9, 1.0)), "betas in"),
+        (lambda p: Muon(p, adjust_lr_fn="none"), "expected None, or one of original"),
+        (lambda p: Muon(p, ns_dtype=torch.float32), "expected one of bfloat16, float32"),
+        (lambda p: Muon(p, use_muon=True), r"use_muon=True has parameters of shapes \[\[17\]"),
+        (lambda p: LAMB(p, lr=-1.0), "LAMB: lr -1"),
+        (lambda p: LAMB(p, bounds=(2.0, 1.0)), "0 <= least <= most"),
+    ],
+)
+def test_options_out_of_range_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make(make_model().parameters())
+
+
+def test_state_of_another_class_is_refused() -> None:
+    model = shard(make_model())
+    optimizer = shard_optimizer(LAMB(model.parameters()), model)
+    state = {0: {"step": torch.tensor(1.0), "momentum_buffer": torch.zeros(17, 9)}}
+    groups = [{"params": list(range(len(list(model.parameters()))))}]
+    with pytest.raises(ValueError, match=r"has 'momentum_buffer', but LambRule keeps \['exp_avg', 'exp_avg_sq'\]"):
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
