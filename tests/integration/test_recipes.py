@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,6 +250,40 @@ def test_averages_leave_the_weights_as_they_are_and_load_into_another_stage(para
         loaded = fresh.state_dict(rank0_only=False)
         assert loaded["updates"] == 3
         assert all(torch.equal(loaded["parameters"][name], value) for name, value in found["parameters"].items())
+
+
+def save_averages(folder: Path) -> dict[str, torch.Tensor]:
+    run = Run(3, torch.float32)
+    model = run.model()
+    average = zeropg.ema(model, DECAY)
+    optimizer = run.optimizer(model)
+    for batch in run.batches():
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+    zeropg.save_checkpoint(folder, model, optimizer, extra={"average": average.state_dict()})
+    found: dict[str, torch.Tensor] = average.state_dict(rank0_only=False)["parameters"]
+    return found
+
+
+def load_averages(folder: Path, stage: int) -> dict[str, torch.Tensor]:
+    run = Run(stage, torch.float32)
+    model = run.model(seed=3)
+    average = zeropg.ema(model, DECAY)
+    optimizer = run.optimizer(model)
+    extra, _ = zeropg.load_checkpoint(folder, model, optimizer)
+    average.load_state_dict(extra["average"])
+    found: dict[str, torch.Tensor] = average.state_dict(rank0_only=False)["parameters"]
+    return found
+
+
+def test_averages_are_saved_with_a_checkpoint_for_any_world_size(rank_pool: Any, tmp_path: Path) -> None:
+    expected = rank_pool(2).run(save_averages, tmp_path)[0]
+    for world_size, stage in ((1, 0), (3, 2), (3, 3)):
+        for found in rank_pool(world_size).run(load_averages, tmp_path, stage):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 @on_ranks()

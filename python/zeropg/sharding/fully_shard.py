@@ -83,8 +83,8 @@ class FullyShardedModule(nn.Module):
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError(
             "[zeropg] a sharded model cannot be copied: its memory is shared between ranks. Build a second model and "
-            "load zeropg.full_state_dict(model) into it, or copy before fully_shard; for averages of weights use "
-            "zeropg.local_shards(model)."
+            "load zeropg.full_state_dict(model) into it, or copy before fully_shard; for averages of weights, as of "
+            "torch.optim.swa_utils, use zeropg.ema(model)."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
