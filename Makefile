@@ -12,6 +12,8 @@ JOBS := $(shell nproc)
 RANKS ?= 2
 SECONDS ?= 60
 SANITIZERS ?= thread address
+# Tests wait more than they compute. A file's tests stay in one process, where they share ranks.
+WORKERS ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 RESULTS := benchmarks/results
 
 SOURCES := $(shell find compression backend sharding cpp python CMakeLists.txt setup.py pyproject.toml \
@@ -75,7 +77,7 @@ bench-loss: $(BUILD)/installed.stamp
 	@mkdir -p $(RESULTS)
 	$(call measure,loss,loss) --links 100mbit,1gbit
 
-# Needs the same; about 25 minutes.
+# Needs the same; about 27 minutes.
 bench-nodes: $(BUILD)/installed.stamp
 	$(BIN)/python -m pip install -q -r requirements/bench.txt
 	@mkdir -p $(RESULTS)
@@ -83,7 +85,7 @@ bench-nodes: $(BUILD)/installed.stamp
 	$(BENCH) table --folder $(RESULTS) > $(RESULTS)/table.md
 
 test: build $(BUILD)/installed.stamp
-	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest tests -m "not soak" $(ARGS)
+	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest $(WORKERS) tests -m "not soak" $(ARGS)
 
 # torch 2.11 has gloo built in under its name, which a plugin cannot take there.
 test-torch: $(BUILD)/installed.stamp
@@ -114,7 +116,7 @@ sanitize-%: $(VENV)/requirements.stamp
 # Without the C++ tests, which `make test` builds for any torch.
 smoke: $(BUILD)/installed.stamp
 	@$(BIN)/cmake --build $(BUILD) --parallel $(JOBS) --target cpp_program
-	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest tests -m smoke $(ARGS)
+	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest $(WORKERS) tests -m smoke $(ARGS)
 
 lint: $(VENV)/requirements.stamp
 	@! git grep -nE '^(<<<<<<<|>>>>>>>) ' # what a merge left behind

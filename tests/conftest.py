@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.spawn import THIS_MACHINE, Place, RankPool
+from tests.turns import turn
 
 # What says most in the least time runs first.
 ORDER = [
@@ -44,6 +45,17 @@ SMOKE = (
     "integration/test_ddp.py",
     "integration/test_fsdp2.py",
 )
+# What measures time, or stops processes and counts the seconds until others notice.
+ALONE = (
+    "test_spawn.py",
+    "lab",
+    "backend/bootstrap/test_racks_and_links.py",
+    "backend/diagnostics",
+    "backend/faults",
+    "sharding/offload/test_bad_disk.py",
+    "tools/test_bench.py",
+    "tools/test_bench_nodes.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
@@ -56,8 +68,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=key)  # stable: the order inside a suite stays
     for item in items:
-        if any(item.path.is_relative_to(tests / path) for path in SMOKE):
-            item.add_marker("smoke")
+        for marker, paths in (("smoke", SMOKE), ("alone", ALONE)):
+            if any(item.path.is_relative_to(tests / path) for path in paths):
+                item.add_marker(marker)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture(scope="session")
