@@ -169,7 +169,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "optim": {"_native", "compression", "rank_io", "sharding"},
     "export": {"_native", "rank_io", "sharding"},
     "checkpoint": {"_native", "compression", "rank_io", "sharding", "optim", "export"},
-    "deepspeed": {"compression", "rank_io", "sharding", "optim", "checkpoint"},
+    "deepspeed": {"compression", "rank_io", "backend", "sharding", "optim", "checkpoint"},
     "__init__": {
         "_native",
         "_notices",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,8 @@ from zeropg.deepspeed.config import Config
 from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
 from zeropg.deepspeed.engine_checkpoints import EngineCheckpoints
 from zeropg.deepspeed.loss_scaler import LossScaler
+from zeropg.deepspeed.observation.make import make_observers
+from zeropg.deepspeed.observation.observer import Facts
 from zeropg.deepspeed.scaled_backward import (
     Scaling,
     divided_by_engine,
@@ -85,6 +86,7 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self._update: Update | None = None
         if optimizer is not None:
             self._update = Update(module, optimizer, self._scaler, config.gradient_clipping, skips)
+        self._observers = make_observers(config, module, self._state.core, device)
         self._step_applied = False
         self._in_no_sync = False
         self._backwards = 0  # since the last update
@@ -123,7 +125,8 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         Where a program runs the backward itself, the sum of its gradients is divided by the accumulation steps in
         `step`, at a boundary.
         """
-        output = self.module(*inputs, **kwargs)
+        with self._observers.during("forward", (*inputs, *kwargs.values())):
+            output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and (self.gradient_accumulation_steps() > 1 or self._scaler.is_enabled()):
             for tensor in [*tensors_in(output), *hidden_tensors_in(output)]:
                 if tensor.requires_grad:
@@ -154,7 +157,8 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         total = self._scaler.scale(divided if self._is_divided else divided * steps)
         # A tensor of its own carries the mark: hooks of the model's outputs come after it.
         marked = total.view_as(total)
-        with divided_by_engine(marked, Scaling(self.cur_scale, steps)):
+        scaling = Scaling(self.cur_scale, steps)
+        with self._observers.during("backward"), divided_by_engine(marked, scaling):
             marked.backward(retain_graph=retain_graph)
         self._backwards += 1
         return divided
@@ -267,10 +271,14 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         if self._in_no_sync:
             raise RuntimeError("[zeropg] step: called inside engine.no_sync(); call it after the `with`")
         self._step_applied = False
-        if self._accumulation.is_boundary:
-            self._take_model_step(lr_kwargs)
-        self._accumulation.micro_steps += 1
-        self._follow_boundary()
+        is_boundary, samples = self._accumulation.is_boundary, self.global_samples
+        with self._observers.during("step"):
+            if is_boundary:
+                self._take_model_step(lr_kwargs)
+            self._accumulation.micro_steps += 1
+            self._follow_boundary()
+        if is_boundary:
+            self._tell_observers(self.global_samples - samples)
 
     def was_step_applied(self) -> bool:
         """Whether the last step() updated the model: False between boundaries and after an overflow."""
@@ -296,15 +304,14 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        if self._accumulation.is_managed:
-            self.global_samples += self.train_batch_size()
-        else:
-            self.global_samples += self._backwards * self.train_micro_batch_size_per_gpu() * self.world_size
+        forwards = self.gradient_accumulation_steps() if self._accumulation.is_managed else self._backwards
         self._backwards = 0
-        every = self.steps_per_print()
-        if every and self.global_rank == 0 and self.global_steps % every == 0:
-            text = f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
-            print(f"[zeropg] {text}", file=sys.stderr)
+        self.global_samples += forwards * self.train_micro_batch_size_per_gpu() * self.world_size
+
+    def _tell_observers(self, samples: int) -> None:
+        micro_batch = self.train_micro_batch_size_per_gpu()
+        counts = (self.global_steps, self.skipped_steps, samples, micro_batch)
+        self._observers.updated(Facts(*counts, self.get_lr(), self.get_mom()))
 
     # --- the rest ---
 

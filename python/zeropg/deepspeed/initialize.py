@@ -18,6 +18,7 @@ from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
 from zeropg.deepspeed.distributed import init_distributed
 from zeropg.deepspeed.engine import DeepSpeedEngine
 from zeropg.deepspeed.muon import Muon, tag_hidden_matrices
+from zeropg.deepspeed.observation.trial import end_after_sizes
 from zeropg.deepspeed.zero.leaf_modules import mark_named, units_around_leaves
 from zeropg.deepspeed.zero.owners import register
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
@@ -86,7 +87,9 @@ def initialize(
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     leaves = settings.zero_optimization.leaf_module
     mark_named(model, leaves.classes, leaves.names, leaves.name_suffixes)
-    fully_shard(model, process_group=group, units=units_around_leaves(model), **sharding_arguments(settings))
+    units = units_around_leaves(model)
+    end_after_sizes(model, units, group, device.type)
+    fully_shard(model, process_group=group, units=units, **sharding_arguments(settings))
     sharded = _make_optimizer(model, optimizer, model_parameters, settings)
     scheduler = _make_scheduler(lr_scheduler, sharded, settings)
     engine = DeepSpeedEngine(

@@ -8,8 +8,6 @@ from zeropg.deepspeed.config.keys.key import Key, honoured, mapped, no_effect, r
 
 _OWN_WRITER = "Checkpoints are safetensors files, which all ranks write at once."
 _RECOMPUTATION = "It configures deepspeed.checkpointing.checkpoint; use torch.utils.checkpoint, which works as it is."
-_PROFILER = "zeropg does not count operations; use torch.profiler."
-_TRAFFIC = "zeropg.stats() says what each collective has moved, at any time."
 _MONITOR = "Nothing is written to it, which a run would show only at its end."
 _OF_MONITOR = "It belongs to a monitor, which is refused."
 
@@ -63,24 +61,32 @@ RECOMPUTATION = {
 
 OBSERVATION = {
     "steps_per_print": honoured("Every so many steps rank 0 prints a line to stderr."),
-    "wall_clock_breakdown": no_effect("The engine keeps no timers; use torch.profiler."),
+    "wall_clock_breakdown": honoured(
+        "Rank 0 prints the times of forward, backward and step to stderr: every steps_per_print steps, else every step."
+    ),
     "memory_breakdown": no_effect("python -m zeropg plan computes memory before a run."),
     "dump_state": no_effect("python -m zeropg config prints what becomes of each key."),
     "log_level": no_effect('zeropg logs as logging.getLogger("zeropg"), whose level is yours to set.'),
-    "timers.throughput.enabled": no_effect("The engine keeps no timers; use torch.profiler."),
-    "timers.throughput.synchronized": no_effect("The engine keeps no timers; use torch.profiler."),
-    "comms_logger.enabled": no_effect(_TRAFFIC),
-    "comms_logger.verbose": no_effect(_TRAFFIC),
-    "comms_logger.prof_all": no_effect(_TRAFFIC),
-    "comms_logger.debug": no_effect(_TRAFFIC),
-    "comms_logger.prof_ops": no_effect(_TRAFFIC),
-    "flops_profiler.enabled": no_effect(_PROFILER),
-    "flops_profiler.recompute_fwd_factor": no_effect(_PROFILER),
-    "flops_profiler.profile_step": no_effect(_PROFILER),
-    "flops_profiler.module_depth": no_effect(_PROFILER),
-    "flops_profiler.top_modules": no_effect(_PROFILER),
-    "flops_profiler.detailed": no_effect(_PROFILER),
-    "flops_profiler.output_file": no_effect(_PROFILER),
+    "timers.throughput.enabled": honoured("Adds the samples per second to the lines of steps_per_print."),
+    "timers.throughput.synchronized": honoured("The clock is read once the device has done its work."),
+    "comms_logger.enabled": honoured(
+        "zeropg.deepspeed.comm.log_summary() prints what collectives have moved, and how fast; groups of zeropg only."
+    ),
+    "comms_logger.verbose": mapped("Rank 0 prints a line for each kind of operation of each step."),
+    "comms_logger.prof_all": honoured("False: prof_ops says which operations are shown."),
+    "comms_logger.debug": no_effect("It adds the names of DeepSpeed's own functions to the lines."),
+    "comms_logger.prof_ops": honoured("Names of operations, where prof_all is false: all_reduce, for one."),
+    "flops_profiler.enabled": honoured(
+        "Rank 0 prints operations, times and their quotient by module; operations as torch.utils.flop_counter counts."
+    ),
+    "flops_profiler.recompute_fwd_factor": no_effect("What the backward computes again is counted as it runs."),
+    "flops_profiler.profile_step": honoured(
+        "The step that is timed, counted from 0; operations are counted one before."
+    ),
+    "flops_profiler.module_depth": honoured("Of the aggregated profile; -1: all depths."),
+    "flops_profiler.top_modules": honoured("Classes of modules that the aggregated profile names at each depth."),
+    "flops_profiler.detailed": honoured("Whether each module has a line."),
+    "flops_profiler.output_file": honoured("A file of rank 0's instead of stderr."),
 }
 
 TENSORBOARD = _monitor("output_path", "job_name")

@@ -1,0 +1,1 @@
+"""What an engine measures of itself: times, traffic and operations, as the configuration asks for."""
