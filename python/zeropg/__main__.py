@@ -18,6 +18,7 @@ COMMANDS = {
     "config": ("zeropg.tools.config", "say what becomes of each key of a DeepSpeed configuration"),
     "doctor": ("zeropg.tools.doctor.command", "show what is built, what this machine can use, and why not"),
     "plan": ("zeropg.tools.plan.command", "compute memory and traffic of a run per rank, before anything is allocated"),
+    "run": ("zeropg.tools.run.command", "start a program on all ranks of one or several hosts, as deepspeed does"),
     "simulate": ("zeropg.tools.simulate", "compute time and bytes of a collective on nodes that need not exist"),
     "topo": ("zeropg.tools.topo", "show which ranks share a node, and what the links between them carry"),
     "train": (
@@ -32,6 +33,7 @@ examples:
   python -m zeropg config ds_config.json                                 what becomes of a DeepSpeed configuration
   python -m zeropg plan --params 7e9 --ranks 8 --stage 0,1,2,3           what each stage would hold and send
   python -m zeropg simulate --ranks 8 --nodes 2 --size 64M               what an all-reduce would cost on two nodes
+  python -m zeropg run --hostfile hosts train.py                         all ranks of all hosts, as deepspeed does
   torchrun --standalone --nproc-per-node 4 -m zeropg topo --measure      latency and bandwidth between four ranks
   python -m zeropg bench collectives -n 2                                all-reduce from 8 B to 64 MiB, beside gloo
   torchrun --standalone --nproc-per-node 2 -m zeropg train               ZeRO-3 on two processes of this machine

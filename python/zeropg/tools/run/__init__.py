@@ -1,0 +1,1 @@
+"""`python -m zeropg run`: torchrun on every host of a hostfile, as one command."""

@@ -1,0 +1,238 @@
+"""`python -m zeropg run`: starts a program on all ranks of one or several hosts, and ends it everywhere at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from zeropg.tools.run.cores import parse_cpu_list
+from zeropg.tools.run.environment import environment_files, read_environment_files, to_pass
+from zeropg.tools.run.hosts import Host, first, read_hostfile, select
+from zeropg.tools.run.job import Failure, Job, Node, Stopped, Unreachable
+from zeropg.tools.run.launchers import LAUNCHERS, choose, slurm_hosts
+from zeropg.tools.run.messages import Plan
+from zeropg.tools.run.rank_output import RankOutput
+
+_DEEPSPEEDS_HOSTFILE = Path("/job/hostfile")
+_PORT = 29500
+
+_DESCRIPTION = """
+Starts a program on all ranks of one or several hosts, as the command `deepspeed` does: torchrun on each host, reached
+by ssh, or by srun in an allocation of slurm's. Hosts are checked before anything starts. What ranks write comes here,
+each line with its rank. When a rank fails, when a host is lost, or on Ctrl-C, all ranks of all hosts are stopped.
+"""
+_EXAMPLES = """
+a hostfile has a line for each host; a slot is a rank, and on a host with GPUs the number of a GPU:
+  worker-0 slots=4      # a comment
+  worker-1 slots=4
+
+what the other hosts need: this Python and zeropg at the same path, and the script in the same folder. The variables
+ZEROPG_*, NCCL_*, GLOO_*, UCX_*, TORCH*, PYTHON*, OMP_*, MKL_*, HF_*, MLFLOW*, PATH and LD_LIBRARY_PATH are passed on;
+lines NAME=VALUE in .deepspeed_env, at home or here, add others.
+
+examples:
+  python -m zeropg run --num_gpus 2 train.py --deepspeed_config ds.json      two ranks on this machine
+  python -m zeropg run --hostfile hosts train.py                             all slots of all hosts
+  python -m zeropg run --hostfile hosts --include worker-0@worker-1:0,2 train.py
+  python -m zeropg run --hostfile hosts --exclude worker-1:3 --log_dir logs -m my.module
+  python -m zeropg run --num_gpus 4 --bind_cores train.py                    each rank on cores of its own
+  python -m zeropg run --hostfile hosts --rsh "ssh -p 2222" train.py         another command to reach hosts
+
+status: 0 all ranks ended well; 1 a rank failed, or a host cannot be reached; 2 wrong options; 130 Ctrl-C
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run as `arguments` say; returns the exit status."""
+    options, parser = _parse(arguments)
+    try:
+        hosts = _hosts(options)
+        launcher = choose(options.launcher, hosts, "SLURM_JOB_ID" in os.environ, options.rsh)
+        environment = (to_pass(os.environ) if launcher != "local" else {}) | _from_files(options)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    try:
+        start = LAUNCHERS[launcher].command
+        with Job(hosts, lambda host: start(host, options.rsh, dict(os.environ))) as job:
+            job.reach(options.connect_timeout)
+            plans = [_plan(job.nodes, index, options, environment) for index in range(len(hosts))]
+            output = RankOutput(sum(len(host.slots) for host in hosts), options.log_dir)
+            failures = job.run(plans, output)
+    except Unreachable as error:
+        print(f"zeropg run: {error}; nothing is started", file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        print(f"zeropg run: {stopped}: all ranks are stopped", file=sys.stderr)
+        return 128 + stopped.number
+    for line in _report(failures, output):
+        print(line, file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _hosts(options: argparse.Namespace) -> list[Host]:
+    """What is to be used. Raises ValueError with the reason why that cannot be, OSError where a file cannot be read."""
+    counted = options.num_nodes is not None or options.num_gpus is not None
+    filtered = bool(options.include or options.exclude)
+    if counted and filtered:
+        raise ValueError("--num_nodes and --num_gpus cannot be combined with --include and --exclude")
+    hostfile = options.hostfile
+    if hostfile is None and options.launcher in (None, "ssh") and _DEEPSPEEDS_HOSTFILE.is_file():
+        hostfile = _DEEPSPEEDS_HOSTFILE
+    if hostfile is not None:
+        hosts = read_hostfile(hostfile)
+    elif options.launcher == "slurm" or (options.launcher is None and "SLURM_JOB_ID" in os.environ):
+        hosts = slurm_hosts(os.environ, options.num_gpus)
+    else:
+        hosts = [Host("localhost", tuple(range(options.num_gpus or _gpus() or 1)))]
+    hosts = select(hosts, options.include, options.exclude)
+    return first(hosts, options.num_nodes, options.num_gpus)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _from_files(options: argparse.Namespace) -> dict[str, str]:
+    if options.environment_file is not None:
+        return read_environment_files([options.environment_file])
+    return read_environment_files(environment_files(os.environ))
+
+
+def _plan(nodes: list[Node], index: int, options: argparse.Namespace, environment: dict[str, str]) -> Plan:
+    """Of one host. Raises Unreachable where the others would not know how to reach the first one."""
+    node, leader = nodes[index], nodes[0]
+    assert node.hello is not None and leader.hello is not None
+    master = options.master_addr or leader.hello.address
+    if len(nodes) > 1 and not master:
+        raise Unreachable(f"{leader.host.name} does not know its own address; say it with --master_addr")
+    command = ["--no-python"] if options.no_python else ["-m"] if options.module else []
+    is_chosen = options.hostfile is not None or options.include or options.exclude
+    return Plan(
+        node_rank=index,
+        nodes=len(nodes),
+        first_rank=node.first_rank,
+        ranks=len(node.host.slots),
+        address=master if index == 0 else node.hello.address,
+        master_addr=master,
+        master_port=options.master_port or (_PORT if len(nodes) > 1 or options.master_addr else 0),
+        command=[*command, options.program, *options.arguments],
+        environment=environment,
+        visible_gpus=list(node.host.slots) if is_chosen else None,
+        cpus=(options.bind_core_list or "") if options.bind_cores else None,
+    )
+
+
+def _report(failures: list[Failure], output: RankOutput) -> list[str]:
+    """What is said at the end: which rank of which host failed first, and its last lines."""
+    if not failures:
+        return []
+    cause, *others = failures
+    lines = []
+    if cause.rank is not None and output.tail(cause.rank):
+        lines += [f"--- last lines of rank {cause.rank}:", *output.tail(cause.rank), "---"]
+    elif cause.rank is None:
+        lines += [f"--- last lines of {cause.node.host.name}:", *cause.node.said, "---"] if cause.node.said else []
+    lines.append(f"zeropg run: {_what(cause)} failed first: {_how(cause)}; all ranks are stopped")
+    lines += [f"  then {_what(other)}: {_how(other)}" for other in others]
+    if cause.rank is not None and output.path(cause.rank) is not None:
+        lines.append(f"  its log: {output.path(cause.rank)}")
+    return lines
+
+
+def _what(failure: Failure) -> str:
+    host = failure.node.host.name
+    return host if failure.rank is None else f"rank {failure.rank} on {host}"
+
+
+def _how(failure: Failure) -> str:
+    if failure.why:
+        return failure.why
+    if failure.exit_code >= 0:
+        return f"exit code {failure.exit_code}"
+    try:
+        return f"killed by {signal.Signals(-failure.exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-failure.exit_code}"
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    parser = argparse.ArgumentParser(
+        prog="python -m zeropg run",
+        usage="python -m zeropg run [options] PROGRAM [arguments of the program]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_hosts(parser)
+    _add_running(parser)
+    options = parser.parse_args(arguments)
+    if options.module and options.no_python:
+        parser.error("--module and --no_python are both given; expected one of them")
+    if options.bind_core_list is not None:
+        options.bind_cores = True
+        try:
+            parse_cpu_list(options.bind_core_list)
+        except ValueError as error:
+            parser.error(f"--bind_core_list: {error}")
+    for name in ("num_nodes", "num_gpus", "connect_timeout"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name} is {value}, expected at least 1")
+    return options, parser
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("where")
+    group.add_argument(
+        "-H", "--hostfile", type=Path, metavar="FILE", help="the hosts and their slots (default: /job/hostfile, if any)"
+    )
+    group.add_argument(
+        "-i", "--include", default="", metavar="SPEC", help="use these alone: HOST or HOST:SLOT,SLOT, joined by @"
+    )
+    group.add_argument("-e", "--exclude", default="", metavar="SPEC", help="use all but these, written likewise")
+    group.add_argument("--num_nodes", "--nnodes", type=int, metavar="N", help="use the first N hosts")
+    group.add_argument(
+        "--num_gpus",
+        "--num_accelerators",
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="ranks of each host: its first N slots (default: all; without a hostfile a rank per GPU, or one)",
+    )
+    group.add_argument(
+        "--launcher",
+        choices=tuple(LAUNCHERS),
+        help="; ".join(f"{name}: {one.does}" for name, one in LAUNCHERS.items()) + " (default: by the hosts)",
+    )
+    group.add_argument(
+        "--rsh", default="", metavar="CMD", help="instead of ssh: is called with a host and a command for its shell"
+    )
+    group.add_argument(
+        "--connect_timeout", type=float, default=120, metavar="S", help="seconds for all hosts to answer (default 120)"
+    )
+    group.add_argument("--master_addr", metavar="ADDR", help="where the ranks meet (default: the first host's address)")
+    group.add_argument("--master_port", type=int, metavar="PORT", help=f"the port for that (default {_PORT})")
+
+
+def _add_running(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how")
+    group.add_argument(
+        "--bind_cores", "--bind_cores_to_rank", action="store_true", help="bind each rank to cores of its own"
+    )
+    group.add_argument("--bind_core_list", metavar="LIST", help="bind to these CPUs of each host alone: 0-15,32-47")
+    group.add_argument(
+        "--log_dir", type=Path, metavar="DIR", help="also write what each rank says to DIR/rank0.log ..."
+    )
+    group.add_argument(
+        "--environment_file", type=Path, metavar="FILE", help="instead of .deepspeed_env: variables for all ranks"
+    )
+    group.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as with python -m")
+    group.add_argument("--no_python", action="store_true", help="PROGRAM is no Python script, but runs by itself")
+    parser.add_argument("program", metavar="PROGRAM", help="a script, which finds RANK, LOCAL_RANK and WORLD_SIZE")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

@@ -1,0 +1,81 @@
+"""How a process is started on a host: `LAUNCHERS`, one line each."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from zeropg.tools.run.hosts import Host
+
+NODE = "zeropg.tools.run.node"
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
+# One task on one node, inside the job's allocation and beside its other steps; all CPUs are its.
+SRUN = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--unbuffered", "--nodelist")
+_NEEDED_BY_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")  # before it can read the rest
+_HERE = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """does: for --help. command: from a host and options to the command line that starts NODE there."""
+
+    does: str
+    command: Callable[[Host, str, Mapping[str, str]], list[str]]
+
+
+def _by_ssh(host: Host, remote_shell: str, environment: Mapping[str, str]) -> list[str]:
+    return [*(shlex.split(remote_shell) if remote_shell else SSH), host.name, _remote_command(environment)]
+
+
+def _by_srun(host: Host, remote_shell: str, environment: Mapping[str, str]) -> list[str]:
+    return [*SRUN, host.name, "sh", "-c", _remote_command(environment)]
+
+
+def _here(host: Host, remote_shell: str, environment: Mapping[str, str]) -> list[str]:
+    return [sys.executable, "-m", NODE]
+
+
+def _remote_command(environment: Mapping[str, str]) -> str:
+    """For the shell of the other host: this folder and this Python there."""
+    variables = [f"{name}={environment[name]}" for name in _NEEDED_BY_PYTHON if name in environment]
+    command = ["env", *variables, sys.executable, "-m", NODE]
+    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+
+
+LAUNCHERS = {
+    "ssh": Launcher("a shell on each host, by ssh or by what --rsh says", _by_ssh),
+    "slurm": Launcher("srun, inside an allocation of slurm's", _by_srun),
+    "local": Launcher("this machine alone", _here),
+}
+
+
+def choose(name: str | None, hosts: list[Host], is_under_slurm: bool, remote_shell: str) -> str:
+    """Returns a launcher's name: the given one, or what fits the hosts. Raises ValueError where it cannot serve."""
+    is_here = len(hosts) == 1 and hosts[0].name in (*_HERE, socket.gethostname())
+    if name == "local" and not is_here:
+        raise ValueError(f"--launcher local with the host {hosts[-1].name}; it starts ranks on this machine alone")
+    if name is not None:
+        return name
+    if is_here and not remote_shell:
+        return "local"
+    return "slurm" if is_under_slurm and not remote_shell else "ssh"
+
+
+def slurm_hosts(environment: Mapping[str, str], slots: int | None) -> list[Host]:
+    """The hosts of the allocation. Each has `slots`, else as many as slurm gave GPUs or tasks of one node, else 1.
+
+    Raises ValueError where scontrol does not name them.
+    """
+    try:
+        command = ["scontrol", "show", "hostnames", environment["SLURM_JOB_NODELIST"]]
+        names = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError, KeyError) as error:
+        raise ValueError(f"slurm does not say which hosts the job has ({error}); give a --hostfile") from None
+    counts = [environment.get(name, "") for name in ("SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE")]
+    found = slots or next((int(count) for count in counts if count.isdigit() and int(count) > 0), 1)
+    return [Host(name, tuple(range(found))) for name in names]

@@ -1,0 +1,83 @@
+"""What the launcher and the process on each host tell each other: a line of JSON each, over the pipes of ssh.
+
+launcher -> host  one Plan, and then nothing: when the pipe ends, whatever the reason, the host stops its ranks
+host -> launcher  Hello, then Output again and again, then Failed or Done
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one host runs.
+
+    first_rank: the global rank of its local rank 0. master_port: 0: this is the only host, and any port will do.
+    command: for torchrun, after its own options: a script, or `-m` and a module, or `--no-python` and a program.
+    visible_gpus: for CUDA_VISIBLE_DEVICES; None leaves it alone.
+    cpus: whether ranks are bound to cores: None: no; "": to all there are; else to those of this list, "0-3,8".
+    """
+
+    node_rank: int
+    nodes: int
+    first_rank: int
+    ranks: int
+    address: str
+    master_addr: str
+    master_port: int
+    command: list[str]
+    environment: dict[str, str]
+    visible_gpus: list[int] | None
+    cpus: str | None
+
+
+@dataclass(frozen=True)
+class Hello:
+    """address: at which others reach this host; "" where it does not know. clock: seconds since the epoch."""
+
+    address: str
+    torch: str
+    clock: float
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a rank has written."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """rank: None where no rank was the reason. exit_code: negative: a signal. since: when it wrote its last words."""
+
+    rank: int | None
+    exit_code: int
+    since: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """All ranks of the host ended well."""
+
+
+Message = Hello | Output | Failed | Done
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Plan, Hello, Output, Failed, Done)}
+
+
+def to_line(message: Plan | Message) -> bytes:
+    return json.dumps([type(message).__name__, asdict(message)]).encode() + b"\n"
+
+
+def from_line(line: bytes) -> Any:
+    """Raises ValueError where it is no message."""
+    try:
+        name, fields = json.loads(line)
+        return _KINDS[name](**fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{line[:200]!r} is no message of zeropg run") from error

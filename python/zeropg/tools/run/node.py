@@ -1,0 +1,214 @@
+"""The process on each host: runs torchrun as the launcher says, sends what ranks write, and ends with the launcher.
+
+    python -m zeropg.tools.run.node
+
+It speaks over standard input and output (messages.py). Whatever ends the input, be it the launcher, its death or a
+connection that is gone, ends the ranks.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, NoReturn
+
+import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from zeropg.tools.run.cores import cores_of_this_host, divide, parse_cpu_list
+from zeropg.tools.run.messages import Done, Failed, Hello, Message, Output, Plan, from_line, to_line
+
+_POLL_SECONDS = 0.05
+_CHUNK = 1 << 16
+_GRACE_SECONDS = 40.0  # torchrun gives ranks 30 s between SIGTERM and SIGKILL
+_IDLE_SECONDS = 2.0  # for torchrun to notice a signal before it has ranks
+_BIND = Path(__file__).with_name("bind.py")
+
+
+class Stopped(BaseException):
+    """The launcher is gone, or wants the end."""
+
+
+class Replies:
+    """The way to the launcher; of several threads."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        with self._lock, suppress(OSError):  # a launcher that is gone shows as the end of the input
+            self._pipe.write(to_line(message))
+            self._pipe.flush()
+
+
+def main() -> int:
+    """Run what comes; returns the exit status."""
+    commands, pipe = _take_pipes()
+    replies = Replies(pipe)
+    replies.send(Hello(_address(), torch.__version__, time.time()))
+    line = commands.readline()
+    if not line:
+        return 0  # another host could not be reached
+    plan: Plan = from_line(line)
+    signal.signal(signal.SIGTERM, _stop)
+    with tempfile.TemporaryDirectory(prefix="zeropg-run-", ignore_cleanup_errors=True) as folder:
+        threading.Thread(target=_end_with, args=(commands,), daemon=True).start()
+        with following(Path(folder), plan, replies):
+            last_word = _run(plan, folder)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end that follows a last word is no reason to stop
+        replies.send(last_word)
+    return 0 if isinstance(last_word, Done) else 1
+
+
+def _take_pipes() -> tuple[IO[bytes], IO[bytes]]:
+    """The pipes to the launcher, out of the ranks' sight: these would inherit descriptors 0 and 1."""
+    commands, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return commands, replies
+
+
+def _run(plan: Plan, folder: str) -> Failed | Done:
+    try:
+        os.environ.update(plan.environment)
+        os.environ.setdefault("PYTHONUNBUFFERED", "1")  # else a rank that is killed loses its last words
+        if plan.visible_gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.visible_gpus))
+        torchrun.run(torchrun.parse_args(torchrun_arguments(plan, folder)))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        since = _last_words(Path(folder), failure.local_rank) or time.time()
+        return Failed(rank, failure.exitcode, since, "")
+    except (Stopped, SignalException):
+        return Failed(None, 0, time.time(), "stopped")
+    except Exception as error:
+        return Failed(None, 1, time.time(), f"{type(error).__name__}: {error}")
+    return Done()
+
+
+def torchrun_arguments(plan: Plan, folder: str) -> list[str]:
+    """torchrun's command line, its logs in `folder`. Sets OMP_NUM_THREADS where ranks are bound to cores.
+
+    Raises ValueError where they cannot be bound.
+    """
+    if plan.master_port:
+        where = ["--master-addr", plan.master_addr, "--master-port", str(plan.master_port)]
+        where += ["--nnodes", str(plan.nodes), "--node-rank", str(plan.node_rank)]
+        where += ["--local-addr", plan.address] if plan.address else []
+    else:
+        where = ["--standalone"]
+    command = plan.command
+    if plan.cpus is not None:
+        cores = divide(cores_of_this_host(parse_cpu_list(plan.cpus) if plan.cpus else None), plan.ranks)
+        os.environ.setdefault("OMP_NUM_THREADS", str(len(cores[0])))
+        lists = ";".join(",".join(str(cpu) for core in own for cpu in core) for own in cores)
+        program = command[1:] if command[0] == "--no-python" else [sys.executable, "-u", *command]
+        command = ["--no-python", sys.executable, "-S", str(_BIND), lists, *program]
+    elif plan.ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning of nine lines
+    return [*where, "--nproc-per-node", str(plan.ranks), "--redirects", "3", "--log-dir", folder, *command]
+
+
+@contextmanager
+def following(folder: Path, plan: Plan, replies: Replies) -> Iterator[None]:
+    """Meanwhile sends what torchrun writes of its ranks into `folder`; at the end the rest of it."""
+    ended = threading.Event()
+    decoders: dict[Path, codecs.IncrementalDecoder] = {}
+    read_bytes: dict[Path, int] = {}
+
+    def send_new() -> None:
+        for local_rank in range(plan.ranks):
+            for path in _logs(folder, local_rank):
+                decoder = decoders.setdefault(path, codecs.getincrementaldecoder("utf-8")(errors="replace"))
+                with path.open("rb") as file:
+                    file.seek(read_bytes.get(path, 0))
+                    while chunk := file.read(_CHUNK):
+                        read_bytes[path] = read_bytes.get(path, 0) + len(chunk)
+                        replies.send(Output(plan.first_rank + local_rank, decoder.decode(chunk)))
+
+    def follow() -> None:
+        while not ended.wait(_POLL_SECONDS):
+            send_new()
+        send_new()
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _logs(folder: Path, local_rank: int) -> list[Path]:
+    """Where torchrun puts what a rank writes: <run>/attempt_0/<local rank>/stdout.log and stderr.log."""
+    return sorted(folder.glob(f"*/attempt_*/{local_rank}/std*.log"))
+
+
+def _last_words(folder: Path, local_rank: int) -> float | None:
+    """When a rank last wrote something; None: never.
+
+    torchrun knows in whole seconds when a rank ended, and that is too coarse to say which one was the first.
+    """
+    times = [found.st_mtime for found in (path.stat() for path in _logs(folder, local_rank)) if found.st_size]
+    return max(times, default=None)
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    """SIGTERM before torchrun has ranks; then it has a handler of its own, which ends them."""
+    raise Stopped
+
+
+def _end_with(commands: IO[bytes]) -> None:
+    """Waits for the end of the input, and then ends this process and its ranks, whatever they do."""
+    while commands.read(_CHUNK):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    start = time.monotonic()
+    while time.monotonic() - start < _GRACE_SECONDS:
+        time.sleep(_POLL_SECONDS)
+        if time.monotonic() - start > _IDLE_SECONDS and not _children():
+            break  # in a call of C++ that knows no signals, such as a wait for the other hosts
+    for child in _children():
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    os._exit(1)
+
+
+def _children() -> list[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def _address() -> str:
+    """Where the launcher found this host, else the first address that `hostname -I` knows; "" without one."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    if len(connection) == 4:
+        return connection[2]
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=10).stdout.split()
+        if said:
+            return said[0]
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        return "" if address.startswith("127.") else address
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""`python -m zeropg run` on this machine, and what it reads. Several hosts: tests/lab/test_run.py."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import kill_with_children, run_program
+from zeropg.tools.run import command
+from zeropg.tools.run.cores import divide, parse_cpu_list
+from zeropg.tools.run.environment import read_environment_files, to_pass
+from zeropg.tools.run.hosts import Host, first, read_hostfile, select
+from zeropg.tools.run.launchers import LAUNCHERS, choose
+from zeropg.tools.run.rank_output import RankOutput
+
+RUN = [sys.executable, "-m", "zeropg", "run"]
+
+HOSTFILE = """
+# two workers
+worker-0 slots=4
+
+worker-1   slots=3   # the last GPU is broken
+"""
+HOSTS = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1, 2))]
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+# --- What is read ---
+
+
+def test_a_hostfile_is_deepspeeds(tmp_path: Path) -> None:
+    assert read_hostfile(written(tmp_path / "hosts", HOSTFILE)) == HOSTS
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=2\nb 4\n", r"line 2: 'b 4'; expected NAME slots=N"),
+        ("a slots=2\n\na slots=4\n", "line 3: a is there twice"),
+        ("a slots=0\n", "N at least 1"),
+        ("a slots=1 extra\n", "line 1: 'a slots=1 extra'"),
+        ("-oProxyCommand=x slots=1\n", "would be an option of ssh"),
+        ("# nobody\n", "names no host"),
+    ],
+)
+def test_a_hostfile_that_is_wrong_is_refused_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_hostfile(written(tmp_path / "hosts", text))
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        ("", "", [(0, 1, 2, 3), (0, 1, 2)]),
+        ("worker-1@worker-0:2,0", "", [(0, 2), (0, 1, 2)]),
+        ("worker-1:1@worker-1:0", "", [(), (0, 1)]),
+        ("", "worker-0:1@worker-1:0", [(0, 2, 3), (1, 2)]),
+        ("", "worker-0", [(), (0, 1, 2)]),
+    ],
+)
+def test_filters_are_deepspeeds(include: str, exclude: str, expected: list[tuple[int, ...]]) -> None:
+    wanted = [Host(host.name, slots) for host, slots in zip(HOSTS, expected, strict=True) if slots]
+    assert select(HOSTS, include, exclude) == wanted
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "message"),
+    [
+        ("worker-0", "worker-1", "both given"),
+        ("worker-2", "", "names the host 'worker-2'; there is worker-0, worker-1"),
+        ("worker-1:3", "", "slot 3 of worker-1, which has slots 0 to 2"),
+        ("worker-1:a", "", "expected NAME, or NAME:SLOT,SLOT like worker-1:0,2"),
+        ("", "worker-0@worker-1", "leaves no slot"),
+    ],
+)
+def test_filters_that_fit_no_host_are_refused(include: str, exclude: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        select(HOSTS, include, exclude)
+
+
+def test_counts_take_the_first_hosts_and_slots() -> None:
+    assert first(HOSTS, 1, 2) == [Host("worker-0", (0, 1))]
+    with pytest.raises(ValueError, match="--num_nodes is 3, but there are only 2 hosts: worker-0, worker-1"):
+        first(HOSTS, 3, None)
+    with pytest.raises(ValueError, match="--num_gpus is 4, but worker-1 has only 3 slots"):
+        first(HOSTS, None, 4)
+
+
+def test_variables_that_go_to_other_hosts(tmp_path: Path) -> None:
+    mine = {"ZEROPG_SECRET": "s", "NCCL_DEBUG": "INFO", "PYTHONPATH": "p", "HOME": "h", "PATH": "/bin"}
+    of_one_host = {"ZEROPG_HOST_ID": "here", "TORCHELASTIC_RUN_ID": "1"}
+    assert to_pass(mine | of_one_host) == {name: mine[name] for name in mine if name != "HOME"}
+    file = written(tmp_path / ".deepspeed_env", "# all hosts\nNCCL_DEBUG=WARN\nexport A='b c'\nB=x=y\n\n")
+    assert read_environment_files([file]) == {"NCCL_DEBUG": "WARN", "A": "b c", "B": "x=y"}
+    with pytest.raises(ValueError, match="line 1: 'NCCL_DEBUG WARN'; expected NAME=VALUE"):
+        read_environment_files([written(file, "NCCL_DEBUG WARN\n")])
+    with pytest.raises(ValueError, match="ZEROPG_HOST_ID is of one host"):
+        read_environment_files([written(file, "ZEROPG_HOST_ID=a\n")])
+
+
+def test_cores_are_divided_among_ranks_with_all_their_threads() -> None:
+    assert parse_cpu_list("1,4-6") == [1, 4, 5, 6]
+    for wrong in ("1-", "a", "3-1", "1,1"):
+        with pytest.raises(ValueError, match=r"expected CPUs like|names a CPU twice"):
+            parse_cpu_list(wrong)
+    cores = [[0, 4], [1, 5], [2, 6], [3, 7], [8]]
+    assert divide(cores, 2) == [[[0, 4], [1, 5]], [[2, 6], [3, 7]]]
+    with pytest.raises(ValueError, match="6 ranks cannot be bound to 5 cores"):
+        divide(cores, 6)
+
+
+def test_launchers_fit_the_hosts() -> None:
+    here = [Host("localhost", (0,))]
+    assert [choose(None, here, slurm, "") for slurm in (False, True)] == ["local", "local"]
+    assert [choose(None, HOSTS, slurm, "") for slurm in (False, True)] == ["ssh", "slurm"]
+    assert choose(None, HOSTS, True, "rsh") == "ssh"
+    with pytest.raises(ValueError, match="starts ranks on this machine alone"):
+        choose("local", HOSTS, False, "")
+    environment = {"PYTHONPATH": "a b", "ZEROPG_SECRET": "hidden"}
+    by_ssh, by_rsh, by_srun = (
+        LAUNCHERS[name].command(HOSTS[0], shell, environment)
+        for name, shell in (("ssh", ""), ("ssh", "rsh -l me"), ("slurm", ""))
+    )
+    assert by_ssh[0] == "ssh" and by_ssh[-2] == "worker-0" and by_rsh[:4] == ["rsh", "-l", "me", "worker-0"]
+    assert by_srun[by_srun.index("--nodelist") + 1 :][:3] == ["worker-0", "sh", "-c"]
+    assert by_ssh[-1] == by_rsh[-1] == by_srun[-1] and "'PYTHONPATH=a b'" in by_ssh[-1]
+    assert "hidden" not in by_ssh[-1]  # who lists the processes of a host does not read secrets
+
+
+def test_lines_of_ranks_come_whole_and_progress_bars_do_not_pile_up(tmp_path: Path) -> None:
+    console = io.StringIO()
+    output = RankOutput(11, tmp_path, console)
+    for rank, text in ((0, "one\ntw"), (10, "ten\r\n"), (0, "o\n\r10 %"), (0, "\r90 %\r100 %\n"), (1, "no end")):
+        output.write(rank, text)
+    output.close()
+    assert console.getvalue().splitlines() == [
+        "[rank  0] one",
+        "[rank 10] ten",
+        "[rank  0] two",
+        "[rank  0] 100 %",
+        "[rank  1] no end",
+    ]
+    assert (tmp_path / "rank0.log").read_bytes() == b"one\ntwo\n\r10 %\r90 %\r100 %\n"
+    assert output.tail(0) == ["one", "two", "100 %"] and output.path(1) == tmp_path / "rank1.log"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num_gpus", "2", "--include", "localhost", "x.py"], "cannot be combined"),
+        (["--hostfile", "nowhere", "x.py"], "No such file or directory: 'nowhere'"),
+        (["--num_gpus", "0", "x.py"], "expected at least 1"),
+        (["--bind_core_list", "3-1", "x.py"], "expected CPUs like"),
+        (["-m", "--no_python", "x"], "both given"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+# --- Ranks of this machine ---
+
+PROGRAM = """
+import os, sys
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], sys.argv[1:])
+print(sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"], os.environ["A"], file=sys.stderr)
+"""
+
+
+def test_ranks_run_with_logs_variables_and_cores_of_their_own(tmp_path: Path) -> None:
+    script = written(tmp_path / "script.py", PROGRAM)
+    variables = written(tmp_path / "variables", "A=from the file\n")
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    if len(cpus) < 2:
+        pytest.skip("needs two CPUs")
+    options = ["--num_gpus", "2", "--log_dir", str(tmp_path / "logs"), "--environment_file", str(variables)]
+    options += ["--bind_core_list", ",".join(map(str, cpus))]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = run_program([*RUN, *options, str(script), "--deepspeed", "-x"], timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines() for rank in (0, 1)]
+    for rank, log in enumerate(logs):
+        assert sorted(log) == sorted([f"{rank} 2 {rank} ['--deepspeed', '-x']", f"[{cpus[rank]}] 1 from the file"])
+        assert all(f"[rank {rank}] {line}" in done.stdout for line in log)
+
+
+FAILING = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit("what rank 1 had to say")
+print("rank 0 is", os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_fails_is_named_and_the_others_are_stopped(tmp_path: Path) -> None:
+    script = written(tmp_path / "script.py", FAILING)
+    done = run_program([*RUN, "--num_gpus", "2", "--log_dir", str(tmp_path), str(script)], timeout=300)
+    assert done.returncode == 1
+    said = done.stderr
+    assert "rank 1 on localhost failed first: exit code 1; all ranks are stopped" in said, said
+    assert said.index("what rank 1 had to say") < said.index("failed first")
+    assert f"its log: {tmp_path / 'rank1.log'}" in said
+    other = next(int(line.split()[-1]) for line in done.stdout.splitlines() if "rank 0 is" in line)
+    assert not Path(f"/proc/{other}").exists()
+
+
+def test_ctrl_c_stops_all_ranks(tmp_path: Path) -> None:
+    script = written(tmp_path / "script.py", 'import os, time\nprint("I am", os.getpid(), flush=True)\ntime.sleep(600)')
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*RUN, "--num_gpus", "2", str(script)], stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+            process.send_signal(signal.SIGINT)
+            start = time.monotonic()
+            _, said = process.communicate(timeout=200)
+        except BaseException:
+            kill_with_children(process.pid)
+            raise
+    assert process.returncode == 130 and "SIGINT: all ranks are stopped" in said, said
+    assert time.monotonic() - start < 30
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
