@@ -236,3 +236,23 @@ def test_ctrl_c_stops_all_ranks(tmp_path: Path) -> None:
     assert process.returncode == 130 and "SIGINT: all ranks are stopped" in said, said
     assert time.monotonic() - start < 30
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+SCONTROL = '#!/bin/sh\n[ "$*" = "show hostnames node[7]" ] && echo node7\n'
+SRUN = '#!/bin/sh\necho "$*" > "$0.called"\nwhile [ "$1" != sh ]; do shift; done\nexec "$@"\n'
+
+
+def test_in_an_allocation_srun_reaches_the_hosts_of_the_job(tmp_path: Path) -> None:
+    """Stand-ins for slurm's commands, which only a cluster has."""
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        written(tmp_path / name, text).chmod(0o755)
+    script = written(
+        tmp_path / "script.py", 'import os\nprint("rank", os.environ["RANK"], os.environ["ZEROPG_SECRET"])'
+    )
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node[7]", "SLURM_NTASKS_PER_NODE": "1"}
+    environment = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ZEROPG_SECRET": "whisper"}
+    done = run_program([*RUN, str(script)], timeout=300, env=environment)
+    assert done.returncode == 0 and "[rank 0] rank 0 whisper" in done.stdout, done.stdout + done.stderr
+    called = (tmp_path / "srun.called").read_text()
+    assert "--nodes=1 --ntasks=1 --overlap" in called and "--nodelist node7 sh -c cd " in called
+    assert "whisper" not in called

@@ -23,6 +23,7 @@ _GATHER_SECONDS = 1.5  # for other hosts to say that they failed, too: maybe ear
 _STOP_SECONDS = 45.0  # longer than hosts take to kill what ignores SIGTERM
 _CLOSE_SECONDS = 2.0  # for a process to end after SIGTERM
 _SAID_LINES = 20
+_MOST_EVENTS = 1000  # that wait for their turn
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -81,7 +82,9 @@ class Job:
 
     def __init__(self, hosts: Sequence[Host], command: Callable[[Host], list[str]]) -> None:
         """command: how to start the process on a host."""
-        self._events: queue.Queue[tuple[Node | None, Any]] = queue.Queue()
+        # A SimpleQueue, since a signal may come while this thread holds the lock of another kind.
+        self._events: queue.SimpleQueue[tuple[Node | None, Any]] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_MOST_EVENTS)  # a console that is slow makes ranks wait, not memory grow
         self.nodes: list[Node] = []
         self._hosts = hosts
         self._command = command
@@ -167,8 +170,7 @@ class Job:
         """Handles events until all hosts are done, or a little longer than the first failure, or to the deadline."""
         for node, event in self._until(deadline):
             if isinstance(event, Output):
-                if node.first_rank <= event.rank < node.first_rank + len(node.host.slots):
-                    output.write(event.rank, event.text)
+                _show(node, event, output)
             elif isinstance(event, Failed):
                 failures.append(_failure(node, event))
                 node.is_done = True
@@ -192,7 +194,7 @@ class Job:
         waiting = [node for node in self.nodes if not node.has_ended]
         for node, event in self._until(time.monotonic() + _STOP_SECONDS) if waiting else ():
             if isinstance(event, Output):
-                output.write(event.rank, event.text)
+                _show(node, event, output)
             elif isinstance(event, Gone):
                 node.has_ended = True
             if all(one.has_ended for one in waiting):
@@ -202,12 +204,15 @@ class Job:
         """Events as they come, until the deadline. Raises Stopped for a signal."""
         while True:
             left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
             try:
-                node, event = self._events.get(timeout=left if left is None else max(0.0, left))
+                node, event = self._events.get(timeout=left)
             except queue.Empty:
                 return
             if node is None:
                 raise Stopped(event.number)
+            self._room.release()
             yield node, event
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -217,9 +222,13 @@ class Job:
         pipe = _opened(node.process.stdout)
         for line in pipe:
             try:
-                self._events.put((node, from_line(line)))
+                event = from_line(line)
             except ValueError:  # of the shell there, such as a greeting
                 node.said.append(line.decode(errors="replace").rstrip())
+                continue
+            self._room.acquire()
+            self._events.put((node, event))
+        self._room.acquire()
         self._events.put((node, Gone(node.process.wait())))
 
     def _follow_words(self, node: Node) -> None:
@@ -236,9 +245,19 @@ def _opened(pipe: IO[bytes] | None) -> IO[bytes]:
     return pipe
 
 
+def _is_of(node: Node, rank: int) -> bool:
+    """Whether a host may speak of a rank: messages come from elsewhere."""
+    return node.first_rank <= rank < node.first_rank + len(node.host.slots)
+
+
+def _show(node: Node, event: Output, output: RankOutput) -> None:
+    if _is_of(node, event.rank):
+        output.write(event.rank, event.text)
+
+
 def _failure(node: Node, event: Failed) -> Failure:
-    own = event.rank is not None and node.first_rank <= event.rank < node.first_rank + len(node.host.slots)
-    return Failure(node, event.rank if own else None, event.exit_code, event.since + node.clock_offset, event.why)
+    rank = event.rank if event.rank is not None and _is_of(node, event.rank) else None
+    return Failure(node, rank, event.exit_code, event.since + node.clock_offset, event.why)
 
 
 def _how_it_ended(node: Node) -> str:
