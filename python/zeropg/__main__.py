@@ -25,6 +25,7 @@ COMMANDS = {
         "zeropg.tools.train.command",
         "train a small GPT on real text with ZeRO-0 to 3, and export it in 16 bits",
     ),
+    "tune": ("zeropg.tools.tune.command", "find the fastest configuration of a script for DeepSpeed, by short runs"),
 }
 
 _EXAMPLES = """
@@ -32,6 +33,7 @@ examples:
   python -m zeropg doctor                                                what this machine can use, and why not
   python -m zeropg config ds_config.json                                 what becomes of a DeepSpeed configuration
   python -m zeropg plan --params 7e9 --ranks 8 --stage 0,1,2,3           what each stage would hold and send
+  python -m zeropg tune train.py --deepspeed_config ds_config.json       the fastest stage and micro-batch for a script
   python -m zeropg simulate --ranks 8 --nodes 2 --size 64M               what an all-reduce would cost on two nodes
   python -m zeropg run --hostfile hosts train.py                         all ranks of all hosts, as deepspeed does
   torchrun --standalone --nproc-per-node 4 -m zeropg topo --measure      latency and bandwidth between four ranks

@@ -55,8 +55,8 @@ ELSEWHERE = {
         refuses=_is_enabled,
     ),
     "autotuning": refused(
-        "There is no tuner.",
-        instead="python -m zeropg plan computes memory and traffic of all stages at once.",
+        "Tuning is a command of its own.",
+        instead="python -m zeropg tune SCRIPT --deepspeed_config FILE finds the fastest stage and micro-batch.",
         refuses=_is_enabled,
     ),
     "data_efficiency": refused(
