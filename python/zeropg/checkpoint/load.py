@@ -13,21 +13,17 @@ import torch
 from zeropg._native import _C
 from zeropg.checkpoint.debts import is_debt_file, load_debts, taken_debt_files
 from zeropg.checkpoint.folder import reading
-from zeropg.checkpoint.foreign import describe_foreign
-from zeropg.checkpoint.load_masters import Advance
-from zeropg.checkpoint.manifest import Manifest, SavedOptimizer, SavedTensor, read_manifest
+from zeropg.checkpoint.load_masters import Advance, set_values
+from zeropg.checkpoint.manifest import SavedOptimizer, SavedTensor
+from zeropg.checkpoint.match import check_groups, match_tensors
 from zeropg.checkpoint.optimizers import check_same_names, own_words
 from zeropg.checkpoint.plan import ModelPlan, group_names, optimizer_kind, plan_model
 from zeropg.checkpoint.residuals import is_residual_file, load_residuals, residual_file
+from zeropg.checkpoint.saved_tensors import manifest_in, read_pieces
 from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.checkpoint.structure_file import read_structure_file
-from zeropg.checkpoint.values import put_whole
-from zeropg.optim.flat_update import segments_of
 from zeropg.optim.shard_optimizer import ShardedOptimizer, StateShard
 from zeropg.sharding.state import ShardedState
-
-_PIECE_BYTES = 4 << 20
-_LISTED = 5  # names in an error; the rest is counted
 
 
 class Loading:
@@ -46,8 +42,8 @@ class Loading:
         self._is_changing = False
         self._resources = ExitStack()
         while True:
-            self._manifest = _read_manifest(directory)
-            self._saved_names = _match(self._manifest, self._plan)  # by index of the plan's tensors
+            self._manifest = manifest_in(directory)
+            self._saved_names = match_tensors(self._manifest.tensors, self._manifest.aliases, self._plan)
             if optimizers and self._manifest.optimizers:
                 check_same_names(self._manifest.optimizers, optimizers)
                 for name, saved in self._manifest.optimizers.items():
@@ -57,7 +53,7 @@ class Loading:
                 return
             except FileNotFoundError:
                 # Another job may have replaced the checkpoint meanwhile, and removed what the manifest named.
-                if _read_manifest(directory).folder == self._manifest.folder:
+                if manifest_in(directory).folder == self._manifest.folder:
                     raise
 
     def _open(self) -> None:
@@ -92,21 +88,12 @@ class Loading:
     def read_model(self, advance: Advance) -> None:
         """Sets masters, parameters and buffers; between the core's begin_step and end_load."""
         self._is_changing = True
-        with torch.no_grad():
-            groups: list[Any] = list(self._state.core.flat_groups)
-            for group in groups:
-                slot_of = {id(parameter): slot for slot, (_, parameter, _, _) in enumerate(group.slots)}
-                for segment in segments_of(group):
-                    saved = self._saved_tensor(self._plan.index_of[segment.name])
-                    for start, values in self._pieces(saved, segment.offset, segment.offset + segment.numel):
-                        group.load(slot_of[id(segment.parameter)], values, start)
-                        advance(values.nbytes)
-            for index, tensor in enumerate(self._plan.tensors):
-                if not tensor.is_sharded:
-                    saved = self._saved_tensor(index)
-                    for start, values in self._pieces(saved, 0, saved.numel):
-                        put_whole(tensor.value.detach(), start, values)
-                        advance(values.nbytes)
+        set_values(
+            self._state,
+            self._plan,
+            lambda index, start, stop: self._pieces(self._saved_tensor(index), start, stop),
+            advance,
+        )
         own = self._readers.get(residual_file(self._state.core.rank))
         load_residuals(self._state.core, None if own is None else read_structure_file(own, {"residuals"}))
         modules = dict(self._state.model.named_modules())
@@ -186,14 +173,7 @@ class Loading:
         return self._manifest.tensors[self._saved_names[index]]
 
     def _pieces(self, saved: SavedTensor, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields (first element, values) of elements [start, stop); each tensor is valid until the next."""
-        step = _PIECE_BYTES // saved.dtype.itemsize
-        buffer = torch.empty(min(step, stop - start), dtype=saved.dtype)
-        reader = self._readers[saved.file]
-        for at in range(start, stop, step):
-            values = buffer[: min(step, stop - at)]
-            reader.read(saved.offset + at * saved.dtype.itemsize, saved.dtype, values)
-            yield at, values
+        return read_pieces(self._readers[saved.file], saved, start, stop)
 
     def _kept(self, optimizer: ShardedOptimizer) -> Iterator[tuple[str, str, int, int]]:
         """Yields (parameter name, its name in the checkpoint, start, stop) of what this rank keeps state for."""
@@ -215,54 +195,8 @@ class Loading:
                 yield name, key, decode(value, fetch_scalar)
 
 
-def _read_manifest(directory: Path) -> Manifest:
-    try:
-        return read_manifest(directory)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(
-            f"'{directory}' holds no checkpoint of zeropg.save_checkpoint that this rank sees: "
-            f"{describe_foreign(directory)}"
-        ) from error
-
-
-def _match(manifest: Manifest, plan: ModelPlan) -> list[str]:
-    """Returns the name in the checkpoint of each tensor of the model. Raises ValueError listing what differs."""
-    names_of: dict[int, list[str]] = {}
-    for name, index in plan.index_of.items():
-        names_of.setdefault(index, []).append(name)
-    found: list[str] = []
-    used: set[str] = set()
-    missing, misshapen = [], []
-    for index, tensor in enumerate(plan.tensors):
-        known = [manifest.aliases.get(name, name) for name in names_of[index]]
-        saved_name = next((name for name in known if name in manifest.tensors), None)
-        if saved_name is None:
-            missing.append(tensor.name)
-            continue
-        saved = manifest.tensors[saved_name]
-        used.update(known)
-        if saved.shape != tuple(tensor.value.shape) or saved.dtype.is_floating_point != tensor.dtype.is_floating_point:
-            misshapen.append(
-                f"{tensor.name} ({saved.dtype} {list(saved.shape)}, here {tensor.dtype} {list(tensor.value.shape)})"
-            )
-        found.append(saved_name)
-    unexpected = [name for name in manifest.tensors if name not in used]
-    problems = [
-        f"{what}: {_listed(names)}"
-        for what, names in (
-            ("not in the checkpoint", missing),
-            ("not in the model", unexpected),
-            ("of another shape or kind", misshapen),
-        )
-        if names
-    ]
-    if problems:
-        raise ValueError(f"the checkpoint is of another model; {'; '.join(problems)}")
-    return found
-
-
 def _match_optimizer(
-    name: str, saved: SavedOptimizer, optimizer: ShardedOptimizer, plan: ModelPlan, saved_names: list[str]
+    name: str, saved: SavedOptimizer, optimizer: ShardedOptimizer, plan: ModelPlan, saved_names: Mapping[int, str]
 ) -> None:
     """Raises ValueError where the optimizer is another than the saved one of that name."""
     which = f"the checkpoint's optimizer{own_words(name)}"
@@ -273,18 +207,4 @@ def _match_optimizer(
             "model alone"
         )
     here = [[saved_names[plan.index_of[own]] for own in names] for names in group_names(optimizer, plan)]
-    if len(here) != len(saved.groups):
-        raise ValueError(f"{which} has {len(saved.groups)} param groups, yours {len(here)}")
-    for index, (names, entry) in enumerate(zip(here, saved.groups, strict=True)):
-        theirs = set(entry["params"])
-        only_here, only_there = [n for n in names if n not in theirs], sorted(theirs - set(names))
-        if only_here or only_there:
-            raise ValueError(
-                f"param group {index} holds other parameters than that of {which}; only here: {_listed(only_here)}; "
-                f"only there: {_listed(only_there)}"
-            )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return (", ".join(names[:_LISTED]) or "none") + more
+    check_groups(which, [entry["params"] for entry in saved.groups], here)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from zeropg._native import _C
+from zeropg.checkpoint.plan import ModelPlan
+from zeropg.checkpoint.values import put_whole
+from zeropg.optim.flat_update import segments_of
 from zeropg.rank_io.agreement import together
 from zeropg.rank_io.progress import progress
+from zeropg.sharding.state import ShardedState
 
 Advance = Callable[[int], None]
+# (index of the plan's tensor, start, stop) -> (first element, values) of the flat tensor's elements [start, stop).
+Pieces = Callable[[int, int, int], Iterator[tuple[int, torch.Tensor]]]
 
 
 def load_masters(
@@ -33,3 +41,24 @@ def load_masters(
         finally:
             core.end_load()  # also after an error: the other ranks are waiting in theirs
         together(core.process_group, operation, lambda: finish(advance, failure))
+
+
+@torch.no_grad()
+def set_values(state: ShardedState, plan: ModelPlan, pieces: Pieces, advance: Advance) -> None:
+    """Sets this rank's masters, and parameters and buffers that nothing shards; what has no pieces stays.
+
+    Inside `load_masters`, as its `read`.
+    """
+    groups: list[Any] = list(state.core.flat_groups)
+    for group in groups:
+        slot_of = {id(parameter): slot for slot, (_, parameter, _, _) in enumerate(group.slots)}
+        for segment in segments_of(group):
+            index = plan.index_of[segment.name]
+            for start, values in pieces(index, segment.offset, segment.offset + segment.numel):
+                group.load(slot_of[id(segment.parameter)], values, start)
+                advance(values.nbytes)
+    for index, tensor in enumerate(plan.tensors):
+        if not tensor.is_sharded:
+            for start, values in pieces(index, 0, tensor.value.numel()):
+                put_whole(tensor.value.detach(), start, values)
+                advance(values.nbytes)

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zeropg.checkpoint.load_masters import Advance, load_masters
+from zeropg.checkpoint.load_masters import Advance, load_masters, set_values
 from zeropg.checkpoint.plan import ModelPlan, plan_model
 from zeropg.checkpoint.safetensors_folder import SafetensorsFolder, StoredTensor
-from zeropg.checkpoint.values import put_whole
-from zeropg.optim.flat_update import segments_of
 from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.state import ShardedState, state_of
 
@@ -102,25 +100,13 @@ class _Loading:
         total = sum(stored.numel * stored.dtype.itemsize for stored in self._stored.values())
         return total // (core.world_size if core.stage > 0 else 1)
 
-    @torch.no_grad()
     def read(self, advance: Advance) -> None:
         """Sets masters, parameters and buffers; between the core's begin_step and end_load."""
-        groups: list[Any] = list(self._state.core.flat_groups)
-        for group in groups:
-            slot_of = {id(parameter): slot for slot, (_, parameter, _, _) in enumerate(group.slots)}
-            for segment in segments_of(group):
-                stored = self._stored.get(self._plan.index_of[segment.name])
-                if stored is None:
-                    continue
-                for start, values in self._folder.pieces(stored, segment.offset, segment.offset + segment.numel):
-                    group.load(slot_of[id(segment.parameter)], values, start)
-                    advance(values.nbytes)
-        for index, tensor in enumerate(self._plan.tensors):
-            stored = self._stored.get(index)
-            if stored is not None and not tensor.is_sharded:
-                for start, values in self._folder.pieces(stored, 0, stored.numel):
-                    put_whole(tensor.value.detach(), start, values)
-                    advance(values.nbytes)
+        set_values(self._state, self._plan, self._pieces, advance)
+
+    def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+        stored = self._stored.get(index)
+        return iter(()) if stored is None else self._folder.pieces(stored, start, stop)
 
     def close(self) -> None:
         self._folder.close()

@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,17 +94,14 @@ def _parse_size_text(text: str) -> int | None:
     return int(float(number) * float(1024 if binary else 1000) ** power)
 
 
-def index_json(plan: ExportPlan) -> bytes:
-    """Returns the text of model.safetensors.index.json, which says which tensor is in which file."""
-    files = plan.layout.files
+def index_json(names: Sequence[str], parameters: int, layout: _C.Layout) -> bytes:
+    """Returns the text of model.safetensors.index.json, which says which tensor is in which file.
+
+    names: in the order of the layout's places. parameters: elements of all tensors.
+    """
     index = {
-        "metadata": {
-            "total_parameters": sum(tensor.value.numel() for tensor in plan.tensors),
-            "total_size": plan.layout.tensor_bytes,
-        },
-        "weight_map": {
-            tensor.name: files[place.file].name for tensor, place in zip(plan.tensors, plan.layout.places, strict=True)
-        },
+        "metadata": {"total_parameters": parameters, "total_size": layout.tensor_bytes},
+        "weight_map": {name: layout.files[place.file].name for name, place in zip(names, layout.places, strict=True)},
     }
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 

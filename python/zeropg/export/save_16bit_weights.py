@@ -117,7 +117,9 @@ class _Export:
         for name, content in companions.items():
             self._files.add_companion(name, content)
         if len(self._plan.layout.files) > 1:
-            self._files.add_index(index_json(self._plan))
+            names = [tensor.name for tensor in self._plan.tensors]
+            numel = sum(tensor.value.numel() for tensor in self._plan.tensors)
+            self._files.add_index(index_json(names, numel, self._plan.layout))
 
     def _own_ranges(self) -> Iterator[ByteRange]:
         """Yields this rank's masters, the part that is exported."""

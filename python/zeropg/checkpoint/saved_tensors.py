@@ -1,0 +1,70 @@
+"""The model's tensors of a checkpoint, read without a model and without other ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from zeropg._native import _C
+from zeropg.checkpoint.folder import reading
+from zeropg.checkpoint.foreign import describe_foreign
+from zeropg.checkpoint.manifest import Manifest, SavedTensor, read_manifest
+
+_PIECE_BYTES = 4 << 20
+
+
+def read_pieces(reader: _C.FileReader, saved: SavedTensor, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields (first element, values) of elements [start, stop); each tensor is valid until the next."""
+    step = _PIECE_BYTES // saved.dtype.itemsize
+    buffer = torch.empty(min(step, stop - start), dtype=saved.dtype)
+    for at in range(start, stop, step):
+        values = buffer[: min(step, stop - at)]
+        reader.read(saved.offset + at * saved.dtype.itemsize, saved.dtype, values)
+        yield at, values
+
+
+def manifest_in(directory: Path) -> Manifest:
+    """Reads the manifest. Raises FileNotFoundError that says what the directory is instead, else as read_manifest."""
+    try:
+        return read_manifest(directory)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(
+            f"'{directory}' holds no checkpoint of zeropg.save_checkpoint that this rank sees: "
+            f"{describe_foreign(directory)}"
+        ) from error
+
+
+class SavedTensors:
+    """Opens a checkpoint's model files. tensors: by name; aliases: other names of tied ones. Close it.
+
+    Raises FileNotFoundError, ValueError or OSError as `load_checkpoint` does.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        manifest = manifest_in(Path(directory))
+        data = Path(directory) / manifest.folder
+        self.tensors = manifest.tensors
+        self.aliases = manifest.aliases
+        self._resources = ExitStack()
+        try:
+            self._resources.enter_context(reading(data))
+            self._readers = {
+                name: _C.FileReader(str(data / name), file.size_bytes, manifest.chunk_bytes, file.checksums)
+                for name, file in manifest.files.items()
+                if any(tensor.file == name for tensor in manifest.tensors.values())
+            }
+        except BaseException:
+            self.close()
+            raise
+
+    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields (first element, values), 4 MiB at a time; each is valid until the next, and its checksum was right."""
+        saved = self.tensors[name]
+        yield from read_pieces(self._readers[saved.file], saved, 0, saved.numel)
+
+    def close(self) -> None:
+        self._resources.close()
