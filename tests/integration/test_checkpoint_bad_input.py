@@ -220,7 +220,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nothing": (lambda p: None, "there is no such directory"),
     "empty": (lambda p: p.mkdir(), "it is empty"),
     "deepspeed": (lambda p: touch(p / "latest", p / "global_step5" / "mp_rank_00_model_states.pt"), "DeepSpeed"),
-    "deepspeed's inner": (lambda p: touch(p / "zero_pp_rank_0_mp_rank_00_optim_states.pt"), "zero_to_fp32.py"),
+    "deepspeed's inner": (lambda p: touch(p / "zero_pp_rank_0_mp_rank_00_optim_states.pt"), "python -m zeropg export"),
     "torch.save": (lambda p: torch.save({}, p), "it is a file of torch.save"),
     "folder of torch.save": (lambda p: touch(p / "pytorch_model.bin"), "it holds files of torch.save"),
     "dcp": (lambda p: touch(p / ".metadata", p / "__0_0.distcp"), "torch.distributed.checkpoint"),

@@ -25,8 +25,8 @@ def describe_foreign(path: Path) -> str:
     names = {entry.name for entry in path.iterdir()}
     if any(name.startswith("global_step") for name in names) or any("mp_rank_00" in name for name in names):
         return (
-            "it is a DeepSpeed checkpoint; turn it into one file with its zero_to_fp32.py and hand the state dict to "
-            "zeropg.load_full_state_dict"
+            "it is a DeepSpeed checkpoint; load it with an engine of zeropg.initialize, or make weights of it with "
+            "python -m zeropg export"
         )
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
         return (

@@ -16,14 +16,16 @@ from torch import nn
 
 from zeropg.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from zeropg.checkpoint.state_dict import full_state_dict
+from zeropg.deepspeed.checkpoints.folder import LATEST, LATEST_UNIVERSAL, holds_deepspeed
+from zeropg.deepspeed.checkpoints.load import load_deepspeed
 from zeropg.deepspeed.config import Config
 from zeropg.deepspeed.loss_scaler import LossScaler
+from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import broadcast_text, check_same, together
 from zeropg.sharding.state import ShardedState
 
 LOGGER = logging.getLogger("zeropg")
 
-LATEST = "latest"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -100,13 +102,14 @@ class EngineCheckpoints:
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Takes over what `save_checkpoint` wrote, on any number of ranks and in any stage.
+        """Takes over what `save_checkpoint` or DeepSpeed wrote, on any number of ranks and in any stage.
 
-        Gradients that were accumulated are dropped, and accumulation begins anew.
+        Gradients that were accumulated are dropped, and accumulation begins anew. DeepSpeed's pickles are read as data:
+        what else they ask for is refused, not run.
 
         Args:
-            tag: default: the one that `load_dir/latest` names.
-            load_module_strict: without effect: names and shapes have to fit in any case.
+            tag: default: the one that `load_dir/latest` names; with checkpoint.load_universal, `latest_universal`.
+            load_module_strict: False: of a checkpoint of DeepSpeed's, take over what is there. Else names have to fit.
             load_optimizer_states, load_lr_scheduler_states: False: those stay as they are.
             load_module_only: neither optimizer, scheduler, loss scale nor counters.
             custom_load_fn: must be None.
@@ -115,8 +118,8 @@ class EngineCheckpoints:
             (the folder, client_state); (None, None), with a warning, where there is neither a tag nor a `latest`.
 
         Raises:
-            FileNotFoundError: there is no such tag.
-            ValueError: the checkpoint is damaged, of another model, or was not saved by an engine.
+            FileNotFoundError: there is no such tag, or a file of it is missing.
+            ValueError: the checkpoint is damaged, of another model, mixed from several, or was not saved by an engine.
             NotImplementedError: there is a custom_load_fn.
         """
         if custom_load_fn is not None:
@@ -125,19 +128,17 @@ class EngineCheckpoints:
                 "engine.module.load_state_dict(state_dict, strict=False)"
             )
         directory = _path(load_dir)
-        name = self._latest(directory) if tag is None else str(tag)
+        latest = LATEST_UNIVERSAL if self._config.checkpoint.load_universal else LATEST
+        name = self._latest(directory, latest) if tag is None else str(tag)
         if not name:
             if self._group.rank() == 0:
-                LOGGER.warning("[zeropg] load_checkpoint: '%s' has no file 'latest'; nothing is loaded", directory)
+                LOGGER.warning("[zeropg] load_checkpoint: '%s' has no file '%s'; nothing is loaded", directory, latest)
             return None, None
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
-        extra, _ = load_checkpoint(directory / name, self.module, optimizer)
-        if not isinstance(extra, dict) or "deepspeed" not in extra:
-            raise ValueError(
-                f"[zeropg] load_checkpoint: '{directory / name}' was saved by zeropg.save_checkpoint, not by an "
-                "engine; the model is loaded, use zeropg.load_checkpoint(directory, engine.module, engine.optimizer)"
-            )
-        saved = extra["deepspeed"]
+        if self._is_deepspeeds(directory / name):
+            saved = self._load_deepspeed(directory / name, optimizer, load_module_strict)
+        else:
+            saved = self._load_own(directory / name, optimizer)
         self.module.zero_grad(set_to_none=True)
         if not load_module_only:
             self._scaler.load_state_dict(saved["loss_scale"])
@@ -147,6 +148,32 @@ class EngineCheckpoints:
                 self._load_scheduler(saved["lr_scheduler"], has_rates=optimizer is not None)
         self._begin_accumulation()
         return str(directory / name), saved["client_state"]
+
+    def _load_own(self, folder: Path, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        extra, _ = load_checkpoint(folder, self.module, optimizer)
+        if not isinstance(extra, dict) or "deepspeed" not in extra:
+            raise ValueError(
+                f"[zeropg] load_checkpoint: '{folder}' was saved by zeropg.save_checkpoint, not by an engine; the "
+                "model is loaded, use zeropg.load_checkpoint(directory, engine.module, engine.optimizer)"
+            )
+        saved: dict[str, Any] = extra["deepspeed"]
+        return saved
+
+    def _load_deepspeed(self, folder: Path, optimizer: torch.optim.Optimizer | None, strict: bool) -> dict[str, Any]:
+        assert optimizer is None or isinstance(optimizer, ShardedOptimizer)  # `initialize` has made it
+        contents = load_deepspeed(folder, self.module, optimizer, strict=strict)
+        return {
+            "loss_scale": contents.loss_scale,
+            "counters": contents.counters,
+            "lr_scheduler": contents.lr_scheduler,
+            "client_state": contents.client_state,
+        }
+
+    def _is_deepspeeds(self, folder: Path) -> bool:
+        """Whether DeepSpeed has written a tag's folder. Raises where the ranks see different things."""
+        seen = together(self._group, "load_checkpoint", lambda: {f"what wrote '{folder}'": _writer(folder)})
+        check_same(self._group, "load_checkpoint", seen)
+        return _writer(folder) == "DeepSpeed"
 
     def _load_scheduler(self, saved: dict[str, Any], *, has_rates: bool) -> None:
         """has_rates: whether the param groups have those of the checkpoint already."""
@@ -234,19 +261,23 @@ class EngineCheckpoints:
             weights.pop(name, None)
         return weights if self._group.rank() == 0 else None
 
-    def _latest(self, directory: Path) -> str:
-        """What rank 0 finds in `latest`; "" where there is none."""
+    def _latest(self, directory: Path, file: str) -> str:
+        """What rank 0 finds in the file that names a tag; "" where there is none."""
         found: list[str] = []
 
         def look() -> None:
-            if self._group.rank() == 0 and (directory / LATEST).is_file():
-                found.append((directory / LATEST).read_text().strip())
+            if self._group.rank() == 0 and (directory / file).is_file():
+                found.append((directory / file).read_text().strip())
 
         together(self._group, "load_checkpoint", look)
         return broadcast_text(self._group, "load_checkpoint", found[0] if found else None)
 
     def _begin_accumulation(self) -> None:
         raise NotImplementedError
+
+
+def _writer(folder: Path) -> str:
+    return "DeepSpeed" if holds_deepspeed(folder) else "zeropg"
 
 
 def _frozen(module: nn.Module) -> list[str]:

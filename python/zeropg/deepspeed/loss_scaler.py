@@ -79,7 +79,7 @@ class LossScaler(GradScaler):
             return
         self._scale = float(state_dict["cur_scale"])
         for key in _KEYS[1:]:
-            setattr(self, key, int(state_dict[key]))
+            setattr(self, key, int(state_dict.get(key, getattr(self, key))))
 
     def _next_scale(self, overflow: bool) -> float:
         scale = self.cur_scale

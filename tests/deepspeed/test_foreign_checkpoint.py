@@ -1,0 +1,217 @@
+"""DeepSpeed's checkpoints into an engine: any stage and world size, and those that are not whole or not honest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.deepspeed.foreign_files import (
+    CLIENT_STATE,
+    STEP,
+    TAG,
+    Training,
+    make_training,
+    write_checkpoint,
+    write_universal,
+)
+from tests.deepspeed.training import configuration
+from tests.sharding.ranks import raises
+from tests.spawn import RankPool
+
+FP16 = {"enabled": True, "initial_scale_power": 4}
+KINDS = ("0", "1", "2", "3", "universal")
+
+
+class Net(nn.Module):
+    """Tied weights, frozen ones, buffers, and sizes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.norm = nn.LayerNorm(6)
+        self.register_buffer("offset", torch.linspace(-1, 1, 6))
+        self.register_buffer("seen", torch.tensor(3))
+        self.frozen = nn.Linear(6, 5)
+        self.middle = nn.Linear(5, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        embedded = self.norm(self.embedding(x))
+        return self.head(self.middle(torch.tanh(self.frozen(embedded + self.offset.to(embedded.dtype)))))
+
+
+def param_groups(model: nn.Module) -> list[list[nn.Parameter]]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [[p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]]
+
+
+def training() -> Training:
+    model = Net()
+    model.offset.mul_(7)
+    return make_training(model, param_groups(model))
+
+
+def write_all(directory: Path, world_size: int = 2) -> None:
+    for kind in KINDS:
+        if kind == "universal":
+            write_universal(directory / kind, training(), world_size=world_size)
+        else:
+            write_checkpoint(directory / kind, training(), stage=int(kind), world_size=world_size, fp16=kind in "23")
+
+
+def make(stage: int, has_schedule: bool = True, **more: Any) -> Any:
+    from zeropg import deepspeed
+
+    model = Net()
+    groups = [{"params": group} for group in param_groups(model)]
+    config = {"train_batch_size": 12, "zero_optimization": {"stage": stage}, **more}
+    if has_schedule:
+        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10}}
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=0.1), config=config)[0]
+
+
+def load_all(directory: str) -> None:
+    """Every kind into a stage of its own: what is loaded is what was written, to the last bit."""
+    import zeropg
+
+    torch.set_num_threads(1)
+    expected = training()
+    for number, kind in enumerate(KINDS):
+        folder = Path(directory) / kind
+        more: dict[str, Any] = {"checkpoint": {"load_universal": True}} if kind == "universal" else {}
+        engine = make((number + 1) % 4, kind != "1", **more, **({"fp16": FP16} if kind in "23" else {}))
+        path, client_state = engine.load_checkpoint(folder)
+        assert path is not None and client_state == CLIENT_STATE
+        assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (STEP, 112, 1)
+        assert kind == "1" or engine.lr_scheduler.last_batch_iteration == 6
+        assert engine.cur_scale == (512 if kind in "23" else 1)
+        weights = zeropg.full_state_dict(engine.module, rank0_only=False)
+        for name, value in (expected.parameters | expected.buffers).items():
+            assert torch.equal(weights[name], value), (kind, name)
+        whole = zeropg.full_optimizer_state_dict(engine.optimizer, rank0_only=False)
+        for name in expected.trained:
+            for key, value in expected.state[name].items():
+                assert torch.equal(whole["state"][name][key], value), (kind, name, key)
+            assert whole["state"][name]["step"] == STEP
+        for group, options in zip(engine.optimizer.param_groups, expected.options, strict=True):
+            found = {key: group[key] for key in ("betas", "weight_decay", *(["lr"] if kind == "1" else []))}
+            assert found == {key: options[key] for key in found}, (kind, found)
+            assert "bias_correction" not in group
+        loss = engine(torch.arange(11)).float().square().mean()  # and it goes on
+        engine.backward(loss)
+        engine.step()
+        engine.load_checkpoint(folder, load_module_only=True)
+        assert engine.global_steps == STEP + 1
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_kind_that_two_ranks_saved_loads_to_the_last_bit(tmp_path: Path, world_size: int) -> None:
+    write_all(tmp_path)
+    with RankPool(world_size) as pool:
+        pool.run(load_all, str(tmp_path), timeout=120)
+
+
+# Folders that are not whole, not of one job, or not honest.
+
+
+class Evil:
+    """Would make a file, were it unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def cut(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def poison(path: Path) -> None:
+    torch.save({"module": {}, "client": Evil(path.parent / "was_run")}, path)
+
+
+def copy_from(other: str, name: str) -> Callable[[Path], None]:
+    return lambda folder: (shutil.copy(folder.parent.parent / other / TAG / name, folder / name), None)[1]
+
+
+MODEL, MODEL_3 = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_model_states.pt"
+OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+BAD: dict[str, tuple[str, Callable[[Path], None], type[Exception], tuple[str, ...]]] = {
+    "no model file": ("2", lambda f: (f / MODEL).unlink(), FileNotFoundError, ("no file ..._model_states.pt",)),
+    "no file of rank 0": (
+        "2",
+        lambda f: (f / OPTIMIZER.format(0)).unlink(),
+        FileNotFoundError,
+        ("no optimizer file of rank 0, but one of rank 1",),
+    ),
+    "no file of rank 1": (
+        "2",
+        lambda f: (f / OPTIMIZER.format(1)).unlink(),
+        FileNotFoundError,
+        ("was saved by 2 ranks", "of 1:"),
+    ),
+    "no optimizer files": (
+        "3",
+        lambda f: [(f / OPTIMIZER.format(rank)).unlink() for rank in (0, 1)] and None,
+        FileNotFoundError,
+        ("no file ..._optim_states.pt",),
+    ),
+    "no model file of rank 1": ("3", lambda f: (f / MODEL_3).unlink(), FileNotFoundError, ("model files of 1 ranks",)),
+    "cut": ("1", lambda f: cut(f / OPTIMIZER.format(1)), ValueError, (OPTIMIZER.format(1), "cut off or damaged")),
+    "cut model": ("1", lambda f: cut(f / MODEL), ValueError, (MODEL, "cut off or damaged")),
+    "two stages": ("1", copy_from("3", MODEL_3), ValueError, ("two checkpoints were mixed",)),
+    "another stage": ("1", copy_from("2", OPTIMIZER.format(1)), ValueError, ("zero_stage 2, the file",)),
+    "another world": ("2", copy_from("wide", OPTIMIZER.format(1)), ValueError, ("partition_count [3, 3]",)),
+    "more ranks": ("2", copy_from("wide", OPTIMIZER.format(2)), FileNotFoundError, ("saved by 2 ranks", "of 3")),
+    "code": ("2", lambda f: poison(f / MODEL), ValueError, (MODEL, "posix.system", "none of it was run")),
+    "code of a rank": ("3", lambda f: poison(f / OPTIMIZER.format(1)), ValueError, ("posix.system",)),
+}
+
+
+def load_bad(directory: str) -> None:
+    import zeropg
+
+    torch.set_num_threads(1)
+    engine = make(2)
+    before = zeropg.full_state_dict(engine.module, rank0_only=False)
+    for name, (_, _, kind, words) in BAD.items():
+        with raises(kind, "ranks 0, 1: ", *words):
+            engine.load_checkpoint(Path(directory) / name)
+        assert not list(Path(directory).rglob("was_run")), "a pickle was run"
+    whole = Path(directory) / "2"
+    assert engine.load_checkpoint(Path(directory) / "nothing") == (None, None)
+    with raises(FileNotFoundError, "there is no such directory"):
+        engine.load_checkpoint(whole, tag="global_step8")
+    sgd_model = Net()
+    sgd_groups = [{"params": group} for group in param_groups(sgd_model)]
+    from zeropg import deepspeed
+
+    sgd = torch.optim.SGD(sgd_groups, lr=0.1, momentum=0.9)
+    sgd_engine, *_ = deepspeed.initialize(model=sgd_model, optimizer=sgd, config=configuration(2))
+    with raises(ValueError, "keeps ['exp_avg', 'exp_avg_sq'] of", "load_optimizer_states=False"):
+        sgd_engine.load_checkpoint(whole)
+    after = zeropg.full_state_dict(engine.module, rank0_only=False)
+    assert all(torch.equal(after[name], value) for name, value in before.items()), "the model is as it was"
+    assert engine.global_steps == 0 and not engine.optimizer.state
+
+
+def test_bad_folders_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    write_all(tmp_path)
+    write_checkpoint(tmp_path / "wide", training(), stage=2, world_size=3)
+    for name, (kind, damage, _, _) in BAD.items():
+        shutil.copytree(tmp_path / kind, tmp_path / name)
+        damage(tmp_path / name / TAG)
+    with RankPool(2) as pool:
+        pool.run(load_bad, str(tmp_path), timeout=120)
