@@ -182,7 +182,17 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
         "checkpoint",
         "deepspeed",
     },
-    "tools": {"_native", "compression", "backend", "sharding", "deepspeed", "__init__"},
+    "tools": {
+        "_native",
+        "compression",
+        "rank_io",
+        "backend",
+        "sharding",
+        "export",
+        "checkpoint",
+        "deepspeed",
+        "__init__",
+    },
     "__main__": set(),
 }
 MOST_FILES = 25

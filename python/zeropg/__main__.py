@@ -17,6 +17,7 @@ COMMANDS = {
     ),
     "config": ("zeropg.tools.config", "say what becomes of each key of a DeepSpeed configuration"),
     "doctor": ("zeropg.tools.doctor.command", "show what is built, what this machine can use, and why not"),
+    "export": ("zeropg.tools.export.command", "make safetensors of a checkpoint, ours or DeepSpeed's"),
     "plan": ("zeropg.tools.plan.command", "compute memory and traffic of a run per rank, before anything is allocated"),
     "run": ("zeropg.tools.run.command", "start a program on all ranks of one or several hosts, as deepspeed does"),
     "simulate": ("zeropg.tools.simulate", "compute time and bytes of a collective on nodes that need not exist"),
@@ -26,12 +27,14 @@ COMMANDS = {
         "train a small GPT on real text with ZeRO-0 to 3, and export it in 16 bits",
     ),
     "tune": ("zeropg.tools.tune.command", "find the fastest configuration of a script for DeepSpeed, by short runs"),
+    "zero_to_fp32": ("zeropg.tools.export.zero_to_fp32", "write a checkpoint's fp32 weights, as DeepSpeed's script does"),
 }
 
 _EXAMPLES = """
 examples:
   python -m zeropg doctor                                                what this machine can use, and why not
   python -m zeropg config ds_config.json                                 what becomes of a DeepSpeed configuration
+  python -m zeropg export checkpoints out --dtype bfloat16               safetensors of a checkpoint
   python -m zeropg plan --params 7e9 --ranks 8 --stage 0,1,2,3           what each stage would hold and send
   python -m zeropg tune train.py --deepspeed_config ds_config.json       the fastest stage and micro-batch for a script
   python -m zeropg simulate --ranks 8 --nodes 2 --size 64M               what an all-reduce would cost on two nodes

@@ -1,0 +1,81 @@
+"""What an export reads: the weights of one checkpoint, ours or DeepSpeed's, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from zeropg.checkpoint.manifest import MANIFEST_NAME
+from zeropg.checkpoint.saved_tensors import SavedTensors
+from zeropg.deepspeed.checkpoints.contents import Contents
+from zeropg.deepspeed.checkpoints.folder import holds_deepspeed, tag_folder
+from zeropg.deepspeed.checkpoints.read import read_contents
+
+
+class Described(Protocol):
+    """A whole tensor, unread."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class Source(Protocol):
+    """Weights by name. aliases: other names of tied ones."""
+
+    @property
+    def tensors(self) -> Mapping[str, Described]: ...
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields (first element, values), 4 MiB at a time; each is valid until the next."""
+
+    def close(self) -> None: ...
+
+
+class DeepSpeedSource:
+    """The weights of one of DeepSpeed's: fp32 where it has masters, else as the model computed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.contents: Contents = read_contents(folder, with_state=False)
+        self.tensors = self.contents.tensors
+        self.aliases = self.contents.aliases
+
+    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        stored = self.tensors[name]
+        yield from stored.pieces(0, torch.Size(stored.shape).numel())
+
+    def close(self) -> None:
+        """Nothing is open: files are mapped, and let go with the tensors."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint's folder, and the folders in which a model's config.json may stand beside it."""
+
+    folder: Path
+    is_deepspeeds: bool
+    around: tuple[Path, ...]
+
+
+def find(checkpoint: Path, tag: str | None) -> Found:
+    """Says which checkpoint a path means: a folder of zeropg.save_checkpoint, of an engine (with tags), or DeepSpeed's.
+
+    Raises FileNotFoundError, which says what is there instead.
+    """
+    if not checkpoint.is_dir():
+        raise FileNotFoundError(f"'{checkpoint}' is no directory")
+    if tag is None and (checkpoint / MANIFEST_NAME).is_file():
+        return Found(checkpoint, False, (checkpoint, checkpoint.parent))
+    folder = tag_folder(checkpoint, tag)
+    return Found(folder, holds_deepspeed(folder), (folder, folder.parent))
+
+
+def open_source(found: Found) -> Source:
+    """Opens a checkpoint. Raises FileNotFoundError, ValueError or OSError as loading it does."""
+    return DeepSpeedSource(found.folder) if found.is_deepspeeds else SavedTensors(found.folder)
