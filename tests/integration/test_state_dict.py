@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,3 +40,22 @@ def check_a_missing_key_on_one_rank(stage: int) -> None:
 def test_a_key_that_one_rank_lacks_is_an_error_on_all(stage: int, hosts: tuple[int, ...]) -> None:
     """The others used to go on to a collective and wait there for the group's whole timeout."""
     run_ranks(2, check_a_missing_key_on_one_rank, stage, place=SeparateHosts(hosts=hosts))
+
+
+def check_distributed_checkpoints(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    for stage, other in ((3, 1), (1, 3)):
+        model = zeropg.fully_shard(make_model(), stage=stage)
+        expected = zeropg.full_state_dict(model, rank0_only=False)
+        dcp.save({"model": expected}, checkpoint_id=f"{folder}/{stage}")
+        fresh = zeropg.fully_shard(make_model(seed=1), stage=other)
+        state = zeropg.full_state_dict(fresh, rank0_only=False)
+        dcp.load({"model": state}, checkpoint_id=f"{folder}/{stage}")
+        fresh.load_state_dict(state)
+        found = zeropg.full_state_dict(fresh, rank0_only=False)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_torchs_distributed_checkpoints_take_whole_state_dicts(tmp_path: Path) -> None:
+    run_ranks(2, check_distributed_checkpoints, str(tmp_path))
