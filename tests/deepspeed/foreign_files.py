@@ -94,9 +94,9 @@ def write_universal(directory: Path, training: Training, *, world_size: int) -> 
         (folder / "zero" / name).mkdir(parents=True)
         for key, value in {"fp32": training.parameters[name], **training.state[name]}.items():
             _save(value.flatten().clone(), folder / "zero" / name / f"{key}.pt")
-        _save(STEP, folder / "zero" / name / "step.pt")
     groups = [{"params": [index], **options} for index, options in enumerate(training.options)]
-    _save({"zero_stage": 3, "param_groups": groups}, folder / "zero" / "optimizer_state.pt")
+    inner = {"state": {index: {"step": torch.tensor(float(STEP))} for index in range(len(groups))}}
+    _save({"zero_stage": 3, "param_groups": groups, "optimizer_state_dict": inner}, folder / "zero" / "optimizer_state.pt")
     return folder
 
 

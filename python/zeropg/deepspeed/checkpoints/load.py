@@ -152,6 +152,11 @@ class _Loading:
                         f"{_WHICH} keeps {sorted(keys)} of '{name}', yours ({kernel.name}) keeps {sorted(expected)}; "
                         "make one of the class and options that were saved, or pass load_optimizer_states=False"
                     )
+                if keys and kernel.counts_steps and "step" not in saved.numbers.get(name, {}):
+                    raise ValueError(
+                        f"{_WHICH} does not say how many steps '{name}' has had: convert or copy the checkpoint again, or "
+                        "pass load_optimizer_states=False"
+                    )
 
     def _saved_name(self, name: str) -> str:
         return self._stored_names.get(self._plan.index_of[name], name)

@@ -79,7 +79,7 @@ def _read(files: Files, models: list[Mapping[str, Any]], group_names: Names | No
 def _of_zero(files: Files, shapes: Sequence[Shapes], with_state: bool) -> _Trained:
     if (folder := files.universal) is not None:
         common = universal.common_in(folder)
-        state = universal.state_in(folder, shapes, common["param_groups"]) if with_state else None
+        state = universal.state_in(folder, shapes, common) if with_state else None
         stage, scaler = int(common.get("zero_stage", 1)), common.get("loss_scaler")
         return _Trained(stage, universal.masters_in(folder, shapes), scaler, state)
     if not files.optimizers:

@@ -28,22 +28,32 @@ def common_in(folder: Path) -> Mapping[str, Any]:
     return content
 
 
-def state_in(folder: Path, shapes: Sequence[Shapes], param_groups: Sequence[Mapping[str, Any]]) -> SavedState:
-    """Returns the optimizer's state. shapes: of each flat group, whose numbers the param groups name."""
+def state_in(folder: Path, shapes: Sequence[Shapes], common: Mapping[str, Any]) -> SavedState:
+    """Returns the optimizer's state.
+
+    shapes: of each flat group, whose numbers the param groups name. common: of `common_in`.
+    """
     groups: list[SavedGroup] = []
     tensors: dict[str, dict[str, Stored]] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    for group in param_groups:
+    for group in common["param_groups"]:
         names: list[str] = []
-        for name, shape in (item for index in group["params"] for item in shapes[index].items()):
+        of_group = ((index, *item) for index in group["params"] for item in shapes[index].items())
+        for index, name, shape in of_group:
             names.append(name)
             for path in sorted((folder / name).glob("*.pt")):
                 if path.stem == _STEP:
                     numbers.setdefault(name, {})[_STEP] = read_pickle(path)
                 elif path.stem != _MASTER:
                     tensors.setdefault(name, {})[path.stem] = in_file(path, tuple(shape))
-            if "step" in group and name in tensors:
-                numbers.setdefault(name, {}).setdefault(_STEP, group["step"])
+            if name in tensors and (step := _common_step(common, group, index)) is not None:
+                numbers.setdefault(name, {}).setdefault(_STEP, step)
         options = {key: value for key, value in group.items() if key not in ("params", "step")}
         groups.append(SavedGroup(names, options))
     return SavedState(groups, tensors, numbers)
+
+
+def _common_step(common: Mapping[str, Any], group: Mapping[str, Any], index: int) -> Any:
+    """Of stage 3, whose conversion writes no files for steps: FusedAdam counts per group, torch's per tensor."""
+    state = (common.get("optimizer_state_dict") or {}).get("state") or {}
+    return state.get(index, {}).get(_STEP, group.get(_STEP))
