@@ -96,7 +96,8 @@ def write_universal(directory: Path, training: Training, *, world_size: int) -> 
             _save(value.flatten().clone(), folder / "zero" / name / f"{key}.pt")
     groups = [{"params": [index], **options} for index, options in enumerate(training.options)]
     inner = {"state": {index: {"step": torch.tensor(float(STEP))} for index in range(len(groups))}}
-    _save({"zero_stage": 3, "param_groups": groups, "optimizer_state_dict": inner}, folder / "zero" / "optimizer_state.pt")
+    common = {"zero_stage": 3, "param_groups": groups, "optimizer_state_dict": inner}
+    _save(common, folder / "zero" / "optimizer_state.pt")
     return folder
 
 

@@ -88,7 +88,8 @@ def load_all(directory: str) -> None:
     for number, kind in enumerate(KINDS):
         folder = Path(directory) / kind
         more: dict[str, Any] = {"checkpoint": {"load_universal": True}} if kind == "universal" else {}
-        engine = make((number + 1) % 4, kind != "1", **more, **({"fp16": FP16} if kind in "23" else {}))
+        more |= {"fp16": FP16} if kind in "23" else {"bf16": {"enabled": True}}
+        engine = make((number + 1) % 4, kind != "1", **more)
         path, client_state = engine.load_checkpoint(folder)
         assert path is not None and client_state == CLIENT_STATE
         assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (STEP, 112, 1)
@@ -97,6 +98,9 @@ def load_all(directory: str) -> None:
         weights = zeropg.full_state_dict(engine.module, rank0_only=False)
         for name, value in (expected.parameters | expected.buffers).items():
             assert torch.equal(weights[name], value), (kind, name)
+        with zeropg.full_parameters(engine.module):  # what forwards read, frozen ones too
+            for name, parameter in engine.module.named_parameters():
+                assert torch.equal(parameter, expected.parameters[name].to(parameter.dtype)), (kind, name)
         whole = zeropg.full_optimizer_state_dict(engine.optimizer, rank0_only=False)
         for name in expected.trained:
             for key, value in expected.state[name].items():

@@ -154,8 +154,8 @@ class _Loading:
                     )
                 if keys and kernel.counts_steps and "step" not in saved.numbers.get(name, {}):
                     raise ValueError(
-                        f"{_WHICH} does not say how many steps '{name}' has had: convert or copy the checkpoint again, or "
-                        "pass load_optimizer_states=False"
+                        f"{_WHICH} does not say how many steps '{name}' has had: convert the checkpoint again, or pass "
+                        "load_optimizer_states=False"
                     )
 
     def _saved_name(self, name: str) -> str:
