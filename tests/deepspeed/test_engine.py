@@ -260,8 +260,12 @@ def test_the_loss_scale_ends_at_its_least() -> None:
     overflow_on_rank_1(engine, True)
     overflow_on_rank_1(engine, True)
     assert engine.cur_scale == 4
+    before = engine._scaler.state_dict()
     with raises(RuntimeError, "least loss scale, 4"):
         overflow_on_rank_1(engine, True)
+    assert engine._scaler.state_dict() == before
+    overflow_on_rank_1(engine, False)
+    assert engine.was_step_applied(), "a program may go on"
     consecutive = make_engine(2, fp16=FP16 | {"consecutive_hysteresis": True})
     for step in range(6):
         overflow_on_rank_1(consecutive, step % 2 == 0)

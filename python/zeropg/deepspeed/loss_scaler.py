@@ -59,12 +59,16 @@ class LossScaler(GradScaler):
     def update(self, new_scale: Any = None) -> None:
         """Moves the scale after a step. Does not communicate.
 
-        Raises RuntimeError for an overflow at the least scale: no gradient is finite any more.
+        Raises RuntimeError for an overflow at the least scale: no gradient is finite any more. Nothing has moved then.
         """
         if not self.is_enabled():
             return
         overflow = self.overflow
-        next_scale = self._next_scale(overflow) if new_scale is None else new_scale
+        try:
+            next_scale = self._next_scale(overflow) if new_scale is None else new_scale
+        except RuntimeError:
+            super().update(self.cur_scale)  # forgets what this step found: a program may go on
+            raise
         super().update(next_scale)
         self.cur_iter += 1
 
@@ -86,15 +90,15 @@ class LossScaler(GradScaler):
         if not self.is_dynamic:
             return scale
         if overflow:
-            self.last_overflow_iter = self.cur_iter
-            if self.cur_hysteresis > 1:
-                self.cur_hysteresis -= 1
-                return scale
-            if scale <= self._min_scale:
+            if self.cur_hysteresis <= 1 and scale <= self._min_scale:
                 raise RuntimeError(
                     f"[zeropg] step: gradients overflow at the least loss scale, {scale:g} (fp16.min_loss_scale). The "
                     "loss itself is not finite, or fp16 is too narrow for this model: look at the loss, or use bf16"
                 )
+            self.last_overflow_iter = self.cur_iter
+            if self.cur_hysteresis > 1:
+                self.cur_hysteresis -= 1
+                return scale
             return max(scale / _FACTOR, self._min_scale)
         if self._consecutive:
             self.cur_hysteresis = self._hysteresis
