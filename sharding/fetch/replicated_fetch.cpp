@@ -54,8 +54,8 @@ class ReplicatedFetch final : public Fetch {
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
     std::vector<FlatParameter*> different;
     for (FlatParameter* flat : flats) {
-      if (!flat->is_trainable()) {
-        continue;
+      if (is_step && !flat->is_trainable()) {
+        continue;  // but a load changes frozen parameters, too
       }
       if (flat->sends_differences() && is_step) {
         different.push_back(flat);

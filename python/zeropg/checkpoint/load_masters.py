@@ -38,10 +38,8 @@ def load_masters(
             read(advance)
         except Exception as error:
             failure = error
-        finally:  # also after an error: the other ranks are waiting in theirs
-            if core.stage in (1, 2) and not all(flat.is_trainable for flat in core.flat_groups):
-                core.publish_shards()  # end_load publishes what a step may change, and frozen parameters are not
-            core.end_load()
+        finally:
+            core.end_load()  # also after an error: the other ranks are waiting in theirs
         together(core.process_group, operation, lambda: finish(advance, failure))
 
 
