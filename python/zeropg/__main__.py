@@ -27,7 +27,10 @@ COMMANDS = {
         "train a small GPT on real text with ZeRO-0 to 3, and export it in 16 bits",
     ),
     "tune": ("zeropg.tools.tune.command", "find the fastest configuration of a script for DeepSpeed, by short runs"),
-    "zero_to_fp32": ("zeropg.tools.export.zero_to_fp32", "write a checkpoint's fp32 weights, as DeepSpeed's script does"),
+    "zero_to_fp32": (
+        "zeropg.tools.export.zero_to_fp32",
+        "write a checkpoint's fp32 weights, as DeepSpeed's script does",
+    ),
 }
 
 _EXAMPLES = """

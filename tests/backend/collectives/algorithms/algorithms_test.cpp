@@ -162,8 +162,11 @@ TEST_P(AlgorithmTest, WritesEveryOutputByteOnceAndNoneBeforeTheRanksHaveMet) {
         const bool only_root_writes = op == OpKind::kReduce || op == OpKind::kGather;
         const bool is_shared = op == OpKind::kBroadcast && rank == 0;
         const int wanted = (only_root_writes && rank != 0) || is_shared ? 0 : 1;
+        // Note [Alone on a node]: partial sums lie there first, so bytes may be written again.
+        const bool makes_sums_there = op == OpKind::kAllReduce && shape.nodes.size() == static_cast<size_t>(world_size);
         for (const auto& tensor : writes[rank]) {
-          EXPECT_EQ(std::count(tensor.begin(), tensor.end(), wanted), static_cast<int64_t>(tensor.size()));
+          const auto is_right = [&](int times) { return makes_sums_there ? times >= wanted : times == wanted; };
+          EXPECT_TRUE(std::all_of(tensor.begin(), tensor.end(), is_right));
         }
       }
     }
