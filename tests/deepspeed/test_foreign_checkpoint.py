@@ -17,6 +17,7 @@ from tests.deepspeed.foreign_files import (
     STEP,
     TAG,
     Training,
+    deepspeed_classes,
     make_training,
     write_checkpoint,
     write_universal,
@@ -24,6 +25,7 @@ from tests.deepspeed.foreign_files import (
 from tests.deepspeed.training import configuration
 from tests.sharding.ranks import raises
 from tests.spawn import RankPool
+from zeropg.deepspeed.checkpoints.stored import Runs
 
 FP16 = {"enabled": True, "initial_scale_power": 4}
 KINDS = ("0", "1", "2", "3", "universal")
@@ -124,6 +126,14 @@ def test_every_kind_that_two_ranks_saved_loads_to_the_last_bit(tmp_path: Path, w
         pool.run(load_all, str(tmp_path), timeout=120)
 
 
+def test_a_part_is_read_of_the_runs_that_overlap_it() -> None:
+    values = torch.arange(30)
+    stored = Runs((30,), ((0, values[:10]), (10, values[10:])), values.dtype)
+    for start, stop in ((0, 5), (8, 12), (25, 30), (7, 7)):
+        found = [(at, each.tolist()) for at, each in stored.pieces(start, stop)]
+        assert sum((each for _, each in found), []) == list(range(start, stop)), (start, stop, found)
+
+
 # Folders that are not whole, not of one job, or not honest.
 
 
@@ -148,6 +158,22 @@ def poison(path: Path) -> None:
 
 def copy_from(other: str, name: str) -> Callable[[Path], None]:
     return lambda folder: (shutil.copy(folder.parent.parent / other / TAG / name, folder / name), None)[1]
+
+
+def change(path: Path, edit: Callable[[Any], Any]) -> None:
+    """Rewrites a file as another run or step would have written it."""
+    with deepspeed_classes():
+        content = torch.load(path, weights_only=False)
+        edit(content)
+        torch.save(content, path)
+
+
+def add_zero_folder(folder: Path) -> None:
+    shutil.copytree(next((folder.parent.parent / "universal").glob("*/zero")), folder / "zero")
+
+
+def groups_in(content: Any) -> Any:
+    return content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
 
 
 MODEL, MODEL_3 = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_model_states.pt"
@@ -179,6 +205,34 @@ BAD: dict[str, tuple[str, Callable[[Path], None], type[Exception], tuple[str, ..
     "another stage": ("1", copy_from("2", OPTIMIZER.format(1)), ValueError, ("zero_stage 2, the file",)),
     "another world": ("2", copy_from("wide", OPTIMIZER.format(1)), ValueError, ("partition_count [3, 3]",)),
     "more ranks": ("2", copy_from("wide", OPTIMIZER.format(2)), FileNotFoundError, ("saved by 2 ranks", "of 3")),
+    "another step": (
+        "1",
+        lambda f: change(f / MODEL, lambda c: c["module"]["middle.weight"].mul_(2)),
+        ValueError,
+        (MODEL, "holds other values of 'middle.weight'"),
+    ),
+    "another step of a rank": (
+        "2",
+        lambda f: change(f / OPTIMIZER.format(1), lambda c: groups_in(c)[0].update(lr=9.0)),
+        ValueError,
+        (OPTIMIZER.format(1), "has param_groups"),
+    ),
+    "a key of rank 1": (
+        "2",
+        lambda f: change(
+            f / OPTIMIZER.format(1),
+            lambda c: c["optimizer_state_dict"]["base_optimizer_state"]["state"][0].update(more=torch.ones(4)),
+        ),
+        ValueError,
+        ("only some ranks' files hold the optimizer's 'more'",),
+    ),
+    "universal, too": ("2", add_zero_folder, ValueError, ("a universal checkpoint (zero/)", "of one that is not")),
+    "ours, too": (
+        "2",
+        lambda f: (f / "zeropg_checkpoint.json").touch(),
+        ValueError,
+        ("a checkpoint of zeropg (zeropg_checkpoint.json) and one of DeepSpeed",),
+    ),
     "code": ("2", lambda f: poison(f / MODEL), ValueError, (MODEL, "posix.system", "none of it was run")),
     "code of a rank": ("3", lambda f: poison(f / OPTIMIZER.format(1)), ValueError, ("posix.system",)),
 }
@@ -198,6 +252,8 @@ def load_bad(directory: str) -> None:
     assert engine.load_checkpoint(Path(directory) / "nothing") == (None, None)
     with raises(FileNotFoundError, "there is no such directory"):
         engine.load_checkpoint(whole, tag="global_step8")
+    with raises(ValueError, "ranks 0, 1: ", "holds a checkpoint of DeepSpeed", "another tag"):
+        engine.save_checkpoint(whole, tag=TAG)
     sgd_model = Net()
     sgd_groups = [{"params": group} for group in param_groups(sgd_model)]
     from zeropg import deepspeed

@@ -82,6 +82,10 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, capsys: pytest.Capt
 
     assert "holds no tag 'best'; tags there: global_step7" in message(tmp_path / "in", "--tag", "best")
     assert "is no directory" in message(tmp_path / "nothing")
+    (folder / "zeropg_checkpoint.json").touch()
+    for which in (tmp_path / "in", folder):
+        assert "a checkpoint of zeropg (zeropg_checkpoint.json) and one of DeepSpeed" in message(which)
+    (folder / "zeropg_checkpoint.json").unlink()
     (tmp_path / "in" / "latest").unlink()
     assert "has no file 'latest' that names a tag; tags there: global_step7" in message(tmp_path / "in")
     torch.save({"module": {}, "more": Evil(tmp_path / "was_run")}, folder / "mp_rank_00_model_states.pt")

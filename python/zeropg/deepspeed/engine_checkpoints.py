@@ -66,7 +66,7 @@ class EngineCheckpoints:
 
         Raises:
             TypeError: the client state, or the scheduler's, holds something else; the message says where.
-            ValueError: tags differ between ranks.
+            ValueError: tags differ between ranks, or the tag's folder holds a checkpoint of DeepSpeed.
             OSError: a file cannot be written; what was there before stays.
         """
         if exclude_frozen_parameters and self._group.rank() == 0:
@@ -76,15 +76,23 @@ class EngineCheckpoints:
                 stacklevel=2,
             )
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        announced = together(self._group, "save_checkpoint", lambda: {"tag": name, "save_dir": str(_path(save_dir))})
-        check_same(self._group, "save_checkpoint", announced)
+        directory = _path(save_dir)
+
+        def announce() -> dict[str, str]:
+            if holds_deepspeed(directory / name):
+                raise ValueError(
+                    f"'{directory / name}' holds a checkpoint of DeepSpeed, which a save leaves as it is: save with "
+                    "another tag or into another directory, or remove that one"
+                )
+            return {"tag": name, "save_dir": str(directory)}
+
+        check_same(self._group, "save_checkpoint", together(self._group, "save_checkpoint", announce))
         extra = {
             "client_state": {} if client_state is None else client_state,
             "lr_scheduler": {} if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "loss_scale": self._scaler.state_dict(),
             "counters": {key: getattr(self, key) for key in _COUNTERS},
         }
-        directory = _path(save_dir)
         save_checkpoint(directory / name, self.module, self.optimizer, extra={"deepspeed": extra})
         if save_latest:
             is_first = self._group.rank() == 0
@@ -171,9 +179,11 @@ class EngineCheckpoints:
 
     def _is_deepspeeds(self, folder: Path) -> bool:
         """Whether DeepSpeed has written a tag's folder. Raises where the ranks see different things."""
-        seen = together(self._group, "load_checkpoint", lambda: {f"what wrote '{folder}'": _writer(folder)})
+        what = f"what wrote '{folder}'"
+        look = lambda: {what: "DeepSpeed" if holds_deepspeed(folder) else "zeropg"}  # noqa: E731
+        seen = together(self._group, "load_checkpoint", look)
         check_same(self._group, "load_checkpoint", seen)
-        return _writer(folder) == "DeepSpeed"
+        return bool(seen[0][what] == "DeepSpeed")
 
     def _load_scheduler(self, saved: dict[str, Any], *, has_rates: bool) -> None:
         """has_rates: whether the param groups have those of the checkpoint already."""
@@ -274,10 +284,6 @@ class EngineCheckpoints:
 
     def _begin_accumulation(self) -> None:
         raise NotImplementedError
-
-
-def _writer(folder: Path) -> str:
-    return "DeepSpeed" if holds_deepspeed(folder) else "zeropg"
 
 
 def _frozen(module: nn.Module) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeropg.checkpoint.manifest import MANIFEST_NAME
+
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,6})_)?mp_rank_(?P<part>\d\d)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<part>\d\d)_?optim_states\.pt")
@@ -32,11 +34,20 @@ class Files:
 
 
 def holds_deepspeed(folder: Path) -> bool:
-    """Whether a folder is a tag that DeepSpeed has written, whole or not."""
+    """Whether a folder is a tag that DeepSpeed has written, whole or not.
+
+    Raises ValueError where zeropg has saved into it, too: nobody can say which of the two is meant.
+    """
     if not folder.is_dir():
         return False
-    names = [path.name for path in folder.iterdir()]
-    return any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in names)
+    names = sorted(path.name for path in folder.iterdir())
+    found = next((name for name in names if _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)), None)
+    if found is not None and MANIFEST_NAME in names:
+        raise ValueError(
+            f"'{folder}' holds a checkpoint of zeropg ({MANIFEST_NAME}) and one of DeepSpeed ({found}): move the files "
+            "of one of them into another folder"
+        )
+    return found is not None
 
 
 def tag_folder(directory: Path, tag: str | None) -> Path:
@@ -84,6 +95,11 @@ def find_files(folder: Path) -> Files:
         )
     if not kinds:
         raise FileNotFoundError(f"'{folder}' holds no file ..._model_states.pt: copy the folder again")
+    if optimizers and (folder / "zero").is_dir():
+        raise ValueError(
+            f"'{folder}' holds a universal checkpoint (zero/) and the files of one that is not ({optimizers[0][0]}), "
+            "maybe of another step: move one of them into another folder"
+        )
     has_parts = kinds.pop()
     by_rank = _by_rank(folder, optimizers, "optimizer")
     model_files = _by_rank(folder, models, "model") if has_parts else [folder / models[0][0]]

@@ -17,6 +17,8 @@ from zeropg.deepspeed.checkpoints.plain import Names, split_optimizer
 from zeropg.deepspeed.checkpoints.stored import Stored, whole
 from zeropg.deepspeed.checkpoints.zero import ZeroFiles, frozen_parts, shapes_in
 
+_SAMPLE = 256  # elements of a tensor that are compared
+
 
 def read_contents(folder: Path, group_names: Names | None = None, *, with_state: bool = True) -> Contents:
     """Reads a tag's folder; compares all its files with each other.
@@ -56,6 +58,8 @@ def _read(files: Files, models: list[Mapping[str, Any]], group_names: Names | No
     frozen = frozenset(tensors if shapes else ()) - set(first.get("buffer_names") or ())
     if shapes:
         trained = _of_zero(files, shapes, with_state)
+        if not files.has_parts:
+            _check_same_weights(files, first["module"], trained.masters)
     else:
         trained = _of_stage_0(first, tensors, group_names if with_state else None)
     tensors |= trained.masters
@@ -110,6 +114,22 @@ def _tensors(files: Files, models: Sequence[Mapping[str, Any]], trained: Set[str
     if files.has_parts:
         return buffers | frozen_parts(models)
     return buffers | {name: stored for name, stored in held.items() if name not in trained}
+
+
+def _check_same_weights(files: Files, module: Mapping[str, Any], masters: Mapping[str, Stored]) -> None:
+    """Raises ValueError unless the model file's weights, of which a few are read, are the masters, rounded."""
+    for name, stored in masters.items():
+        weight = module.get(name)
+        if not isinstance(weight, torch.Tensor):
+            continue
+        here = weight.reshape(-1)[:_SAMPLE]
+        there = torch.cat([values for _, values in stored.pieces(0, min(_SAMPLE, weight.numel()))] or [here])
+        is_same = here.shape == there.shape and here.isclose(there.to(here.dtype), rtol=0, atol=0, equal_nan=True).all()
+        if not is_same:
+            raise ValueError(
+                f"'{files.models[0]}' holds other values of '{name}' than the optimizer files, rounded to "
+                f"{weight.dtype}: two checkpoints were mixed; copy the folder again"
+            )
 
 
 def _tied(module: Mapping[str, Any]) -> dict[str, str]:

@@ -37,7 +37,8 @@ class Runs:
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
         for first, values in self.runs:
             begin, end = max(start, first), min(stop, first + values.numel())
-            yield from _cut(values[begin - first : end - first], begin)
+            if begin < end:
+                yield from _cut(values[begin - first : end - first], begin)
 
 
 @dataclass(frozen=True)

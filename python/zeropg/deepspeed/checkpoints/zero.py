@@ -61,6 +61,7 @@ class ZeroFiles:
     def state(self) -> SavedState:
         """Returns the optimizer's state per element, its numbers and its param groups."""
         inner = [_state_in(saved, self.stage == 3) for saved in self._saved]
+        self._same("param_groups", lambda saved: repr(_state_in(saved, self.stage == 3)["param_groups"]))
         groups: list[SavedGroup] = []
         tensors: dict[str, dict[str, Stored]] = {}
         numbers: dict[str, dict[str, Any]] = {}
@@ -70,7 +71,7 @@ class ZeroFiles:
                 shapes = self._shapes[index]
                 names += shapes
                 by_rank = [each["state"].get(index, {}) for each in inner]
-                for key in by_rank[0]:
+                for key in dict.fromkeys(key for each in by_rank for key in each):
                     self._add(index, key, [each.get(key) for each in by_rank], tensors, numbers)
             options = {key: value for key, value in group.items() if key not in ("params", "step")}
             groups.append(SavedGroup(names, options))
@@ -102,8 +103,9 @@ class ZeroFiles:
                 f"'{self._files.folder}': the optimizer's {key!r} is {found} on the ranks, so their files are of "
                 "different steps: copy the folder again"
             )
-        for name in self._shapes[index] if values[0] is not None else ():
-            numbers.setdefault(name, {})[key] = values[0]
+        if found[0] is not None:
+            for name in self._shapes[index]:
+                numbers.setdefault(name, {})[key] = values[0]
 
     def _split(self, index: int, partitions: Sequence[torch.Tensor]) -> dict[str, Runs]:
         shapes = self._shapes[index]

@@ -66,11 +66,13 @@ class Found:
 def find(checkpoint: Path, tag: str | None) -> Found:
     """Says which checkpoint a path means: a folder of zeropg.save_checkpoint, of an engine (with tags), or DeepSpeed's.
 
-    Raises FileNotFoundError, which says what is there instead.
+    Raises:
+        FileNotFoundError: there is none; the message says what is there instead.
+        ValueError: both zeropg and DeepSpeed have saved into the folder.
     """
     if not checkpoint.is_dir():
         raise FileNotFoundError(f"'{checkpoint}' is no directory")
-    if tag is None and (checkpoint / MANIFEST_NAME).is_file():
+    if tag is None and not holds_deepspeed(checkpoint) and (checkpoint / MANIFEST_NAME).is_file():
         return Found(checkpoint, False, (checkpoint, checkpoint.parent))
     folder = tag_folder(checkpoint, tag)
     return Found(folder, holds_deepspeed(folder), (folder, folder.parent))
