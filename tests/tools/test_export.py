@@ -54,7 +54,7 @@ def test_deepspeeds_become_safetensors(tmp_path: Path, kind: Any) -> None:
     assert json.loads((narrow / "config.json").read_text()) == {"hidden_size": 6, "torch_dtype": "bfloat16"}
 
 
-def test_zero_to_fp32_writes_the_files_of_the_script(tmp_path: Path) -> None:
+def test_zero_to_fp32_writes_the_files_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = training()
     write_checkpoint(tmp_path / "in", job, stage=3, world_size=2)
     arguments = ["zero_to_fp32", str(tmp_path / "in")]
@@ -66,9 +66,41 @@ def test_zero_to_fp32_writes_the_files_of_the_script(tmp_path: Path) -> None:
     check_same(pickled(tmp_path / "cut"), weights_of(job) | tied)
     index = json.loads((tmp_path / "cut" / "pytorch_model.bin.index.json").read_text())
     assert index["weight_map"]["head.weight"] == index["weight_map"]["embedding.weight"]
+    for more in (["--max_shard_size", "500"], ["--max_shard_size", "300"], []):  # over an older one of other files
+        assert program.main([*arguments, str(tmp_path / "cut"), *more]) == 0
+        check_same(pickled(tmp_path / "cut"), weights_of(job) | tied)
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == ["pytorch_model.bin"]
     safe = [*arguments, str(tmp_path / "safe"), "--safe_serialization", "--exclude_frozen_parameters"]
     assert program.main(safe) == 0
     check_same(exported(tmp_path / "safe"), {n: v for n, v in weights_of(job).items() if n not in job.frozen})
+    capsys.readouterr()
+    assert program.main([*arguments, str(tmp_path / "safe")]) == 1, "safetensors would go on being loaded"
+    assert "model.safetensors' is there, which from_pretrained prefers" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "safe").iterdir()] == ["model.safetensors"]
+
+
+def test_an_export_that_fails_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "in", training(), stage=3, world_size=2)
+    arguments = ["zero_to_fp32", str(tmp_path / "in"), str(tmp_path / "out"), "--max_shard_size", "300"]
+    assert program.main(arguments) == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def full(tensors: dict[str, torch.Tensor], file: Any, save: Any = torch.save) -> None:
+        if "norm.weight" in tensors:
+            raise OSError("no space left")
+        save({name: tensor + 1 for name, tensor in tensors.items()}, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    assert program.main(arguments) == 1
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_fp32_of_what_is_stored_in_16_bits_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = training()
+    job.parameters = {name: value.bfloat16() for name, value in job.parameters.items()}
+    write_checkpoint(tmp_path / "in", job, stage=0, world_size=1)
+    assert program.main(["zero_to_fp32", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    assert "warning: " in (text := capsys.readouterr().err) and "stored in 16 bits" in text
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,27 @@ from zeropg.rank_io.directory_lock import take_directory_lock
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _TEMPORARY_NAMES = ".zeropg-*.tmp"
 _KEPT_NAMES = ".zeropg-*.old"
 # A temporary file is locked right after it is made (FileWriter.create); younger ones may not be locked yet.
 _STALE_SECONDS = 60.0
 _LOCK_SECONDS = 60.0
 _MAX_INDEX_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """What the files of a format are called. shard: of one of several, of which the index says what is where."""
+
+    single: str
+    index: str
+    shard: re.Pattern[str]
+
+
+SAFETENSORS = WeightNames(SINGLE_NAME, INDEX_NAME, re.compile(r"model-\d{5}-of-\d{5}\.safetensors"))
+PICKLES = WeightNames(
+    "pytorch_model.bin", "pytorch_model.bin.index.json", re.compile(r"pytorch_model-\d{5}-of-\d{5}\.bin")
+)
 
 
 def temporary_name(token: str, name: str) -> str:
@@ -72,22 +87,30 @@ def remove_dead_leftovers(directory: Path) -> None:
                 os.close(descriptor)
 
 
-def commit(directory: Path, token: str, *, companions: list[str], weights: list[str], has_index: bool) -> None:
+def commit(
+    directory: Path,
+    token: str,
+    *,
+    companions: list[str],
+    weights: list[str],
+    has_index: bool,
+    names: WeightNames = SAFETENSORS,
+) -> None:
     """Renames the temporary files of `token` to their final names, all of them complete and synced, in a safe order.
 
     Args:
         directory: where the files are.
         token: the export's random token.
         companions: final names of small files that go with the weights (config.json); those that change come first.
-        weights: final names of the weight files: `[SINGLE_NAME]`, or all shards.
+        weights: final names of the weight files: `[names.single]`, or all shards.
         has_index: the weights are shards; their index was written as a temporary file too.
     """
     with _locked(directory):
         changed = _drop_unchanged(directory, token, companions)
         if changed:
-            _remove_older_export(directory)
+            _remove_older_export(directory, names)
         elif has_index:
-            _keep_older_shards(directory, token, set(weights))
+            _keep_older_shards(directory, token, set(weights), names.index)
         for name in changed:
             os.replace(directory / temporary_name(token, name), directory / name)
         if changed:
@@ -97,12 +120,12 @@ def commit(directory: Path, token: str, *, companions: list[str], weights: list[
         sync_directory(directory)
         if has_index:
             # transformers prefers the single file, so an older one is what readers get until it is removed.
-            os.replace(directory / temporary_name(token, INDEX_NAME), directory / INDEX_NAME)
+            os.replace(directory / temporary_name(token, names.index), directory / names.index)
             sync_directory(directory)
-            (directory / SINGLE_NAME).unlink(missing_ok=True)
+            (directory / names.single).unlink(missing_ok=True)
         else:
-            (directory / INDEX_NAME).unlink(missing_ok=True)
-        _remove_older_shards(directory, set(weights))
+            (directory / names.index).unlink(missing_ok=True)
+        _remove_older_shards(directory, set(weights), names.shard)
         sync_directory(directory)
 
 
@@ -136,20 +159,20 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-def _remove_older_export(directory: Path) -> None:
+def _remove_older_export(directory: Path, names: WeightNames) -> None:
     # No rename changes a companion and the weights at once, so from this moment until the new weights are in place the
     # directory holds no export at all. The index first: where both are, readers take the single file.
-    names = [name for name in (INDEX_NAME, SINGLE_NAME) if (directory / name).exists()]
-    for name in names:
+    found = [name for name in (names.index, names.single) if (directory / name).exists()]
+    for name in found:
         (directory / name).unlink()
-    if names:
+    if found:
         sync_directory(directory)
 
 
-def _read_index(directory: Path) -> dict[str, Any] | None:
-    """Returns the directory's index if it has one that a reader could use."""
+def _read_index(path: Path) -> dict[str, Any] | None:
+    """Returns an index if there is one that a reader could use."""
     try:
-        with open(directory / INDEX_NAME, "rb") as file:
+        with open(path, "rb") as file:
             index = json.loads(file.read(_MAX_INDEX_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
@@ -158,10 +181,10 @@ def _read_index(directory: Path) -> dict[str, Any] | None:
     return index if all(isinstance(name, str) for name in index["weight_map"].values()) else None
 
 
-def _keep_older_shards(directory: Path, token: str, names: set[str]) -> None:
+def _keep_older_shards(directory: Path, token: str, names: set[str], index_name: str) -> None:
     # Renaming shard after shard over an older export of the same names would leave a mixture under the older index if
     # the process died half-way. So the older shards get second names first, and the older index is pointed at these.
-    index = _read_index(directory)
+    index = _read_index(directory / index_name)
     weight_map: dict[str, str] = index["weight_map"] if index else {}
     clashes = sorted({name for name in weight_map.values() if name in names and (directory / name).is_file()})
     if index is None or not clashes:
@@ -174,19 +197,19 @@ def _keep_older_shards(directory: Path, token: str, names: set[str]) -> None:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
         # No hard links here: from this moment until the new index is in place the directory holds no export at all.
-        (directory / INDEX_NAME).unlink()
+        (directory / index_name).unlink()
     else:
         index["weight_map"] = {tensor: kept.get(name, name) for tensor, name in weight_map.items()}
         temporary = directory / temporary_name(token, "older-index")
         write_small_file(temporary, json.dumps(index, indent=2, sort_keys=True).encode())
         sync_directory(directory)
-        os.replace(temporary, directory / INDEX_NAME)
+        os.replace(temporary, directory / index_name)
     sync_directory(directory)
 
 
-def _remove_older_shards(directory: Path, names: set[str]) -> None:
+def _remove_older_shards(directory: Path, names: set[str], shard: re.Pattern[str]) -> None:
     for path in directory.glob("*"):
-        if _SHARD_NAME.fullmatch(path.name) and path.name not in names and path.is_file():
+        if shard.fullmatch(path.name) and path.name not in names and path.is_file():
             path.unlink()
     for path in directory.glob(_KEPT_NAMES):
         path.unlink()

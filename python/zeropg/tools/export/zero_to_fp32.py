@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from zeropg._native import _C
 from zeropg.export.plan import parse_size
-from zeropg.rank_io.progress import progress
 from zeropg.tools.export.command import describe
 from zeropg.tools.export.source import DeepSpeedSource, Source, find, open_source
-from zeropg.tools.export.write import Written, write_safetensors, written_dtype
+from zeropg.tools.export.write import Written, write_safetensors
+from zeropg.tools.export.write_pickles import write_pickles
 
 _DESCRIPTION = """
 Writes the fp32 weights of a checkpoint, as the script zero_to_fp32.py does that DeepSpeed puts into its checkpoints:
@@ -26,7 +23,6 @@ checkpoints. What differs: frozen parameters of stage 1, which the script leaves
 `python -m zeropg export` writes other dtypes, config.json beside the weights, and needs less memory than the default
 format here, which holds one file's tensors at a time.
 """
-_STEM = "pytorch_model"
 
 
 def main(arguments: list[str]) -> int:
@@ -53,61 +49,24 @@ def _convert(source: Source, options: argparse.Namespace) -> Written:
         left_out = source.contents.frozen
     names = [name for name in source.tensors if name not in left_out]
     limit = parse_size(options.max_shard_size)
+    if isinstance(source, DeepSpeedSource) and source.contents.stage == 0:
+        _warn_of_16_bits(source, names)
     if options.debug:
         for name in names:
             print(f"{name} {source.tensors[name].dtype} {list(source.tensors[name].shape)}", file=sys.stderr)
     if options.safe_serialization:
         return write_safetensors(source, names, options.output_dir, dtype=torch.float32, max_file_bytes=limit)
-    return _write_pickles(source, names, options.output_dir, limit)
+    return write_pickles(source, names, options.output_dir, max_file_bytes=limit)
 
 
-def _write_pickles(source: Source, names: list[str], directory: Path, limit: int) -> Written:
-    """Writes files of torch.save that hold tensors alone; a file's tensors are in memory while it is written."""
-    layout = _C.plan_layout(
-        names=names,
-        shapes=[list(source.tensors[name].shape) for name in names],
-        dtypes=[written_dtype(source.tensors[name], torch.float32) for name in names],
-        max_file_bytes=limit,
-        stem=_STEM,
-        metadata={},
-    )
-    files = [file.name.replace(".safetensors", ".bin") for file in layout.files]
-    file_of = {name: files[place.file] for name, place in zip(names, layout.places, strict=True)}
-    file_of |= {alias: file_of[kept] for alias, kept in source.aliases.items() if kept in file_of}
-    directory.mkdir(parents=True, exist_ok=True)
-    with progress("zero_to_fp32", layout.tensor_bytes, is_shown=True) as advance:
-        for file in files:
-            tensors: dict[str, torch.Tensor] = {}
-            for name in (name for name in names if file_of[name] == file):
-                tensors[name] = _whole(source, name)
-                advance(tensors[name].nbytes)
-            tied = {alias: tensors[kept] for alias, kept in source.aliases.items() if kept in tensors}
-            _replace(directory / file, tensors | tied)
-    if len(files) > 1:
-        _write_index(directory, layout.tensor_bytes, file_of)
-    return Written(files, len(file_of), layout.tensor_bytes)
-
-
-def _whole(source: Source, name: str) -> torch.Tensor:
-    stored = source.tensors[name]
-    flat = torch.empty(torch.Size(stored.shape).numel(), dtype=written_dtype(stored, torch.float32))
-    for start, values in source.pieces(name):
-        flat[start : start + values.numel()] = values
-    return flat.view(stored.shape)
-
-
-def _replace(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        torch.save(tensors, temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _write_index(directory: Path, total_bytes: int, file_of: Mapping[str, str]) -> None:
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(file_of)}
-    (directory / f"{_STEM}.bin.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+def _warn_of_16_bits(source: Source, names: list[str]) -> None:
+    narrow = [name for name in names if source.tensors[name].dtype in (torch.float16, torch.bfloat16)]
+    if narrow:
+        print(
+            f"[zeropg] zero_to_fp32: warning: {len(narrow)} tensors, such as '{narrow[0]}', are stored in 16 bits and "
+            "have no more precision in fp32: stage 0 of DeepSpeed saves its masters without names",
+            file=sys.stderr,
+        )
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
