@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,6 +28,7 @@ from tests.deepspeed.foreign_files import (
 from tests.deepspeed.training import configuration
 from tests.sharding.ranks import raises
 from tests.spawn import RankPool
+from zeropg.deepspeed.checkpoints.pickles import read_pickle
 from zeropg.deepspeed.checkpoints.stored import Runs
 
 FP16 = {"enabled": True, "initial_scale_power": 4}
@@ -130,8 +134,58 @@ def test_a_part_is_read_of_the_runs_that_overlap_it() -> None:
     values = torch.arange(30)
     stored = Runs((30,), ((0, values[:10]), (10, values[10:])), values.dtype)
     for start, stop in ((0, 5), (8, 12), (25, 30), (7, 7)):
-        found = [(at, each.tolist()) for at, each in stored.pieces(start, stop)]
-        assert sum((each for _, each in found), []) == list(range(start, stop)), (start, stop, found)
+        found = [at + i for at, each in stored.pieces(start, stop) for i in range(each.numel())]
+        assert found == list(range(start, stop))
+
+
+def load_of_another_optimizer(directory: str) -> None:
+    lamb, again = Path(directory) / "lamb", Path(directory) / "again"
+    engine = make(2)
+    with pytest.warns(UserWarning, match="says optimizer Lamb, yours steps as AdamW; .* has bias_correction=False"):
+        _, client_state = engine.load_checkpoint(lamb, load_lr_scheduler_states=False)
+    assert client_state == {**CLIENT_STATE, "lr_scheduler": {"last_batch_iteration": 6}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.load_checkpoint(again)  # two names of equal values are no loss for tied ones
+
+
+def test_what_fits_but_steps_otherwise_is_warned_of(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "lamb", training(), stage=2, world_size=1)
+    change(folder / MODEL, lambda c: c["ds_config"].update(optimizer={"type": "Lamb"}))
+    change(folder / OPTIMIZER.format(0), lambda c: groups_in(c)[0].update(bias_correction=False))
+    folder = write_checkpoint(tmp_path / "again", training(), stage=1, world_size=1)
+    change(folder / MODEL, lambda c: c["ds_config"].update(optimizer={"type": "Adam"}))
+    change(folder / MODEL, lambda c: (c["shared_params"].clear(), c["module"].update(copied(c["module"]))))
+    with RankPool(1) as pool:
+        pool.run(load_of_another_optimizer, str(tmp_path), timeout=60)
+
+
+def copied(module: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"head.weight": module["embedding.weight"].clone()}
+
+
+class Huge:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return np.zeros(0).__reduce__()[0], (np.ndarray, (1 << 50,), b"b")
+
+
+def test_programs_data_comes_back_and_other_objects_of_numpy_are_refused(tmp_path: Path) -> None:
+    arrays = [np.arange(6).reshape(2, 3).astype(code) for code in ("?", "i1", "<u2", ">i4", "u8", "f2", "<f8", "c16")]
+    arrays += [np.asfortranarray(arrays[0]), np.array(3.5), np.zeros((0, 2))]
+    saved = {"arrays": arrays, "one": np.float64(2.5), "args": argparse.Namespace(lr=0.1, seeds=arrays[3])}
+    saved["random"] = np.random.RandomState(3).get_state()
+    torch.save(saved, tmp_path / "file.pt")
+    read = read_pickle(tmp_path / "file.pt")
+    for found, expected in zip(read["arrays"], arrays, strict=True):
+        assert type(found) is np.ndarray and np.array_equal(found, expected)
+        assert found.dtype == expected.dtype.newbyteorder("="), "numpy swaps bytes when it unpickles"
+    assert read["one"] == 2.5 and type(read["one"]) is np.float64
+    assert type(read["args"]) is argparse.Namespace and type(read["args"].seeds) is np.ndarray
+    np.random.RandomState().set_state(read["random"])
+    for refused in (np.array([None, "a"]), np.zeros(2, [("x", "i4")]), np.array("2026", "M8[Y]"), Huge()):
+        torch.save({"value": refused}, tmp_path / "file.pt")
+        with pytest.raises(ValueError, match=r"file.pt' is refused: it .*; none of it was run"):
+            read_pickle(tmp_path / "file.pt")
 
 
 # Folders that are not whole, not of one job, or not honest.
@@ -176,9 +230,26 @@ def groups_in(content: Any) -> Any:
     return content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
 
 
+def untied(module: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"head.weight": module["embedding.weight"] + 1}
+
+
 MODEL, MODEL_3 = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_model_states.pt"
+MODEL_3_0 = MODEL_3.replace("rank_1", "rank_0")
 OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 BAD: dict[str, tuple[str, Callable[[Path], None], type[Exception], tuple[str, ...]]] = {
+    "untied": (
+        "1",
+        lambda f: change(f / MODEL, lambda c: (c["shared_params"].clear(), c["module"].update(untied(c["module"])))),
+        ValueError,
+        ("one tied tensor in the model, two with other values in the checkpoint: head.weight and embedding.weight",),
+    ),
+    "another scheduler": (
+        "3",
+        lambda f: [change(f / n, lambda c: c.update(lr_scheduler={"last_epoch": 3})) for n in (MODEL_3_0, MODEL_3)],
+        ValueError,
+        ("scheduler keeps ['last_epoch'], yours (WarmupLR) keeps ['last_batch_iteration']",),
+    ),
     "no model file": ("2", lambda f: (f / MODEL).unlink(), FileNotFoundError, ("no file ..._model_states.pt",)),
     "no file of rank 0": (
         "2",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -22,13 +22,19 @@ class Described(Protocol):
 
 
 def match_tensors(
-    stored: Mapping[str, Described], aliases: Mapping[str, str], plan: ModelPlan, *, strict: bool = True
+    stored: Mapping[str, Described],
+    aliases: Mapping[str, str],
+    plan: ModelPlan,
+    *,
+    strict: bool = True,
+    are_equal: Callable[[str, str], bool] = lambda name, other: False,
 ) -> dict[int, str]:
     """Returns the stored name of each tensor of the model, by its index in the plan.
 
     Args:
         aliases: other names of stored tensors.
         strict: False: tensors may be missing on either side.
+        are_equal: whether two stored tensors, which are one tensor here, have the same values.
 
     Raises ValueError listing what differs.
     """
@@ -37,7 +43,7 @@ def match_tensors(
         names_of.setdefault(index, []).append(name)
     found: dict[int, str] = {}
     used: set[str] = set()
-    missing, misshapen = [], []
+    missing, misshapen, untied = [], [], []
     for index, tensor in enumerate(plan.tensors):
         known = [aliases.get(name, name) for name in names_of[index]]
         stored_name = next((name for name in known if name in stored), None)
@@ -51,6 +57,8 @@ def match_tensors(
                 f"{tensor.name} ({one.dtype} {list(one.shape)}, here {tensor.dtype} {list(tensor.value.shape)})"
             )
         found[index] = stored_name
+        others = [name for name in dict.fromkeys(known) if name in stored and name != stored_name]
+        untied += [f"{name} and {stored_name}" for name in others if not are_equal(name, stored_name)]
     unexpected = [name for name in stored if name not in used]
     problems = [
         f"{what}: {_listed(names)}"
@@ -58,6 +66,7 @@ def match_tensors(
             ("not in the checkpoint", missing if strict else []),
             ("not in the model", unexpected if strict else []),
             ("of another shape or kind", misshapen),
+            ("one tied tensor in the model, two with other values in the checkpoint", untied),
         )
         if names
     ]

@@ -16,6 +16,7 @@ from torch import nn
 
 from zeropg.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from zeropg.checkpoint.state_dict import full_state_dict
+from zeropg.deepspeed.checkpoints.contents import Contents
 from zeropg.deepspeed.checkpoints.folder import LATEST, LATEST_UNIVERSAL, holds_deepspeed
 from zeropg.deepspeed.checkpoints.load import load_deepspeed
 from zeropg.deepspeed.config import Config
@@ -123,11 +124,13 @@ class EngineCheckpoints:
             custom_load_fn: must be None.
 
         Returns:
-            (the folder, client_state); (None, None), with a warning, where there is neither a tag nor a `latest`.
+            (the folder, client_state); (None, None), with a warning, where there is neither a tag nor a `latest`. With
+            load_lr_scheduler_states False, DeepSpeed's client_state holds "lr_scheduler", as with DeepSpeed itself.
 
         Raises:
             FileNotFoundError: there is no such tag, or a file of it is missing.
-            ValueError: the checkpoint is damaged, of another model, mixed from several, or was not saved by an engine.
+            ValueError: the checkpoint is damaged, of another model or scheduler, mixed from several, or was not saved
+                by an engine.
             NotImplementedError: there is a custom_load_fn.
         """
         if custom_load_fn is not None:
@@ -143,21 +146,24 @@ class EngineCheckpoints:
                 LOGGER.warning("[zeropg] load_checkpoint: '%s' has no file '%s'; nothing is loaded", directory, latest)
             return None, None
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
+        loads_scheduler = load_lr_scheduler_states and not load_module_only and self.lr_scheduler is not None
         if self._is_deepspeeds(directory / name):
-            saved = self._load_deepspeed(directory / name, optimizer, load_module_strict)
+            saved = self._load_deepspeed(directory / name, optimizer, load_module_strict, loads_scheduler)
+            if not load_lr_scheduler_states:
+                saved["client_state"]["lr_scheduler"] = saved["lr_scheduler"]
         else:
-            saved = self._load_own(directory / name, optimizer)
+            saved = self._load_own(directory / name, optimizer, loads_scheduler)
         self.module.zero_grad(set_to_none=True)
         if not load_module_only:
             self._scaler.load_state_dict(saved["loss_scale"])
             for key in _COUNTERS:
                 setattr(self, key, saved["counters"][key])
-            if load_lr_scheduler_states and self.lr_scheduler is not None:
+            if loads_scheduler:
                 self._load_scheduler(saved["lr_scheduler"], has_rates=optimizer is not None)
         self._begin_accumulation()
         return str(directory / name), saved["client_state"]
 
-    def _load_own(self, folder: Path, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def _load_own(self, folder: Path, optimizer: torch.optim.Optimizer | None, loads_scheduler: bool) -> dict[str, Any]:
         extra, _ = load_checkpoint(folder, self.module, optimizer)
         if not isinstance(extra, dict) or "deepspeed" not in extra:
             raise ValueError(
@@ -165,11 +171,22 @@ class EngineCheckpoints:
                 "model is loaded, use zeropg.load_checkpoint(directory, engine.module, engine.optimizer)"
             )
         saved: dict[str, Any] = extra["deepspeed"]
+        if loads_scheduler:
+            try:
+                self._check_scheduler(saved["lr_scheduler"])
+            except ValueError as error:
+                raise ValueError(f"[zeropg] load_checkpoint: {error}; model and optimizer are loaded") from error
         return saved
 
-    def _load_deepspeed(self, folder: Path, optimizer: torch.optim.Optimizer | None, strict: bool) -> dict[str, Any]:
+    def _load_deepspeed(
+        self, folder: Path, optimizer: torch.optim.Optimizer | None, strict: bool, loads_scheduler: bool
+    ) -> dict[str, Any]:
+        def check(contents: Contents) -> None:
+            if loads_scheduler:
+                self._check_scheduler(contents.lr_scheduler)
+
         assert optimizer is None or isinstance(optimizer, ShardedOptimizer)  # `initialize` has made it
-        contents = load_deepspeed(folder, self.module, optimizer, strict=strict)
+        contents = load_deepspeed(folder, self.module, optimizer, strict=strict, check=check)
         return {
             "loss_scale": contents.loss_scale,
             "counters": contents.counters,
@@ -184,6 +201,15 @@ class EngineCheckpoints:
         seen = together(self._group, "load_checkpoint", look)
         check_same(self._group, "load_checkpoint", seen)
         return bool(seen[0][what] == "DeepSpeed")
+
+    def _check_scheduler(self, saved: dict[str, Any]) -> None:
+        own = self.lr_scheduler.state_dict()
+        if saved and own and not saved.keys() & own.keys():
+            raise ValueError(
+                f"the checkpoint's scheduler keeps {sorted(map(str, saved))}, yours "
+                f"({type(self.lr_scheduler).__name__}) keeps {sorted(map(str, own))}; make one of the class that was "
+                "saved, or pass load_lr_scheduler_states=False"
+            )
 
     def _load_scheduler(self, saved: dict[str, Any], *, has_rates: bool) -> None:
         """has_rates: whether the param groups have those of the checkpoint already."""

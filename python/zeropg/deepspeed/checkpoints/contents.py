@@ -62,6 +62,7 @@ class Contents:
         tensors: parameters, in fp32 where DeepSpeed has them so, and buffers.
         aliases: other names of tied parameters -> the name in `tensors`.
         frozen: names of the parameters that no optimizer held.
+        optimizer_class: what the job's configuration calls its optimizer, as torch names it; None: it says nothing.
         loss_scale: as `LossScaler.load_state_dict` takes it; {} without fp16.
     """
 
@@ -72,10 +73,21 @@ class Contents:
     aliases: dict[str, str]
     frozen: frozenset[str]
     optimizer: SavedState | None
+    optimizer_class: str | None
     counters: dict[str, int]
     lr_scheduler: dict[str, Any]
     loss_scale: dict[str, Any]
     client_state: dict[str, Any]
+
+
+def optimizer_class(model_file: Mapping[str, Any]) -> str | None:
+    config = model_file.get("ds_config")
+    section = config.get("optimizer") if isinstance(config, Mapping) else None
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    if not isinstance(section, Mapping) or not isinstance(kind, str):
+        return None
+    is_decoupled = (section.get("params") or {}).get("adam_w_mode", True)  # DeepSpeed's Adam is AdamW by default
+    return {"adamw": "AdamW", "adam": "AdamW" if is_decoupled else "Adam"}.get(kind.lower(), kind)
 
 
 def client_state(model_file: Mapping[str, Any]) -> dict[str, Any]:

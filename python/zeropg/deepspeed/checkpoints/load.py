@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from zeropg.checkpoint.plan import group_names, plan_model
 from zeropg.checkpoint.residuals import load_residuals
 from zeropg.deepspeed.checkpoints.contents import Contents, SavedGroup, SavedState
 from zeropg.deepspeed.checkpoints.read import read_contents
+from zeropg.deepspeed.checkpoints.stored import same_values
 from zeropg.optim.kernels import kernels_for
 from zeropg.optim.shard_optimizer import ShardedOptimizer, StateShard
 from zeropg.rank_io.agreement import check_same, together
@@ -24,10 +26,17 @@ from zeropg.sharding.state import ShardedState, state_of
 
 _OPERATION = "load_checkpoint"
 _WHICH = "the checkpoint's optimizer"
+# Options that torch's optimizers may lack, and the value that makes no difference.
+_NEUTRAL = {"bias_correction": True, "eps_inside_sqrt": False, "amsgrad": False, "maximize": False}
 
 
 def load_deepspeed(
-    folder: Path, model: nn.Module, optimizer: ShardedOptimizer | None, *, strict: bool = True
+    folder: Path,
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None,
+    *,
+    strict: bool = True,
+    check: Callable[[Contents], None] = lambda contents: None,
 ) -> Contents:
     """Sets model and optimizer from a tag's folder of DeepSpeed's, of any stage and world size. All ranks must call.
 
@@ -36,6 +45,7 @@ def load_deepspeed(
     Args:
         optimizer: None: the saved state is not read.
         strict: False: tensors that are missing in the folder keep their values, and others there are ignored.
+        check: raises ValueError for what the caller cannot use, before anything is changed.
 
     Returns:
         What the folder holds beside that: counters, scheduler, loss scale, client state.
@@ -55,11 +65,14 @@ def load_deepspeed(
         nonlocal loading
         state.check_outside_writable_shards(_OPERATION)
         loading = _Loading(folder, state, optimizer, strict)
+        check(loading.contents)
         return loading.announcement()
 
     check_same(group, _OPERATION, together(group, _OPERATION, open_files))
     assert loading is not None  # otherwise the line above has raised
     opened: _Loading = loading
+    if group.rank() == 0 and (differences := opened.differences()):
+        warnings.warn(f"[zeropg] {_OPERATION}: {'; '.join(differences)}", stacklevel=4)
     load_masters(state.core, _OPERATION, opened.own_bytes(), opened.read_model, opened.read_optimizer)
     return opened.contents
 
@@ -73,7 +86,14 @@ class _Loading:
         self._plan = plan_model(state)
         names = None if optimizer is None else group_names(optimizer, self._plan)
         self.contents = read_contents(folder, names, with_state=optimizer is not None)
-        self._stored_names = match_tensors(self.contents.tensors, self.contents.aliases, self._plan, strict=strict)
+        tensors = self.contents.tensors
+        self._stored_names = match_tensors(
+            tensors,
+            self.contents.aliases,
+            self._plan,
+            strict=strict,
+            are_equal=lambda name, other: same_values(tensors[name], tensors[other]),
+        )
         self._saved: SavedState | None = None
         self._groups: list[tuple[dict[str, Any], SavedGroup]] = []  # ours, and the saved one of the same parameters
         if optimizer is not None:
@@ -91,6 +111,27 @@ class _Loading:
         stored = sorted((name, one.shape, str(one.dtype)) for name, one in contents.tensors.items())
         described = repr((stored, contents.stage, contents.world_size, contents.counters))
         return {f"what '{contents.folder}' holds (digest)": hashlib.sha256(described.encode()).hexdigest()[:16]}
+
+    def differences(self) -> list[str]:
+        """What makes steps from here on others than those of the job that saved, though all the state fits."""
+        found = []
+        options = [(here, theirs.options) for here, theirs in self._groups]
+        ours = [self._class_of(here) for here, _ in options]
+        saved = self.contents.optimizer_class
+        is_decayed = any(theirs.get("weight_decay", 0) for _, theirs in options)
+        for name in dict.fromkeys(ours) if saved is not None else ():
+            is_adam = {name, saved} == {"Adam", "AdamW"}  # which differ in how weights decay
+            if saved is not None and saved.lower() != name.lower() and (is_decayed or not is_adam):
+                found.append(f"the checkpoint's configuration says optimizer {saved}, yours steps as {name}")
+        for key, neutral in _NEUTRAL.items():
+            if any(key not in here and theirs.get(key, neutral) != neutral for here, theirs in options):
+                found.append(f"{_WHICH} has {key}={not neutral}, which yours has not")
+        return found
+
+    def _class_of(self, group: dict[str, Any]) -> str:
+        assert self._optimizer is not None
+        kernels = kernels_for(self._optimizer._wrapped)
+        return type(self._optimizer._wrapped).__name__ if kernels is None else kernels.of(group).torch_classes[0]
 
     def own_bytes(self) -> int:
         """About how much this rank will read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import re
 import zipfile
@@ -11,14 +12,18 @@ from typing import Any
 
 import torch
 
+try:
+    from zeropg.deepspeed.checkpoints import numpy_data
+except ImportError:  # without numpy there is nothing to make of its data
+    numpy_data = None  # type: ignore[assignment]
+
 
 class Inert:
     """Stands for an instance of a class that is not needed: it has its attributes and no code of its own."""
 
 
-# Classes whose instances DeepSpeed saves (and Megatron, in the client state), and what stands in their place.
+# Classes whose instances DeepSpeed saves, and what stands in their place.
 _STAND_INS: dict[str, type] = {
-    "argparse.Namespace": Inert,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Inert,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": Inert,
     "deepspeed.runtime.zero.config.ZeroStageEnum": int,
@@ -37,7 +42,8 @@ def read_pickle(path: Path) -> Any:
     is_archive = zipfile.is_zipfile(path)
     try:
         with torch.serialization.safe_globals(_allowed()):
-            return torch.load(path, map_location="cpu", mmap=is_archive, weights_only=True)
+            content = torch.load(path, map_location="cpu", mmap=is_archive, weights_only=True)
+        return content if numpy_data is None else numpy_data.as_arrays(content)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # a damaged pickle may raise anything
@@ -47,26 +53,13 @@ def read_pickle(path: Path) -> Any:
                 f"'{path}' is refused: its pickle asks for {found[1]}, which is no data and no class that DeepSpeed "
                 "saves, so it could run code; none of it was run"
             ) from error
+        if numpy_data is not None and isinstance(error, numpy_data.NotPlainError):
+            raise ValueError(f"'{path}' is refused: {error}; none of it was run") from error
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ValueError(f"'{path}' is cut off or damaged ({reason[:200]}): copy it again") from error
 
 
 @cache
 def _allowed() -> list[Any]:
-    return [*((stand_in, name) for name, stand_in in _STAND_INS.items()), *_numpy_data()]
-
-
-def _numpy_data() -> list[Any]:
-    """What pickles of numpy's arrays and numbers name; it makes data only."""
-    try:
-        import numpy as np
-    except ImportError:
-        return []
-    core: Any = getattr(np, "_core", getattr(np, "core", None))  # numpy 2, numpy 1
-    made = [
-        (getattr(core.multiarray, name), f"numpy.{package}.multiarray.{name}")
-        for name in ("_reconstruct", "scalar")
-        for package in ("core", "_core")
-    ]
-    dtypes = [value for name, value in vars(np.dtypes).items() if name.endswith("DType") and isinstance(value, type)]
-    return [np.ndarray, np.dtype, *made, *dtypes]
+    stand_ins = [(stand_in, name) for name, stand_in in _STAND_INS.items()]
+    return [argparse.Namespace, *stand_ins, *(numpy_data.STAND_INS if numpy_data is not None else ())]

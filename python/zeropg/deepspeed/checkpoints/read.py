@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from zeropg.deepspeed.checkpoints import universal
-from zeropg.deepspeed.checkpoints.contents import COUNTERS, Contents, SavedState, client_state, loss_scale
+from zeropg.deepspeed.checkpoints.contents import (
+    COUNTERS,
+    Contents,
+    SavedState,
+    client_state,
+    loss_scale,
+    optimizer_class,
+)
 from zeropg.deepspeed.checkpoints.folder import Files, find_files
 from zeropg.deepspeed.checkpoints.partitions import Shapes
 from zeropg.deepspeed.checkpoints.pickles import read_pickle
@@ -73,6 +80,7 @@ def _read(files: Files, models: list[Mapping[str, Any]], group_names: Names | No
         aliases=aliases,
         frozen=frozen - aliases.keys(),
         optimizer=trained.state,
+        optimizer_class=optimizer_class(first),
         counters={key: int(first.get(key) or 0) for key in COUNTERS},
         lr_scheduler=first.get("lr_scheduler") or {},
         loss_scale=loss_scale(trained.scaler),

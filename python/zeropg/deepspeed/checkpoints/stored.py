@@ -59,6 +59,19 @@ def _cut(values: torch.Tensor, start: int) -> Iterator[tuple[int, torch.Tensor]]
         start += part.numel()
 
 
+def same_values(one: Stored, other: Stored) -> bool:
+    """Reads both tensors, some MiB at a time."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    numel, step = math.prod(one.shape), _PIECE_BYTES // one.dtype.itemsize
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        here, there = (torch.cat([values for _, values in each.pieces(start, stop)]) for each in (one, other))
+        if not torch.equal(here, there):
+            return False
+    return True
+
+
 def whole(tensor: torch.Tensor) -> Runs:
     """A tensor that is stored in one piece."""
     return Runs(tuple(tensor.shape), ((0, tensor.detach().reshape(-1)),), tensor.dtype)
