@@ -385,7 +385,6 @@ class ShardedModule:
         residuals: ResidualStore | None,
         weights_codec: Compressor | None,
         reshard_after_forward: bool,
-        prefetch_numel: int | None = None,
         optimizer_offload: Offload | None = None,
     ) -> None: ...
     def begin_step(self) -> None: ...

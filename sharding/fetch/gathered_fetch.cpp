@@ -30,37 +30,22 @@ class GatheredFetch final : public Fetch {
     }
   }
 
-  void prefetch(FlatParameter& flat) override {
-    if (prefetched_.count(&flat) == 0) {
-      prefetched_.emplace(&flat, begin(flat, Use::kCompute));
-    }
-  }
-
   void unshard(FlatParameter& flat, Use use) override {
-    const auto ahead = prefetched_.extract(&flat);
-    const Gather gather = ahead.empty() ? begin(flat, use) : ahead.mapped();
-    finish(flat, gather);
-    flat.attach(gather.whole);
-  }
-
-  void drop_prefetched(bool waits) override {
-    while (!prefetched_.empty()) {
-      const Gather gather = prefetched_.extract(prefetched_.begin()).mapped();
-      if (!waits) {
-        pool_.forget(gather.whole);
-        continue;
-      }
+    at::Tensor whole = pool_.acquire(flat.layout().total_numel, flat.dtype(), flat.device());
+    if (travels_encoded(flat, use)) {
+      flat.clear_padding(shards_.at(&flat));
+    }
+    if (communicator_.world_size() == 1) {
+      whole.copy_(shards_.at(&flat));
+    } else {
       try {
-        communicator_.wait(gather.work);
-      } catch (const c10::Error&) {  // the group has failed, and its next collective says so
-        pool_.forget(gather.whole);
-        continue;
-      } catch (...) {
-        pool_.forget(gather.whole);
+        gather(flat, whole, use);
+      } catch (...) {  // where a signal handler ended the waiting the gather goes on
+        pool_.forget(whole);
         throw;
       }
-      pool_.release(gather.whole);
     }
+    flat.attach(whole);
   }
 
   void reshard(FlatParameter& flat) override {
@@ -69,10 +54,7 @@ class GatheredFetch final : public Fetch {
     pool_.release(std::move(whole));
   }
 
-  bool begin_update(int64_t news) override {
-    drop_prefetched(/*waits=*/true);
-    return communicator_.is_same_everywhere(news, device_);
-  }
+  bool begin_update(int64_t news) override { return communicator_.is_same_everywhere(news, device_); }
   void end_update(const std::vector<FlatParameter*>&, bool /*is_step*/) override {}
   Memory memory() const override { return {memory_.parameters, pool_.allocated_bytes()}; }
 
@@ -82,48 +64,17 @@ class GatheredFetch final : public Fetch {
     return use == Use::kCompute && flat.is_encoded() && weights_codec_ != nullptr;
   }
 
-  struct Gather {
-    at::Tensor whole;
-    c10::intrusive_ptr<c10d::Work> work;  // null where there is nobody to gather from
-  };
-
-  Gather begin(const FlatParameter& flat, Use use) {
+  void gather(const FlatParameter& flat, const at::Tensor& whole, Use use) {
     const at::Tensor& shard = shards_.at(&flat);
-    Gather gather{pool_.acquire(flat.layout().total_numel, flat.dtype(), flat.device()), nullptr};
-    if (travels_encoded(flat, use)) {
-      flat.clear_padding(shard);
-    }
-    if (communicator_.world_size() == 1) {
-      gather.whole.copy_(shard);
-      return gather;
-    }
-    explain(flat, gather, [&] {
-      gather.work = travels_encoded(flat, use) ? communicator_.all_gather_encoded(gather.whole, shard, weights_codec_)
-                                               : communicator_.all_gather(gather.whole, shard);
-    });
-    return gather;
-  }
-
-  void finish(const FlatParameter& flat, const Gather& gather) {
-    if (gather.work) {
-      explain(flat, gather, [&] { communicator_.wait(gather.work); });
-    }
-  }
-
-  template <typename Action>
-  void explain(const FlatParameter& flat, const Gather& gather, Action&& action) {
     try {
-      action();
+      communicator_.wait(travels_encoded(flat, use) ? communicator_.all_gather_encoded(whole, shard, weights_codec_)
+                                                    : communicator_.all_gather(whole, shard));
     } catch (const c10::Error& error) {
-      pool_.forget(gather.whole);
       C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", communicator_.rank(), "/", communicator_.world_size(),
                                                  "] unshard of ", flat.describe(),
                                                  " failed; expected all ranks to run the same units in the same order "
                                                  "(only where ranks share a node on zeropg may paths differ): ",
                                                  error.what_without_backtrace()));
-    } catch (...) {  // where a signal handler ended the waiting the gather goes on
-      pool_.forget(gather.whole);
-      throw;
     }
   }
 
@@ -131,7 +82,6 @@ class GatheredFetch final : public Fetch {
   std::shared_ptr<const Compressor> weights_codec_;
   BufferPool pool_;
   std::unordered_map<const FlatParameter*, at::Tensor> shards_;
-  std::unordered_map<const FlatParameter*, Gather> prefetched_;
   c10::Device device_ = c10::kCPU;
   Memory memory_;
 };

@@ -49,7 +49,7 @@ void Backward::recover() {
   accumulates_ = false;
   units_.keep_whole(false);
   is_running_ = false;  // not before: where a signal handler ends the waiting, the next call does this again
-  units_.take_order(/*is_same=*/false);
+  units_.take_order();
   for (Unit& unit : units_.all()) {
     unit.end_backward();
     units_.reshard(unit);
@@ -140,19 +140,17 @@ void Backward::finish() {
   }
   if (!accumulates_) {
     is_running_ = false;
-    units_.end_pass();
     return;  // no rank waits for this one
   }
   // Reduce what is left.
   const bool is_compared = reducer_.synchronizes();
-  const bool is_same_order = reducer_.finish_backward(units_.end_order().fingerprint());
+  const bool is_same_order = reducer_.finish_backward(units_.order().fingerprint());
   is_running_ = false;
   accumulates_ = false;
   if (!is_compared) {
-    units_.end_pass();
     return;  // inside no_sync: the order is kept until ranks next meet
   }
-  check_order(is_same_order, units_.take_order(is_same_order));
+  check_order(is_same_order, units_.take_order());
   // Parameters that forwards renormalized, then hooks of users, which may step.
   if (units_.ledger().is_any_renormalized()) {  // before anything else is written to those parameters
     masters_.settle("backward");

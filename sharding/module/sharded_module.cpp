@@ -57,9 +57,6 @@ std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vec
   backward_->recover();
   if (unit.is_root) {
     backward_->notice_unfrozen();
-    if (!backward_->is_running()) {
-      units_->end_pass();
-    }
   }
   units_->unshard(unit);
   // A forward inside a backward (activation checkpointing) is none of its own.
@@ -113,11 +110,7 @@ void ShardedModule::post_forward(int64_t index, const std::vector<at::Tensor>& o
   // The root's backward follows its forward at once; inside a backward (activation checkpointing) the unit is about to
   // be used.
   const bool keep = needs_backward && (unit.is_root || !options_.reshard_after_forward);
-  if (keep || backward_->is_running() || units_->keeps_whole()) {
-    return;
-  }
-  unit.is_kept = needs_backward && units_->is_next(unit);  // as the last one's, too
-  if (!unit.is_kept) {
+  if (!keep && !backward_->is_running() && !units_->keeps_whole()) {
     units_->reshard(unit);
   }
 }

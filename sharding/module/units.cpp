@@ -4,22 +4,12 @@
 
 #include <algorithm>
 #include <iterator>
-#include <numeric>
 #include <tuple>
 
 #include "sharding/fetch/registry.h"
 
 namespace zeropg {
 namespace {
-
-// Units that are gathered ahead at once, where the user names no number of elements: the next one, and one that was
-// expected and did not come.
-constexpr int64_t kMaxPrefetched = 2;
-
-int64_t numel_of(const Unit& unit) {
-  return std::accumulate(unit.flats.begin(), unit.flats.end(), int64_t{0},
-                         [](int64_t sum, const FlatParameter* flat) { return sum + flat->layout().total_numel; });
-}
 
 // The parameters of a unit by (dtype, trainable or frozen, device, encoded or not), each group in the given order.
 std::vector<std::vector<FlatParameter::Source>> group_sources(const std::vector<FlatParameter::Source>& sources) {
@@ -90,26 +80,15 @@ std::vector<FlatParameter*> Units::backward_order() const {
 
 void Units::unshard(Unit& unit, Fetch::Use use) {
   if (unit.is_whole) {
-    if (std::exchange(unit.is_kept, false)) {
-      note(unit, Fetch::Use::kCompute);
-      prefetch_ahead();
-    }
     return;
   }
   TORCH_CHECK(!is_updating_, communicator_.context("forward"),
               "called while masters are written (zeropg.writable_shards); call it after the `with`.");
   at::NoGradGuard no_grad;
+  if (fetch_->is_collective() && full_depth_ == 0) {
+    order_.add(&unit - units_.data());
+  }
   try {
-    if (fetch_->is_collective() && full_depth_ == 0) {
-      note(unit, use);
-    }
-    if (use == Fetch::Use::kCompute) {
-      for (FlatParameter* flat : unit.flats) {
-        fetch_->prefetch(*flat);
-      }
-      unit.is_prefetched = false;
-      prefetch_ahead();
-    }
     for (FlatParameter* flat : unit.flats) {
       fetch_->unshard(*flat, use);
       ledger_->show_own_writes(*flat);
@@ -119,83 +98,6 @@ void Units::unshard(Unit& unit, Fetch::Use use) {
     throw;
   }
   unit.is_whole = true;
-}
-
-void Units::note(const Unit& unit, Fetch::Use use) {
-  order_.add(index_of(unit));
-  if (use == Fetch::Use::kCompute) {
-    forecast_.add(index_of(unit));
-  }
-}
-
-// Decides by what all ranks have in common alone. How long a unit is whole in a backward is not: where a rank has no
-// gradient for some parameter, it is until the end.
-void Units::prefetch_ahead() {
-  UnitForecast::Place place = forecast_.place();
-  for (size_t steps = 0; steps < units_.size(); ++steps) {
-    const int64_t next = forecast_.next(place);
-    if (next == UnitForecast::kNone) {
-      return;
-    }
-    place = place.then(next);
-    Unit& unit = units_[next];
-    if (next == forecast_.place().unit || (unit.is_whole && !unit.is_in_backward)) {
-      continue;
-    }
-    if (!unit.is_prefetched) {
-      if (!has_room_for(unit)) {
-        return;
-      }
-      unit.is_prefetched = true;
-      for (FlatParameter* flat : unit.flats) {
-        fetch_->prefetch(*flat);
-      }
-    }
-    if (!options_.prefetch_numel) {
-      return;
-    }
-  }
-}
-
-// Units that were expected and did not come count, too, until the pass ends.
-bool Units::has_room_for(const Unit& unit) const {
-  int64_t count = 0;
-  int64_t numel = numel_of(unit);
-  for (const Unit& other : units_) {
-    count += other.is_prefetched ? 1 : 0;
-    numel += other.is_prefetched ? numel_of(other) : 0;
-  }
-  return options_.prefetch_numel ? numel <= *options_.prefetch_numel : count < kMaxPrefetched;
-}
-
-void Units::drop_prefetched(bool waits) {
-  fetch_->drop_prefetched(waits);
-  for (Unit& unit : units_) {
-    unit.is_prefetched = false;
-  }
-}
-
-void Units::end_pass() {
-  end_order();
-  drop_prefetched(/*waits=*/true);
-}
-
-const UnitOrder& Units::end_order() {
-  if (forecast_.end()) {
-    order_.end_pass();
-  }
-  return order_;
-}
-
-UnitOrder Units::take_order(bool is_same) {
-  end_order();
-  if (is_same) {
-    forecast_.learn();
-  } else {
-    forecast_.forget();
-  }
-  drop_prefetched(/*waits=*/is_same);
-  return std::exchange(order_, UnitOrder());
 }
 
 void Units::reshard(Unit& unit) {
@@ -210,12 +112,10 @@ void Units::reshard(Unit& unit) {
     }
   }
   unit.is_whole = false;
-  unit.is_kept = false;
 }
 
 void Units::reshard_all() {
   keeps_whole_ = false;
-  end_pass();
   for (Unit& unit : units_) {
     reshard(unit);
   }

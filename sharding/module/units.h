@@ -14,7 +14,6 @@
 #include "sharding/comm/communicate.h"
 #include "sharding/fetch/fetch.h"
 #include "sharding/module/unit.h"
-#include "sharding/module/unit_forecast.h"
 #include "sharding/module/unit_order.h"
 #include "sharding/parameters/flat_parameter.h"
 #include "sharding/parameters/options.h"
@@ -49,11 +48,6 @@ class Units {
   void unshard(Unit& unit, Fetch::Use use = Fetch::Use::kCompute);
   void reshard(Unit& unit);  // not inside begin_full/end_full
   void reshard_all();
-  // A forward outside of a backward begins, or a backward ends: what was gathered ahead is dropped, since nothing is
-  // expected beyond.
-  void end_pass();
-  // Whether ranks expect the unit to be made whole next; then its backward follows its forward.
-  bool is_next(const Unit& unit) const { return full_depth_ == 0 && forecast_.next() == index_of(unit); }
   // Every unit is whole in between. Nest; `writable` counts for the outermost. All is as before where it throws.
   void begin_full(bool writable);
   void end_full();
@@ -70,18 +64,10 @@ class Units {
 
   // In which units were made whole since take_order(), which begins a new one; empty where unsharding is not
   // collective.
-  // With the end of the pass.
-  const UnitOrder& end_order();
-  // Ends the pass, too. `is_same`: so it was on every rank, and units are gathered ahead in that order from now on.
-  UnitOrder take_order(bool is_same);
+  const UnitOrder& order() const { return order_; }
+  UnitOrder take_order() { return std::exchange(order_, UnitOrder()); }
 
  private:
-  int64_t index_of(const Unit& unit) const { return &unit - units_.data(); }
-  void note(const Unit& unit, Fetch::Use use);
-  void prefetch_ahead();
-  bool has_room_for(const Unit& unit) const;
-  void drop_prefetched(bool waits);
-
   Communicator& communicator_;
   const ShardingOptions& options_;
   std::vector<std::unique_ptr<FlatParameter>> flats_;
@@ -90,7 +76,6 @@ class Units {
   std::unique_ptr<Fetch> fetch_;
   std::unique_ptr<WriteLedger> ledger_;
   UnitOrder order_;
-  UnitForecast forecast_;
   int full_depth_ = 0;
   bool is_full_writable_ = false;
   bool keeps_whole_ = false;

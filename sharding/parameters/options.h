@@ -22,9 +22,7 @@ struct ShardingOptions {
   std::shared_ptr<const Compressor> weights_codec;  // of updated weights between ranks; null: as they are
   std::shared_ptr<ResidualStore> residuals;         // this rank's, of the codec; null: no error feedback
   bool reshard_after_forward = true;                // false: a unit stays whole from its forward to its backward
-  // Where units are gathered: elements of those that are gathered before they are needed; default: one unit.
-  std::optional<int64_t> prefetch_numel;
-  std::shared_ptr<Offload> optimizer_offload;  // where masters go that are apart from the parameters; null: memory
+  std::shared_ptr<Offload> optimizer_offload;       // where masters go that are apart from the parameters; null: memory
 };
 
 // Parameters of 16 bits and less are updated in fp32: their own dtype loses small updates.

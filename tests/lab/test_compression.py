@@ -209,8 +209,7 @@ def test_stage_3_sends_less_than_half_of_what_bf16_takes(lab: Lab, lab_pool: Cal
         pool.run(step_stage_3, is_encoded, timeout=120)
         sent.append([lab.interface_bytes(host).tx - before[host] for host in (0, 1)])
     for plain, compressed in zip(*sent, strict=True):
-        # The last of four blocks stays whole between forward and backward, so it is gathered once.
-        assert plain >= 2.7 * NUMEL, "a host sends the other one its half of 2.75 times the model in bf16"
+        assert plain >= 2.9 * NUMEL, "a host sends the other one its half of three times the model in bf16"
         assert plain >= 2.3 * compressed, sent
 
 
