@@ -27,9 +27,6 @@ struct AdagradRule {
         eps(static_cast<T>(c.eps)),
         negative_step_size(static_cast<T>(c.negative_step_size)) {}
 
-  [[gnu::always_inline]] static inline float square_root(float value) { return __builtin_sqrtf(value); }
-  [[gnu::always_inline]] static inline double square_root(double value) { return __builtin_sqrt(value); }
-
   [[gnu::always_inline]] inline void update(T& parameter, T gradient, T* state) const {
     gradient = gradient * gradient_factor;
     gradient = gradient + weight_decay * parameter;
@@ -52,8 +49,7 @@ Coefficients coefficients_of(const StepArguments& arguments) {
                     ", expected 1 in the first step");
   const double steps_before = static_cast<double>(arguments.step - 1);
   return {
-      .gradient_factor =
-          hyperparameter(given, "maximize") != 0.0 ? -arguments.gradient_factor : arguments.gradient_factor,
+      .gradient_factor = signed_gradient_factor(arguments),
       .weight_decay = hyperparameter(given, "weight_decay"),
       .is_first = arguments.step == 1,
       .initial_sum = hyperparameter(given, "initial_accumulator_value"),
@@ -82,11 +78,7 @@ std::vector<std::string_view> Adagrad::state_slots(const Hyperparameters&) const
 void Adagrad::step(const FlatView& view, const StepArguments& arguments) const {
   check_view(kName, view, 1);
   const Coefficients coefficients = coefficients_of(arguments);
-  if (view.master.scalar_type() == at::kDouble) {
-    update_flat(AdagradRule<double>(coefficients), view, isa_);
-  } else {
-    update_flat(AdagradRule<float>(coefficients), view, isa_);
-  }
+  update_in_dtype<AdagradRule>(coefficients, view, isa_);
 }
 
 }  // namespace zeropg

@@ -38,9 +38,6 @@ struct AdamWRule {
         eps(static_cast<T>(c.eps)),
         negative_step_size(static_cast<T>(c.negative_step_size)) {}
 
-  [[gnu::always_inline]] static inline float square_root(float value) { return __builtin_sqrtf(value); }
-  [[gnu::always_inline]] static inline double square_root(double value) { return __builtin_sqrt(value); }
-
   [[gnu::always_inline]] inline void update(T& parameter, T gradient, T* state) const {
     gradient = gradient * gradient_factor;
     gradient = gradient + coupled_decay * parameter;
@@ -69,25 +66,22 @@ struct AdamWRule {
   T negative_step_size;
 };
 
-void check_beta(const char* name, double beta) {
-  TORCH_CHECK_VALUE(beta >= 0.0 && beta < 1.0, "[zeropg] adamw: ", name, " is ", beta, ", expected 0 <= ", name,
-                    " < 1");
-}
+template <typename T>
+using PlainRule = AdamWRule<T, false>;
+template <typename T>
+using AmsgradRule = AdamWRule<T, true>;
 
 Coefficients coefficients_of(WeightDecay decay, const StepArguments& arguments) {
   const Hyperparameters& given = arguments.hyperparameters;
   const double lr = hyperparameter(given, "lr");
-  const double beta1 = hyperparameter(given, "beta1");
-  const double beta2 = hyperparameter(given, "beta2");
+  const double beta1 = checked_beta("adamw", given, "beta1");
+  const double beta2 = checked_beta("adamw", given, "beta2");
   const double weight_decay = hyperparameter(given, "weight_decay");
-  check_beta("beta1", beta1);
-  check_beta("beta2", beta2);
   TORCH_CHECK_VALUE(arguments.step >= 1, "[zeropg] adamw: step is ", arguments.step, ", expected 1 in the first step");
   const double count = static_cast<double>(arguments.step);
   const bool is_decoupled = decay == WeightDecay::kDecoupled;
   return {
-      .gradient_factor =
-          hyperparameter(given, "maximize") != 0.0 ? -arguments.gradient_factor : arguments.gradient_factor,
+      .gradient_factor = signed_gradient_factor(arguments),
       .shrink = is_decoupled ? 1.0 - lr * weight_decay : 1.0,
       .coupled_decay = is_decoupled ? 0.0 : weight_decay,
       .first_weight = 1.0 - beta1,
@@ -97,15 +91,6 @@ Coefficients coefficients_of(WeightDecay decay, const StepArguments& arguments) 
       .eps = hyperparameter(given, "eps"),
       .negative_step_size = -(lr / (1.0 - std::pow(beta1, count))),
   };
-}
-
-template <typename T>
-void step_in(const Coefficients& coefficients, bool amsgrad, const FlatView& view, Isa isa) {
-  if (amsgrad) {
-    update_flat(AdamWRule<T, true>(coefficients), view, isa);
-  } else {
-    update_flat(AdamWRule<T, false>(coefficients), view, isa);
-  }
 }
 
 }  // namespace
@@ -138,10 +123,10 @@ void AdamW::step(const FlatView& view, const StepArguments& arguments) const {
   const bool amsgrad = hyperparameter(arguments.hyperparameters, "amsgrad") != 0.0;
   check_view(name_of(weight_decay_), view, amsgrad ? 3 : 2);
   const Coefficients coefficients = coefficients_of(weight_decay_, arguments);
-  if (view.master.scalar_type() == at::kDouble) {
-    step_in<double>(coefficients, amsgrad, view, isa_);
+  if (amsgrad) {
+    update_in_dtype<AmsgradRule>(coefficients, view, isa_);
   } else {
-    step_in<float>(coefficients, amsgrad, view, isa_);
+    update_in_dtype<PlainRule>(coefficients, view, isa_);
   }
 }
 

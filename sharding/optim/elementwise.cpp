@@ -98,6 +98,18 @@ double hyperparameter(const Hyperparameters& hyperparameters, const std::string&
   return found->second;
 }
 
+double signed_gradient_factor(const StepArguments& arguments) {
+  const bool maximizes = hyperparameter(arguments.hyperparameters, "maximize") != 0.0;
+  return maximizes ? -arguments.gradient_factor : arguments.gradient_factor;
+}
+
+double checked_beta(std::string_view optimizer, const Hyperparameters& hyperparameters, const char* name) {
+  const double beta = hyperparameter(hyperparameters, name);
+  TORCH_CHECK_VALUE(beta >= 0.0 && beta < 1.0, "[zeropg] ", optimizer, ": ", name, " is ", beta,
+                    ", expected 0 <= ", name, " < 1");
+  return beta;
+}
+
 std::vector<Isa> supported_isas() {
   std::vector<Isa> isas{Isa::kPlain};
 #if defined(__x86_64__)

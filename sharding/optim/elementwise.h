@@ -59,6 +59,14 @@ void narrow(Isa isa, const double* master, at::ScalarType to, void* parameter_ou
 // Throws unless `view` is what FlatView demands, with `slots` state tensors.
 void check_view(std::string_view optimizer, const FlatView& view, size_t slots);
 
+// What multiplies each gradient: negative where the hyperparameter `maximize` says so.
+double signed_gradient_factor(const StepArguments& arguments);
+// The hyperparameter; ValueError unless 0 <= beta < 1.
+double checked_beta(std::string_view optimizer, const Hyperparameters& hyperparameters, const char* name);
+
+[[gnu::always_inline]] inline float square_root(float value) { return __builtin_sqrtf(value); }
+[[gnu::always_inline]] inline double square_root(double value) { return __builtin_sqrt(value); }
+
 // Loop::run(arguments...) compiled for one instruction set. Loop::run and all that it calls must be always_inline: only
 // then is it compiled again here, with this function's instructions.
 template <class Loop, class... Arguments>
@@ -178,6 +186,16 @@ void update_flat(const Rule& rule, const FlatView& view, Isa isa) {
       }
     }
   });
+}
+
+// The same with the rule of the master's dtype, made of coefficients that are computed in double.
+template <template <class> class Rule, class Coefficients>
+void update_in_dtype(const Coefficients& coefficients, const FlatView& view, Isa isa) {
+  if (view.master.scalar_type() == at::kDouble) {
+    update_flat(Rule<double>(coefficients), view, isa);
+  } else {
+    update_flat(Rule<float>(coefficients), view, isa);
+  }
 }
 
 }  // namespace zeropg

@@ -47,20 +47,13 @@ struct LionRule {
   T negative_lr;
 };
 
-double checked_beta(const Hyperparameters& given, const char* name) {
-  const double beta = hyperparameter(given, name);
-  TORCH_CHECK_VALUE(beta >= 0.0 && beta < 1.0, "[zeropg] lion: ", name, " is ", beta, ", expected 0 <= ", name, " < 1");
-  return beta;
-}
-
 Coefficients coefficients_of(const StepArguments& arguments) {
   const Hyperparameters& given = arguments.hyperparameters;
   const double lr = hyperparameter(given, "lr");
-  const double beta1 = checked_beta(given, "beta1");
-  const double beta2 = checked_beta(given, "beta2");
+  const double beta1 = checked_beta(kName, given, "beta1");
+  const double beta2 = checked_beta(kName, given, "beta2");
   return {
-      .gradient_factor =
-          hyperparameter(given, "maximize") != 0.0 ? -arguments.gradient_factor : arguments.gradient_factor,
+      .gradient_factor = signed_gradient_factor(arguments),
       .shrink = 1.0 - lr * hyperparameter(given, "weight_decay"),
       .beta1 = beta1,
       .first_weight = 1.0 - beta1,
@@ -85,11 +78,7 @@ std::vector<std::string_view> Lion::state_slots(const Hyperparameters&) const { 
 void Lion::step(const FlatView& view, const StepArguments& arguments) const {
   check_view(kName, view, 1);
   const Coefficients coefficients = coefficients_of(arguments);
-  if (view.master.scalar_type() == at::kDouble) {
-    update_flat(LionRule<double>(coefficients), view, isa_);
-  } else {
-    update_flat(LionRule<float>(coefficients), view, isa_);
-  }
+  update_in_dtype<LionRule>(coefficients, view, isa_);
 }
 
 }  // namespace zeropg

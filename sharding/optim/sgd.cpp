@@ -50,6 +50,11 @@ struct SgdRule {
   bool nesterov;
 };
 
+template <typename T>
+using PlainRule = SgdRule<T, false>;
+template <typename T>
+using MomentumRule = SgdRule<T, true>;
+
 Coefficients coefficients_of(const StepArguments& arguments) {
   const Hyperparameters& given = arguments.hyperparameters;
   const double momentum = hyperparameter(given, "momentum");
@@ -59,8 +64,7 @@ Coefficients coefficients_of(const StepArguments& arguments) {
   TORCH_CHECK_VALUE(!nesterov || (momentum > 0.0 && dampening == 0.0), "[zeropg] sgd: nesterov with momentum ",
                     momentum, " and dampening ", dampening, ", expected a positive momentum and no dampening");
   return {
-      .gradient_factor =
-          hyperparameter(given, "maximize") != 0.0 ? -arguments.gradient_factor : arguments.gradient_factor,
+      .gradient_factor = signed_gradient_factor(arguments),
       .weight_decay = hyperparameter(given, "weight_decay"),
       .momentum = momentum,
       .retained = is_first ? 0.0 : momentum,
@@ -68,15 +72,6 @@ Coefficients coefficients_of(const StepArguments& arguments) {
       .negative_lr = -hyperparameter(given, "lr"),
       .nesterov = nesterov,
   };
-}
-
-template <typename T>
-void step_in(const Coefficients& coefficients, bool has_momentum, const FlatView& view, Isa isa) {
-  if (has_momentum) {
-    update_flat(SgdRule<T, true>(coefficients), view, isa);
-  } else {
-    update_flat(SgdRule<T, false>(coefficients), view, isa);
-  }
 }
 
 }  // namespace
@@ -105,10 +100,10 @@ void Sgd::step(const FlatView& view, const StepArguments& arguments) const {
   const bool has_momentum = hyperparameter(arguments.hyperparameters, "momentum") != 0.0;
   check_view(kName, view, has_momentum ? 1 : 0);
   const Coefficients coefficients = coefficients_of(arguments);
-  if (view.master.scalar_type() == at::kDouble) {
-    step_in<double>(coefficients, has_momentum, view, isa_);
+  if (has_momentum) {
+    update_in_dtype<MomentumRule>(coefficients, view, isa_);
   } else {
-    step_in<float>(coefficients, has_momentum, view, isa_);
+    update_in_dtype<PlainRule>(coefficients, view, isa_);
   }
 }
 

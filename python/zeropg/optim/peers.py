@@ -62,15 +62,17 @@ class Alone:
         ]
 
 
-class ReplicatedPeers:
-    """Ranks that each update every parameter whole (stage 0): what one computes is broadcast."""
-
+class _GroupPeers:
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(sums, group=self._group)
         return sums
+
+
+class ReplicatedPeers(_GroupPeers):
+    """Ranks that each update every parameter whole (stage 0): what one computes is broadcast."""
 
     def map_wholes(
         self, pieces: Sequence[Piece], values: Sequence[torch.Tensor], function: OfWhole, costs: Sequence[float]
@@ -92,15 +94,8 @@ class ReplicatedPeers:
         return results
 
 
-class ShardedPeers:
+class ShardedPeers(_GroupPeers):
     """Ranks that each update their own elements (stages 1 to 3): wholes meet on one rank, and part, by all-to-all."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = group
-
-    def total(self, sums: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(sums, group=self._group)
-        return sums
 
     def map_wholes(
         self, pieces: Sequence[Piece], values: Sequence[torch.Tensor], function: OfWhole, costs: Sequence[float]
