@@ -74,10 +74,9 @@ Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec) {
 Cost cost_all_gather_hierarchical(const CollectiveSpec& spec) {
   const BlockPieces pieces = cut_blocks(spec, kMessagesUnderWay);
   const double chunks = pieces.chunks.count;
-  const bool are_alone =
-      largest_node_size(spec) == 1;  // then a rank copies its own block, and receives the rest in place
   return {.barriers = 1.0 + chunks * group_count(spec, pieces),
-          .memory_bytes = (are_alone ? 2.0 : 2.0 * (spec.world_size + 1)) * spec.bytes,
+          // Alone, a rank copies its own block and receives the others' in place.
+          .memory_bytes = (are_all_alone(spec) ? 2.0 : 2.0 * (spec.world_size + 1)) * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : 1.0,
           .network_bytes = static_cast<double>(blocks_over_busiest_link(spec)) * spec.bytes,
           .messages = 2.0 * (node_count(spec) - 1) * chunks};

@@ -186,10 +186,9 @@ Cost cost(const CollectiveSpec& spec, bool is_one_shot, bool is_reduce = false) 
   const double share = is_one_shot ? 1 : largest_share;
   const double staged = 5.0 * spec.bytes + (is_one_shot ? nodes : (nodes + 3) * share - 1) * slice;
   const double alone = 2.0 * spec.bytes + (nodes + 1) * share * slice;
-  const bool are_alone = largest_node_size(spec) == 1 && spec.codec == nullptr && !is_reduce;
   const double more_groups = (sizes.groups - 1) * (chunks + std::min(chunks, 2.0));
   return {.barriers = chunks == 0 ? 1 : chunks + std::min(chunks, overlap) + more_groups,
-          .memory_bytes = are_alone ? alone : staged,
+          .memory_bytes = are_all_alone(spec) && !is_reduce ? alone : staged,
           .network_hops = chunks == 0   ? 0
                           : is_one_shot ? 1.0
                                         : 2.0,

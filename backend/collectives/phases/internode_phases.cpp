@@ -53,6 +53,8 @@ int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int
   return std::min(network_slot_bytes(spec), wanted) / alignment * alignment;
 }
 
+bool are_all_alone(const CollectiveSpec& spec) { return largest_node_size(spec) == 1 && spec.codec == nullptr; }
+
 bool can_use_shares(const CollectiveSpec& spec) {
   const int64_t messages = int64_t{node_count(spec)} * largest_node_size(spec);
   return !spec.node_shares.empty() && messages * kLeastMessageBytes <= network_slot_bytes(spec);

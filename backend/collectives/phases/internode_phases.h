@@ -13,7 +13,8 @@
 // Note [Alone on a node]
 // A rank that shares its node with nobody has no sums to make there, and nobody reads what it stages. Then its partial
 // sums and what is completed lie where the results go; for a tensor that is reduced in place, its own values are its
-// partial sums. Only the rank itself sees the difference: the messages are the same.
+// partial sums. Only the rank itself sees the difference: the messages are the same. But the tensor has been written to
+// before the nodes have compared their calls: after an error its values are undefined.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +38,8 @@ int64_t exchange_alignment(const CollectiveSpec& spec, int32_t piece_count, int3
 // barrier, but such that a large tensor has several chunks to overlap.
 int64_t network_slot_bytes(const CollectiveSpec& spec);
 int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment);
+// Whether no rank stages anything: Note [Alone on a node]. For costs, which are those of the slowest rank.
+bool are_all_alone(const CollectiveSpec& spec);
 // Whether nodes complete their CollectiveSpec::node_shares. Unequal parts have no places in common; so their chunk has
 // to fit one slot, and in large groups its messages would be too short to be worth it.
 bool can_use_shares(const CollectiveSpec& spec);

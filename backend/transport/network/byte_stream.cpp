@@ -1,5 +1,7 @@
 #include "backend/transport/network/byte_stream.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -19,6 +21,7 @@ void IncomingStream::put(Payload payload) {
 }
 
 void IncomingStream::note_placed(size_t bytes) {
+  TORCH_INTERNAL_ASSERT(queue_.empty());
   received_ += bytes;
   taken_ += bytes;
 }

@@ -108,7 +108,7 @@ size_t RemoteTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte
 
 // Note [Bytes in place]
 // While try_receive() reads, bytes of its stream go straight to the caller's memory, provided that none are queued
-// before them. Only bytes that come while nobody wants them are copied once more: in the queue they wait for a call.
+// before them. What progress() reads is queued and copied once more, also when an operation waits for it.
 size_t RemoteTransport::read_into(int32_t peer, std::span<std::byte> place) {
   struct Scope {
     RemoteTransport& transport;

@@ -176,7 +176,8 @@ bool TcpWire::receive(int32_t peer, FrameSink& sink) {
   bool has_moved = false;
   for (int turn = 0; turn < kReadsPerTurn && connection.socket; ++turn) {
     // Straight to where the payload belongs, and what is behind it to where headers are looked at. Behind a long one
-    // only a header is read, so that the next payload, which may be as long, goes where it belongs as well.
+    // only a header is read, so that the next payload, which may be as long, goes where it belongs as well. (With tags
+    // it is the payload's tag, and the next header takes another read.)
     iovec parts[2];
     int count = 0;
     const std::span<std::byte> room = connection.incoming.payload_room(peer, sink);
