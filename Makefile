@@ -30,7 +30,7 @@ help:
 	@echo "make bench      measure beside gloo, DDP, FSDP2 and torch.optim into $(RESULTS), with plots   (a quiet machine)"
 	@echo "make bench-loss losses, and times to them over slow links, for each codec, on simulated hosts   (ARGS=--quick)"
 	@echo "make bench-nodes collectives between simulated nodes, beside gloo and what the links carry   (ARGS=--quick)"
-	@echo "make test       set up everything, then run every test      (ARGS='-k all_reduce -x' goes to pytest)"
+	@echo "make test       set up everything, then run every test      (ARGS='-k all_reduce -x' goes to pytest; WORKERS= runs one at a time)"
 	@echo "make test-torch torch's own suite for backends, all of it, under our name and gloo's"
 	@echo "make fuzz       libFuzzer on what parses bytes of strangers  (make fuzz SECONDS=600; part of make test, a minute)"
 	@echo "make soak       random programs that nobody has run, beside what they must give  (make soak SECONDS=3600: a test)"
