@@ -29,7 +29,7 @@ CallDifference difference(const CallFingerprint& theirs, const CallFingerprint& 
   return {.is_senseless = theirs.magic != ours.magic,
           .in_call = theirs.sequence != ours.sequence || theirs.op != ours.op || theirs.dtype != ours.dtype ||
                      theirs.reduce_op != ours.reduce_op || theirs.root != ours.root || theirs.bytes != ours.bytes ||
-                     !is_same_number(theirs.factor, ours.factor) ||
+                     theirs.item != ours.item || !is_same_number(theirs.factor, ours.factor) ||
                      !is_same_number(theirs.imaginary_factor, ours.imaginary_factor),
           .in_codec = theirs.codec != ours.codec,
           .in_algorithm = theirs.algorithm != ours.algorithm,
@@ -61,6 +61,9 @@ std::string describe_call(const CallFingerprint& call, std::string_view codec) {
   }
   if (!op.has_counts) {
     text += c10::str(", ", call.bytes, " bytes");
+  }
+  if (call.item != 0) {
+    text += c10::str(", item ", call.item);
   }
   text += ")";
   return codec.empty() ? text : text + " as " + printable(codec, codec.size());

@@ -27,8 +27,9 @@ struct CallFingerprint {
   int64_t pair_bytes = 0;  // all_to_all, to one rank: what the sender has for it
   uint64_t codec = 0;      // a hash of its description, 0: none
   uint64_t algorithm = 0;  // a hash of the schedule's name, and of the nodes' shares where it has any
+  uint64_t item = 0;       // CollectiveArgs::item
 };
-static_assert(sizeof(CallFingerprint) == 80 && std::is_trivially_copyable_v<CallFingerprint>);
+static_assert(sizeof(CallFingerprint) == 88 && std::is_trivially_copyable_v<CallFingerprint>);
 
 // FNV-1a: to notice ranks that were configured differently, not to keep anybody out.
 uint64_t hash_of(std::string_view text);

@@ -46,6 +46,7 @@ struct CollectiveArgs {
   bool output_is_list = false;
   std::vector<int64_t> send_bytes;     // all_to_all
   std::vector<int64_t> receive_bytes;  // all_to_all
+  uint64_t item = 0;                   // which of the caller's things it moves, from 1, on every rank; 0: not said
   Compression compression;             // codec is null: bytes travel as they are
 };
 

@@ -242,6 +242,7 @@ PlannedCollective Planner::plan(const CollectiveArgs& request) {
   }
   adopt(plan_for(collective.spec), collective);
   collective.call = fingerprint_of(collective, request.dtype);
+  collective.call.item = request.item;
   collective.inputs = input_addresses(request.inputs);
   collective.outputs = output_addresses(request.outputs);
   collective.compression = request.compression;

@@ -83,7 +83,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_reduce_scatter(const
 c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_all_gather(const at::Tensor& output,
                                                                        const at::Tensor& input,
                                                                        std::shared_ptr<const Compressor> codec,
-                                                                       bool is_asynchronous) {
+                                                                       bool is_asynchronous, uint64_t item) {
   Call call = make_call("zeropg:compressed_all_gather");
   check_encodable(call, call.only({input}, "input"));
   call.check_same_dtype(input, output);
@@ -95,6 +95,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_all_gather(const at:
   request.outputs = {call.output(output, kEncoded)};
   request.dtype = kEncoded;
   request.bytes = input.numel() * static_cast<int64_t>(sizeof(float));
+  request.item = item;
   request.compression.codec = std::move(codec);
   call.add(std::move(request));
   return submit(std::move(call), c10d::OpType::_ALLGATHER_BASE, c10d::kUnsetTimeout, is_asynchronous);

@@ -25,6 +25,13 @@ CollectiveArgs move_request(OpKind op, std::vector<at::Tensor> inputs, std::vect
   return request;
 }
 
+CollectiveArgs gather_request(Call& call, const at::Tensor& output, const at::Tensor& input) {
+  call.only({input}, "input");
+  call.check_same_dtype(input, output);
+  call.check_blocks(output, input, "output");
+  return move_request(OpKind::kAllGather, {call.input(input)}, {call.output(output)}, input);
+}
+
 }  // namespace
 
 c10::intrusive_ptr<Work> ProcessGroupZero::broadcast(std::vector<at::Tensor>& tensors,
@@ -62,11 +69,17 @@ c10::intrusive_ptr<Work> ProcessGroupZero::_allgather_base(at::Tensor& output, a
     return inner->_allgather_base(output, input, opts);
   }
   Call call = make_call("zeropg:all_gather_into_tensor");
-  call.only({input}, "input");
-  call.check_same_dtype(input, output);
-  call.check_blocks(output, input, "output");
-  call.add(move_request(OpKind::kAllGather, {call.input(input)}, {call.output(output)}, input));
+  call.add(gather_request(call, output, input));
   return submit(std::move(call), OpType::_ALLGATHER_BASE, opts.timeout, opts.asyncOp);
+}
+
+c10::intrusive_ptr<Work> ProcessGroupZero::all_gather_item(const at::Tensor& output, const at::Tensor& input,
+                                                           uint64_t item) {
+  Call call = make_call("zeropg:all_gather_into_tensor");
+  CollectiveArgs request = gather_request(call, output, input);
+  request.item = item;
+  call.add(std::move(request));
+  return submit(std::move(call), OpType::_ALLGATHER_BASE, c10d::kUnsetTimeout, /*asyncOp=*/true);
 }
 
 c10::intrusive_ptr<Work> ProcessGroupZero::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,

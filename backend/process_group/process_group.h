@@ -72,9 +72,13 @@ class ProcessGroupZero : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> compressed_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                                            Compression compression, const c10d::ReduceOp& op,
                                                            bool is_asynchronous);
-  // `output` [world_size * n] <- what every rank's `input` [n] decodes to, this rank's too.
+  // `output` [world_size * n] <- what every rank's `input` [n] decodes to, this rank's too. `item` as below.
   c10::intrusive_ptr<c10d::Work> compressed_all_gather(const at::Tensor& output, const at::Tensor& input,
-                                                       std::shared_ptr<const Compressor> codec, bool is_asynchronous);
+                                                       std::shared_ptr<const Compressor> codec, bool is_asynchronous,
+                                                       uint64_t item = 0);
+  // Collective, asynchronous: `output` [world_size * n] <- every rank's `input` [n], on the CPU. `item`: which of the
+  // caller's things it is, from 1. Where ranks gather different ones, that is an error, though their sizes be the same.
+  c10::intrusive_ptr<c10d::Work> all_gather_item(const at::Tensor& output, const at::Tensor& input, uint64_t item);
   // Keeps the last operations from now on; for a torch that does not record them itself. Before the first operation.
   void start_recording();
   std::vector<RecordedOperation> recorded_operations() const;  // empty unless recording

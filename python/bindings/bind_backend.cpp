@@ -295,6 +295,11 @@ void bind_backend(py::module_& m) {
            "Ends every operation with an error, on the peers too; the group stays unusable. Never waits.")
       .def("shutdown", &BoundProcessGroup::shutdown, ReleaseGil(),
            "Gives running operations a few seconds to end, then leaves the group.")
+      .def(
+          "all_gather_item", &BoundProcessGroup::all_gather_item, py::arg("output"), py::arg("input"), py::arg("item"),
+          ReleaseGil(),
+          "As all_gather_into_tensor, asynchronous, of CPU tensors. `item`, from 1, says which of the program's things "
+          "it gathers, and is compared between ranks.")
       .def("topology", &BoundProcessGroup::topology, py::return_value_policy::copy)
       .def(
           "give_links",

@@ -80,7 +80,7 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
                                       std::optional<c10::ScalarType> reduce_dtype,
                                       const std::optional<BoundCodec>& codec, std::shared_ptr<ResidualStore> residuals,
                                       const std::optional<BoundCodec>& weights_codec, bool reshard_after_forward,
-                                      const std::shared_ptr<Offload>& optimizer_offload) {
+                                      int64_t prefetch_numel, const std::shared_ptr<Offload>& optimizer_offload) {
   std::vector<UnitSource> sources;
   for (const auto& [name, parameters] : units) {
     UnitSource source{name, {}};
@@ -97,6 +97,7 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
   options.residuals = std::move(residuals);
   options.weights_codec = weights_codec ? weights_codec->codec : nullptr;
   options.reshard_after_forward = reshard_after_forward;
+  options.prefetch_numel = prefetch_numel;
   options.optimizer_offload = optimizer_offload;
   return ShardedModule::create(sources, group, reduction_group, options);
 }
@@ -170,8 +171,8 @@ void bind_sharding(py::module_& m) {
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
       .def(py::init(&create), py::arg("units"), py::arg("process_group"), py::arg("reduction_group"), py::kw_only(),
            py::arg("stage"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("codec"), py::arg("residuals"),
-           py::arg("weights_codec"), py::arg("reshard_after_forward"), py::arg("optimizer_offload") = py::none(),
-           ReleaseGil())
+           py::arg("weights_codec"), py::arg("reshard_after_forward"), py::arg("prefetch_numel") = 1,
+           py::arg("optimizer_offload") = py::none(), ReleaseGil())
       .def("pre_forward", &ShardedModule::pre_forward, py::arg("unit"), py::arg("inputs"),
            py::arg("has_other_inputs") = false, ReleaseGil())
       .def("post_forward", &ShardedModule::post_forward, ReleaseGil())

@@ -122,6 +122,8 @@ class ProcessGroupZero(Backend):
     def _set_default_timeout(self, timeout: timedelta) -> None: ...
     def abort(self) -> None:
         """Ends every operation with an error, on the peers too; the group stays unusable. Never waits."""
+    def all_gather_item(self, output: torch.Tensor, input: torch.Tensor, item: int) -> Any:
+        """As all_gather_into_tensor, asynchronous, of CPU tensors. `item`, from 1, is compared between ranks."""
     def comm_split_count(self) -> int:
         """How often this group was split."""
     def estimates(self, operation: str, bytes: int) -> dict[str, tuple[float, bool]]:
@@ -385,6 +387,7 @@ class ShardedModule:
         residuals: ResidualStore | None,
         weights_codec: Compressor | None,
         reshard_after_forward: bool,
+        prefetch_numel: int | None = None,
         optimizer_offload: Offload | None = None,
     ) -> None: ...
     def begin_step(self) -> None: ...

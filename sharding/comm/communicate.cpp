@@ -35,9 +35,12 @@ std::string Communicator::context(const char* operation) const {
   return c10::str("[zeropg rank ", rank_, "/", world_size_, "] ", operation, ": ");
 }
 
-c10::intrusive_ptr<c10d::Work> Communicator::all_gather(at::Tensor whole, at::Tensor part) {
+c10::intrusive_ptr<c10d::Work> Communicator::all_gather(at::Tensor whole, at::Tensor part, uint64_t item) {
   whole = movable(whole);
   part = movable(part);
+  if (item != 0 && compares_items(whole.device())) {
+    return zeropg_group().all_gather_item(whole, part, item);
+  }
 #if TORCH_VERSION_MINOR >= 15
   return group_->all_gather_single(whole, part);
 #else
@@ -45,9 +48,12 @@ c10::intrusive_ptr<c10d::Work> Communicator::all_gather(at::Tensor whole, at::Te
 #endif
 }
 
+bool Communicator::compares_items(c10::Device device) const { return device.is_cpu() && find_zeropg() != nullptr; }
+
 c10::intrusive_ptr<c10d::Work> Communicator::all_gather_encoded(const at::Tensor& whole, const at::Tensor& part,
-                                                                const std::shared_ptr<const Compressor>& codec) {
-  return zeropg_group().compressed_all_gather(whole, part, codec, /*is_asynchronous=*/true);
+                                                                const std::shared_ptr<const Compressor>& codec,
+                                                                uint64_t item) {
+  return zeropg_group().compressed_all_gather(whole, part, codec, /*is_asynchronous=*/true, item);
 }
 
 c10::intrusive_ptr<c10d::Work> Communicator::reduce_scatter_average(at::Tensor part, at::Tensor whole,
@@ -101,9 +107,7 @@ bool Communicator::is_same_everywhere(int64_t value, c10::Device device) {
 
 at::Tensor Communicator::allocate(int64_t bytes, c10::Device device) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  auto* zeropg = device.is_cpu() && world_size_ > 1
-                     ? dynamic_cast<ProcessGroupZero*>(group_->getBackend(at::kCPU).get())
-                     : nullptr;
+  ProcessGroupZero* zeropg = device.is_cpu() && world_size_ > 1 ? find_zeropg() : nullptr;
   if (zeropg != nullptr && zeropg->supportsTensorAlloc(device.index())) {
     try {
       return zeropg->allocateTensor(bytes, options);
@@ -114,8 +118,12 @@ at::Tensor Communicator::allocate(int64_t bytes, c10::Device device) {
   return at::empty({bytes}, options);
 }
 
+ProcessGroupZero* Communicator::find_zeropg() const {
+  return dynamic_cast<ProcessGroupZero*>(group_->getBackend(at::kCPU).get());
+}
+
 ProcessGroupZero& Communicator::zeropg_group() {
-  auto* zeropg = dynamic_cast<ProcessGroupZero*>(group_->getBackend(at::kCPU).get());
+  ProcessGroupZero* zeropg = find_zeropg();
   TORCH_CHECK_VALUE(zeropg != nullptr, "[zeropg rank ", rank_, "/", world_size_,
                     "] compression: only zeropg's collectives carry codecs, and this group's backend is another one.");
   return *zeropg;

@@ -26,12 +26,13 @@ class Communicator {
   std::string context(const char* operation) const;
 
   // `whole` [world_size * n] <- everybody's `part` [n]; `part` may be this rank's slice of `whole`. Of any dtype, as
-  // broadcast.
-  c10::intrusive_ptr<c10d::Work> all_gather(at::Tensor whole, at::Tensor part);
+  // broadcast. `item`: which of the caller's things it is, from 1; compared between ranks where compares_items().
+  c10::intrusive_ptr<c10d::Work> all_gather(at::Tensor whole, at::Tensor part, uint64_t item = 0);
+  bool compares_items(c10::Device device) const;
   // `whole` [world_size * n] <- what everybody's `part` [n] decodes to, this rank's too: the same bits on every rank.
   // fp32, fp16 or bf16 on a zeropg group. `part` is not in `whole`.
   c10::intrusive_ptr<c10d::Work> all_gather_encoded(const at::Tensor& whole, const at::Tensor& part,
-                                                    const std::shared_ptr<const Compressor>& codec);
+                                                    const std::shared_ptr<const Compressor>& codec, uint64_t item = 0);
   // `part` [n] <- this rank's slice of the average of everybody's `whole` [world_size * n]. With a codec the bytes
   // travel encoded: fp32 on a zeropg group only.
   c10::intrusive_ptr<c10d::Work> reduce_scatter_average(at::Tensor part, at::Tensor whole,
@@ -59,6 +60,7 @@ class Communicator {
   double seconds() const { return seconds_; }
 
  private:
+  ProcessGroupZero* find_zeropg() const;  // what carries this group's CPU tensors, unless it is another backend
   ProcessGroupZero& zeropg_group();
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;

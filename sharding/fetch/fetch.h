@@ -25,10 +25,17 @@ class Fetch {
   virtual void unshard(FlatParameter& flat, Use use) = 0;
   virtual void reshard(FlatParameter& flat) = 0;
   virtual bool is_collective() const = 0;
+  // Begins to make `flat` whole for kCompute, behind whatever runs until unshard, which takes the oldest that has
+  // begun. Collective. `flat` may be whole.
+  virtual void prefetch(FlatParameter& /*flat*/) {}
+  // Gives up what was prefetched and not made whole. `waits`: every rank has prefetched the same, so it arrives;
+  // otherwise its memory is left to the collectives. Where a signal handler ends the waiting, throws what it raised, to
+  // be called again.
+  virtual void drop_prefetched(bool /*waits*/) {}
 
   // Bracket every change of masters (optimizer step, loading). Collective. begin_update returns when no rank reads the
-  // old values any more, and whether all ranks passed the same `news`; end_update makes the new values visible to the
-  // next unshard on every rank. A begin_update that throws has ended the update too.
+  // old values any more, and whether all ranks passed the same `news`; what was prefetched is dropped. end_update makes
+  // the new values visible to the next unshard on every rank. A begin_update that throws has ended the update too.
   virtual bool begin_update(int64_t news) = 0;
   // `is_step`: an optimizer's; parameters may then follow masters by differences (FlatParameter::sends_differences).
   // Otherwise they become what the masters are.

@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 
+#include <map>
 #include <unordered_map>
 
 #include "sharding/fetch/registry.h"
@@ -26,26 +27,36 @@ class GatheredFetch final : public Fetch {
       at::Tensor shard = at::empty({flat->layout().shard_numel}, values.options().dtype(flat->dtype()));
       make_master(*flat, shard, values, flat->shard_start());
       memory_.parameters += static_cast<int64_t>(shard.nbytes());
-      shards_[flat] = shard;
+      homes_.emplace(flat, Home{shard, homes_.size() + 1});
     }
   }
 
+  void prefetch(FlatParameter& flat) override { prefetched_.emplace(&flat, begin(flat, Use::kCompute)); }
+
   void unshard(FlatParameter& flat, Use use) override {
-    at::Tensor whole = pool_.acquire(flat.layout().total_numel, flat.dtype(), flat.device());
-    if (travels_encoded(flat, use)) {
-      flat.clear_padding(shards_.at(&flat));
-    }
-    if (communicator_.world_size() == 1) {
-      whole.copy_(shards_.at(&flat));
-    } else {
-      try {
-        gather(flat, whole, use);
-      } catch (...) {  // where a signal handler ended the waiting the gather goes on
-        pool_.forget(whole);
-        throw;
+    const auto oldest = prefetched_.lower_bound(&flat);
+    const bool is_prefetched = oldest != prefetched_.end() && oldest->first == &flat;
+    const Gather gather = is_prefetched ? prefetched_.extract(oldest).mapped() : begin(flat, use);
+    finish(flat, gather);
+    flat.attach(gather.whole);
+  }
+
+  void drop_prefetched(bool waits) override {
+    while (!prefetched_.empty()) {
+      const auto oldest = prefetched_.extract(prefetched_.begin());
+      const auto& [flat, gather] = std::pair(oldest.key(), oldest.mapped());
+      if (!waits) {
+        pool_.forget(gather.whole);
+        continue;
       }
+      if (is_broken_) {  // which has been said, and is with the next gather
+        pool_.forget(gather.whole);
+        continue;
+      }
+      finish(*flat, gather);
+      pool_.release(gather.whole);
     }
-    flat.attach(whole);
+    compare_items();
   }
 
   void reshard(FlatParameter& flat) override {
@@ -54,7 +65,10 @@ class GatheredFetch final : public Fetch {
     pool_.release(std::move(whole));
   }
 
-  bool begin_update(int64_t news) override { return communicator_.is_same_everywhere(news, device_); }
+  bool begin_update(int64_t news) override {
+    drop_prefetched(/*waits=*/true);
+    return communicator_.is_same_everywhere(news, device_);
+  }
   void end_update(const std::vector<FlatParameter*>&, bool /*is_step*/) override {}
   Memory memory() const override { return {memory_.parameters, pool_.allocated_bytes()}; }
 
@@ -64,24 +78,110 @@ class GatheredFetch final : public Fetch {
     return use == Use::kCompute && flat.is_encoded() && weights_codec_ != nullptr;
   }
 
-  void gather(const FlatParameter& flat, const at::Tensor& whole, Use use) {
-    const at::Tensor& shard = shards_.at(&flat);
+  struct Home {
+    at::Tensor shard;
+    uint64_t item;  // its number, from 1: ranks that gather different ones of the same size are found out
+  };
+
+  struct Gather {
+    at::Tensor whole;
+    c10::intrusive_ptr<c10d::Work> work;  // null where there is nobody to gather from
+    at::Tensor items;                     // [world_size]: which one each rank gathers; undefined: the group compares it
+    c10::intrusive_ptr<c10d::Work> telling;
+  };
+
+  Gather begin(const FlatParameter& flat, Use use) {
+    const auto& [shard, item] = homes_.at(&flat);
+    Gather gather;
+    gather.whole = pool_.acquire(flat.layout().total_numel, flat.dtype(), flat.device());
+    if (travels_encoded(flat, use)) {
+      flat.clear_padding(shard);
+    }
+    if (communicator_.world_size() == 1) {
+      gather.whole.copy_(shard);
+      return gather;
+    }
+    explain(flat, gather, [&] {
+      TORCH_CHECK_WITH(DistBackendError, !is_broken_,
+                       "an earlier gather failed, and ranks may be at different ones; start again from a checkpoint.");
+      if (!communicator_.compares_items(device_)) {
+        const at::Tensor mine = at::empty({1}, at::kLong).fill_(static_cast<int64_t>(item)).to(device_);
+        gather.items = at::empty({communicator_.world_size()}, mine.options());
+        gather.telling = communicator_.all_gather(gather.items, mine);
+      }
+      gather.work = travels_encoded(flat, use)
+                        ? communicator_.all_gather_encoded(gather.whole, shard, weights_codec_, item)
+                        : communicator_.all_gather(gather.whole, shard, item);
+    });
+    return gather;
+  }
+
+  void finish(const FlatParameter& flat, const Gather& gather) {
+    if (!gather.work) {
+      return;
+    }
+    explain(flat, gather, [&] {
+      if (gather.telling) {
+        communicator_.wait(gather.telling);
+        told_.push_back({&flat, gather.items});
+        if (device_.is_cpu()) {  // at once, since otherwise the wait that follows may not end
+          compare_items();
+        }
+      }
+      communicator_.wait(gather.work);
+    });
+  }
+
+  // On a device the host would have to wait for it; there it is done once in a pass.
+  void compare_items() {
+    for (const auto& [flat, items] : std::exchange(told_, {})) {
+      const at::Tensor theirs = items.cpu();
+      const auto mine = static_cast<int64_t>(homes_.at(flat).item);
+      for (int64_t rank = 0; rank < communicator_.world_size(); ++rank) {
+        const int64_t item = theirs.const_data_ptr<int64_t>()[rank];
+        is_broken_ |= item != mine;
+        TORCH_CHECK_WITH(DistBackendError, item == mine, "rank ", rank, " gathers ", describe(item),
+                         " while this rank gathers ", flat->describe(),
+                         "; make the paths through the model the same, and start again");
+      }
+    }
+  }
+
+  std::string describe(int64_t item) const {
+    const auto found = std::find_if(homes_.begin(), homes_.end(),
+                                    [&](const auto& home) { return static_cast<int64_t>(home.second.item) == item; });
+    return found == homes_.end() ? "something else" : found->first->describe();
+  }
+
+  template <typename Action>
+  void explain(const FlatParameter& flat, const Gather& gather, Action&& action) {
     try {
-      communicator_.wait(travels_encoded(flat, use) ? communicator_.all_gather_encoded(whole, shard, weights_codec_)
-                                                    : communicator_.all_gather(whole, shard));
+      action();
     } catch (const c10::Error& error) {
+      is_broken_ = true;
+      pool_.forget(gather.whole);
       C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", communicator_.rank(), "/", communicator_.world_size(),
                                                  "] unshard of ", flat.describe(),
                                                  " failed; expected all ranks to run the same units in the same order "
                                                  "(only where ranks share a node on zeropg may paths differ): ",
                                                  error.what_without_backtrace()));
+    } catch (...) {  // where a signal handler ended the waiting the gather goes on
+      pool_.forget(gather.whole);
+      throw;
     }
   }
 
   Communicator& communicator_;
   std::shared_ptr<const Compressor> weights_codec_;
   BufferPool pool_;
-  std::unordered_map<const FlatParameter*, at::Tensor> shards_;
+  std::unordered_map<const FlatParameter*, Home> homes_;
+  struct Told {
+    const FlatParameter* flat;  // what this rank gathered
+    at::Tensor items;
+  };
+  std::vector<Told> told_;                                  // not compared yet
+  bool is_broken_ = false;                                  // ranks are no more at the same gather
+  std::multimap<const FlatParameter*, Gather> prefetched_;  // those of one in the order in which they began
   c10::Device device_ = c10::kCPU;
   Memory memory_;
 };

@@ -133,15 +133,14 @@ void GradientReducer::finish_some() {
   }
 }
 
-bool GradientReducer::finish_backward(uint64_t fingerprint) {
+void GradientReducer::finish_backward() {
   at::NoGradGuard no_grad;
-  bool is_same = true;
   if (synchronize_) {
     // Send the rest, and while it travels agree on which slots have a gradient.
     for (; next_to_launch_ < buckets_.size(); ++next_to_launch_) {
       buckets_[next_to_launch_]->launch();
     }
-    is_same = share_which_slots_have_gradients(fingerprint);
+    share_which_slots_have_gradients();
     for (const auto& bucket : buckets_) {
       if (!bucket->gradient().is_reduced()) {
         bucket->finish();
@@ -156,25 +155,17 @@ bool GradientReducer::finish_backward(uint64_t fingerprint) {
   for (const auto& bucket : buckets_) {
     bucket->give_users_hooks_back();
   }
-  return is_same;
 }
 
-// One small all-reduce (max). A byte and its complement both keep their value only where all ranks have the same byte.
-bool GradientReducer::share_which_slots_have_gradients(uint64_t fingerprint) {
-  // A byte per slot, then the fingerprint.
+// One small all-reduce (max) of a byte per slot.
+void GradientReducer::share_which_slots_have_gradients() {
   std::vector<uint8_t> filled;
   for (const auto& bucket : buckets_) {
     for (const GradientSlot& slot : bucket->slots()) {
       filled.push_back(slot.is_filled ? 1 : 0);
     }
   }
-  const size_t slot_count = filled.size();
-  for (int shift = 0; shift < 64; shift += 8) {
-    filled.push_back(static_cast<uint8_t>(fingerprint >> shift));
-    filled.push_back(static_cast<uint8_t>(~(fingerprint >> shift)));
-  }
-  const std::vector<uint8_t> mine = filled;
-  if (context_.communicator.world_size() > 1 && slot_count > 0) {
+  if (context_.communicator.world_size() > 1 && !filled.empty()) {
     const c10::Device device = buckets_.front()->flat().device();
     at::Tensor flags = at::empty({static_cast<int64_t>(filled.size())}, at::kByte);
     std::memcpy(flags.mutable_data_ptr(), filled.data(), filled.size());
@@ -191,8 +182,6 @@ bool GradientReducer::share_which_slots_have_gradients(uint64_t fingerprint) {
       slot.has_gradient |= slot.arrived_somewhere;
     }
   }
-  return std::equal(filled.begin() + static_cast<int64_t>(slot_count), filled.end(),
-                    mine.begin() + static_cast<int64_t>(slot_count));
 }
 
 void GradientReducer::run_hooks() {

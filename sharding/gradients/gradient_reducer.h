@@ -48,9 +48,8 @@ class GradientReducer {
 
   // Called once at the start of every backward; `synchronize`: reduce at its end (false inside no_sync).
   void begin_backward(bool synchronize);
-  // Sends what has not been sent, waits, makes gradients visible. Collective when begin_backward said synchronize; then
-  // returns whether every rank passed the same `fingerprint`.
-  bool finish_backward(uint64_t fingerprint);
+  // Sends what has not been sent, waits, makes gradients visible. Collective when begin_backward said synchronize.
+  void finish_backward();
   // Whether the backward that runs does that.
   bool synchronizes() const { return synchronize_; }
   // Runs the hooks of users that wait for reduced gradients, after finish_backward; what they raise comes out.
@@ -93,7 +92,7 @@ class GradientReducer {
   void take_gradient(GradientBucket& bucket, GradientSlot& slot);
   void launch_ready();
   void finish_some();
-  bool share_which_slots_have_gradients(uint64_t fingerprint);
+  void share_which_slots_have_gradients();
   void absorb(GradientBucket& bucket);
   GradientBucket& bucket_of(const FlatParameter& flat) const;
 

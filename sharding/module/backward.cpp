@@ -49,7 +49,7 @@ void Backward::recover() {
   accumulates_ = false;
   units_.keep_whole(false);
   is_running_ = false;  // not before: where a signal handler ends the waiting, the next call does this again
-  units_.take_order();
+  units_.forget_passes();
   for (Unit& unit : units_.all()) {
     unit.end_backward();
     units_.reshard(unit);
@@ -140,38 +140,23 @@ void Backward::finish() {
   }
   if (!accumulates_) {
     is_running_ = false;
+    units_.end_pass();
     return;  // no rank waits for this one
   }
   // Reduce what is left.
-  const bool is_compared = reducer_.synchronizes();
-  const bool is_same_order = reducer_.finish_backward(units_.order().fingerprint());
+  const bool is_reduced = reducer_.synchronizes();
+  reducer_.finish_backward();
   is_running_ = false;
   accumulates_ = false;
-  if (!is_compared) {
-    return;  // inside no_sync: the order is kept until ranks next meet
+  units_.end_pass();
+  if (!is_reduced) {
+    return;  // inside no_sync
   }
-  check_order(is_same_order, units_.take_order());
   // Parameters that forwards renormalized, then hooks of users, which may step.
   if (units_.ledger().is_any_renormalized()) {  // before anything else is written to those parameters
     masters_.settle("backward");
   }
   reducer_.run_hooks();
-}
-
-void Backward::check_order(bool is_same_order, const UnitOrder& order) const {
-  if (is_same_order) {
-    return;
-  }
-  std::string names = order.is_cut() ? "..." : "";
-  for (const int64_t unit : order.last()) {
-    names += (names.empty() ? "" : ", ") + (units_[unit].name.empty() ? std::string("(root)") : units_[unit].name);
-  }
-  C10_THROW_ERROR(DistBackendError,
-                  c10::str(communicator_.context("backward"),
-                           "ranks made units whole in different orders, so they mixed their "
-                           "parameters up; expected all ranks to take the same path through the model (only where they "
-                           "share a node on zeropg may paths differ). This rank: ",
-                           names));
 }
 
 }  // namespace zeropg

@@ -46,7 +46,6 @@ class Backward final : public GradientListener {
  private:
   void begin();
   void finish();
-  void check_order(bool is_same_order, const UnitOrder& order) const;
   void maybe_reshard(Unit& unit);
 
   const Communicator& communicator_;

@@ -57,6 +57,9 @@ std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vec
   backward_->recover();
   if (unit.is_root) {
     backward_->notice_unfrozen();
+    if (!backward_->is_running()) {
+      units_->end_pass();
+    }
   }
   units_->unshard(unit);
   // A forward inside a backward (activation checkpointing) is none of its own.

@@ -4,12 +4,18 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <tuple>
 
 #include "sharding/fetch/registry.h"
 
 namespace zeropg {
 namespace {
+
+int64_t numel_of(const Unit& unit) {
+  return std::accumulate(unit.flats.begin(), unit.flats.end(), int64_t{0},
+                         [](int64_t sum, const FlatParameter* flat) { return sum + flat->layout().total_numel; });
+}
 
 // The parameters of a unit by (dtype, trainable or frozen, device, encoded or not), each group in the given order.
 std::vector<std::vector<FlatParameter::Source>> group_sources(const std::vector<FlatParameter::Source>& sources) {
@@ -85,10 +91,10 @@ void Units::unshard(Unit& unit, Fetch::Use use) {
   TORCH_CHECK(!is_updating_, communicator_.context("forward"),
               "called while masters are written (zeropg.writable_shards); call it after the `with`.");
   at::NoGradGuard no_grad;
-  if (fetch_->is_collective() && full_depth_ == 0) {
-    order_.add(&unit - units_.data());
-  }
   try {
+    if (fetch_->is_collective() && full_depth_ == 0) {
+      gather(unit, use);
+    }
     for (FlatParameter* flat : unit.flats) {
       fetch_->unshard(*flat, use);
       ledger_->show_own_writes(*flat);
@@ -98,6 +104,78 @@ void Units::unshard(Unit& unit, Fetch::Use use) {
     throw;
   }
   unit.is_whole = true;
+}
+
+// Note [Gathering ahead]
+// Every rank must issue the same gathers in the same order. So what is gathered ahead is a function of which units were
+// gathered because they were needed, and of where passes ended: never of time, memory, gradients, the grad mode or
+// which units are still whole. And every gather says which one it is (GatheredFetch): where ranks issue different ones,
+// after all, it is an error, and no unit gets the values of another.
+void Units::gather(Unit& unit, Fetch::Use use) {
+  const bool was_expected = use == Fetch::Use::kCompute && unit.is_prefetched;
+  if (!was_expected) {
+    drop_prefetched(/*waits=*/true);
+  }
+  if (use != Fetch::Use::kCompute) {
+    return;
+  }
+  forecast_.add(index_of(unit));
+  if (!was_expected) {
+    prefetch(unit);
+  }
+  unit.is_prefetched = false;
+  prefetch_ahead();
+}
+
+void Units::prefetch_ahead() {
+  UnitForecast::Place place = forecast_.place();
+  for (size_t steps = 0; steps < units_.size(); ++steps) {
+    const int64_t next = forecast_.next(place);
+    if (next == UnitForecast::kNone) {
+      return;
+    }
+    place = place.then(next);
+    Unit& unit = units_[next];
+    if (unit.is_prefetched) {
+      continue;
+    }
+    if (!has_room_for(unit)) {
+      return;
+    }
+    prefetch(unit);
+  }
+}
+
+void Units::prefetch(Unit& unit) {
+  unit.is_prefetched = true;
+  for (FlatParameter* flat : unit.flats) {
+    fetch_->prefetch(*flat);
+  }
+}
+
+bool Units::has_room_for(const Unit& unit) const {
+  int64_t numel = 0;
+  for (const Unit& other : units_) {
+    numel += other.is_prefetched ? numel_of(other) : 0;
+  }
+  return numel == 0 ? options_.prefetch_numel > 0 : numel + numel_of(unit) <= options_.prefetch_numel;
+}
+
+void Units::drop_prefetched(bool waits) {
+  fetch_->drop_prefetched(waits);
+  for (Unit& unit : units_) {
+    unit.is_prefetched = false;
+  }
+}
+
+void Units::end_pass() {
+  forecast_.end();
+  drop_prefetched(/*waits=*/true);
+}
+
+void Units::forget_passes() {
+  forecast_.forget();
+  drop_prefetched(/*waits=*/false);
 }
 
 void Units::reshard(Unit& unit) {
@@ -116,6 +194,7 @@ void Units::reshard(Unit& unit) {
 
 void Units::reshard_all() {
   keeps_whole_ = false;
+  end_pass();
   for (Unit& unit : units_) {
     reshard(unit);
   }

@@ -14,7 +14,7 @@
 #include "sharding/comm/communicate.h"
 #include "sharding/fetch/fetch.h"
 #include "sharding/module/unit.h"
-#include "sharding/module/unit_order.h"
+#include "sharding/module/unit_forecast.h"
 #include "sharding/parameters/flat_parameter.h"
 #include "sharding/parameters/options.h"
 #include "sharding/parameters/write_ledger.h"
@@ -48,6 +48,12 @@ class Units {
   void unshard(Unit& unit, Fetch::Use use = Fetch::Use::kCompute);
   void reshard(Unit& unit);  // not inside begin_full/end_full
   void reshard_all();
+  // A forward outside of a backward begins, or a backward ends: what was gathered ahead is dropped, since nothing is
+  // expected beyond.
+  void end_pass();
+  // A pass was interrupted, perhaps on this rank alone: what is on its way is left alone, and what was learned
+  // forgotten.
+  void forget_passes();
   // Every unit is whole in between. Nest; `writable` counts for the outermost. All is as before where it throws.
   void begin_full(bool writable);
   void end_full();
@@ -62,12 +68,14 @@ class Units {
   void set_updating(bool is_updating) { is_updating_ = is_updating; }
   bool is_updating() const { return is_updating_; }
 
-  // In which units were made whole since take_order(), which begins a new one; empty where unsharding is not
-  // collective.
-  const UnitOrder& order() const { return order_; }
-  UnitOrder take_order() { return std::exchange(order_, UnitOrder()); }
-
  private:
+  int64_t index_of(const Unit& unit) const { return &unit - units_.data(); }
+  void gather(Unit& unit, Fetch::Use use);
+  void prefetch(Unit& unit);
+  void prefetch_ahead();
+  bool has_room_for(const Unit& unit) const;
+  void drop_prefetched(bool waits);
+
   Communicator& communicator_;
   const ShardingOptions& options_;
   std::vector<std::unique_ptr<FlatParameter>> flats_;
@@ -75,7 +83,7 @@ class Units {
   std::map<const FlatParameter*, int64_t> unit_of_;
   std::unique_ptr<Fetch> fetch_;
   std::unique_ptr<WriteLedger> ledger_;
-  UnitOrder order_;
+  UnitForecast forecast_;
   int full_depth_ = 0;
   bool is_full_writable_ = false;
   bool keeps_whole_ = false;

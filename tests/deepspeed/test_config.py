@@ -252,7 +252,8 @@ def test_the_files_of_ms_swift_are_accepted_as_the_trainer_fills_them(name: str)
     arguments = sharding_arguments(config)
     offload = {"offload_optimizer": Offload(device="cpu")} if name.endswith("offload") else {}
     offload |= {"offload_params": "cpu"} if name == "zero3_offload" else {}
-    assert arguments == {"stage": int(name[4]), "param_dtype": torch.bfloat16} | offload
+    prefetch = {"prefetch_numel": 3686} if name.startswith("zero3") else {}
+    assert arguments == {"stage": int(name[4]), "param_dtype": torch.bfloat16} | offload | prefetch
     if name.startswith("zero3"):
         zero = config.zero_optimization
         assert (zero.reduce_bucket_size, zero.stage3_prefetch_bucket_size) == (4096, 3686)
@@ -339,6 +340,7 @@ def config_of(**blocks: Any) -> Config:
             {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True, "zero_quantized_weights": True}},
             {"stage": 3, "compression": Plan(gradients=BlockQuant(4), weights=BlockQuant(8))},
         ),
+        ({"zero_optimization": {"stage": 3, "prefetch_bucket_size": 0}}, {"stage": 3, "prefetch_numel": 0}),
     ],
 )
 def test_what_fully_shard_is_told(blocks: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ enum class FrameKind : uint8_t {
 
 constexpr size_t kMaxNamedWaits = 64;  // ranks of a lane in a kPong
 // Of the call in a kPong, which only its users can read.
-constexpr size_t kWaitingCallBytes = 80;
+constexpr size_t kWaitingCallBytes = 88;
 using WaitingCall = std::array<std::byte, kWaitingCallBytes>;
 
 constexpr size_t kMaxPayloadBytes = size_t{256} << 10;

@@ -109,6 +109,7 @@ def fully_shard(
     offload_optimizer: Any = None,
     compression: Codec | Plan | Literal["auto"] | None = None,
     reshard_after_forward: bool = True,
+    prefetch_numel: int = 1,
 ) -> nn.Module:
     """Shards a module over the ranks of a process group, in place. All ranks must call.
 
@@ -141,6 +142,9 @@ def fully_shard(
             fp32 parameters too in stages 1 and 2: 4 bytes per parameter / ranks.
         reshard_after_forward: stage 3: False keeps a unit whole from its forward to its backward, which takes memory
             and saves time.
+        prefetch_numel: stage 3, where units are gathered (several nodes, other backends): the next unit is gathered
+            behind the one that runs, and more as long as they have no more elements together, in the order of earlier
+            steps. 0: none.
 
     Returns:
         The same module. Its class becomes a subclass of both its own class and `zeropg.FullyShardedModule`.
@@ -155,6 +159,7 @@ def fully_shard(
     group = _group(mesh, process_group)
     with _failing_together(group):
         _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
+        _check_prefetch_numel(prefetch_numel)
         offload = offload_of(offload_optimizer, "offload_optimizer")
         plan = None if compression is None else _plan_of(compression, group)
         _absorb_inner_calls(module)
@@ -174,6 +179,7 @@ def fully_shard(
         "buffer_dtype": buffer_dtype,
         "compression": None if plan is None else repr(plan),
         "reshard_after_forward": reshard_after_forward,
+        "prefetch_numel": prefetch_numel,
         "offload_optimizer": offload and offload.device,  # each rank may have a disk of its own
     }
     _check_same_on_all_ranks(module, plans, options, group)
@@ -198,6 +204,7 @@ def fully_shard(
         residuals=None if gradients is None else gradients.make_residuals(),
         weights_codec=None if weights is None else weights.make_compressor(),
         reshard_after_forward=reshard_after_forward,
+        prefetch_numel=prefetch_numel,
         optimizer_offload=tier,
     )
     vars(module).update(_zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype))
@@ -263,6 +270,14 @@ def _check(module: nn.Module, stage: int, *dtypes: torch.dtype | None) -> None:
         raise ValueError(
             f"[zeropg] fully_shard: {', '.join(map(repr, lazy))} of a lazy module have no shape yet; expected them to "
             "have one: run a forward on a small batch first."
+        )
+
+
+def _check_prefetch_numel(prefetch_numel: int) -> None:
+    if type(prefetch_numel) is not int or prefetch_numel < 0:
+        raise ValueError(
+            f"[zeropg] fully_shard: prefetch_numel is {prefetch_numel!r}; expected a number of elements, or 0 to "
+            "gather nothing ahead."
         )
 
 

@@ -44,6 +44,7 @@ TEST(CallFingerprint, DiffersInWhateverARankCallsOtherwise) {
   EXPECT_EQ(differs([](CallFingerprint& call) { ++call.reduce_op; }), "call ");
   EXPECT_EQ(differs([](CallFingerprint& call) { ++call.root; }), "call ");
   EXPECT_EQ(differs([](CallFingerprint& call) { ++call.bytes; }), "call ");
+  EXPECT_EQ(differs([](CallFingerprint& call) { ++call.item; }), "call ");
   EXPECT_EQ(differs([](CallFingerprint& call) { call.factor = std::numeric_limits<double>::quiet_NaN(); }), "call ");
   EXPECT_EQ(differs([](CallFingerprint& call) { call.imaginary_factor = -0.0; }), "call ");
   EXPECT_EQ(differs([](CallFingerprint& call) { ++call.codec; }), "codec ");
@@ -60,6 +61,9 @@ TEST(CallFingerprint, IsPutIntoWords) {
   EXPECT_EQ(describe_call(call_of(OpKind::kAllReduce), "fp16()"), "all_reduce(Float, sum, 40 bytes) as fp16()");
   EXPECT_EQ(describe_call(call_of(OpKind::kAllReduce), "\x1b[31m"), "all_reduce(Float, sum, 40 bytes) as  [31m");
   EXPECT_EQ(describe_call(call_of(OpKind::kAllToAll)), "all_to_all(Float)");
+  CallFingerprint gather = call_of(OpKind::kAllGather);
+  gather.item = 3;
+  EXPECT_EQ(describe_call(gather), "all_gather(Float, 40 bytes, item 3)");
   CallFingerprint barrier = call_of(OpKind::kBarrier);
   EXPECT_EQ(describe_call(barrier), "barrier(Float, 40 bytes)");
   barrier.bytes = 0;

@@ -18,6 +18,7 @@ from tests.sharding.fuse import Fuse
 from tests.sharding.ranks import close, equal, raises
 from tests.signals import Rung, prepare_to_ring, ring_in
 from tests.spawn import RankPool, SeparateHosts, run_ranks
+from zeropg.backend import unwrapped_backend
 from zeropg.rank_io.agreement import peers_needed
 
 DOUBLE = torch.float64
@@ -120,16 +121,18 @@ def make_pair() -> nn.Sequential:
 
 
 def interrupt_second_gather(units: list[Any], in_forward: bool) -> None:
-    """Rank 1 takes part in the first gather with what c10d has, and in the second when rank 0 has been interrupted."""
+    """Rank 1 takes part in the first gather with its own call, and in the second when rank 0 has been interrupted."""
     x = torch.ones(2, 5, dtype=DOUBLE)
     model = zeropg.fully_shard(make_pair(), stage=3, units=units)
     first, second = model._zeropg.flat_groups
     store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
 
     def gather(flat: Any) -> None:
-        dist.all_gather_into_tensor(
-            torch.empty(flat.total_numel, dtype=DOUBLE), torch.zeros(flat.shard_numel, dtype=DOUBLE)
-        )
+        unwrapped_backend(dist.group.WORLD, torch.device("cpu")).all_gather_item(
+            torch.empty(flat.total_numel, dtype=DOUBLE),
+            torch.zeros(flat.shard_numel, dtype=DOUBLE),
+            1 + [first, second].index(flat),
+        ).wait()
 
     def use() -> None:
         with torch.no_grad():

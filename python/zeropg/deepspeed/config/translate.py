@@ -27,6 +27,7 @@ def sharding_arguments(config: Config) -> dict[str, Any]:
         "offload_params": None if offload_param == "none" else offload_param,
         "offload_optimizer": _offload_optimizer(config),
         "compression": _compression(config),
+        "prefetch_numel": _prefetch_numel(config),
     }
     return {name: value for name, value in arguments.items() if value is not None}
 
@@ -46,6 +47,11 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     found = getattr(torch, short.get(name, name.removeprefix("torch.")))
     assert isinstance(found, torch.dtype)  # as the models say
     return found
+
+
+def _prefetch_numel(config: Config) -> int | None:
+    block = config.zero_optimization
+    return block.stage3_prefetch_bucket_size if "stage3_prefetch_bucket_size" in block.model_fields_set else None
 
 
 def _offload_optimizer(config: Config) -> Offload | None:

@@ -62,7 +62,10 @@ ZERO = {
         instead="Use offload_optimizer: the losses stay the same to the bit.",
     ),
     "sub_group_size": no_effect("The step runs over flat buffers in pieces of zeropg's own."),
-    "stage3_prefetch_bucket_size": no_effect(_UNITS),
+    "stage3_prefetch_bucket_size": mapped(
+        "fully_shard(prefetch_numel=): elements of the blocks that are gathered ahead, and at least one block; not "
+        "given: one block."
+    ),
     "stage3_param_persistence_threshold": no_effect(_UNITS),
     "stage3_model_persistence_threshold": no_effect(_UNITS),
     "stage3_max_live_parameters": no_effect(_UNITS),
