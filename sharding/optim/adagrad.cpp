@@ -8,8 +8,7 @@ constexpr std::string_view kName = "adagrad";
 struct Coefficients {
   double gradient_factor;  // negative when maximizing
   double weight_decay;
-  bool is_first;
-  double initial_sum;
+  double initial_sum;  // what the first step adds to the slot; 0 in later ones
   double eps;
   double negative_step_size;
 };
@@ -22,7 +21,6 @@ struct AdagradRule {
   explicit AdagradRule(const Coefficients& c)
       : gradient_factor(static_cast<T>(c.gradient_factor)),
         weight_decay(static_cast<T>(c.weight_decay)),
-        is_first(c.is_first),
         initial_sum(static_cast<T>(c.initial_sum)),
         eps(static_cast<T>(c.eps)),
         negative_step_size(static_cast<T>(c.negative_step_size)) {}
@@ -30,14 +28,12 @@ struct AdagradRule {
   [[gnu::always_inline]] inline void update(T& parameter, T gradient, T* state) const {
     gradient = gradient * gradient_factor;
     gradient = gradient + weight_decay * parameter;
-    const T sum = is_first ? initial_sum : state[0];
-    state[0] = sum + gradient * gradient;
+    state[0] = (state[0] + initial_sum) + gradient * gradient;
     parameter = parameter + (negative_step_size * gradient) / (square_root(state[0]) + eps);
   }
 
   T gradient_factor;
   T weight_decay;
-  bool is_first;
   T initial_sum;
   T eps;
   T negative_step_size;
@@ -48,11 +44,11 @@ Coefficients coefficients_of(const StepArguments& arguments) {
   TORCH_CHECK_VALUE(arguments.step >= 1, "[zeropg] adagrad: step is ", arguments.step,
                     ", expected 1 in the first step");
   const double steps_before = static_cast<double>(arguments.step - 1);
+  const double initial_sum = hyperparameter(given, "initial_accumulator_value");
   return {
       .gradient_factor = signed_gradient_factor(arguments),
       .weight_decay = hyperparameter(given, "weight_decay"),
-      .is_first = arguments.step == 1,
-      .initial_sum = hyperparameter(given, "initial_accumulator_value"),
+      .initial_sum = arguments.step == 1 ? initial_sum : 0.0,
       .eps = hyperparameter(given, "eps"),
       .negative_step_size = -(hyperparameter(given, "lr") / (1.0 + steps_before * hyperparameter(given, "lr_decay"))),
   };

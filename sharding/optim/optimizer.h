@@ -23,7 +23,7 @@ using Hyperparameters = std::unordered_map<std::string, double>;
 struct FlatView {
   at::Tensor master;              // [numel], float32 or float64; updated in place
   at::Tensor gradient;            // [numel], master's dtype, or bfloat16 / float16 beside a float32 master; only read
-  std::vector<at::Tensor> state;  // one [numel] in master's dtype per state slot, zeros before the first step; in place
+  std::vector<at::Tensor> state;  // one [numel] in master's dtype per state slot, zeros at first; in place
   at::Tensor parameter_out;       // [numel] in any floating dtype, or undefined: receives the rounded new master
 };
 
@@ -35,7 +35,8 @@ struct StepArguments {
 
 // What an optimizer is: whoever steps, plans or measures optimizers asks this, never a name.
 struct OptimizerTraits {
-  // A name that step() demands in StepArguments::hyperparameters, and a value to measure with.
+  // A name that step() demands in StepArguments::hyperparameters, and a value to measure with. A name that begins with
+  // `initial_` is added to a slot's zeros in the first step; where a program has put state there, it is 0.
   struct Hyperparameter {
     std::string_view name;
     double typical;

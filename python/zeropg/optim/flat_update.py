@@ -251,8 +251,12 @@ class FusedUpdater:
         stepping = _stepping(self.segments, self._flat, owners)
         counts = [int(count) for count in self._steps.tolist()]
         settings = {owner: self._settings(groups[owner]) for owner in set(stepping) if owner >= 0}
-        for first, last in _runs(list(zip(stepping, self._stretch_of, counts, strict=True))):
-            yield Run(first, last, *settings[stepping[first]], counts[first] + 1)
+        has_state = [count > 0 or index in self._shown for index, count in enumerate(counts)]
+        for first, last in _runs(list(zip(stepping, self._stretch_of, counts, has_state, strict=True))):
+            kernel, hyperparameters, slots = settings[stepping[first]]
+            if has_state[first]:
+                hyperparameters = kernel.going_on(hyperparameters)
+            yield Run(first, last, kernel, hyperparameters, slots, counts[first] + 1)
 
     def _note_steps(self, plan: Sequence[Run]) -> None:
         for run in plan:

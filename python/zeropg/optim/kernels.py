@@ -29,6 +29,24 @@ class Kernel:
         values = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)) | dict(group)
         return {key: number(values[key]) for key in self._hyperparameters}
 
+    def check(self, hyperparameters: dict[str, float]) -> None:
+        """Raises ValueError for what no step takes: by a step of one element."""
+        slots = self.optimizer.state_slots(hyperparameters)
+        self.optimizer.step(
+            torch.zeros(1),
+            torch.zeros(1),
+            [torch.zeros(1) for _ in slots],
+            None,
+            range=(0, 1),
+            hyperparameters=hyperparameters,
+            step=1,
+            gradient_factor=1.0,
+        )
+
+    def going_on(self, hyperparameters: dict[str, float]) -> dict[str, float]:
+        """The same for a first step over state that is there already: see `Hyperparameter` in optimizer.h."""
+        return {key: 0.0 if key.startswith("initial_") else value for key, value in hyperparameters.items()}
+
 
 class Kernels:
     """The kernels that may step one optimizer: a param group's flags choose, and where it lacks one, the default's."""

@@ -8,7 +8,7 @@ void reference(double& parameter, double gradient, std::vector<double>& state, c
   gradient = given.at("maximize") != 0 ? -gradient : gradient;
   gradient += given.at("weight_decay") * parameter;
   if (step == 1) {
-    state[0] = given.at("initial_accumulator_value");
+    state[0] += given.at("initial_accumulator_value");
   }
   state[0] += gradient * gradient;
   const double lr = given.at("lr") / (1 + static_cast<double>(step - 1) * given.at("lr_decay"));
@@ -34,6 +34,13 @@ TEST(Adagrad, first_step_begins_with_the_initial_sum) {
   EXPECT_EQ(view.state[0].item<float>(), 4.5f);
   optimizer->step(view, {.hyperparameters = given(0, 0, 0.5, false), .step = 2});
   EXPECT_EQ(view.state[0].item<float>(), 8.5f);
+}
+
+TEST(Adagrad, first_step_goes_on_from_a_sum_that_is_there) {
+  const auto optimizer = make_optimizer("adagrad");
+  FlatView view{.master = at::zeros({1}), .gradient = at::ones({1}), .state = {at::ones({1})}, .parameter_out = {}};
+  optimizer->step(view, {.hyperparameters = given(0, 0, 0, false), .step = 1});
+  EXPECT_EQ(view.state[0].item<float>(), 2.0f);
 }
 
 }  // namespace

@@ -74,6 +74,52 @@ def test_a_run_continues_from_its_state_dict(make: Any) -> None:
     assert again._zeropg.flat_groups[0].master.equal(expected)  # type: ignore
 
 
+def put_before(optimizer: torch.optim.Optimizer, sums: list[torch.Tensor]) -> None:
+    """Into torch's optimizer, or into what `shard_optimizer` shows of it."""
+    for entries, value in zip(optimizer.state.values(), sums, strict=True):
+        entries["sum"].copy_(value.view(entries["sum"].shape))
+
+
+def put_by_loading(optimizer: torch.optim.Optimizer, sums: list[torch.Tensor]) -> None:
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved.pop("zeropg", None)
+    for entries, value in zip(saved["state"].values(), sums, strict=True):
+        entries["sum"] = value
+    optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("when", ["before shard_optimizer", "after it", "loaded"])
+def test_a_sum_of_adagrad_counts_that_was_there_before_the_first_step(when: str) -> None:
+    plain = make_model()
+    model = shard(copy.deepcopy(plain))
+    sums = [torch.full_like(parameter, 0.5 + index) for index, parameter in enumerate(plain.parameters())]
+    reference, original = MAKERS["adagrad"](plain.parameters()), MAKERS["adagrad"](model.parameters())
+    put_before(reference, sums)
+    if when == "before shard_optimizer":
+        put_before(original, sums)
+    optimizer = shard_optimizer(original, model)
+    if when == "after it":
+        put_before(optimizer, sums)
+    if when == "loaded":
+        put_by_loading(optimizer, sums)
+    steps(plain, reference, 0, 3)  # one parameter has its first step later
+    steps(model, optimizer, 0, 3)
+    assert_same(model, plain)
+
+
+def test_adagrads_initial_value_counts_where_there_is_no_state() -> None:
+    plain = make_model()
+    model = shard(copy.deepcopy(plain))
+    reference = MAKERS["adagrad"](plain.parameters())
+    optimizer = shard_optimizer(MAKERS["adagrad"](model.parameters()), model)
+    optimizer.param_groups[0]["initial_accumulator_value"] = 7.0  # torch reads it when the optimizer is made
+    optimizer.state.pop(model[0].bias)
+    reference.state[plain[0].bias]["sum"].fill_(7.0)
+    steps(plain, reference, 0, 3)
+    steps(model, optimizer, 0, 3)
+    assert_same(model, plain)
+
+
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 2), (1, 3), (0, 4)])
 def test_state_of_another_rank_or_world_is_refused(rank: int, world_size: int) -> None:
     optimizers = []
