@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zeropg.compression.codec import CODECS, Codec
+from zeropg.optim.checked_groups import check_numbers
 from zeropg.optim.momentum_exchange import Momentum, MomentumExchange
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
 from zeropg.optim.part import Part
@@ -52,13 +53,6 @@ class DGC(MomentumOptimizer):
         weight_decay: float = 0.0,
         clip: float | None = None,
     ) -> None:
-        if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0):
-            raise ValueError(
-                f"[zeropg] DGC: lr {lr}, momentum {momentum}, weight_decay {weight_decay}; expected lr and "
-                "weight_decay >= 0, momentum in [0, 1)"
-            )
-        if not (isinstance(warmup_steps, int) and warmup_steps >= 0):
-            raise ValueError(f"[zeropg] DGC: warmup_steps is {warmup_steps!r}; expected an integer >= 0")
         if callable(ratio) and warmup_steps:
             raise ValueError("[zeropg] DGC: ratio is a schedule already; expected warmup_steps=0 with it")
         self.ratio = ratio
@@ -75,6 +69,11 @@ class DGC(MomentumOptimizer):
             warmup_codec=None,
             clip=clip,
         )
+
+    def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:
+        check_numbers("DGC", group, ["weight_decay"], ["momentum"], least_lr=least_lr)
+        if not (isinstance(group["warmup_steps"], int) and group["warmup_steps"] >= 0):
+            raise ValueError(f"[zeropg] DGC: warmup_steps is {group['warmup_steps']!r}; expected an integer >= 0")
 
     def _is_warming_up(self, group: Mapping[str, Any]) -> bool:
         return False  # densities do, gradients are never averaged

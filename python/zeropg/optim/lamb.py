@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zeropg.optim.adam_rule import begin, learn
+from zeropg.optim.checked_groups import check_numbers
 from zeropg.optim.layerwise import LayerwiseOptimizer, squares
 from zeropg.optim.part import Part
 from zeropg.optim.peers import Peers, Piece
@@ -65,15 +66,16 @@ class LAMB(LayerwiseOptimizer):
         *,
         bounds: tuple[float, float] = _BOUNDS,
     ) -> None:
-        if not (lr >= 0 and all(0 <= beta < 1 for beta in betas) and eps >= 0 and weight_decay >= 0):
-            raise ValueError(
-                f"[zeropg] LAMB: lr {lr}, betas {betas}, eps {eps}, weight_decay {weight_decay}; expected lr, eps and "
-                "weight_decay >= 0 and betas in [0, 1)"
-            )
-        if not 0 <= bounds[0] <= bounds[1]:
-            raise ValueError(f"[zeropg] LAMB: bounds are {bounds}; expected (least, most) with 0 <= least <= most")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bounds": bounds}
         super().__init__(params, defaults)
+
+    def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:
+        check_numbers("LAMB", group, ["eps", "weight_decay"], ["betas"], least_lr=least_lr)
+        least, most = group["bounds"]
+        if not 0 <= least <= most:
+            raise ValueError(
+                f"[zeropg] LAMB: bounds are {group['bounds']}; expected (least, most) with 0 <= least <= most"
+            )
 
 
 def lamb_update(part: Part) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from zeropg.optim.checked_groups import CheckedOptimizer
 from zeropg.optim.peers import Alone, Peers, Piece
 
 Group = dict[str, Any]
@@ -30,7 +31,7 @@ class LayerwiseRule(Protocol):
         """Steps weights and state in place, also of pieces that it does not take. All ranks call."""
 
 
-class LayerwiseOptimizer(torch.optim.Optimizer):
+class LayerwiseOptimizer(CheckedOptimizer):
     """A torch optimizer with a LayerwiseRule. Its own `step` is for one process that has whole parameters, or for
     ranks that all have them and their averaged gradients (DistributedDataParallel); each then computes everything.
     """
@@ -44,6 +45,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_before_step(self.param_groups)
         pieces = [
             whole_piece(parameter, parameter.grad, group, self.state[parameter])
             for group in self.param_groups

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from zeropg.optim.checked_groups import CheckedOptimizer, check_numbers
 
-class Lion(torch.optim.Optimizer):
+
+class Lion(CheckedOptimizer):
     """Moves each element by lr against the sign of its blended momentum: one state tensor, where Adam keeps two.
 
     Through `zeropg.shard_optimizer` it runs on a fused kernel on the CPU, in every stage, also with offload_optimizer.
@@ -33,12 +35,10 @@ class Lion(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if not (lr >= 0 and all(0 <= beta < 1 for beta in betas) and weight_decay >= 0):
-            raise ValueError(
-                f"[zeropg] Lion: lr {lr}, betas {betas}, weight_decay {weight_decay}; expected lr and "
-                "weight_decay >= 0 and betas in [0, 1)"
-            )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:
+        check_numbers("Lion", group, ["weight_decay"], ["betas"], least_lr=least_lr)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -47,6 +47,7 @@ class Lion(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_before_step(self.param_groups)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

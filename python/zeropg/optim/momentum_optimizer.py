@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeropg.compression.codec import Codec, check_codec
 from zeropg.compression.ddp import ddp_hook
 from zeropg.compression.state import State
+from zeropg.optim.checked_groups import CheckedOptimizer
 from zeropg.optim.momentum_exchange import MomentumExchange
 from zeropg.optim.part import Part
 
@@ -27,7 +28,7 @@ INSTEAD = (
 )
 
 
-class MomentumOptimizer(torch.optim.Optimizer):
+class MomentumOptimizer(CheckedOptimizer):
     """An optimizer whose ranks average momenta, encoded, where others average gradients.
 
     Gradients must reach it unaveraged, once its warm-up is over. So it is told of the model:
@@ -56,6 +57,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
         self.clip = clip
         # What the next step multiplies the gradients by, once: zeropg.GradScaler sets it.
         self.gradient_factor = 1.0
+        self.gradients_are_local = False  # since the last backward, which did not average them
         self.exchange: MomentumExchange | None = None
         self._warmup_state: State | None = None
         self._model: torch.nn.Module | None = None
@@ -110,13 +112,30 @@ class MomentumOptimizer(torch.optim.Optimizer):
         if getattr(self, "exchange", None) is not None:
             self.refuse_more_parameters()
         super().add_param_group(param_group)
-        for group in self.param_groups[1:]:
-            if group["warmup_steps"] != self.param_groups[0]["warmup_steps"]:
-                raise ValueError(
-                    f"[zeropg] {type(self).__name__}: param groups have warmup_steps "
-                    f"{self.param_groups[0]['warmup_steps']} and {group['warmup_steps']}; expected one for all, since "
-                    "gradients are averaged together"
-                )
+        try:
+            self._check_alike(self.param_groups)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def check_before_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """As for every CheckedOptimizer; RuntimeError for gradients that the wrong phase has left unaveraged."""
+        super().check_before_step(groups)
+        self._check_alike(groups)
+        if self.gradients_are_local and self.averages_gradients():
+            raise RuntimeError(
+                f"[zeropg] {type(self).__name__}.step: warm-up goes on by warmup_steps of the param groups, but it was "
+                "over when backward left these gradients to each rank; change warmup_steps before warm-up ends, and "
+                "not between backward and step"
+            )
+
+    def _check_alike(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        if len(lengths := {group["warmup_steps"] for group in groups}) > 1:
+            raise ValueError(
+                f"[zeropg] {type(self).__name__}: param groups have warmup_steps "
+                f"{' and '.join(map(str, sorted(lengths)))}; expected one for all, since gradients are averaged "
+                "together"
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -125,6 +144,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_before_step(self.param_groups)
         factor, self.gradient_factor = self.gradient_factor, 1.0
         if self.exchange is None:
             raise RuntimeError(
@@ -243,7 +263,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
 def _hook(optimizer: MomentumOptimizer, bucket: GradBucket) -> Future[torch.Tensor]:
     """The communication hook of an attached model."""
     assert optimizer.exchange is not None
-    if not optimizer.averages_gradients():
+    optimizer.gradients_are_local = not optimizer.averages_gradients()
+    if optimizer.gradients_are_local:
         future: Future[torch.Tensor] = Future()
         future.set_result(bucket.buffer())
         return future

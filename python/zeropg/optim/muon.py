@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zeropg.optim.adam_rule import adamw_, begin
+from zeropg.optim.checked_groups import check_numbers
 from zeropg.optim.layerwise import LayerwiseOptimizer
 from zeropg.optim.peers import Peers, Piece
 
@@ -37,6 +38,8 @@ class MuonRule:
     def update_(self, pieces: Sequence[Piece], peers: Peers) -> None:
         matrices: dict[str, list[Piece]] = {}
         for piece in pieces:
+            self._check_state(piece)
+        for piece in pieces:
             if self.takes(piece.parameter, piece.group):
                 matrices.setdefault(piece.group.get("ns_dtype", "bfloat16"), []).append(piece)
             else:
@@ -50,6 +53,15 @@ class MuonRule:
                 lr = float(piece.group["lr"])
                 ratio = _ADJUSTMENTS[piece.group["adjust_lr_fn"] or "original"](*piece.parameter.shape)
                 piece.weight.mul_(1 - lr * piece.group["weight_decay"]).add_(update, alpha=-lr * ratio)
+
+    def _check_state(self, piece: Piece) -> None:
+        is_taken = self.takes(piece.parameter, piece.group)
+        if ("exp_avg" if is_taken else "momentum_buffer") in piece.state:
+            raise ValueError(
+                f"[zeropg] Muon.step: use_muon of a param group is {piece.group.get('use_muon')} now, but the state of "
+                f"a parameter of shape {list(piece.parameter.shape)} is {'AdamW' if is_taken else 'Muon'}'s; set it "
+                "back, or drop that state (optimizer.state.pop(parameter)) to begin anew"
+            )
 
 
 class Muon(LayerwiseOptimizer):
@@ -107,14 +119,11 @@ class Muon(LayerwiseOptimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises ValueError for options out of range, and for use_muon=True beside what is no matrix."""
-        super().add_param_group(param_group)
-        try:
-            _check(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
+    def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:
+        check_numbers(
+            "Muon", group, ["weight_decay", "momentum", "eps", "adamw_eps", "ns_steps"], ["betas"], least_lr=least_lr
+        )
+        _check_words(group)
 
 
 def momentum_update(piece: Piece) -> torch.Tensor:
@@ -150,13 +159,7 @@ def _orthogonal(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
     return newton_schulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
-def _check(group: Mapping[str, Any]) -> None:
-    numbers = {key: group[key] for key in ("lr", "weight_decay", "momentum", "eps", "adamw_eps", "ns_steps")}
-    if not all(value >= 0 for value in numbers.values()) or not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(
-            f"[zeropg] Muon: {', '.join(f'{key} {value}' for key, value in numbers.items())}, betas {group['betas']}; "
-            "expected numbers >= 0 and betas in [0, 1)"
-        )
+def _check_words(group: Mapping[str, Any]) -> None:
     if group["adjust_lr_fn"] not in (None, *_ADJUSTMENTS):
         raise ValueError(
             f"[zeropg] Muon: adjust_lr_fn is {group['adjust_lr_fn']!r}; expected None, or one of "

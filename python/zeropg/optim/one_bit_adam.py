@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeropg.compression.codec import CODECS, Codec
 from zeropg.optim.adam_rule import adamw_, begin
+from zeropg.optim.checked_groups import check_numbers
 from zeropg.optim.momentum_exchange import Momentum, MomentumExchange
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
 from zeropg.optim.part import Part
@@ -53,7 +54,6 @@ class OneBitAdam(MomentumOptimizer):
         warmup_codec: Codec | None = None,
         clip: float | None = None,
     ) -> None:
-        check_adam(type(self).__name__, lr, betas, eps, weight_decay, warmup_steps)
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps},
@@ -63,11 +63,22 @@ class OneBitAdam(MomentumOptimizer):
         )
         self._denominators = FrozenDenominators()
 
+    def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:
+        who = type(self).__name__
+        check_numbers(who, group, ["eps", "weight_decay"], ["betas"], least_lr=least_lr)
+        warmup_steps = group["warmup_steps"]
+        if not (isinstance(warmup_steps, int) and warmup_steps >= 1):
+            raise ValueError(
+                f"[zeropg] {who}: warmup_steps is {warmup_steps!r}; expected an integer >= 1: 15 to 25 % of all steps, "
+                "in which the variance is learnt that is frozen then"
+            )
+
     def _is_warming_up(self, group: Mapping[str, Any]) -> bool:
         return bool(group["steps"] < group["warmup_steps"])
 
     def _update(self, parts: Sequence[Part], exchange: MomentumExchange) -> None:
         if self.averages_gradients():
+            check_not_frozen(parts, type(self).__name__)
             for part in parts:
                 begin(part)
                 adamw_(part)
@@ -96,6 +107,15 @@ def freeze(part: Part, who: str) -> None:
     state["exp_avg_sq"].div_(1 - part.group["betas"][1] ** state["step"].item())
     rms = (torch.linalg.vector_norm(state["exp_avg"].float()) / max(1, state["exp_avg"].numel()) ** 0.5).item()
     state["momentum_scale"] = rms if rms > 0 else 1.0
+
+
+def check_not_frozen(parts: Sequence[Part], who: str) -> None:
+    """Raises RuntimeError where warm-up goes on after it has ended: a frozen variance is no longer what it learns."""
+    if any("momentum_scale" in part.state for part in parts):
+        raise RuntimeError(
+            f"[zeropg] {who}.step: warm-up was over, and warmup_steps of the param groups says now that it is not; set "
+            "it before warm-up ends, or make another optimizer for the new phase"
+        )
 
 
 class FrozenDenominators:
@@ -149,19 +169,3 @@ def _by_group(parts: Sequence[Part]) -> Iterator[tuple[dict[str, Any], list[Part
         members.setdefault(id(part.group), []).append(part)
     for together in members.values():
         yield together[0].group, together
-
-
-def check_adam(
-    who: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, warmup_steps: int
-) -> None:
-    """Raises ValueError for what Adam with a frozen variance cannot take."""
-    if not (lr >= 0 and all(0 <= beta < 1 for beta in betas) and eps >= 0 and weight_decay >= 0):
-        raise ValueError(
-            f"[zeropg] {who}: lr {lr}, betas {betas}, eps {eps}, weight_decay {weight_decay}; expected lr, eps and "
-            "weight_decay >= 0, betas in [0, 1)"
-        )
-    if not (isinstance(warmup_steps, int) and warmup_steps >= 1):
-        raise ValueError(
-            f"[zeropg] {who}: warmup_steps is {warmup_steps!r}; expected an integer >= 1: 15 to 25 % of all steps, in "
-            "which the variance is learnt that is frozen then"
-        )

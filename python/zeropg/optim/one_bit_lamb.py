@@ -13,7 +13,7 @@ from zeropg.optim.adam_rule import begin
 from zeropg.optim.lamb import lamb_update, trust_ratio, with_decay
 from zeropg.optim.layerwise import squares
 from zeropg.optim.momentum_exchange import MomentumExchange
-from zeropg.optim.one_bit_adam import OneBitAdam, average_momenta, freeze
+from zeropg.optim.one_bit_adam import OneBitAdam, average_momenta, check_not_frozen, freeze
 from zeropg.optim.part import Part
 
 # Section 4.1 and appendix A: how far the frozen coefficient may be scaled, and by how much more in one step.
@@ -60,6 +60,7 @@ class OneBitLamb(OneBitAdam):
 
     def _update(self, parts: Sequence[Part], exchange: MomentumExchange) -> None:
         if self.averages_gradients():
+            check_not_frozen(parts, type(self).__name__)
             updates = []
             for part in parts:
                 begin(part)

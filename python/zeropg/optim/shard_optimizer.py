@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from zeropg.optim.checked_groups import CheckedOptimizer
 from zeropg.optim.flat_update import (
     FusedUpdater,
     TorchUpdater,
@@ -132,6 +133,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._updaters: list[Updater] = []
         self._frozen: list[Any] = []  # flat groups that were, when the last updater was made
         self._taken: set[int] = set()  # ids of the parameters that the updaters are for
+        self._taken_whole: set[int] = set()  # of these, the ones that the layer-wise rule steps
+        self._served: dict[int, dict[str, float]] = {}  # by param group: options that its kernel takes
         for group in optimizer.param_groups:
             self._check_group(group)
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -163,12 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in self.param_groups
         ]
-        has_more = self._count_held() != self._held_count  # `param_groups[0]["params"] += ...`
-        if has_more:
-            for group in self.param_groups:
-                self._check_group(group)
-        if (has_more or any(flat.is_trainable for flat in self._frozen)) and self._make_updaters():
-            self._reserve()
+        self._follow_groups(groups)
         self._take_over_edits()
         if self._failure:
             raise RuntimeError(
@@ -215,6 +213,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
             self._check_group(param_group)
         super().add_param_group(param_group)
+        try:
+            self._check_added(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
         if self._is_made:
             self._make_updaters()
 
@@ -256,6 +259,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for saved, group in zip(saved_groups, self.param_groups, strict=True):
             by_id.update(zip(saved["params"], group["params"], strict=True))
             group.update((key, value) for key, value in saved.items() if key != "params")
+        self._divide_anew()
         self._put({by_id[k]: s for k, s in loaded["state"].items() if k in by_id})
         if self._momentum is not None:
             self._momentum.load_debts(origin or {})
@@ -318,6 +322,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 that leave elements out. All state is then as before the first step.
         """
         self._clear()
+        self._divide_anew()
         try:
             self._load(shards, scalars)
         except BaseException:
@@ -366,7 +371,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Returns whether there were any. Frozen parameters get theirs when they have been unfrozen.
         """
         count = len(self._updaters)
-        self._held_count = self._count_held()
+        self._held = self._owners().keys()
         self._frozen = [flat for flat in self._core.flat_groups if not flat.is_trainable]
         if self._momentum is not None:
             return self._make_momentum_updater(self._momentum)
@@ -400,6 +405,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if whole:
             self._updaters.append(LayerwiseUpdater(self._core, flats, self.state, self._rule, whole))
             self._taken |= whole
+            self._taken_whole |= whole
 
     def _make_momentum_updater(self, optimizer: MomentumOptimizer) -> bool:
         assert optimizer.exchange is not None  # made before
@@ -467,11 +473,86 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 entries[key][start : start + values.numel()] = values
             state[numbers[id(segment.parameter)]] = entries
 
-    def _count_held(self) -> int:
-        return sum(len(group["params"]) for group in self.param_groups)
+    def _follow_groups(self, groups: Sequence[Group]) -> None:
+        """Takes note of what the program has done to param groups since the last step. Nothing is stepped yet.
+
+        groups: as `param_groups`, with numbers for tensors of one.
+        """
+        owners = self._owners()
+        self._check_options(groups)
+        has_more = not owners.keys() <= self._held  # `param_groups[0]["params"] += ...`
+        if has_more:
+            if self._momentum is not None:
+                self._momentum.refuse_more_parameters()
+            for group in self.param_groups:
+                self._check_group(group)
+        if differing := self._divided_otherwise():
+            if any(self.state.values()):
+                raise RuntimeError(
+                    f"[zeropg] step: use_muon of the param group of {differing[0]} was changed, and the optimizer has "
+                    "begun: its state is the other rule's. Set it back, or make another optimizer"
+                )
+            self._divide_anew()
+        if (has_more or any(flat.is_trainable for flat in self._frozen)) and self._make_updaters():
+            self._reserve()
+
+    def _check_options(self, groups: Sequence[Group]) -> None:
+        """Raises ValueError for options that no step takes, before some parameters have moved and others not."""
+        if self._momentum is not None:
+            self._momentum.gradients_are_local = not self._core.averages_gradients
+        if isinstance(self._wrapped, CheckedOptimizer):
+            self._wrapped.check_before_step(groups)
+        for index, group in enumerate(groups):
+            self._check_kernel(index, group)
+
+    def _check_kernel(self, index: int, group: Group) -> None:
+        if self._kernels is None or all(self._is_taken_whole(parameter, group) for parameter in group["params"]):
+            return
+        kernel = self._kernels.of(group)
+        options = kernel.hyperparameters(group)
+        if self._served.get(index) != options:
+            kernel.check(options)
+            self._served[index] = options
+
+    def _check_added(self, group: Group) -> None:
+        if isinstance(self._wrapped, CheckedOptimizer):
+            self._wrapped.check_group(group)
+        self._check_kernel(len(self.param_groups) - 1, group)
+
+    def _is_taken_whole(self, parameter: torch.Tensor, group: Group) -> bool:
+        return self._rule is not None and self._rule.takes(parameter, group)
+
+    def _divided_otherwise(self) -> list[str]:
+        """Names of the parameters that param groups now give to the rule, or take from it."""
+        if self._rule is None:
+            return []
+        groups = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+        slots = [(names, p) for flat in self._core.flat_groups for names, p, _, _ in flat.slots]
+        return [
+            names[0]
+            for names, p in slots
+            if id(p) in groups
+            and id(p) in self._taken
+            and self._is_taken_whole(p, groups[id(p)]) != (id(p) in self._taken_whole)
+        ]
+
+    def _divide_anew(self) -> None:
+        """Makes the updaters again, without state, where param groups divide parameters otherwise between them."""
+        if self._divided_otherwise():
+            self._updaters, self._taken, self._taken_whole = [], set(), set()
+            self._make_updaters()
 
     def _owners(self) -> dict[int, int]:
-        return {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
+        """The index of each parameter's group, by id. Raises ValueError for a parameter in two groups."""
+        owners: dict[int, int] = {}
+        for index, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if owners.setdefault(id(parameter), index) != index:
+                    raise ValueError(
+                        f"[zeropg] step: a parameter of shape {list(parameter.shape)} is in param groups "
+                        f"{owners[id(parameter)]} and {index}; expected it in one"
+                    )
+        return owners
 
     def _clear(self) -> None:
         self.state.clear()
@@ -556,6 +637,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Group) -> None:
         _check_flags(group)
+        if isinstance(self._wrapped, torch.optim.Muon):
+            _check_matrices(group)
         known = {id(parameter) for parameter in self._model.parameters()}
         for position, entry in enumerate(group["params"]):
             parameter = entry[1] if isinstance(entry, tuple) else entry
@@ -627,6 +710,15 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> Kernels | None:
         "each element depends on that element's parameter, gradient and state alone, say so with "
         f"`{kind.__name__}.zeropg_elementwise = True`; known are {known}"
     )
+
+
+def _check_matrices(group: Group) -> None:
+    shapes = [list((entry[1] if isinstance(entry, tuple) else entry).shape) for entry in group["params"]]
+    if others := [shape for shape in shapes if len(shape) != 2]:
+        raise ValueError(
+            f"[zeropg] shard_optimizer: torch.optim.Muon takes matrices only, and a param group has shapes "
+            f"{others[:3]}; give the others to an optimizer of their own, or use zeropg.optim.Muon"
+        )
 
 
 def _check_flags(group: Group) -> None:

@@ -1,0 +1,60 @@
+"""`CheckedOptimizer`: options of param groups are looked at where a group is added, and again before each step."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+Group = dict[str, Any]
+
+
+class CheckedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that takes no options out of range, whoever puts them into a param group, and when."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As torch's. Raises ValueError for options out of range; the optimizer then lacks the group."""
+        super().add_param_group(param_group)
+        try:
+            self.check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def check_before_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ValueError where the program has put options out of range since; nothing has been stepped then.
+
+        A negative lr is none of them: it climbs, and schedulers round 0 to it.
+        """
+        for group in groups:
+            self.check_group(group, least_lr=-math.inf)
+
+    @abstractmethod
+    def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:
+        """Raises ValueError for options out of range."""
+
+
+def check_numbers(
+    who: str, group: Mapping[str, Any], not_negative: Sequence[str], below_1: Sequence[str] = (), *, least_lr: float
+) -> None:
+    """Raises ValueError, with all of the numbers, where one is out of range or NaN.
+
+    not_negative, below_1: names of options that must be >= 0, and in [0, 1). A value may be a tuple of numbers, or a
+      tensor of one.
+    """
+    least = {**dict.fromkeys([*not_negative, *below_1], 0.0), "lr": least_lr}
+    if all(
+        least[key] <= number and (key not in below_1 or number < 1)
+        for key in least
+        for number in (group[key] if isinstance(group[key], (tuple, list)) else [group[key]])
+    ):
+        return
+    given = ", ".join(f"{key} {group[key]}" for key in ("lr", *not_negative, *below_1))
+    wanted = ", ".join(("lr",) * (least_lr == 0) + tuple(not_negative))
+    raise ValueError(
+        f"[zeropg] {who}: {given}; expected numbers, with {wanted} >= 0"
+        + (f" and {', '.join(below_1)} in [0, 1)" if below_1 else "")
+    )
