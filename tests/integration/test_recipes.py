@@ -4,6 +4,7 @@ GAN, averaged weights, gradient surgery, DPO. Each equals the same recipe in a p
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -287,18 +288,98 @@ def test_averages_are_saved_with_a_checkpoint_for_any_world_size(rank_pool: Any,
 
 
 @on_ranks()
+def test_averages_hold_ignored_parameters_too() -> None:
+    for stage in STAGES:
+        plain, model = _twins(stage)
+        reference = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        average = zeropg.ema(model, DECAY)
+        steps = (
+            torch.optim.SGD(plain.parameters(), 0.1),
+            zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model),
+        )
+        for tokens in torch.arange(36).view(3, 3, 4) % 11:  # the same on all ranks: nobody reduces ignored gradients
+            for each, optimizer in zip((plain, model), steps, strict=True):
+                each(tokens).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            reference.update_parameters(plain)
+            average.update()
+        own = model.head.weight.detach().clone()
+        with average.average_parameters():
+            assert not torch.equal(model.head.weight, own)
+        assert torch.equal(model.head.weight, own)
+        found = average.state_dict(rank0_only=False)
+        for name, value in reference.module.named_parameters():
+            torch.testing.assert_close(found["parameters"][name], value.detach(), rtol=1e-12, atol=1e-12)
+        fresh = zeropg.ema(model, DECAY)
+        fresh.load_state_dict(found)
+        with fresh.average_parameters():
+            assert torch.equal(model.head.weight, found["parameters"]["head.weight"])
+
+
+def _twins(stage: int) -> tuple[Net, Any]:
+    torch.manual_seed(1)
+    plain = Net().double()
+    model = copy.deepcopy(plain)
+    return plain, zeropg.fully_shard(model, stage=stage, ignored_params=list(model.head.parameters()))
+
+
+@on_ranks()
+def test_a_swap_that_fails_on_one_rank_leaves_weights_and_averages_as_they_were() -> None:
+    for stage in STAGES:
+        model = Run(stage, torch.float32).model()
+        average = zeropg.ema(model)
+        with zeropg.writable_shards(model) as shards, torch.no_grad():
+            for _, tensor, *_ in shards:
+                tensor.mul_(2)
+        weights = zeropg.full_state_dict(model, rank0_only=False)
+        averages = [tensor.clone() for tensor in average._averages]
+        for is_entered in (False, True):
+            with raises(RuntimeError, "ema", "rank 1"), contextlib.ExitStack() as stack:
+                if is_entered:
+                    stack.enter_context(average.average_parameters())
+                right = average._averages[-1]
+                if dist.get_rank() == 1:
+                    average._averages[-1] = torch.zeros(right.numel() + 1)
+                if not is_entered:
+                    stack.enter_context(average.average_parameters())
+            average._averages[-1] = right
+            if is_entered:  # the model has the averages still
+                with raises(RuntimeError, "inside average_parameters"):
+                    average.update()
+                average._swap()
+            found = zeropg.full_state_dict(model, rank0_only=False)
+            assert all(torch.equal(found[name], value) for name, value in weights.items())
+            assert all(torch.equal(a, b) for a, b in zip(average._averages, averages, strict=True))
+
+
+@on_ranks()
 def test_averages_refuse_what_would_mix_them_with_the_weights() -> None:
     run = Run(3, torch.float32)
     model = run.model()
-    average = zeropg.ema(model)
+    optimizer = run.optimizer(model)
+    average, other = zeropg.ema(model), zeropg.ema(model)
     with average.average_parameters():
-        with raises(RuntimeError, "[zeropg] ema.update", "inside average_parameters"):
+        with raises(RuntimeError, "ema.update", "inside average_parameters"):
+            other.update()
+        with raises(RuntimeError, "ema.average_parameters", "inside average_parameters"), other.average_parameters():
+            pass
+        with raises(RuntimeError, "ema:", "inside average_parameters"):
+            zeropg.ema(model)
+        with raises(RuntimeError, "step", "inside average_parameters"):
+            optimizer.step()
+        with raises(RuntimeError, "load_checkpoint", "inside average_parameters"):
+            zeropg.load_checkpoint("nowhere", model)
+        with raises(RuntimeError, "ema.update", "inside average_parameters"):
             average.update()
-        with raises(RuntimeError, "[zeropg] ema.state_dict", "inside average_parameters"):
+        with raises(RuntimeError, "ema.state_dict", "inside average_parameters"):
             average.state_dict()
     state = average.state_dict(rank0_only=False)
     del state["parameters"]["head.bias"]
     with raises(ValueError, "[zeropg] ema.load_state_dict", "'head.bias'"):
+        average.load_state_dict(state)
+    state["parameters"]["head.bias"] = torch.zeros(2)
+    with raises(ValueError, "[zeropg] ema.load_state_dict", "'head.bias' has shape [2], expected [3]"):
         average.load_state_dict(state)
     with raises(ValueError, "[zeropg] ema: decay is 2"):
         zeropg.ema(model, 2)

@@ -140,6 +140,7 @@ def load_checkpoint(
         Every rank raises the same error. Unless the message says otherwise, the model is as it was.
     """
     state = state_of(model, "load_checkpoint")
+    state.check_has_own_weights("load_checkpoint")
     group = state.core.process_group
     named = named_optimizers(optimizer, model, "load_checkpoint")
     loading: Loading | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from zeropg.checkpoint.state_dict import full_state_dict
 from zeropg.rank_io.agreement import together
-from zeropg.sharding.access import local_shards, writable_shards
+from zeropg.sharding.access import Shard, local_shards, writable_shards
 from zeropg.sharding.state import state_of
 
 
@@ -20,7 +20,7 @@ def ema(model: nn.Module, decay: float = 0.999) -> WeightAverage:
 
     It does what torch.optim.swa_utils.AveragedModel does with get_ema_multi_avg_fn(decay), which cannot copy a sharded
     model. Each rank averages the masters that it owns: in every stage 1/world_size of the parameters, in the masters'
-    dtype.
+    dtype. Parameters of `fully_shard(ignored_params=...)`, which each rank has whole, it averages whole.
 
         average = zeropg.ema(model, 0.999)
         for batch in batches:
@@ -36,16 +36,20 @@ def ema(model: nn.Module, decay: float = 0.999) -> WeightAverage:
 
 
 class WeightAverage:
-    """Averaged weights beside a sharded model's own; `ema` makes it. All ranks must call every method alike."""
+    """Averaged weights beside a sharded model's own; `ema` makes it. All ranks must call every method alike.
+
+    A model may have several. While it has the weights of one, no method of any can be called.
+    """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"[zeropg] ema: decay is {decay}; expected a number in [0, 1].")
         self.decay = decay
         self._model = model
-        self._core = state_of(model, "ema").core
+        self._state = state_of(model, "ema")
+        self._core = self._state.core
         self._updates = 0
-        self._is_swapped = False
+        self._state.check_has_own_weights("ema")
         self._core.settle_writes("ema")
         self._averages = [tensor.clone() for tensor in self._own(local_shards(model))]
 
@@ -53,7 +57,7 @@ class WeightAverage:
     def update(self) -> None:
         """Moves the averages towards the weights: averages = decay * averages + (1 - decay) * weights. The first call
         copies the weights instead."""
-        self._check_not_swapped("update")
+        self._state.check_has_own_weights("ema.update")
         self._core.settle_writes("ema.update")
         weight = 1.0 - self.decay if self._updates else 1.0
         for index, tensor in enumerate(self._own(local_shards(self._model))):
@@ -64,15 +68,15 @@ class WeightAverage:
     @contextlib.contextmanager
     def average_parameters(self) -> Iterator[None]:
         """Gives the model the averaged weights inside the `with`, to evaluate, export or save it; afterwards it has its
-        own again, to the bit. A write to parameters inside is a write to the averages. Buffers stay the model's."""
-        self._check_not_swapped("average_parameters")
+        own again, to the bit. A write to parameters inside is a write to the averages. Buffers stay the model's.
+
+        Inside, an optimizer's step and load_checkpoint raise RuntimeError."""
+        self._state.check_has_own_weights("ema.average_parameters")
         self._swap()
-        self._is_swapped = True
         try:
             yield
         finally:
             self._swap()
-            self._is_swapped = False
 
     def state_dict(self, *, rank0_only: bool = True) -> dict[str, Any]:
         """Returns what `load_state_dict` takes at any world size and stage, e.g. for save_checkpoint(extra=...).
@@ -81,14 +85,14 @@ class WeightAverage:
 
         rank0_only: True: all ranks but rank 0 of the group get no tensors.
         """
-        self._check_not_swapped("state_dict")
+        self._state.check_has_own_weights("ema.state_dict")
         with self.average_parameters():
             values = full_state_dict(self._model, rank0_only=rank0_only)
         return {"updates": self._updates, "parameters": {name: values[name] for name in self._names() if values}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Sets the averages. Raises ValueError, on every rank, for other parameters than the model's."""
-        self._check_not_swapped("load_state_dict")
+        """Sets the averages. Raises ValueError, on every rank, for other parameters or shapes than the model's."""
+        self._state.check_has_own_weights("ema.load_state_dict")
         values = state_dict["parameters"]
 
         def check() -> None:
@@ -97,30 +101,67 @@ class WeightAverage:
                     f"[zeropg] ema.load_state_dict: {', '.join(map(repr, differing[:3]))} are in the state or in the "
                     "model, not in both; expected the averages of this model, on every rank."
                 )
+            for name, parameter in self._parameters():
+                if values[name].shape != parameter.shape:
+                    raise ValueError(
+                        f"[zeropg] ema.load_state_dict: {name!r} has shape {list(values[name].shape)}, expected "
+                        f"{list(parameter.shape)}."
+                    )
 
         together(self._core.process_group, "ema.load_state_dict", check)
         with self.average_parameters():
             self._model.load_state_dict(values, strict=False)
-        self._updates = state_dict["updates"]
+        self._updates = int(state_dict["updates"])
 
     def _swap(self) -> None:
+        """Exchanges weights and averages on all ranks, or, with an error, on none. Collective."""
+        is_done = False
+
+        def exchange(tensors: list[torch.Tensor]) -> None:
+            nonlocal is_done
+            _exchange(tensors, self._averages)
+            is_done = True
+
         with torch.no_grad(), writable_shards(self._model) as shards:
-            for index, tensor in enumerate(self._own(shards)):
-                before = tensor.clone()
-                tensor.copy_(self._averages[index])
-                self._averages[index] = before
+            own = list(self._own(shards))
+            try:
+                together(self._core.process_group, "ema", lambda: exchange(own))
+            except BaseException:
+                if is_done:
+                    _exchange(own, self._averages)
+                raise
+            self._state.has_average = not self._state.has_average
 
     def _names(self) -> list[str]:
-        slots = (slot for flat in self._core.flat_groups for slot in flat.slots)
-        return [names[0] for names, parameter, *_ in slots if parameter.is_floating_point()]
+        return [name for name, _ in self._parameters()]
 
-    @staticmethod
-    def _own(shards: Any) -> Iterator[torch.Tensor]:
-        return (tensor for _, tensor, *_ in shards if tensor.is_floating_point())
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for flat in self._core.flat_groups:
+            yield from ((names[0], p) for names, p, *_ in flat.slots if p.is_floating_point())
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        yield from ((names[id(p)], p) for p in self._ignored())
 
-    def _check_not_swapped(self, operation: str) -> None:
-        if self._is_swapped:
-            raise RuntimeError(
-                f"[zeropg] ema.{operation}: called inside average_parameters, where the model has the averages; call "
-                "it after the `with`."
-            )
+    def _own(self, shards: Iterable[Shard]) -> Iterator[torch.Tensor]:
+        yield from (tensor for _, tensor, *_ in shards if tensor.is_floating_point())
+        yield from (parameter.detach() for parameter in self._ignored())
+
+    def _ignored(self) -> Iterator[nn.Parameter]:
+        return (parameter for parameter in self._state.ignored_parameters() if parameter.is_floating_point())
+
+
+def _exchange(tensors: list[torch.Tensor], averages: list[torch.Tensor]) -> None:
+    """Gives each tensor its average's value, and the average the tensor's. Undoes all where it is interrupted."""
+    before: torch.Tensor | None = None
+    index = 0
+    try:
+        for index, tensor in enumerate(tensors):
+            before = None
+            before = tensor.clone()
+            tensor.copy_(averages[index])
+            averages[index] = before
+    except BaseException:
+        if before is not None and averages[index] is not before:
+            tensors[index].copy_(before)
+        done = index + 1 if before is not None and averages[index] is before else index
+        _exchange(tensors[:done], averages)
+        raise

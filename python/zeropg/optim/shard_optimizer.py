@@ -162,6 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._model_state is not None:
             self._model_state.check_outside_writable_shards("step")
             self._model_state.check_outside_full_gradients("step")
+            self._model_state.check_has_own_weights("step")
         groups = [
             {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in self.param_groups

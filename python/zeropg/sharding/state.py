@@ -38,6 +38,7 @@ class ShardedState:
     pending_save: PendingSave | None = None  # the last save_checkpoint(async_save=True)
     full_gradients_depth: int = 0  # of `with zeropg.full_gradients`
     is_writing_shards: bool = False  # inside `with zeropg.writable_shards`
+    has_average: bool = False  # in place of its own weights: inside `average_parameters` of a zeropg.ema
     _is_functional: bool = False
 
     def __post_init__(self) -> None:
@@ -105,6 +106,14 @@ class ShardedState:
         """Raises RuntimeError where the user writes masters, or copies of them that replace them later."""
         if self.is_writing_shards:
             raise RuntimeError(f"{self._context(operation)} called inside zeropg.writable_shards; call it after.")
+
+    def check_has_own_weights(self, operation: str) -> None:
+        """Raises RuntimeError where the model has an average, which `operation` would take for its weights."""
+        if self.has_average:
+            raise RuntimeError(
+                f"{self._context(operation)} called inside average_parameters of zeropg.ema, where the model has the "
+                "averages and not its own weights; call it after the `with`."
+            )
 
     def _context(self, operation: str) -> str:
         return f"[zeropg rank {self.core.rank}/{self.core.world_size}] {operation}:"

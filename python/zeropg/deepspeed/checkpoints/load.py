@@ -64,6 +64,7 @@ def load_deepspeed(
     def open_files() -> dict[str, str]:
         nonlocal loading
         state.check_outside_writable_shards(_OPERATION)
+        state.check_has_own_weights(_OPERATION)
         loading = _Loading(folder, state, optimizer, strict)
         check(loading.contents)
         return loading.announcement()
