@@ -58,6 +58,13 @@ _FIXED_LAMB: dict[str, tuple[Any, ...]] = {
     "factor_min": (0.5,),
     "factor_threshold": (0.1,),
 }
+_FIXED_MUON: dict[str, tuple[Any, ...]] = {
+    "ns_method": ("gram", "standard"),  # two ways to the same matrix
+    "adam_w_mode": (True,),
+    "fp32_optimizer_states": (True,),
+    "per_head_muon": (False,),
+    "torch_adam": (False, True),
+}
 _FREEZE_STEP = 100_000
 
 
@@ -146,7 +153,7 @@ def _lamb(params: Params, config: Config) -> Made:
 
 
 def _muon(params: Params, config: Config) -> Made:
-    _take_fixed(params, {"ns_method": ("gram", "standard")})  # two ways to the same matrix
+    _take_fixed(params, _FIXED_MUON)
     return Made(Muon, params)
 
 
