@@ -59,18 +59,12 @@ class GradScaler:
             raise TypeError(
                 f"[zeropg] GradScaler: device is {device!r}, expected a device such as 'cpu'; the scale is init_scale="
             )
-        if not (init_scale > 0 and growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval > 0):
-            raise ValueError(
-                f"[zeropg] GradScaler: init_scale {init_scale}, growth_factor {growth_factor}, backoff_factor "
-                f"{backoff_factor}, growth_interval {growth_interval}; expected a scale > 0, growth > 1, backoff "
-                "between 0 and 1, an interval > 0"
-            )
-        self._scale = float(init_scale)
-        self._growth_factor = float(growth_factor)
-        self._backoff_factor = float(backoff_factor)
-        self._growth_interval = growth_interval
-        self._growth_tracker = 0
+        self._scale = self._growth_factor = self._backoff_factor = 1.0
+        self._growth_interval = self._growth_tracker = 0
+        self._set("", (init_scale, growth_factor, backoff_factor, growth_interval, 0))
         self._enabled = enabled
+        self._last_given: float | None = None  # the scale by which the last loss was multiplied
+        self._spent: set[int] = set()  # optimizers that were unscaled for that loss, and not stepped before update()
         # Since the last update, by id: whether an optimizer met a gradient that was not finite; optimizers and models
         # (cores) that are unscaled; optimizers that have stepped.
         self._found_inf: dict[int, bool] = {}
@@ -83,6 +77,7 @@ class GradScaler:
         """Returns a tensor, or the tensors in nested lists and tuples, multiplied by the scale."""
         if not self._enabled:
             return outputs
+        self._give()
         if isinstance(outputs, torch.Tensor):
             return outputs * torch.tensor(self._scale, dtype=torch.float32, device=outputs.device)
         if type(outputs) in (list, tuple):
@@ -94,7 +89,8 @@ class GradScaler:
 
         Once per model: further optimizers of it then find their gradients unscaled.
 
-        Raises RuntimeError when called twice between two updates, or after `step`.
+        Raises RuntimeError when called twice between two updates, after `step`, and where the scale has changed since
+        the loss was scaled.
         """
         if not self._enabled:
             return
@@ -115,26 +111,29 @@ class GradScaler:
             raise NotImplementedError("[zeropg] GradScaler.step: closures are not supported, as in torch's GradScaler")
         sharded = self._check(optimizer, "step")
         self._find_inf(sharded)
-        self._stepped.add(id(sharded))
         if self._found_inf[id(sharded)]:
+            self._stepped.add(id(sharded))
             return None
         if _model_key(sharded) not in self._unscaled:
             sharded.gradient_factor = 1.0 / self._scale  # saves a pass over the gradients
         try:
-            return sharded.step(*args, **kwargs)
+            result = sharded.step(*args, **kwargs)
         finally:
             sharded.gradient_factor = 1.0  # also where the step did not come to use it
+        self._stepped.add(id(sharded))
+        return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapts the scale to the gradients that the steps since the last update have met, or sets it to `new_scale`.
 
-        Does not communicate. Raises RuntimeError when there was no step() or unscale_() since the last update.
+        Does not communicate. Raises RuntimeError when there was no step() or unscale_() since the last update,
+        ValueError for a scale that is not more than 0 and finite.
         """
         if not self._enabled:
             return
         before = self._scale
         if new_scale is not None:
-            self._scale = float(new_scale)
+            self._scale = _checked_scale("update", float(new_scale))
         elif not self._found_inf:
             raise RuntimeError("[zeropg] GradScaler.update: no step() or unscale_() since the last update()")
         elif any(self._found_inf.values()):
@@ -150,12 +149,14 @@ class GradScaler:
             for compression in self._compressed:
                 if compression.residuals is not None:
                     compression.residuals.scale(self._scale / before)
+        self._spent = self._unscaled - self._stepped
         self._found_inf.clear()
         self._unscaled.clear()
         self._stepped.clear()
 
     def get_scale(self) -> float:
         """Returns the scale; 1.0 when not enabled."""
+        self._give()  # programs multiply losses by it
         return self._scale if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
@@ -175,8 +176,24 @@ class GradScaler:
                 f"[zeropg] GradScaler.load_state_dict: {missing} are missing; was it saved by a scaler with "
                 "enabled=False?"
             )
-        for key in _KEYS:
-            setattr(self, f"_{key.lstrip('_')}", state_dict[key])
+        self._set(".load_state_dict", tuple(state_dict[key] for key in _KEYS))
+
+    def _set(self, call: str, numbers: tuple[Any, ...]) -> None:
+        """Takes the values, not the tensors that they may be in. numbers: in the order of _KEYS."""
+        scale, growth_factor, backoff_factor = map(float, numbers[:3])
+        interval, tracker = map(int, numbers[3:])
+        if not (growth_factor > 1 and 0 < backoff_factor < 1 and interval > 0):
+            raise ValueError(
+                f"[zeropg] GradScaler{call}: growth_factor {growth_factor}, backoff_factor {backoff_factor}, "
+                f"growth_interval {interval}; expected growth > 1, backoff between 0 and 1, an interval > 0"
+            )
+        self._scale = _checked_scale(call.lstrip(".") or "init_scale", scale)
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+        self._growth_interval, self._growth_tracker = interval, tracker
+
+    def _give(self) -> None:
+        self._last_given = self._scale
+        self._spent = set()
 
     def _check(self, optimizer: torch.optim.Optimizer, call: str) -> Scaled:
         is_attached = isinstance(optimizer, MomentumOptimizer) and optimizer.exchange is not None
@@ -189,6 +206,17 @@ class GradScaler:
         assert isinstance(optimizer, ShardedOptimizer | MomentumOptimizer)
         if id(optimizer) in self._stepped:
             raise RuntimeError(f"[zeropg] GradScaler.{call}: the optimizer has stepped already; call update() first")
+        if id(optimizer) in self._spent:
+            raise RuntimeError(
+                f"[zeropg] GradScaler.{call}: the gradients were unscaled before update(), and would be divided once "
+                "more; call step() before update(), or scale the loss of another backward"
+            )
+        if self._last_given not in (None, self._scale) and _model_key(optimizer) not in self._unscaled:
+            raise RuntimeError(
+                f"[zeropg] GradScaler.{call}: the loss was scaled by {self._last_given:g}, and the scale is "
+                f"{self._scale:g} now; call update() and load_state_dict() after the step, and not between backward "
+                "and it"
+            )
         return optimizer
 
     @torch.no_grad()
@@ -215,6 +243,12 @@ class GradScaler:
         elif optimizer.warmup_state is not None:
             self._compressed.add(optimizer.warmup_state)
         self._found_inf[id(optimizer)] = has_nonfinite(optimizer)
+
+
+def _checked_scale(call: str, scale: float) -> float:
+    if not 0 < scale < math.inf:
+        raise ValueError(f"[zeropg] GradScaler: {call}: the scale is {scale}; expected a number > 0")
+    return scale
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from typing import Any
 
@@ -161,3 +162,74 @@ def test_wrong_calls_are_refused() -> None:
     assert off.state_dict() == {} and off.get_scale() == 1.0 and off.scale(3) == 3 and not off.is_enabled()
     with raises(ValueError, "are missing"):
         other.load_state_dict(off.state_dict())
+
+
+@on_ranks(2)
+def test_calls_at_odd_moments_are_refused_or_change_nothing() -> None:
+    import zeropg
+
+    kinds: tuple[Any, ...] = (
+        zeropg.optim.Lion,
+        torch.optim.Adagrad,
+        zeropg.optim.LAMB,
+        lambda p: zeropg.optim.Muon(p, ns_dtype="float64"),
+    )
+    for kind in kinds:
+        models = [zeropg.fully_shard(make(), stage=2) for _ in range(2)]
+        plain, optimizer = (zeropg.shard_optimizer(kind(model.parameters()), model) for model in models)
+        scaler = zeropg.GradScaler(init_scale=1024.0)
+
+        def backward(step: int, *, scaler: Any = scaler, models: Any = models) -> None:
+            for model in models:
+                model.zero_grad()
+            loss_of(models[0], step, [dist.get_rank()]).backward()
+            scaler.scale(loss_of(models[1], step, [dist.get_rank()])).backward()
+
+        backward(0)
+        scaler.update(512.0)
+        with raises(RuntimeError, "GradScaler.unscale_", "scaled by 1024, and the scale is 512"):
+            scaler.unscale_(optimizer)
+        with raises(RuntimeError, "GradScaler.step", "scaled by 1024, and the scale is 512"):
+            scaler.step(optimizer)
+        backward(0)
+        scaler.unscale_(optimizer)
+        scaler.update()
+        with raises(RuntimeError, "GradScaler.step", "were unscaled before update()"):
+            scaler.step(optimizer)
+        for step, is_unscaled in ((0, False), (2, True), (3, False)):  # none of OVERFLOWS
+            backward(step)
+            if is_unscaled:
+                scaler.unscale_(optimizer)
+            group = optimizer.param_groups[0]
+            rate, group["lr"] = group["lr"], math.nan
+            with raises(ValueError, "lr"):
+                scaler.step(optimizer)
+            group["lr"] = rate
+            scaler.step(optimizer)
+            scaler.update()
+            plain.step()
+        with zeropg.full_parameters(models[0]), zeropg.full_parameters(models[1]):
+            for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_scaler_takes_values_and_not_tensors() -> None:
+    import zeropg
+
+    scaler = zeropg.GradScaler()
+    state = {key: torch.tensor(value) for key, value in zeropg.GradScaler(init_scale=64.0).state_dict().items()}
+    scaler.load_state_dict(state)
+    state["scale"].fill_(3.0)
+    assert scaler.get_scale() == 64.0
+    scale = torch.tensor(32.0)
+    scaler.update(scale)
+    scale.fill_(3.0)
+    assert scaler.get_scale() == 32.0
+    for wrong in (0.0, -1.0, math.inf, math.nan):
+        with raises(ValueError, "the scale is", "expected a number > 0"):
+            scaler.update(wrong)
+        with raises(ValueError, "the scale is", "expected a number > 0"):
+            scaler.load_state_dict({**state, "scale": wrong})
+    with raises(ValueError, "growth_interval 0"):
+        scaler.load_state_dict({**state, "growth_interval": 0})
+    assert scaler.get_scale() == 32.0
