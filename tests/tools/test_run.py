@@ -15,9 +15,12 @@ import pytest
 from tests.processes import kill_with_children, run_program
 from zeropg.tools.run import command
 from zeropg.tools.run.cores import divide, parse_cpu_list
-from zeropg.tools.run.environment import read_environment_files, to_pass
+from zeropg.tools.run.environment import read_environment_files, to_pass, visible_gpus
 from zeropg.tools.run.hosts import Host, first, read_hostfile, select
-from zeropg.tools.run.launchers import LAUNCHERS, choose
+from zeropg.tools.run.job import Node
+from zeropg.tools.run.launchers import LAUNCHERS, NODE, choose
+from zeropg.tools.run.messages import BEAT_SECONDS, Hello, Plan, from_line, to_line
+from zeropg.tools.run.node import _hello, forget
 from zeropg.tools.run.rank_output import RankOutput
 
 RUN = [sys.executable, "-m", "zeropg", "run"]
@@ -138,6 +141,76 @@ def test_launchers_fit_the_hosts() -> None:
     assert "hidden" not in by_ssh[-1]  # who lists the processes of a host does not read secrets
 
 
+def test_slots_count_the_gpus_that_a_scheduler_has_granted() -> None:
+    assert visible_gpus(None, [0, 2]) == "0,2"
+    assert visible_gpus("4,5,GPU-8a", [0, 2]) == "4,GPU-8a"
+    assert [visible_gpus(nothing, [0, 1]) for nothing in ("", "-1", "NoDevFiles")] == ["", "-1", "NoDevFiles"]
+    with pytest.raises(ValueError, match="slot 2 is asked for, but CUDA_VISIBLE_DEVICES=4,5 grants 2 GPUs"):
+        visible_gpus("4,5", [0, 2])
+
+
+def node_of(name: str, hello: Hello) -> Node:
+    return Node(Host(name, (0,)), 0, "ssh", None, hello=hello)  # type: ignore[arg-type]
+
+
+def test_hosts_are_told_addresses_that_they_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hello(connection: str) -> Hello:
+        monkeypatch.setenv("SSH_CONNECTION", connection)
+        return _hello()
+
+    here, there = hello("127.0.0.1 40000 127.0.0.1 22"), hello("10.0.0.1 40000 10.0.0.2 22")
+    assert (there.address, there.is_sure) == ("10.0.0.2", True)
+    assert not here.address.startswith("127.") and here.is_beside_launcher and not here.is_sure
+    nodes = [node_of("localhost", here), node_of("worker-1", there)]
+    # Others see the launcher's host where its ssh comes from.
+    assert [command.address_of(node, nodes, "ssh") for node in nodes] == ["10.0.0.1", "10.0.0.2"]
+    monkeypatch.setattr(command, "address_of_name", {"node1": "10.0.0.5", "node2": ""}.get)
+    guesses = [node_of(name, Hello(f"172.17.0.{name[-1]}", "2", 0.0)) for name in ("node1", "node2")]
+    assert [command.address_of(node, guesses, "slurm") for node in guesses] == ["10.0.0.5", "172.17.0.2"]
+
+
+@pytest.mark.parametrize(("there", "kept"), [("mine 1 login 22", "none"), ("login 1 worker 22", "login 1 worker 22")])
+def test_the_launchers_own_connection_is_not_taken_for_a_hosts(there: str, kept: str) -> None:
+    (line,) = LAUNCHERS["slurm"].command(HOSTS[0], "", {"SSH_CONNECTION": "mine 1 login 22"})[-1:]
+    prelude = line[: line.index("cd ")]
+    done = subprocess.run(
+        ["sh", "-c", prelude + 'echo "${SSH_CONNECTION-none}"'],
+        env={"SSH_CONNECTION": there},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == kept
+
+
+def test_what_the_launcher_has_got_takes_no_room_on_the_host(tmp_path: Path) -> None:
+    path = tmp_path / "stdout.log"
+    with path.open("wb") as file:
+        file.write(b"a" * (4 << 20))
+        file.flush()
+        os.utime(path, ns=(1, 7))
+        blocks = path.stat().st_blocks
+        forget(path, 4 << 20)
+        if path.stat().st_blocks == blocks:
+            pytest.skip("this file system has no holes")
+        assert path.stat().st_mtime_ns == 7
+        file.write(b"and on")
+        file.flush()
+    assert path.stat().st_blocks < blocks // 4
+    assert path.read_bytes() == bytes(4 << 20) + b"and on"
+
+
+def test_standard_error_goes_its_own_way_and_breaks_into_no_line(tmp_path: Path) -> None:
+    console, errors = io.StringIO(), io.StringIO()
+    output = RankOutput(1, tmp_path, console, errors)
+    for text, is_error in (("loss ", False), ("a warning\n", True), ("1.0\n", False), ("late", True)):
+        output.write(0, text, is_error)
+    output.close()
+    assert console.getvalue() == "[rank 0] loss 1.0\n"
+    assert errors.getvalue() == "[rank 0] a warning\n[rank 0] late\n"
+    assert (tmp_path / "rank0.log").read_text() == "loss \na warning\n1.0\nlate"
+
+
 def test_lines_of_ranks_come_whole_and_progress_bars_do_not_pile_up(tmp_path: Path) -> None:
     console = io.StringIO()
     output = RankOutput(11, tmp_path, console)
@@ -196,7 +269,8 @@ def test_ranks_run_with_logs_variables_and_cores_of_their_own(tmp_path: Path) ->
     logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines() for rank in (0, 1)]
     for rank, log in enumerate(logs):
         assert sorted(log) == sorted([f"{rank} 2 {rank} ['--deepspeed', '-x']", f"[{cpus[rank]}] 1 from the file"])
-        assert all(f"[rank {rank}] {line}" in done.stdout for line in log)
+        for line in log:
+            assert f"[rank {rank}] {line}" in (done.stderr if line.startswith("[") else done.stdout)
 
 
 FAILING = """
@@ -236,6 +310,78 @@ def test_ctrl_c_stops_all_ranks(tmp_path: Path) -> None:
     assert process.returncode == 130 and "SIGINT: all ranks are stopped" in said, said
     assert time.monotonic() - start < 30
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+BEATING = """
+import os, time
+print(os.getpid(), flush=True)
+for _ in range(100):
+    print("beat", flush=True)
+    time.sleep(0.1)
+"""
+
+
+def test_a_run_under_nohup_goes_on_without_its_terminal(tmp_path: Path) -> None:
+    script = written(tmp_path / "script.py", BEATING)
+    line = ["env", "nohup", *RUN, "--num_gpus", "1", "--log_dir", str(tmp_path), str(script)]
+    here, there = os.openpty()
+    with subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=there) as process:
+        try:
+            os.close(there)
+            assert process.stdout is not None
+            process.stdout.readline()
+            os.close(here)
+            process.send_signal(signal.SIGHUP)
+            said = process.stdout.read().decode()
+            assert process.wait(timeout=200) == 0 and said.count("beat") == 100, said
+        except BaseException:
+            kill_with_children(process.pid)
+            raise
+
+
+def test_a_run_that_nobody_reads_ends(tmp_path: Path) -> None:
+    script = written(tmp_path / "script.py", BEATING)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*RUN, "--num_gpus", "1", str(script)], stdout=pipe, stderr=pipe) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            pid = int(process.stdout.readline().split()[-1])
+            process.stdout.close()
+            said = process.stderr.read().decode()
+            assert process.wait(timeout=200) == 128 + signal.SIGPIPE and "SIGPIPE: all ranks are stopped" in said, said
+        except BaseException:
+            kill_with_children(process.pid)
+            raise
+    assert "Traceback" not in said and not Path(f"/proc/{pid}").exists()
+
+
+def test_ranks_end_where_the_network_to_the_launcher_is_cut(tmp_path: Path) -> None:
+    """Nothing comes through it any more, and not its end either."""
+    script = written(tmp_path / "script.py", BEATING.replace("100", "6000"))
+    plan = Plan(0, 1, 0, 1, "", "", 0, [str(script)], {}, None, None, silence=1.0)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-m", NODE], stdin=pipe, stdout=pipe) as process:
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(to_line(plan))
+            process.stdin.flush()
+            messages = (from_line(line) for line in process.stdout)
+            pid = int(next(message.text for message in messages if message.__class__.__name__ == "Output").split()[0])
+            for _ in range(15):  # signs of life
+                time.sleep(0.2)
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+            assert process.poll() is None and Path(f"/proc/{pid}").exists()
+            start = time.monotonic()
+            for _ in messages:
+                pass
+            process.wait(timeout=60)
+            assert time.monotonic() - start < 30
+        except BaseException:
+            kill_with_children(process.pid)
+            raise
+    assert not Path(f"/proc/{pid}").exists()
+    assert command._SILENCE_SECONDS >= 3 * BEAT_SECONDS
 
 
 SCONTROL = '#!/bin/sh\n[ "$*" = "show hostnames node[7]" ] && echo node7\n'

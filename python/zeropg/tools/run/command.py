@@ -5,27 +5,30 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from pathlib import Path
 
 from zeropg.tools.run.cores import parse_cpu_list
 from zeropg.tools.run.environment import environment_files, read_environment_files, to_pass
 from zeropg.tools.run.hosts import Host, first, read_hostfile, select
-from zeropg.tools.run.job import Failure, Job, Node, Stopped, Unreachable
-from zeropg.tools.run.launchers import LAUNCHERS, choose, slurm_hosts
+from zeropg.tools.run.job import Failure, Job, Node, Stopped, Unreachable, say
+from zeropg.tools.run.launchers import LAUNCHERS, address_of_name, choose, slurm_hosts
 from zeropg.tools.run.messages import Plan
 from zeropg.tools.run.rank_output import RankOutput
 
 _DEEPSPEEDS_HOSTFILE = Path("/job/hostfile")
 _PORT = 29500
+_SILENCE_SECONDS = 60.0  # of a launcher that is lost: as long as ssh tries, and a little more
 
 _DESCRIPTION = """
 Starts a program on all ranks of one or several hosts, as the command `deepspeed` does: torchrun on each host, reached
 by ssh, or by srun in an allocation of slurm's. Hosts are checked before anything starts. What ranks write comes here,
-each line with its rank. When a rank fails, when a host is lost, or on Ctrl-C, all ranks of all hosts are stopped.
+each line with its rank: standard output to standard output, standard error to standard error. When a rank fails, when a
+host is lost, or on Ctrl-C, all ranks of all hosts are stopped. So are those of other hosts when this command is lost to
+them, or is stopped (Ctrl-Z), for a minute. Under nohup it goes on without its terminal.
 """
 _EXAMPLES = """
-a hostfile has a line for each host; a slot is a rank, and on a host with GPUs the number of a GPU:
+a hostfile has a line for each host; a slot is a rank, and on a host with GPUs the number of a GPU, or its place in the
+CUDA_VISIBLE_DEVICES that a scheduler has set there:
   worker-0 slots=4      # a comment
   worker-1 slots=4
 
@@ -58,17 +61,17 @@ def main(arguments: list[str]) -> int:
         start = LAUNCHERS[launcher].command
         with Job(hosts, lambda host: start(host, options.rsh, dict(os.environ))) as job:
             job.reach(options.connect_timeout)
-            plans = [_plan(job.nodes, index, options, environment) for index in range(len(hosts))]
+            plans = [_plan(job.nodes, index, launcher, options, environment) for index in range(len(hosts))]
             output = RankOutput(sum(len(host.slots) for host in hosts), options.log_dir)
             failures = job.run(plans, output)
     except Unreachable as error:
-        print(f"zeropg run: {error}; nothing is started", file=sys.stderr)
+        say(f"zeropg run: {error}; nothing is started")
         return 1
     except Stopped as stopped:
-        print(f"zeropg run: {stopped}: all ranks are stopped", file=sys.stderr)
+        say(f"zeropg run: {stopped}: all ranks are stopped")
         return 128 + stopped.number
     for line in _report(failures, output):
-        print(line, file=sys.stderr)
+        say(line)
     return 1 if failures else 0
 
 
@@ -103,11 +106,13 @@ def _from_files(options: argparse.Namespace) -> dict[str, str]:
     return read_environment_files(environment_files(os.environ))
 
 
-def _plan(nodes: list[Node], index: int, options: argparse.Namespace, environment: dict[str, str]) -> Plan:
+def _plan(
+    nodes: list[Node], index: int, launcher: str, options: argparse.Namespace, environment: dict[str, str]
+) -> Plan:
     """Of one host. Raises Unreachable where the others would not know how to reach the first one."""
     node, leader = nodes[index], nodes[0]
     assert node.hello is not None and leader.hello is not None
-    master = options.master_addr or leader.hello.address
+    master = options.master_addr or address_of(leader, nodes, launcher)
     if len(nodes) > 1 and not master:
         raise Unreachable(f"{leader.host.name} does not know its own address; say it with --master_addr")
     command = ["--no-python"] if options.no_python else ["-m"] if options.module else []
@@ -117,14 +122,30 @@ def _plan(nodes: list[Node], index: int, options: argparse.Namespace, environmen
         nodes=len(nodes),
         first_rank=node.first_rank,
         ranks=len(node.host.slots),
-        address=master if index == 0 else node.hello.address,
+        address=master if index == 0 else address_of(node, nodes, launcher),
         master_addr=master,
         master_port=options.master_port or (_PORT if len(nodes) > 1 or options.master_addr else 0),
         command=[*command, options.program, *options.arguments],
         environment=environment,
-        visible_gpus=list(node.host.slots) if is_chosen else None,
+        slots=list(node.host.slots) if is_chosen else None,
         cpus=(options.bind_core_list or "") if options.bind_cores else None,
+        silence=0.0 if launcher == "local" else _SILENCE_SECONDS,
     )
+
+
+def address_of(node: Node, nodes: list[Node], launcher: str) -> str:
+    """At which the other hosts reach this one; "" where nobody knows.
+
+    That is where ssh came in, unless the host is the launcher's own: then it is where others see the launcher. Slurm's
+    nodes go by their names.
+    """
+    assert node.hello is not None
+    if node.hello.is_sure or len(nodes) == 1:
+        return node.hello.address
+    if launcher == "slurm":
+        return address_of_name(node.host.name) or node.hello.address
+    seen = next((one.hello.launcher for one in nodes if one.hello is not None and one.hello.launcher), "")
+    return (seen if node.hello.is_beside_launcher else "") or node.hello.address
 
 
 def _report(failures: list[Failure], output: RankOutput) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 # Beginnings of names. DeepSpeed passes MLFLOW, PYTHON, MV2, UCX, NCCL, LD_LIBRARY_PATH and PATH.
@@ -25,6 +25,7 @@ PASSED = (
 OF_ONE_HOST = ("ZEROPG_HOST_ID", "ZEROPG_RACK_ID", "ZEROPG_DOMAIN_ID")
 # torchrun's own, of a run that this one may have been started in.
 _OF_ANOTHER_RUN = "TORCHELASTIC_"
+_NO_GPUS = ("", "-1", "NoDevFiles")  # in CUDA_VISIBLE_DEVICES; the last is slurm's
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)")
 
@@ -66,3 +67,22 @@ def read_environment_files(paths: Iterable[Path]) -> dict[str, str]:
                 value = value[1:-1]
             found[name] = value
     return found
+
+
+def visible_gpus(granted: str | None, slots: Sequence[int]) -> str:
+    """Returns CUDA_VISIBLE_DEVICES for these slots of a host, whose own is `granted`: slots count what it names.
+
+    Without one they are the GPUs' own numbers; where it names no GPU it stays as it is. Raises ValueError for a slot
+    that it lacks.
+    """
+    if granted is None:
+        return ",".join(map(str, slots))
+    names = [name.strip() for name in granted.split(",")]
+    if names[0] in _NO_GPUS:
+        return granted
+    if absent := [slot for slot in slots if slot >= len(names)]:
+        raise ValueError(
+            f"slot {absent[0]} is asked for, but CUDA_VISIBLE_DEVICES={granted} grants {len(names)} GPUs, slots 0 to "
+            f"{len(names) - 1}; give the slots of the hostfile accordingly"
+        )
+    return ",".join(names[slot] for slot in slots)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from zeropg.tools.run.hosts import Host
-from zeropg.tools.run.messages import Done, Failed, Hello, Output, Plan, from_line, to_line
-from zeropg.tools.run.rank_output import RankOutput
+from zeropg.tools.run.messages import BEAT_SECONDS, Done, Failed, Hello, Output, Plan, from_line, to_line
+from zeropg.tools.run.rank_output import RankOutput, go_on_without
 
 _GATHER_SECONDS = 1.5  # for other hosts to say that they failed, too: maybe earlier
 _STOP_SECONDS = 45.0  # longer than hosts take to kill what ignores SIGTERM
@@ -86,11 +86,14 @@ class Job:
         self._events: queue.SimpleQueue[tuple[Node | None, Any]] = queue.SimpleQueue()
         self._room = threading.Semaphore(_MOST_EVENTS)  # a console that is slow makes ranks wait, not memory grow
         self.nodes: list[Node] = []
+        self._has_stopped = threading.Event()
         self._hosts = hosts
         self._command = command
 
     def __enter__(self) -> Job:
-        self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        # What is ignored stays so: SIGHUP under nohup, SIGINT in the background of a script.
+        heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in heeded}
         first_rank = 0
         try:
             for host in self._hosts:
@@ -158,6 +161,7 @@ class Job:
             with contextlib.suppress(BrokenPipeError):  # its end comes as an event
                 _opened(node.process.stdin).write(to_line(plan))
                 _opened(node.process.stdin).flush()
+        threading.Thread(target=self._beat, daemon=True).start()
         failures: list[Failure] = []
         try:
             self._watch(output, failures, None)
@@ -171,6 +175,8 @@ class Job:
         for node, event in self._until(deadline):
             if isinstance(event, Output):
                 _show(node, event, output)
+                if output.is_unread:
+                    raise Stopped(signal.SIGPIPE)
             elif isinstance(event, Failed):
                 failures.append(_failure(node, event))
                 node.is_done = True
@@ -188,6 +194,7 @@ class Job:
 
     def _stop(self, output: RankOutput) -> None:
         """Tells all hosts to end, waits for them, and shows what ranks still say."""
+        self._has_stopped.set()
         for node in self.nodes:
             with contextlib.suppress(BrokenPipeError):
                 _opened(node.process.stdin).close()
@@ -215,6 +222,14 @@ class Job:
             self._room.release()
             yield node, event
 
+    def _beat(self) -> None:
+        """Tells the hosts that this process and the network live."""
+        while not self._has_stopped.wait(BEAT_SECONDS):
+            for node in self.nodes:
+                with contextlib.suppress(OSError, ValueError):  # closed
+                    _opened(node.process.stdin).write(b"\n")
+                    _opened(node.process.stdin).flush()
+
     def _on_signal(self, number: int, frame: object) -> None:
         self._events.put((None, Signalled(number)))
 
@@ -237,7 +252,15 @@ class Job:
             text = line.decode(errors="replace").rstrip()
             node.said.append(text)
             if node.hello is not None:
-                print(f"[{node.host.name}] {text}", file=sys.stderr, flush=True)
+                say(f"[{node.host.name}] {text}")
+
+
+def say(text: str) -> None:
+    """Writes a line to standard error, where there is still somebody."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        go_on_without(sys.stderr)
 
 
 def _opened(pipe: IO[bytes] | None) -> IO[bytes]:
@@ -252,7 +275,7 @@ def _is_of(node: Node, rank: int) -> bool:
 
 def _show(node: Node, event: Output, output: RankOutput) -> None:
     if _is_of(node, event.rank):
-        output.write(event.rank, event.text)
+        output.write(event.rank, event.text, event.is_error)
 
 
 def _failure(node: Node, event: Failed) -> Failure:

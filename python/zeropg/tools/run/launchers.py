@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shlex
 import socket
@@ -44,7 +45,27 @@ def _remote_command(environment: Mapping[str, str]) -> str:
     """For the shell of the other host: this folder and this Python there."""
     variables = [f"{name}={environment[name]}" for name in _NEEDED_BY_PYTHON if name in environment]
     command = ["env", *variables, sys.executable, "-m", NODE]
-    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+    own = environment.get("SSH_CONNECTION")
+    # srun hands it on: then it says how somebody reached the launcher, and not how the launcher reached the host.
+    forget = "" if own is None else f'if [ "$SSH_CONNECTION" = {shlex.quote(own)} ]; then unset SSH_CONNECTION; fi; '
+    return f"{forget}cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+
+
+def address_of_name(name: str) -> str:
+    """What a host's name stands for here; "" for nothing, and for this machine itself."""
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return ""
+    return next((address for address in found if not is_loopback(address)), "")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means the machine that says it."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 LAUNCHERS = {

@@ -1,6 +1,7 @@
 """What the launcher and the process on each host tell each other: a line of JSON each, over the pipes of ssh.
 
-launcher -> host  one Plan, and then nothing: when the pipe ends, whatever the reason, the host stops its ranks
+launcher -> host  one Plan, and then an empty line every BEAT_SECONDS: when the pipe ends, or nothing comes for as long
+                  as the plan says, the host stops its ranks
 host -> launcher  Hello, then Output again and again, then Failed or Done
 """
 
@@ -10,6 +11,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+BEAT_SECONDS = 10.0
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -17,8 +20,9 @@ class Plan:
 
     first_rank: the global rank of its local rank 0. master_port: 0: this is the only host, and any port will do.
     command: for torchrun, after its own options: a script, or `-m` and a module, or `--no-python` and a program.
-    visible_gpus: for CUDA_VISIBLE_DEVICES; None leaves it alone.
+    slots: which of the GPUs that the host may use: numbers into its CUDA_VISIBLE_DEVICES; None: all as they are.
     cpus: whether ranks are bound to cores: None: no; "": to all there are; else to those of this list, "0-3,8".
+    silence: seconds without a word from the launcher after which it is lost, and the network with it; 0: forever.
     """
 
     node_rank: int
@@ -30,25 +34,33 @@ class Plan:
     master_port: int
     command: list[str]
     environment: dict[str, str]
-    visible_gpus: list[int] | None
+    slots: list[int] | None
     cpus: str | None
+    silence: float
 
 
 @dataclass(frozen=True)
 class Hello:
-    """address: at which others reach this host; "" where it does not know. clock: seconds since the epoch."""
+    """address: at which others reach this host; "" where it does not know. is_sure: whether ssh came in at it.
+    launcher: at which this host sees the launcher's; "" where it does not know. is_beside_launcher: ssh came in from
+    the host itself. clock: seconds since the epoch.
+    """
 
     address: str
     torch: str
     clock: float
+    is_sure: bool = False
+    launcher: str = ""
+    is_beside_launcher: bool = False
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a rank has written."""
+    """What a rank has written, to standard output or to standard error."""
 
     rank: int
     text: str
+    is_error: bool = False
 
 
 @dataclass(frozen=True)

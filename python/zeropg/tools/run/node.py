@@ -3,13 +3,15 @@
     python -m zeropg.tools.run.node
 
 It speaks over standard input and output (messages.py). Whatever ends the input, be it the launcher, its death or a
-connection that is gone, ends the ranks.
+connection that is gone, ends the ranks. So does a silence: where a network is cut nothing else tells of it.
 """
 
 from __future__ import annotations
 
 import codecs
+import ctypes
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -28,10 +30,15 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from zeropg.tools.run.cores import cores_of_this_host, divide, parse_cpu_list
+from zeropg.tools.run.environment import visible_gpus
+from zeropg.tools.run.launchers import is_loopback
 from zeropg.tools.run.messages import Done, Failed, Hello, Message, Output, Plan, from_line, to_line
 
 _POLL_SECONDS = 0.05
 _CHUNK = 1 << 16
+_FORGET_BYTES = 16 << 20  # of what a rank has written and the launcher has got
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1  # linux/falloc.h
+_LIBC = ctypes.CDLL(None)
 _GRACE_SECONDS = 40.0  # torchrun gives ranks 30 s between SIGTERM and SIGKILL
 _IDLE_SECONDS = 2.0  # for torchrun to notice a signal before it has ranks
 _BIND = Path(__file__).with_name("bind.py")
@@ -58,14 +65,14 @@ def main() -> int:
     """Run what comes; returns the exit status."""
     commands, pipe = _take_pipes()
     replies = Replies(pipe)
-    replies.send(Hello(_address(), torch.__version__, time.time()))
+    replies.send(_hello())
     line = commands.readline()
     if not line:
         return 0  # another host could not be reached
     plan: Plan = from_line(line)
     signal.signal(signal.SIGTERM, _stop)
     with tempfile.TemporaryDirectory(prefix="zeropg-run-", ignore_cleanup_errors=True) as folder:
-        threading.Thread(target=_end_with, args=(commands,), daemon=True).start()
+        threading.Thread(target=_end_with, args=(commands, plan.silence), daemon=True).start()
         with following(Path(folder), plan, replies):
             last_word = _run(plan, folder)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end that follows a last word is no reason to stop
@@ -87,8 +94,8 @@ def _run(plan: Plan, folder: str) -> Failed | Done:
     try:
         os.environ.update(plan.environment)
         os.environ.setdefault("PYTHONUNBUFFERED", "1")  # else a rank that is killed loses its last words
-        if plan.visible_gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.visible_gpus))
+        if plan.slots is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), plan.slots)
         torchrun.run(torchrun.parse_args(torchrun_arguments(plan, folder)))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -128,6 +135,7 @@ def torchrun_arguments(plan: Plan, folder: str) -> list[str]:
 def following(folder: Path, plan: Plan, replies: Replies) -> Iterator[None]:
     """Meanwhile sends what torchrun writes of its ranks into `folder`; at the end the rest of it."""
     ended = threading.Event()
+    forgotten_bytes: dict[Path, int] = {}
     decoders: dict[Path, codecs.IncrementalDecoder] = {}
     read_bytes: dict[Path, int] = {}
 
@@ -135,11 +143,15 @@ def following(folder: Path, plan: Plan, replies: Replies) -> Iterator[None]:
         for local_rank in range(plan.ranks):
             for path in _logs(folder, local_rank):
                 decoder = decoders.setdefault(path, codecs.getincrementaldecoder("utf-8")(errors="replace"))
+                is_error = path.name == "stderr.log"
                 with path.open("rb") as file:
                     file.seek(read_bytes.get(path, 0))
                     while chunk := file.read(_CHUNK):
                         read_bytes[path] = read_bytes.get(path, 0) + len(chunk)
-                        replies.send(Output(plan.first_rank + local_rank, decoder.decode(chunk)))
+                        replies.send(Output(plan.first_rank + local_rank, decoder.decode(chunk), is_error))
+                        if read_bytes[path] - forgotten_bytes.get(path, 0) >= _FORGET_BYTES:
+                            forget(path, read_bytes[path])
+                            forgotten_bytes[path] = read_bytes[path]
 
     def follow() -> None:
         while not ended.wait(_POLL_SECONDS):
@@ -153,6 +165,15 @@ def following(folder: Path, plan: Plan, replies: Replies) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def forget(path: Path, count: int) -> None:
+    """Gives the room of a file's first `count` bytes back to the disk, while a rank writes behind them."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        # Where the file system has no holes the file only grows on.
+        _LIBC.fallocate(file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(count))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # it says when the rank wrote last
 
 
 def _logs(folder: Path, local_rank: int) -> list[Path]:
@@ -174,9 +195,11 @@ def _stop(number: int, frame: object) -> NoReturn:
     raise Stopped
 
 
-def _end_with(commands: IO[bytes]) -> None:
-    """Waits for the end of the input, and then ends this process and its ranks, whatever they do."""
-    while commands.read(_CHUNK):
+def _end_with(commands: IO[bytes], silence: float) -> None:
+    """Waits for the end of the input, or `silence` s without any, then ends this process and its ranks, whatever they
+    do."""
+    number = commands.fileno()
+    while select.select([number], [], [], silence or None)[0] and os.read(number, _CHUNK):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     start = time.monotonic()
@@ -195,18 +218,25 @@ def _children() -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-def _address() -> str:
-    """Where the launcher found this host, else the first address that `hostname -I` knows; "" without one."""
+def _hello() -> Hello:
+    """With the address at which the launcher found this host, unless that is this machine's for itself."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    if len(connection) == 4:
-        return connection[2]
+    is_known = len(connection) == 4
+    is_beside_launcher = is_known and is_loopback(connection[2])
+    is_sure = is_known and not is_beside_launcher
+    address, launcher = (connection[2], connection[0]) if is_sure else (_address(), "")
+    return Hello(address, torch.__version__, time.time(), is_sure, launcher, is_beside_launcher)
+
+
+def _address() -> str:
+    """The first address that `hostname -I` knows; "" without one."""
     with suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=10).stdout.split()
         if said:
             return said[0]
     with suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
-        return "" if address.startswith("127.") else address
+        return "" if is_loopback(address) else address
     return ""
 
 
