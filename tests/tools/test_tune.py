@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import zeropg
+from tests.spawn import run_ranks
 from tests.test_cpp import ROOT
 from zeropg.deepspeed.config import read
-from zeropg.deepspeed.observation.trial import Sizes
+from zeropg.deepspeed.observation.observer import Clock, Facts
+from zeropg.deepspeed.observation.trial import Sizes, Trial, TrialRun
 from zeropg.tools.plan.formulas import Settings
 from zeropg.tools.tune import command
 from zeropg.tools.tune.candidates import (
@@ -49,12 +52,53 @@ def test_a_candidates_configuration_keeps_what_is_learnt() -> None:
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
         "optimizer": BASE["optimizer"],
     }
     zero = config_of(BASE, Candidate(3, 8, "/nvme"), 16, 2)["zero_optimization"]
     assert zero["offload_param"] == {"device": "cpu"}
     assert zero["offload_optimizer"] == {"device": "nvme", "nvme_path": "/nvme"}
+
+
+def test_plans_know_where_the_configuration_has_the_optimizers_state() -> None:
+    sizes = Sizes(2, 2, "cpu", [[([1000, 64], "torch.float32", True)]])
+    needed = []
+    for block in ({"device": "none"}, {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 5}):
+        config = config_of(BASE | {"zero_optimization": {"offload_optimizer": block}}, Candidate(1, 2), 16, 2)
+        assert config["zero_optimization"] == {"stage": 1, "offload_optimizer": block}
+        needed.append(needed_bytes(shape_of(sizes), plan_of(read(config, world_size=2), Candidate(1, 2), sizes)))
+    assert needed[1] < needed[0]
+
+
+class Ticks(Clock):
+    """A clock on which each look takes a second more than the one before."""
+
+    def __init__(self) -> None:
+        self._times = itertools.accumulate(itertools.count())
+
+    def now(self) -> float:
+        return float(next(self._times))
+
+
+def time_whole_steps(folder: Path) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    run = TrialRun(Trial(str(folder / "report"), 1, 2), group, Ticks())
+    run.begin("forward", [])
+    with pytest.raises(SystemExit):
+        for step, skipped in enumerate((1, 2, 2, 2, 3, 3), 1):
+            run.updated(Facts(step, skipped, 8, 4, [], []))
+    # The third update warms up; the fourth and the sixth are timed.
+    assert json.loads((folder / "report").read_text())["seconds"] == [4.0, 6.0]
+    endless = TrialRun(Trial(str(folder / "none"), 0, 1), group, Ticks())
+    endless.begin("forward", [])
+    with pytest.raises(SystemExit, match="101 steps had gradients that are not finite"):
+        for step in range(1, 200):
+            endless.updated(Facts(step, step, 8, 4, [], []))
+
+
+def test_steps_that_the_loss_scale_leaves_out_are_not_timed(tmp_path: Path) -> None:
+    run_ranks(1, time_whole_steps, tmp_path)
 
 
 def test_the_file_of_the_configuration_is_found_and_replaced() -> None:

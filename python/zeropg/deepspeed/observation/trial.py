@@ -22,11 +22,15 @@ from zeropg.sharding.nested import tensors_in
 from zeropg.sharding.units import plan_units
 
 VARIABLE = "ZEROPG_TUNE_TRIAL"
+_MOST_SKIPPED = 100  # twice as many as a scale of 2**24 takes to come down to 1 with DeepSpeed's hysteresis
 
 
 @dataclass(frozen=True)
 class Trial:
-    """report: a file, which rank 0 writes. steps: that are timed, after `warm_up` others; 0: only `Sizes` are asked."""
+    """report: a file, which rank 0 writes. steps: that are timed, after `warm_up` others; 0: only `Sizes` are asked.
+
+    A step that is left out, since gradients were not finite, is none of them: it costs less.
+    """
 
     report: str
     warm_up: int
@@ -93,6 +97,7 @@ class TrialRun(Observer):
         self._clock = clock
         self._seconds: list[float] = []
         self._start: float | None = None
+        self._skipped = 0
         self._rows: int | None = None
 
     def begin(self, phase: Phase, inputs: Sequence[Any]) -> None:
@@ -105,9 +110,15 @@ class TrialRun(Observer):
     def updated(self, facts: Facts) -> None:
         assert self._start is not None  # the step has begun
         now = self._clock.now()
-        self._seconds.append(now - self._start)
-        self._start = now
-        if len(self._seconds) < self._trial.warm_up + self._trial.steps:
+        is_whole = facts.skipped == self._skipped
+        if is_whole:
+            self._seconds.append(now - self._start)
+        self._start, self._skipped = now, facts.skipped
+        if self._skipped > _MOST_SKIPPED:
+            raise SystemExit(
+                f"[zeropg] tune: {self._skipped} steps had gradients that are not finite; no speed is told"
+            )
+        if not is_whole or len(self._seconds) < self._trial.warm_up + self._trial.steps:
             return
         peaks: list[int] = [0] * self._group.size()
         dist.all_gather_object(peaks, _peak_bytes(), group=self._group)

@@ -20,7 +20,7 @@ _LEAST_FACTOR = 2  # from a micro-batch to the next larger one that is tried
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """offload: where the optimizer's state lies: "" in memory, else a directory on a disk."""
+    """offload: where the optimizer's state lies: "" where the configuration says, else a directory on a disk."""
 
     stage: int
     micro_batch: int
@@ -49,9 +49,9 @@ def config_of(base: dict[str, Any], candidate: Candidate, train_batch: int, rank
     zero["stage"] = candidate.stage
     if candidate.stage < 3:
         zero.pop("offload_param", None)  # DeepSpeed allows it in stage 3 alone
-    zero.pop("offload_optimizer", None)
     if candidate.offload:
-        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": candidate.offload}
+        given = zero.get("offload_optimizer") or {}
+        zero["offload_optimizer"] = {**given, "device": "nvme", "nvme_path": candidate.offload}
     config["zero_optimization"] = zero
     config["train_batch_size"] = train_batch
     config["train_micro_batch_size_per_gpu"] = candidate.micro_batch
@@ -66,8 +66,12 @@ def shape_of(sizes: Sizes) -> ModelShape:
 
 
 def plan_of(config: Config, candidate: Candidate, sizes: Sizes) -> Settings:
-    """What `zeropg plan` computes memory and traffic from. An optimizer that it does not know counts as AdamW."""
+    """What `zeropg plan` computes memory and traffic from. An optimizer that it does not know counts as AdamW.
+
+    config: the candidate's.
+    """
     name = (config.optimizer.type or "adamw").lower()
+    tier = config.zero_optimization.offload_optimizer.device
     return Settings(
         stage=candidate.stage,
         ranks=sizes.world_size,
@@ -75,7 +79,7 @@ def plan_of(config: Config, candidate: Candidate, sizes: Sizes) -> Settings:
         param_dtype=param_dtype(config),
         optimizer=name if name in OPTIMIZER_SLOTS else "adamw",
         device=sizes.device,
-        offload_optimizer="nvme" if candidate.offload else None,
+        offload_optimizer=None if tier == "none" else tier,
     )
 
 

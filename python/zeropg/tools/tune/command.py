@@ -39,9 +39,10 @@ processes, and writes the configuration that won. The script needs no change: th
 ends the script after those steps.
 
 What is tuned: the stage (0 to 3) and the micro-batch. The samples of a step (train_batch_size) stay, and so do dtypes,
-the optimizer and everything else that changes what is learnt: all candidates train alike. With --nvme_path the
-optimizer's state goes to a disk, but only where no stage fits into memory. Sizes of buckets, prefetching and thresholds
-have no effect here, so there is nothing to tune in them.
+the optimizer, where its state lies (offload_optimizer) and everything else that changes what is learnt: all candidates
+train alike. With --nvme_path the optimizer's state goes to a disk, but only where no stage fits without. Steps that the
+loss scale of fp16 leaves out are not timed. Sizes of buckets, prefetching and thresholds have no effect here, so there
+is nothing to tune in them.
 """
 _EXAMPLES = """
 how it goes:
@@ -145,13 +146,14 @@ class _Tuner:
     def _cells(self, row: Row, best: Row | None) -> list[str]:
         candidate, problem = row.candidate, row.problem.splitlines()[-1] if row.problem else ""
         accumulation = self.train_batch // (candidate.micro_batch * self._sizes.world_size)
-        sent = sent_bytes(self._shape, self._plan(candidate), accumulation)
+        plan = self._plan(candidate)
+        sent = sent_bytes(self._shape, plan, accumulation)
         why = ": ".join(part for part in (row.why, problem) if part)
         return [
             str(candidate.stage),
             str(candidate.micro_batch),
             str(accumulation),
-            "yes" if candidate.offload else "no",
+            "yes" if plan.offload_optimizer == "nvme" else "no",
             size(row.planned_bytes),
             size(row.peak_bytes) if row.peak_bytes else "-",
             size(sent),
