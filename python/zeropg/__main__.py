@@ -22,6 +22,7 @@ COMMANDS = {
     "run": ("zeropg.tools.run.command", "start a program on all ranks of one or several hosts, as deepspeed does"),
     "simulate": ("zeropg.tools.simulate", "compute time and bytes of a collective on nodes that need not exist"),
     "topo": ("zeropg.tools.topo", "show which ranks share a node, and what the links between them carry"),
+    "trace": ("zeropg.tools.trace.command", "show where the time of a training step goes, unit by unit"),
     "train": (
         "zeropg.tools.train.command",
         "train a small GPT on real text with ZeRO-0 to 3, and export it in 16 bits",
@@ -39,6 +40,7 @@ examples:
   python -m zeropg config ds_config.json                                 what becomes of a DeepSpeed configuration
   python -m zeropg export checkpoints out --dtype bfloat16               safetensors of a checkpoint
   python -m zeropg plan --params 7e9 --ranks 8 --stage 0,1,2,3           what each stage would hold and send
+  python -m zeropg trace trace                                           where a step's time goes (see trace --help)
   python -m zeropg tune train.py --deepspeed_config ds_config.json       the fastest stage and micro-batch for a script
   python -m zeropg simulate --ranks 8 --nodes 2 --size 64M               what an all-reduce would cost on two nodes
   python -m zeropg run --hostfile hosts train.py                         all ranks of all hosts, as deepspeed does

@@ -28,8 +28,8 @@ at::Tensor movable(const at::Tensor& tensor) {
 
 }  // namespace
 
-Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()) {}
+Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, EventLog& log)
+    : group_(std::move(group)), log_(log), rank_(group_->getRank()), world_size_(group_->getSize()) {}
 
 std::string Communicator::context(const char* operation) const {
   return c10::str("[zeropg rank ", rank_, "/", world_size_, "] ", operation, ": ");
@@ -129,9 +129,9 @@ ProcessGroupZero& Communicator::zeropg_group() {
   return *zeropg;
 }
 
-void Communicator::wait(const c10::intrusive_ptr<c10d::Work>& work) {
+void Communicator::wait(const c10::intrusive_ptr<c10d::Work>& work, EventLog::Kind purpose, const std::string& unit) {
   try {
-    timed([&] { work->wait(); });
+    timed([&] { work->wait(); }, purpose, unit);
   } catch (const c10::Error&) {
     throw;
   } catch (const std::runtime_error& error) {  // gloo's; what a signal handler raised is neither

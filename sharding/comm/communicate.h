@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "backend/group/collective_args.h"
+#include "sharding/comm/event_log.h"
 
 namespace zeropg {
 
@@ -16,11 +17,13 @@ class ProcessGroupZero;
 
 class Communicator {
  public:
-  explicit Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  // `log`: of the model that communicates; it outlives this.
+  Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, EventLog& log);
 
   int64_t rank() const { return rank_; }
   int64_t world_size() const { return world_size_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
+  EventLog& log() const { return log_; }
 
   // How an error of `operation` begins: "[zeropg rank 1/4] step: ".
   std::string context(const char* operation) const;
@@ -46,13 +49,17 @@ class Communicator {
   // CPU in shared memory, as long as there is room for it there.
   at::Tensor allocate(int64_t bytes, c10::Device device);
   // Throws c10::Error, of whatever backend the group is, or what a signal handler raised; the work then goes on.
-  void wait(const c10::intrusive_ptr<c10d::Work>& work);
+  // `purpose`, `unit`: for the log.
+  void wait(const c10::intrusive_ptr<c10d::Work>& work, EventLog::Kind purpose = EventLog::Kind::kWait,
+            const std::string& unit = "");
 
-  // Runs `wait` and adds its time to seconds(): for waits that are not a Work.
+  // Runs `wait`, adds its time to seconds() and notes it in the log: for waits that are not a Work.
   template <typename Wait>
-  void timed(Wait&& wait) {
+  void timed(Wait&& wait, EventLog::Kind purpose = EventLog::Kind::kWait, const std::string& unit = "") {
     const auto start = std::chrono::steady_clock::now();
+    const int64_t began = log_.now();
     wait();
+    log_.add(purpose, unit, began);
     seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
 
@@ -64,6 +71,7 @@ class Communicator {
   ProcessGroupZero& zeropg_group();
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  EventLog& log_;
   int64_t rank_;
   int64_t world_size_;
   double seconds_ = 0;

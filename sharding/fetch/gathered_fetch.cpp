@@ -84,6 +84,7 @@ class GatheredFetch final : public Fetch {
   };
 
   struct Gather {
+    int64_t began = 0;  // for the log
     at::Tensor whole;
     c10::intrusive_ptr<c10d::Work> work;  // null where there is nobody to gather from
     at::Tensor items;                     // [world_size]: which one each rank gathers; undefined: the group compares it
@@ -93,6 +94,7 @@ class GatheredFetch final : public Fetch {
   Gather begin(const FlatParameter& flat, Use use) {
     const auto& [shard, item] = homes_.at(&flat);
     Gather gather;
+    gather.began = communicator_.log().now();
     gather.whole = pool_.acquire(flat.layout().total_numel, flat.dtype(), flat.device());
     if (travels_encoded(flat, use)) {
       flat.clear_padding(shard);
@@ -121,15 +123,18 @@ class GatheredFetch final : public Fetch {
       return;
     }
     explain(flat, gather, [&] {
+      constexpr auto kPurpose = EventLog::Kind::kWaitForGather;
       if (gather.telling) {
-        communicator_.wait(gather.telling);
+        communicator_.wait(gather.telling, kPurpose, flat.unit_name());
         told_.push_back({&flat, gather.items});
         if (device_.is_cpu()) {  // at once, since otherwise the wait that follows may not end
           compare_items();
         }
       }
-      communicator_.wait(gather.work);
+      communicator_.wait(gather.work, kPurpose, flat.unit_name());
     });
+    communicator_.log().add(EventLog::Kind::kGather, flat.unit_name(), gather.began,
+                            static_cast<int64_t>(gather.whole.nbytes()));
   }
 
   // On a device the host would have to wait for it; there it is done once in a pass.

@@ -50,9 +50,11 @@ class SharedFetch final : public Fetch {
 
   void unshard(FlatParameter& flat, Use use) override {
     if (seen_ < updates_) {
-      communicator_.timed([&] {
-        segment_->wait_all(kPublished, updates_, group_->default_timeout(), "the parameters of the last update");
-      });
+      communicator_.timed(
+          [&] {
+            segment_->wait_all(kPublished, updates_, group_->default_timeout(), "the parameters of the last update");
+          },
+          EventLog::Kind::kWaitForGather, flat.unit_name());
       seen_ = updates_;
     }
     const at::Tensor& whole = wholes_.at(&flat);

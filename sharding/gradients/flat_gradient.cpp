@@ -62,6 +62,7 @@ void FlatGradient::launch() {
   if (communicator.world_size() == 1) {
     return;
   }
+  began_ = communicator.log().now();
   // Everybody's whole average, or this rank's slice of it.
   if (!is_sharded_) {
     if (context_.averages) work_ = communicator.all_reduce_average(collected_, compression_);
@@ -74,7 +75,9 @@ void FlatGradient::launch() {
 
 void FlatGradient::finish() {
   if (work_) {
-    context_.communicator.wait(work_);
+    context_.communicator.wait(work_, EventLog::Kind::kWaitForReduce, flat_.unit_name());
+    context_.communicator.log().add(EventLog::Kind::kReduce, flat_.unit_name(), began_,
+                                    static_cast<int64_t>(collected_.nbytes()));
     work_.reset();
   }
   if (!reduced_.is_alias_of(average_)) {

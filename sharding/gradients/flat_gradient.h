@@ -89,6 +89,7 @@ class FlatGradient {
   at::Tensor collected_;              // [total_numel]; open over several backwards inside no_sync
   at::Tensor reduced_;                // what the reduction writes: a slice, collected_, or average_
   c10::intrusive_ptr<c10d::Work> work_;
+  int64_t began_ = 0;    // work_, for the log
   at::Tensor average_;   // [numel()]
   size_t own_uses_ = 0;  // of its storage, by this object alone
   bool is_kept_ = false;

@@ -95,8 +95,11 @@ void Backward::begin_unit(Unit& unit, bool waits_for_inputs, bool stays_whole) {
   begin();
   unit.waits_for_inputs = waits_for_inputs;
   unit.stays_whole |= stays_whole;
-  unit.is_in_backward = true;
+  const bool begins = !std::exchange(unit.is_in_backward, true);
   units_.unshard(unit);
+  if (begins) {
+    unit.backward_began = communicator_.log().now();
+  }
 }
 
 void Backward::inputs_done(Unit& unit) {
@@ -125,14 +128,20 @@ void Backward::maybe_reshard(Unit& unit) {
       return;
     }
   }
+  end_unit(unit);
   unit.is_in_backward = false;
   units_.reshard(unit);
+}
+
+void Backward::end_unit(Unit& unit) {
+  communicator_.log().add(EventLog::Kind::kBackward, unit.name, std::exchange(unit.backward_began, 0));
 }
 
 void Backward::finish() {
   // No unit is needed any more, but by a graph that this backward has made.
   units_.keep_whole(creates_graph_);
   for (Unit& unit : units_.all()) {
+    end_unit(unit);
     unit.end_backward();
     if (!creates_graph_) {
       units_.reshard(unit);

@@ -47,6 +47,7 @@ class Backward final : public GradientListener {
   void begin();
   void finish();
   void maybe_reshard(Unit& unit);
+  void end_unit(Unit& unit);  // for the log
 
   const Communicator& communicator_;
   const ShardingOptions& options_;

@@ -27,6 +27,7 @@ from zeropg.sharding.load_state_dict import load_into
 from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_memory, offload_of, open_offload
 from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
+from zeropg.sharding.trace import requested_trace
 from zeropg.sharding.units import UnitChoice, UnitPlan, materialize, plan_units, renormalized_parameters
 
 _STAGES = (0, 1, 2, 3)
@@ -160,6 +161,7 @@ def fully_shard(
     with _failing_together(group):
         _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
         _check_prefetch_numel(prefetch_numel)
+        requested_trace()
         offload = offload_of(offload_optimizer, "offload_optimizer")
         plan = None if compression is None else _plan_of(compression, group)
         _absorb_inner_calls(module)

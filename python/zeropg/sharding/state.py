@@ -14,6 +14,7 @@ from torch.nn.utils import stateless
 from zeropg._native import _C
 from zeropg.sharding.nested import Replacement, hidden_tensors_in, is_plain, tensors_in
 from zeropg.sharding.running_statistics import modules_with_statistics
+from zeropg.sharding.trace import TraceRecorder, requested_trace
 from zeropg.sharding.units import UnitPlan
 
 
@@ -39,10 +40,13 @@ class ShardedState:
     full_gradients_depth: int = 0  # of `with zeropg.full_gradients`
     is_writing_shards: bool = False  # inside `with zeropg.writable_shards`
     has_average: bool = False  # in place of its own weights: inside `average_parameters` of a zeropg.ema
+    trace: TraceRecorder | None = None  # until all that is to be recorded has been
     _is_functional: bool = False
 
     def __post_init__(self) -> None:
         self.with_statistics = modules_with_statistics(self.model)
+        request = requested_trace()
+        self.trace = None if request is None else TraceRecorder(self.core, request)
         for name, module in self.model.named_modules():
             self.contents.append((name, module, dict(module._parameters), dict(module._modules)))
         for index, plan in enumerate(self.plans):
@@ -51,6 +55,8 @@ class ShardedState:
     def run(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a unit with its parameters whole: around its hooks, and around what torch.compile made of it."""
         is_root = index == len(self.plans) - 1
+        if is_root and self.trace is not None and not self.trace.next_forward():
+            self.trace = None
         if self._is_functional or (is_root and self._replaces_everything()):
             return self._run_functional(call, args, kwargs)
         replaced: list[Replacement] = []
