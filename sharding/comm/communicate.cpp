@@ -71,6 +71,10 @@ c10::intrusive_ptr<c10d::Work> Communicator::reduce_scatter_average(at::Tensor p
 #endif
 }
 
+bool Communicator::scatters_by_all_reduce(c10::Device device) const {
+  return device.is_cpu() && group_->getBackend(at::kCPU)->getBackendName() == "gloo";
+}
+
 c10::intrusive_ptr<c10d::Work> Communicator::all_reduce_average(at::Tensor whole, const Compression& compression) {
   if (compression.codec != nullptr) {
     return zeropg_group().compressed_all_reduce(whole, compression, c10d::ReduceOp::AVG, /*is_asynchronous=*/true);

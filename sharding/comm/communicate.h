@@ -40,6 +40,9 @@ class Communicator {
   // travel encoded: fp32 on a zeropg group only.
   c10::intrusive_ptr<c10d::Work> reduce_scatter_average(at::Tensor part, at::Tensor whole,
                                                         const Compression& compression);
+  // Whether the group makes a reduce-scatter of an all-reduce, as gloo does: of a copy that it makes in the call, and
+  // with a Work that is not complete before somebody waits. An all-reduce in place then gives the same bits sooner.
+  bool scatters_by_all_reduce(c10::Device device) const;
   c10::intrusive_ptr<c10d::Work> all_reduce_average(at::Tensor whole, const Compression& compression);
   c10::intrusive_ptr<c10d::Work> all_reduce_max(at::Tensor whole);
   c10::intrusive_ptr<c10d::Work> broadcast(const at::Tensor& whole, int64_t root);

@@ -68,6 +68,11 @@ void FlatGradient::launch() {
     if (context_.averages) work_ = communicator.all_reduce_average(collected_, compression_);
     return;
   }
+  if (compression_.codec == nullptr && communicator.scatters_by_all_reduce(flat_.device())) {
+    work_ = communicator.all_reduce_average(collected_, compression_);
+    reduced_ = collected_.narrow(0, start(), numel());
+    return;
+  }
   const bool in_place = !is_kept_ && dtype == flat_.master_dtype();
   reduced_ = in_place ? average_ : context_.pool.acquire(numel(), dtype, flat_.device());
   work_ = communicator.reduce_scatter_average(reduced_, collected_, compression_);

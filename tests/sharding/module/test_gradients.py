@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import warnings
 from typing import Any
 
@@ -574,3 +575,30 @@ def test_every_stage_over_gloo() -> None:
         model = zeropg.fully_shard(make_model(), stage=stage, param_dtype=torch.bfloat16)
         loss_of(model, my_part(batch)).backward()
         assert len(whole_gradients(model)) == len(plain_gradients(batch))
+
+
+class Slow(torch.autograd.Function):
+    """Gives the reduction of the block behind it time, as larger blocks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        time.sleep(0.05)
+        return gradient
+
+
+@on_ranks(2, backend=["zeropg", "gloo"])
+def test_buckets_are_used_again_while_a_backward_runs() -> None:
+    blocks = [nn.Linear(64, 64) for _ in range(8)]
+    block_bytes = 4 * 64 * 65
+    for stage in (2, 3):
+        model = zeropg.fully_shard(nn.Sequential(*blocks), stage=stage, units=blocks)
+        x = torch.ones(2, 64)
+        for block in model:
+            x = Slow.apply(block(x))
+        x.sum().backward()
+        assert model._zeropg.memory_report()["buckets"] <= 4 * block_bytes
+        blocks = [nn.Linear(64, 64) for _ in range(8)]
