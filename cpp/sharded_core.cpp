@@ -153,10 +153,11 @@ std::shared_ptr<ShardedCore> ShardedCore::create(const std::shared_ptr<torch::nn
   state->root = root;
   state->options = options;
   state->root_unit = static_cast<int64_t>(plan.sources.size()) - 1;
-  state->module = ShardedModule::create(
-      plan.sources, communicator.group(),
-      options.reduction_group ? as_process_group(options.reduction_group, device.type()) : communicator.group(),
-      sharding);
+  state->module = ShardedModule::create(plan.sources, communicator.groups(),
+                                        options.reduction_group
+                                            ? RankGroups(as_process_group(options.reduction_group, device.type()))
+                                            : communicator.groups(),
+                                        sharding);
   state->list_update_ranges();
   if (state->module->communicator().rank() == 0) {
     say_what_changes_numbers(*state->module, options);
@@ -261,7 +262,8 @@ void ShardedCore::load_full_state_dict(const StateDict& state) {
                                      state[slots[slot].names.front()]);
     }
   }
-  state_->module->end_load();
+  const bool is_same = state_->module->end_load();
+  TORCH_CHECK(is_same, state_->context("load_full_state_dict"), kReplicasDiffer);
   for (auto& buffer : root->named_buffers()) {
     buffer.value().copy_(state[buffer.key()]);
   }

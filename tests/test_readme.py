@@ -103,6 +103,11 @@ def test_offload_runs(tmp_path: Path) -> None:
     run_on_two_ranks("\n".join([*program, "optimizer.step()"]), tmp_path)
 
 
+def test_hybrid_sharding_runs(tmp_path: Path) -> None:
+    program = [PLAIN_MODEL, "nodes, ranks_per_node = 1, 2", snippet("init_device_mesh"), STEP]
+    run_on_two_ranks("\n".join(program), tmp_path)
+
+
 def test_the_table_of_commands_has_them_all() -> None:
     section = TEXT.split("\n## Commands", 1)[1].split("\n## ", 1)[0]
     named = set(re.findall(r"^\| `([^`]+)` \| \S", section, re.MULTILINE))

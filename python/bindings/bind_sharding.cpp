@@ -73,9 +73,8 @@ std::optional<at::Tensor> defined_or_none(const at::Tensor& tensor) {
 using PyParameter = std::tuple<std::vector<std::string>, at::Tensor, bool, bool>;
 using PySource = std::pair<std::string, std::vector<PyParameter>>;
 
-std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
-                                      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                      const c10::intrusive_ptr<c10d::ProcessGroup>& reduction_group, int64_t stage,
+std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units, const RankGroups& groups,
+                                      const RankGroups& reduction_groups, int64_t stage,
                                       std::optional<c10::ScalarType> param_dtype,
                                       std::optional<c10::ScalarType> reduce_dtype,
                                       const std::optional<BoundCodec>& codec, std::shared_ptr<ResidualStore> residuals,
@@ -99,7 +98,7 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units,
   options.reshard_after_forward = reshard_after_forward;
   options.prefetch_numel = prefetch_numel;
   options.optimizer_offload = optimizer_offload;
-  return ShardedModule::create(sources, group, reduction_group, options);
+  return ShardedModule::create(sources, groups, reduction_groups, options);
 }
 
 std::optional<BoundCodec> codec_of_gradients(const ShardedModule& self) {
@@ -188,8 +187,15 @@ void bind_sharding(py::module_& m) {
 
   m.def("is_sharded", &is_sharded, py::arg("tensor"), "Whether the tensor is a parameter of a sharded model.");
 
+  py::class_<RankGroups>(m, "RankGroups", "The ranks of one sharded model; with replicas, dimensions of a mesh.")
+      .def(py::init<RankGroups::Group, RankGroups::Group, RankGroups::Group>(), py::arg("everybody"), py::arg("shards"),
+           py::arg("replicas"))
+      .def_readonly("everybody", &RankGroups::everybody)
+      .def_readonly("shards", &RankGroups::shards, "The ranks that have one copy of the model together.")
+      .def_readonly("replicas", &RankGroups::replicas, "The ranks that have the same slice; None with one copy.");
+
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
-      .def(py::init(&create), py::arg("units"), py::arg("process_group"), py::arg("reduction_group"), py::kw_only(),
+      .def(py::init(&create), py::arg("units"), py::arg("groups"), py::arg("reduction_groups"), py::kw_only(),
            py::arg("stage"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("codec"), py::arg("residuals"),
            py::arg("weights_codec"), py::arg("reshard_after_forward"), py::arg("prefetch_numel") = 1,
            py::arg("optimizer_offload") = py::none(), ReleaseGil())
@@ -215,7 +221,8 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("full_depth", &ShardedModule::full_depth)
       .def("begin_step", &ShardedModule::begin_step, ReleaseGil())
       .def("end_step", &ShardedModule::end_step, ReleaseGil())
-      .def("end_load", &ShardedModule::end_load, ReleaseGil(), "Instead of end_step: publishes masters as they are.")
+      .def("end_load", &ShardedModule::end_load, ReleaseGil(),
+           "Instead of end_step: publishes masters as they are. False, on every rank, where replicas had others.")
       .def(
           "zero_gradients", [](ShardedModule& self) { self.gradients().zero(); }, ReleaseGil())
       .def(
@@ -242,7 +249,18 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("stage", [](const ShardedModule& self) { return self.options().stage.number; })
       .def_property_readonly("rank", [](const ShardedModule& self) { return self.communicator().rank(); })
       .def_property_readonly("world_size", [](const ShardedModule& self) { return self.communicator().world_size(); })
-      .def_property_readonly("process_group", [](const ShardedModule& self) { return self.communicator().group(); })
+      .def_property_readonly(
+          "process_group", [](const ShardedModule& self) { return self.communicator().groups().everybody; },
+          "Of every rank of the model.")
+      .def_property_readonly("shard", [](const ShardedModule& self) { return self.communicator().shard(); })
+      .def_property_readonly("shards", [](const ShardedModule& self) { return self.communicator().shards(); })
+      .def_property_readonly(
+          "shard_group", [](const ShardedModule& self) { return self.communicator().groups().shards; },
+          "Of the ranks that have one copy of the model together; this rank is `shard` of `shards` in it.")
+      .def_property_readonly(
+          "replica", [](const ShardedModule& self) { return self.communicator().replica(); },
+          "Which copy of the model this rank has a part of, among `replicas`.")
+      .def_property_readonly("replicas", [](const ShardedModule& self) { return self.communicator().replicas(); })
       .def_property_readonly("fetch_name", &ShardedModule::fetch_name)
       .def_property_readonly("fetch_is_collective", &ShardedModule::fetch_is_collective,
                              "Whether ranks communicate to make a unit whole.")

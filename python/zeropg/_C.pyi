@@ -372,13 +372,25 @@ class FlatGroup:
     @property
     def unit_name(self) -> str: ...
 
+class RankGroups:
+    """The ranks of one sharded model; with replicas, dimensions of a mesh."""
+    def __init__(self, everybody: ProcessGroup, shards: ProcessGroup, replicas: ProcessGroup | None) -> None: ...
+    @property
+    def everybody(self) -> ProcessGroup: ...
+    @property
+    def shards(self) -> ProcessGroup:
+        """The ranks that have one copy of the model together."""
+    @property
+    def replicas(self) -> ProcessGroup | None:
+        """The ranks that have the same slice; None with one copy."""
+
 class ShardedModule:
     """The core of a sharded model."""
     def __init__(
         self,
         units: Sequence[tuple[str, Sequence[tuple[Sequence[str], torch.Tensor, bool, bool]]]],
-        process_group: ProcessGroup,
-        reduction_group: ProcessGroup,
+        groups: RankGroups,
+        reduction_groups: RankGroups,
         *,
         stage: int,
         param_dtype: torch.dtype | None,
@@ -395,8 +407,8 @@ class ShardedModule:
     def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float: ...
     def communication_seconds(self) -> float: ...
     def dissolve(self) -> None: ...
-    def end_load(self) -> None:
-        """Instead of end_step: publishes masters as they are."""
+    def end_load(self) -> bool:
+        """Instead of end_step: publishes masters as they are. False, on every rank, where replicas had others."""
     def end_step(self) -> None: ...
     def hide_full_gradients(self) -> None: ...
     def memory_report(self) -> dict[str, int]: ...
@@ -436,9 +448,22 @@ class ShardedModule:
     @property
     def optimizer_offload(self) -> Offload | None: ...
     @property
-    def process_group(self) -> ProcessGroup: ...
+    def process_group(self) -> ProcessGroup:
+        """Of every rank of the model."""
     @property
     def rank(self) -> int: ...
+    @property
+    def replica(self) -> int:
+        """Which copy of the model this rank has a part of, among `replicas`."""
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def shard(self) -> int: ...
+    @property
+    def shard_group(self) -> ProcessGroup:
+        """Of the ranks that have one copy of the model together; this rank is `shard` of `shards` in it."""
+    @property
+    def shards(self) -> int: ...
     @property
     def codec(self) -> Compressor | None:
         """The Compressor of gradients; None without compression."""

@@ -260,10 +260,36 @@ def group_like(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     Options go along where all of the group's backends are zeropg: torch would hand them to the others as well.
     """
     ranks = dist.get_process_group_ranks(group)
+    if not _is_zeropg(group):
+        return _new_group(ranks, group, device)
+    name = broadcast_text(group, "fully_shard", f"{group.group_name}/gradients{_splits_of(group, device)}")
+    return _split_off(group, list(range(len(ranks))), device, name, _timeout_of(group, device))
+
+
+def group_across(shards: ProcessGroup, replicas: ProcessGroup, ranks: list[int], device: torch.device) -> ProcessGroup:
+    """Makes a group of the `ranks` of a mesh, whose row and column on this rank are given. Only these ranks call.
+
+    Over other backends than zeropg all ranks should make as many groups: torch counts them to find their names.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    if not (_is_zeropg(world) and _is_zeropg(shards)):
+        return _new_group(ranks, shards, device)
+    name = f"{world.group_name}/mesh{_splits_of(world, device)}from{ranks[0]}"
+    name = broadcast_text(replicas, "fully_shard", broadcast_text(shards, "fully_shard", name))
+    return _split_off(world, ranks, device, name, _timeout_of(shards, device))
+
+
+def _is_zeropg(group: ProcessGroup) -> bool:
+    return all(isinstance(group._get_backend(one), _C.ProcessGroupZero) for one in group._device_types)
+
+
+def _splits_of(group: ProcessGroup, device: torch.device) -> int:
+    return int(cast("Any", group._get_backend(device)).comm_split_count())
+
+
+def _new_group(ranks: list[int], group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    timeout = _timeout_of(group, device)
     options = getattr(unwrapped_backend(group, device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    if all(isinstance(group._get_backend(one), _C.ProcessGroupZero) for one in group._device_types):
-        return _split_off(group, device, ranks, timeout)
     is_zeropg = all(isinstance(unwrapped_backend(group, one), _C.ProcessGroupZero) for one in group._device_types)
     arguments: dict[str, Any] = {"sort_ranks": False} if _keeps_order() else {}
     second = dist.new_group(
@@ -278,21 +304,26 @@ def group_like(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     return cast("ProcessGroup", second)  # this rank is a member
 
 
+def _timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
+    return getattr(getattr(unwrapped_backend(group, device), "options", None), "_timeout", None)
+
+
 def _keeps_order() -> bool:
     return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
-def _split_off(group: ProcessGroup, device: torch.device, ranks: list[int], timeout: timedelta | None) -> ProcessGroup:
-    """dist.split_group of all ranks, under a name that they agree upon.
+def _split_off(
+    group: ProcessGroup, members: list[int], device: torch.device, name: str, timeout: timedelta | None
+) -> ProcessGroup:
+    """dist.split_group of `members`, which are ranks of `group`, under a name that they have agreed upon.
 
-    torch's names count the groups that a rank has made. Ranks outside `group` make none here, and members may have made
-    groups that others have not: they would wait for each other under different names, here or in the next new_group.
+    torch's names count the groups that a rank has made. Other ranks make none here, and members may have made groups
+    that others have not: they would wait for each other under different names, here or in the next new_group.
     """
     c10d: Any = dist.distributed_c10d
-    world, splits = c10d._world, cast("Any", group._get_backend(device)).comm_split_count()
-    name = broadcast_text(group, "fully_shard", f"{group.group_name}/gradients{splits}")
-    members = list(range(len(ranks)))
-    second = cast("Any", group).split_group(members, timeout=timeout, group_name=name, group_desc="gradients")
+    world = c10d._world
+    ranks = [dist.get_global_rank(group, member) for member in members]
+    second = cast("Any", group).split_group(members, timeout=timeout, group_name=name, group_desc="fully_shard")
     second.bound_device_id = group.bound_device_id
     # So that destroy_process_group and the flight recorder find it.
     configuration, tag = world.pg_backend_config[group], f"ptd:{name}"

@@ -1,9 +1,13 @@
 #include "sharding/comm/communicate.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 #include <torch/headeronly/version.h>
 
+#include <algorithm>
+#include <functional>
 #include <stdexcept>
+#include <utility>
 
 #include "backend/diagnostics/notices.h"
 #include "backend/process_group/process_group.h"
@@ -26,92 +30,265 @@ at::Tensor movable(const at::Tensor& tensor) {
   }
 }
 
-}  // namespace
+using WorkPointer = c10::intrusive_ptr<c10d::Work>;
 
-Communicator::Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, EventLog& log)
-    : group_(std::move(group)), log_(log), rank_(group_->getRank()), world_size_(group_->getSize()) {}
-
-std::string Communicator::context(const char* operation) const {
-  return c10::str("[zeropg rank ", rank_, "/", world_size_, "] ", operation, ": ");
-}
-
-c10::intrusive_ptr<c10d::Work> Communicator::all_gather(at::Tensor whole, at::Tensor part, uint64_t item) {
-  whole = movable(whole);
-  part = movable(part);
-  if (item != 0 && compares_items(whole.device())) {
-    return zeropg_group().all_gather_item(whole, part, item);
-  }
+WorkPointer gather(const RankGroups::Group& group, const at::Tensor& whole, const at::Tensor& part) {
+  at::Tensor output = movable(whole);
+  at::Tensor input = movable(part);
 #if TORCH_VERSION_MINOR >= 15
-  return group_->all_gather_single(whole, part);
+  return group->all_gather_single(output, input);
 #else
-  return group_->_allgather_base(whole, part);
+  return group->_allgather_base(output, input);
 #endif
 }
 
-bool Communicator::compares_items(c10::Device device) const { return device.is_cpu() && find_zeropg() != nullptr; }
-
-c10::intrusive_ptr<c10d::Work> Communicator::all_gather_encoded(const at::Tensor& whole, const at::Tensor& part,
-                                                                const std::shared_ptr<const Compressor>& codec,
-                                                                uint64_t item) {
-  return zeropg_group().compressed_all_gather(whole, part, codec, /*is_asynchronous=*/true, item);
-}
-
-c10::intrusive_ptr<c10d::Work> Communicator::reduce_scatter_average(at::Tensor part, at::Tensor whole,
-                                                                    const Compression& compression) {
-  if (compression.codec != nullptr) {
-    return zeropg_group().compressed_reduce_scatter(part, whole, compression, c10d::ReduceOp::AVG,
-                                                    /*is_asynchronous=*/true);
-  }
+WorkPointer reduce_scatter(const RankGroups::Group& group, const at::Tensor& part, const at::Tensor& whole) {
+  at::Tensor output = part;
+  at::Tensor input = whole;
   c10d::ReduceScatterOptions options;
   options.reduceOp = c10d::ReduceOp::AVG;
 #if TORCH_VERSION_MINOR >= 15
-  return group_->reduce_scatter_single(part, whole, options);
+  return group->reduce_scatter_single(output, input, options);
 #else
-  return group_->_reduce_scatter_base(part, whole, options);
+  return group->_reduce_scatter_base(output, input, options);
 #endif
 }
 
-bool Communicator::scatters_by_all_reduce(c10::Device device) const {
-  return device.is_cpu() && group_->getBackend(at::kCPU)->getBackendName() == "gloo";
-}
-
-c10::intrusive_ptr<c10d::Work> Communicator::all_reduce_average(at::Tensor whole, const Compression& compression) {
-  if (compression.codec != nullptr) {
-    return zeropg_group().compressed_all_reduce(whole, compression, c10d::ReduceOp::AVG, /*is_asynchronous=*/true);
-  }
+WorkPointer all_reduce(const RankGroups::Group& group, const at::Tensor& whole, c10d::ReduceOp::RedOpType op) {
   c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::AVG;
-  std::vector<at::Tensor> tensors{std::move(whole)};
-  return group_->allreduce(tensors, options);
+  options.reduceOp = op;
+  std::vector<at::Tensor> tensors{whole};
+  return group->allreduce(tensors, options);
 }
 
-c10::intrusive_ptr<c10d::Work> Communicator::all_reduce_max(at::Tensor whole) {
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  std::vector<at::Tensor> tensors{std::move(whole)};
-  return group_->allreduce(tensors, options);
-}
-
-c10::intrusive_ptr<c10d::Work> Communicator::broadcast(const at::Tensor& whole, int64_t root) {
+WorkPointer broadcast_in(const RankGroups::Group& group, const at::Tensor& whole, int64_t root) {
   c10d::BroadcastOptions options;
   options.rootRank = root;
   std::vector<at::Tensor> tensors{movable(whole)};
-  return group_->broadcast(tensors, options);
+  return group->broadcast(tensors, options);
 }
 
-bool Communicator::is_same_everywhere(int64_t value, c10::Device device) {
-  if (world_size_ == 1) {
+// What carries the group's CPU tensors, unless it is another backend.
+ProcessGroupZero* find_zeropg(const RankGroups::Group& group) {
+  return dynamic_cast<ProcessGroupZero*>(group->getBackend(at::kCPU).get());
+}
+
+// The ranges of elements [start, start + numel).
+std::vector<ResidualRange> ranges_in(const std::vector<ResidualRange>& ranges, int64_t start, int64_t numel) {
+  std::vector<ResidualRange> result;
+  int64_t at = 0;
+  for (const ResidualRange& range : ranges) {
+    const int64_t from = std::max(start, at);
+    const int64_t to = std::min(start + numel, at + range.numel);
+    if (from < to) {
+      result.push_back({range.name, range.start + from - at, to - from});
+    }
+    at += range.numel;
+  }
+  return result;
+}
+
+}  // namespace
+
+// Note [Two hops]
+// Between nodes a slice should travel, not the whole. So a slice is averaged among the shards of each copy, and then
+// among the replicas, which get the same bits: one all-reduce makes them. No rank may block between the two, and ranks
+// see the end of a first hop at different times. So the second hops are issued by whoever polls or waits, but always in
+// the order of the first ones, which is the same on all ranks. Each communicator that does this needs a replica group
+// of its own: anything else on it would meet the second hops in another order on each rank.
+class Communicator::TwoHops final : public c10d::Work {
+ public:
+  TwoHops(Communicator& communicator, WorkPointer first, std::function<WorkPointer()> issue)
+      : communicator_(communicator), first_(std::move(first)), issue_(std::move(issue)) {}
+
+  bool isCompleted() override {
+    communicator_.advance();
+    return failure_ != nullptr || (second_ && second_->isCompleted());
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    communicator_.advance_to(*this);
+    if (failure_ != nullptr) {
+      std::rethrow_exception(failure_);
+    }
+    return second_->wait(timeout);
+  }
+
+  bool is_first_done() { return first_->isCompleted(); }
+  bool is_issued() const { return failure_ != nullptr || second_; }
+
+  // Throws what a signal handler raised while this rank waits, to be called again.
+  void begin_second() {
+    try {
+      first_->wait();
+      second_ = issue_();
+    } catch (const c10::Error&) {
+      failure_ = std::current_exception();
+    } catch (const std::runtime_error&) {  // gloo's
+      failure_ = std::current_exception();
+    }
+  }
+
+ private:
+  Communicator& communicator_;
+  WorkPointer first_;
+  std::function<WorkPointer()> issue_;
+  WorkPointer second_;
+  std::exception_ptr failure_;
+};
+
+Communicator::Communicator(RankGroups groups, EventLog& log) : groups_(std::move(groups)), log_(log) {}
+Communicator::~Communicator() = default;
+
+bool Communicator::is_same_in(const RankGroups::Group& group, const std::array<int64_t, 2>& values,
+                              c10::Device device) {
+  if (group->getSize() == 1) {
     return true;
   }
-  const at::Tensor mine = at::empty({1}, at::kLong).fill_(value).to(device);
-  const at::Tensor all = at::empty({world_size_}, mine.options());
-  wait(all_gather(all, mine));
-  return all.eq(value).all().item<bool>();
+  const at::Tensor mine = at::tensor(values, at::kLong).to(device);
+  const at::Tensor all = at::empty({group->getSize() * mine.numel()}, mine.options());
+  wait(gather(group, all, mine));
+  return all.view({group->getSize(), mine.numel()}).eq(mine).all().item<bool>();
 }
 
-at::Tensor Communicator::allocate(int64_t bytes, c10::Device device) {
+std::string Communicator::context(const char* operation) const {
+  return c10::str("[zeropg rank ", rank(), "/", world_size(), "] ", operation, ": ");
+}
+
+// --- slices ---
+
+WorkPointer Communicator::gather_slices(at::Tensor whole, at::Tensor part, uint64_t item) {
+  if (item != 0 && compares_items(whole.device())) {
+    return zeropg_group(groups_.shards).all_gather_item(movable(whole), movable(part), item);
+  }
+  return gather(groups_.shards, whole, part);
+}
+
+bool Communicator::compares_items(c10::Device device) const {
+  return device.is_cpu() && find_zeropg(groups_.shards) != nullptr;
+}
+
+WorkPointer Communicator::gather_slices_encoded(const at::Tensor& whole, const at::Tensor& part,
+                                                const std::shared_ptr<const Compressor>& codec, uint64_t item) {
+  return zeropg_group(groups_.shards).compressed_all_gather(whole, part, codec, /*is_asynchronous=*/true, item);
+}
+
+WorkPointer Communicator::reduce_scatter_average(at::Tensor part, at::Tensor whole, const Compression& compression) {
+  if (replicas() == 1) {
+    return compression.codec == nullptr ? reduce_scatter(groups_.shards, part, whole)
+                                        : zeropg_group(groups_.shards)
+                                              .compressed_reduce_scatter(part, whole, compression, c10d::ReduceOp::AVG,
+                                                                         /*is_asynchronous=*/true);
+  }
+  const auto average_replicas = [this, part, &compression]() -> std::function<WorkPointer()> {
+    if (compression.codec == nullptr) {
+      return [this, part] { return all_reduce(groups_.replicas, part, c10d::ReduceOp::AVG); };
+    }
+    Compression of_slice = compression;
+    of_slice.ranges = ranges_in(compression.ranges, shard() * part.numel(), part.numel());
+    return [this, part, of_slice = std::move(of_slice)] {
+      return zeropg_group(groups_.replicas)
+          .compressed_all_reduce(part, of_slice, c10d::ReduceOp::AVG, /*is_asynchronous=*/true);
+    };
+  }();
+  if (shards() == 1) {
+    if (!part.is_alias_of(whole)) {
+      part.copy_(whole);
+    }
+    return average_replicas();
+  }
+  auto hops = c10::make_intrusive<TwoHops>(*this, reduce_scatter(groups_.shards, part, whole), average_replicas);
+  first_hops_.push_back(hops);
+  return hops;
+}
+
+bool Communicator::scatters_by_all_reduce(c10::Device device) const {
+  return device.is_cpu() && replicas() == 1 && groups_.shards->getBackend(at::kCPU)->getBackendName() == "gloo";
+}
+
+bool Communicator::is_same_on_shards(int64_t value, c10::Device device) {
+  return is_same_in(groups_.shards, {value, 0}, device);
+}
+
+bool Communicator::has_read(const WorkPointer& work) {
+  const auto* hops = dynamic_cast<const TwoHops*>(work.get());
+  if (hops == nullptr) {
+    return work->isCompleted();
+  }
+  advance();
+  return hops->is_issued();
+}
+
+void Communicator::wait_until_read(const WorkPointer& work) {
+  const auto* hops = dynamic_cast<const TwoHops*>(work.get());
+  if (hops == nullptr) {
+    wait(work);
+  } else {
+    timed([&] { advance_to(*hops); });
+  }
+}
+
+void Communicator::issue_second_hops() {
+  timed([&] {
+    while (!first_hops_.empty()) {
+      begin_second_hop();
+    }
+  });
+}
+
+void Communicator::advance() {
+  while (!first_hops_.empty() && first_hops_.front()->is_first_done()) {
+    begin_second_hop();
+  }
+}
+
+void Communicator::advance_to(const TwoHops& last) {
+  while (!last.is_issued()) {
+    begin_second_hop();
+  }
+}
+
+void Communicator::begin_second_hop() {
+  first_hops_.front()->begin_second();
+  first_hops_.pop_front();
+}
+
+// --- every rank of the model ---
+
+WorkPointer Communicator::all_gather(at::Tensor whole, at::Tensor part) {
+  return gather(groups_.everybody, whole, part);
+}
+
+WorkPointer Communicator::all_reduce_average(at::Tensor whole, const Compression& compression) {
+  if (compression.codec != nullptr) {
+    return zeropg_group(groups_.everybody)
+        .compressed_all_reduce(whole, compression, c10d::ReduceOp::AVG, /*is_asynchronous=*/true);
+  }
+  return all_reduce(groups_.everybody, whole, c10d::ReduceOp::AVG);
+}
+
+WorkPointer Communicator::all_reduce_max(at::Tensor whole) {
+  return all_reduce(groups_.everybody, whole, c10d::ReduceOp::MAX);
+}
+
+WorkPointer Communicator::broadcast(const at::Tensor& whole, int64_t root) {
+  return broadcast_in(groups_.everybody, whole, root);
+}
+
+// --- replicas of this rank's slice ---
+
+bool Communicator::is_same_on_replicas(const std::array<int64_t, 2>& values, c10::Device device) {
+  return replicas() == 1 || is_same_in(groups_.replicas, values, device);
+}
+
+WorkPointer Communicator::broadcast_to_replicas(const at::Tensor& part) {
+  return broadcast_in(groups_.replicas, part, /*root=*/0);
+}
+
+at::Tensor Communicator::allocate(int64_t bytes, c10::Device device, bool for_slices) {
+  const RankGroups::Group& group = for_slices ? groups_.shards : groups_.everybody;
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  ProcessGroupZero* zeropg = device.is_cpu() && world_size_ > 1 ? find_zeropg() : nullptr;
+  ProcessGroupZero* zeropg = device.is_cpu() && group->getSize() > 1 ? find_zeropg(group) : nullptr;
   if (zeropg != nullptr && zeropg->supportsTensorAlloc(device.index())) {
     try {
       return zeropg->allocateTensor(bytes, options);
@@ -122,24 +299,20 @@ at::Tensor Communicator::allocate(int64_t bytes, c10::Device device) {
   return at::empty({bytes}, options);
 }
 
-ProcessGroupZero* Communicator::find_zeropg() const {
-  return dynamic_cast<ProcessGroupZero*>(group_->getBackend(at::kCPU).get());
-}
-
-ProcessGroupZero& Communicator::zeropg_group() {
-  ProcessGroupZero* zeropg = find_zeropg();
-  TORCH_CHECK_VALUE(zeropg != nullptr, "[zeropg rank ", rank_, "/", world_size_,
+ProcessGroupZero& Communicator::zeropg_group(const RankGroups::Group& group) const {
+  ProcessGroupZero* zeropg = find_zeropg(group);
+  TORCH_CHECK_VALUE(zeropg != nullptr, "[zeropg rank ", rank(), "/", world_size(),
                     "] compression: only zeropg's collectives carry codecs, and this group's backend is another one.");
   return *zeropg;
 }
 
-void Communicator::wait(const c10::intrusive_ptr<c10d::Work>& work, EventLog::Kind purpose, const std::string& unit) {
+void Communicator::wait(const WorkPointer& work, EventLog::Kind purpose, const std::string& unit) {
   try {
     timed([&] { work->wait(); }, purpose, unit);
   } catch (const c10::Error&) {
     throw;
   } catch (const std::runtime_error& error) {  // gloo's; what a signal handler raised is neither
-    C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", rank_, "/", world_size_,
+    C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", rank(), "/", world_size(),
                                                "] a collective failed while this rank waited for the others; look at "
                                                "their logs: ",
                                                error.what()));

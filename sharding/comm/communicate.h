@@ -2,14 +2,20 @@
 //
 // All functions but `allocate` are collective. Works are returned unfinished; `wait` finishes them. The GIL must not be
 // held.
+//
+// Slices travel between the shards of one copy of the model. What ranks average, or agree upon, is every rank's: where
+// the model has replicas, a slice's average takes a second hop between these (Note [Two hops] in communicate.cpp).
 #pragma once
 
+#include <array>
 #include <chrono>
+#include <deque>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "backend/group/collective_args.h"
 #include "sharding/comm/event_log.h"
+#include "sharding/comm/rank_groups.h"
 
 namespace zeropg {
 
@@ -18,39 +24,64 @@ class ProcessGroupZero;
 class Communicator {
  public:
   // `log`: of the model that communicates; it outlives this.
-  Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, EventLog& log);
+  Communicator(RankGroups groups, EventLog& log);
+  ~Communicator();
 
-  int64_t rank() const { return rank_; }
-  int64_t world_size() const { return world_size_; }
-  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
+  // Among all ranks of the model; then which slice this rank has of how many, and which copy of the model.
+  int64_t rank() const { return groups_.everybody->getRank(); }
+  int64_t world_size() const { return groups_.everybody->getSize(); }
+  int64_t shard() const { return groups_.shards->getRank(); }
+  int64_t shards() const { return groups_.shards->getSize(); }
+  int64_t replica() const { return groups_.replicas ? groups_.replicas->getRank() : 0; }
+  int64_t replicas() const { return groups_.replicas ? groups_.replicas->getSize() : 1; }
+  const RankGroups& groups() const { return groups_; }
   EventLog& log() const { return log_; }
 
   // How an error of `operation` begins: "[zeropg rank 1/4] step: ".
   std::string context(const char* operation) const;
 
-  // `whole` [world_size * n] <- everybody's `part` [n]; `part` may be this rank's slice of `whole`. Of any dtype, as
-  // broadcast. `item`: which of the caller's things it is, from 1; compared between ranks where compares_items().
-  c10::intrusive_ptr<c10d::Work> all_gather(at::Tensor whole, at::Tensor part, uint64_t item = 0);
+  // --- slices ---
+  // `whole` [shards * n] <- every shard's `part` [n]; `part` may be this rank's slice of `whole`. Of any dtype. `item`:
+  // which of the caller's things it is, from 1; compared between shards where compares_items().
+  c10::intrusive_ptr<c10d::Work> gather_slices(at::Tensor whole, at::Tensor part, uint64_t item = 0);
   bool compares_items(c10::Device device) const;
-  // `whole` [world_size * n] <- what everybody's `part` [n] decodes to, this rank's too: the same bits on every rank.
+  // `whole` [shards * n] <- what every shard's `part` [n] decodes to, this rank's too: the same bits on every rank.
   // fp32, fp16 or bf16 on a zeropg group. `part` is not in `whole`.
-  c10::intrusive_ptr<c10d::Work> all_gather_encoded(const at::Tensor& whole, const at::Tensor& part,
-                                                    const std::shared_ptr<const Compressor>& codec, uint64_t item = 0);
-  // `part` [n] <- this rank's slice of the average of everybody's `whole` [world_size * n]. With a codec the bytes
-  // travel encoded: fp32 on a zeropg group only.
+  c10::intrusive_ptr<c10d::Work> gather_slices_encoded(const at::Tensor& whole, const at::Tensor& part,
+                                                       const std::shared_ptr<const Compressor>& codec,
+                                                       uint64_t item = 0);
+  // `part` [n] <- this rank's slice of the average of every rank's `whole` [shards * n]. With a codec the bytes travel
+  // encoded, between replicas where there are any: fp32 on a zeropg group only. Replicas get the same bits.
   c10::intrusive_ptr<c10d::Work> reduce_scatter_average(at::Tensor part, at::Tensor whole,
                                                         const Compression& compression);
+
   // Whether the group makes a reduce-scatter of an all-reduce, as gloo does: of a copy that it makes in the call, and
   // with a Work that is not complete before somebody waits. An all-reduce in place then gives the same bits sooner.
   bool scatters_by_all_reduce(c10::Device device) const;
+  // Whether the wire has read the `whole` of a reduce_scatter_average, which may then be written; and waiting for it,
+  // which another rank's wait for the result never holds up. Other works: whether they are done.
+  bool has_read(const c10::intrusive_ptr<c10d::Work>& work);
+  void wait_until_read(const c10::intrusive_ptr<c10d::Work>& work);
+  // Before this rank waits for anything else than these averages: other ranks may be waiting for its second hops.
+  void issue_second_hops();
+  // Whether every shard passes the same value. Waits for all of them.
+  bool is_same_on_shards(int64_t value, c10::Device device);
+
+  // --- every rank of the model ---
+  // `whole` [world_size * n] <- every rank's `part` [n]. Of any dtype, as broadcast.
+  c10::intrusive_ptr<c10d::Work> all_gather(at::Tensor whole, at::Tensor part);
   c10::intrusive_ptr<c10d::Work> all_reduce_average(at::Tensor whole, const Compression& compression);
   c10::intrusive_ptr<c10d::Work> all_reduce_max(at::Tensor whole);
   c10::intrusive_ptr<c10d::Work> broadcast(const at::Tensor& whole, int64_t root);
-  // Whether every rank passes the same value. Waits for all of them.
-  bool is_same_everywhere(int64_t value, c10::Device device);
-  // Not collective: a buffer of bytes, [bytes], where this group's collectives are fastest: on a zeropg group and the
-  // CPU in shared memory, as long as there is room for it there.
-  at::Tensor allocate(int64_t bytes, c10::Device device);
+
+  // --- replicas of this rank's slice ---
+  // Whether they all pass the same values. Waits for all of them.
+  bool is_same_on_replicas(const std::array<int64_t, 2>& values, c10::Device device);
+  c10::intrusive_ptr<c10d::Work> broadcast_to_replicas(const at::Tensor& part);  // the first one's; needs replicas
+
+  // Not collective: a buffer of bytes, [bytes], where the collectives of slices, or of all ranks, are fastest: on a
+  // zeropg group and the CPU in shared memory, as long as there is room for it there.
+  at::Tensor allocate(int64_t bytes, c10::Device device, bool for_slices);
   // Throws c10::Error, of whatever backend the group is, or what a signal handler raised; the work then goes on.
   // `purpose`, `unit`: for the log.
   void wait(const c10::intrusive_ptr<c10d::Work>& work, EventLog::Kind purpose = EventLog::Kind::kWait,
@@ -70,13 +101,18 @@ class Communicator {
   double seconds() const { return seconds_; }
 
  private:
-  ProcessGroupZero* find_zeropg() const;  // what carries this group's CPU tensors, unless it is another backend
-  ProcessGroupZero& zeropg_group();
+  class TwoHops;
 
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  bool is_same_in(const RankGroups::Group& group, const std::array<int64_t, 2>& values, c10::Device device);
+  ProcessGroupZero& zeropg_group(const RankGroups::Group& group) const;
+  // Issue the second hops whose first ones are done, or of all up to `last`: in the order of the calls.
+  void advance();
+  void advance_to(const TwoHops& last);
+  void begin_second_hop();
+
+  RankGroups groups_;
   EventLog& log_;
-  int64_t rank_;
-  int64_t world_size_;
+  std::deque<c10::intrusive_ptr<TwoHops>> first_hops_;  // those whose second hop is not issued
   double seconds_ = 0;
 };
 

@@ -34,8 +34,9 @@ class Fetch {
   virtual void drop_prefetched(bool /*waits*/) {}
 
   // Bracket every change of masters (optimizer step, loading). Collective. begin_update returns when no rank reads the
-  // old values any more, and whether all ranks passed the same `news`; what was prefetched is dropped. end_update makes
-  // the new values visible to the next unshard on every rank. A begin_update that throws has ended the update too.
+  // old values any more, and whether all shards passed the same `news`; what was prefetched is dropped. end_update
+  // makes the new values visible to the next unshard on every rank. A begin_update that throws has ended the update
+  // too.
   virtual bool begin_update(int64_t news) = 0;
   // `is_step`: an optimizer's; parameters may then follow masters by differences (FlatParameter::sends_differences).
   // Otherwise they become what the masters are.

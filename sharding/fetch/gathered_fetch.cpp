@@ -18,7 +18,7 @@ class GatheredFetch final : public Fetch {
       : communicator_(communicator), weights_codec_(options.weights_codec) {}
 
   const char* name() const override { return "gathered"; }
-  bool is_collective() const override { return communicator_.world_size() > 1; }
+  bool is_collective() const override { return communicator_.shards() > 1; }
 
   void adopt(const std::vector<FlatParameter*>& flats) override {
     for (FlatParameter* flat : flats) {
@@ -67,7 +67,7 @@ class GatheredFetch final : public Fetch {
 
   bool begin_update(int64_t news) override {
     drop_prefetched(/*waits=*/true);
-    return communicator_.is_same_everywhere(news, device_);
+    return communicator_.is_same_on_shards(news, device_);
   }
   void end_update(const std::vector<FlatParameter*>&, bool /*is_step*/) override {}
   Memory memory() const override { return {memory_.parameters, pool_.allocated_bytes()}; }
@@ -87,7 +87,7 @@ class GatheredFetch final : public Fetch {
     int64_t began = 0;  // for the log
     at::Tensor whole;
     c10::intrusive_ptr<c10d::Work> work;  // null where there is nobody to gather from
-    at::Tensor items;                     // [world_size]: which one each rank gathers; undefined: the group compares it
+    at::Tensor items;                     // [shards]: which one each rank gathers; undefined: the group compares it
     c10::intrusive_ptr<c10d::Work> telling;
   };
 
@@ -99,7 +99,7 @@ class GatheredFetch final : public Fetch {
     if (travels_encoded(flat, use)) {
       flat.clear_padding(shard);
     }
-    if (communicator_.world_size() == 1) {
+    if (communicator_.shards() == 1) {
       gather.whole.copy_(shard);
       return gather;
     }
@@ -108,12 +108,12 @@ class GatheredFetch final : public Fetch {
                        "an earlier gather failed, and ranks may be at different ones; start again from a checkpoint.");
       if (!communicator_.compares_items(device_)) {
         const at::Tensor mine = at::empty({1}, at::kLong).fill_(static_cast<int64_t>(item)).to(device_);
-        gather.items = at::empty({communicator_.world_size()}, mine.options());
-        gather.telling = communicator_.all_gather(gather.items, mine);
+        gather.items = at::empty({communicator_.shards()}, mine.options());
+        gather.telling = communicator_.gather_slices(gather.items, mine);
       }
       gather.work = travels_encoded(flat, use)
-                        ? communicator_.all_gather_encoded(gather.whole, shard, weights_codec_, item)
-                        : communicator_.all_gather(gather.whole, shard, item);
+                        ? communicator_.gather_slices_encoded(gather.whole, shard, weights_codec_, item)
+                        : communicator_.gather_slices(gather.whole, shard, item);
     });
     return gather;
   }
@@ -142,14 +142,18 @@ class GatheredFetch final : public Fetch {
     for (const auto& [flat, items] : std::exchange(told_, {})) {
       const at::Tensor theirs = items.cpu();
       const auto mine = static_cast<int64_t>(homes_.at(flat).item);
-      for (int64_t rank = 0; rank < communicator_.world_size(); ++rank) {
-        const int64_t item = theirs.const_data_ptr<int64_t>()[rank];
+      for (int64_t shard = 0; shard < communicator_.shards(); ++shard) {
+        const int64_t item = theirs.const_data_ptr<int64_t>()[shard];
         is_broken_ |= item != mine;
-        TORCH_CHECK_WITH(DistBackendError, item == mine, "rank ", rank, " gathers ", describe(item),
+        TORCH_CHECK_WITH(DistBackendError, item == mine, rank_of(shard), " gathers ", describe(item),
                          " while this rank gathers ", flat->describe(),
                          "; make the paths through the model the same, and start again");
       }
     }
+  }
+
+  std::string rank_of(int64_t shard) const {  // by its number among all ranks, where that is the same
+    return c10::str(communicator_.replicas() == 1 ? "rank " : "shard ", shard);
   }
 
   std::string describe(int64_t item) const {

@@ -45,10 +45,10 @@ class ReplicatedFetch final : public Fetch {
 
   void unshard(FlatParameter&, Use) override {}
   void reshard(FlatParameter&) override {}
-  bool begin_update(int64_t news) override { return communicator_.is_same_everywhere(news, device_); }
+  bool begin_update(int64_t news) override { return communicator_.is_same_on_shards(news, device_); }
 
   void end_update(const std::vector<FlatParameter*>& flats, bool is_step) override {
-    if (!updates_slices_ || communicator_.world_size() == 1) {
+    if (!updates_slices_ || communicator_.shards() == 1) {
       return;
     }
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
@@ -65,7 +65,7 @@ class ReplicatedFetch final : public Fetch {
       if (flat->sends_differences()) {
         own.copy_(flat->master.values);
       }
-      works.push_back(communicator_.all_gather(flat->whole(), own));
+      works.push_back(communicator_.gather_slices(flat->whole(), own));
     }
     send_differences(std::move(different));
     for (const auto& work : works) {
@@ -124,7 +124,7 @@ class ReplicatedFetch final : public Fetch {
     at::sub_out(mine, flat.master.values, own_slice(flat));
     flat.clear_padding(mine);
     at::Tensor everybodys = pool_.acquire(flat.layout().total_numel, at::kFloat, flat.device());
-    return {&flat, mine, everybodys, communicator_.all_gather_encoded(everybodys, mine, weights_codec_)};
+    return {&flat, mine, everybodys, communicator_.gather_slices_encoded(everybodys, mine, weights_codec_)};
   }
 
   // A replica that misses a difference stays different from those of other ranks. So what a signal handler raises while

@@ -131,13 +131,12 @@ std::unique_ptr<Fetch> make_shared_fetch(Communicator& communicator, const Shard
     }
     bytes += SharedFetch::flat_bytes(*flat);
   }
-  const auto backend = communicator.group()->getBackend(c10::DeviceType::CPU);
+  const auto backend = communicator.groups().shards->getBackend(c10::DeviceType::CPU);
   auto zero = c10::dynamic_intrusive_pointer_cast<ProcessGroupZero>(backend);
   if (zero == nullptr) {
     return nullptr;
   }
-  const int64_t per_rank =
-      round_up((bytes + communicator.world_size() - 1) / communicator.world_size(), kFlatAlignmentBytes);
+  const int64_t per_rank = round_up((bytes + communicator.shards() - 1) / communicator.shards(), kFlatAlignmentBytes);
   auto segment = zero->allocate_shared(per_rank);
   if (segment == nullptr) {
     return nullptr;

@@ -78,11 +78,21 @@ void FlatGradient::launch() {
   work_ = communicator.reduce_scatter_average(reduced_, collected_, compression_);
 }
 
+void FlatGradient::let_go() {
+  if (work_) {
+    context_.communicator.wait_until_read(work_);
+  }
+  if (!reduced_.is_alias_of(collected_)) {
+    release(collected_);
+  }
+}
+
 void FlatGradient::finish() {
   if (work_) {
     context_.communicator.wait(work_, EventLog::Kind::kWaitForReduce, flat_.unit_name());
-    context_.communicator.log().add(EventLog::Kind::kReduce, flat_.unit_name(), began_,
-                                    static_cast<int64_t>(collected_.nbytes()));
+    context_.communicator.log().add(
+        EventLog::Kind::kReduce, flat_.unit_name(), began_,
+        flat_.layout().total_numel * static_cast<int64_t>(c10::elementSize(reduce_dtype())));
     work_.reset();
   }
   if (!reduced_.is_alias_of(average_)) {
@@ -146,10 +156,10 @@ at::Tensor FlatGradient::kept(const ParameterSlot& slot, int64_t* first) const {
 
 at::Tensor FlatGradient::gather() const {
   at::Tensor whole = at::empty({flat_.layout().total_numel}, average_.options());
-  if (context_.communicator.world_size() == 1) {
+  if (context_.communicator.shards() == 1) {
     whole.copy_(average_);
   } else {
-    context_.communicator.wait(context_.communicator.all_gather(whole, average_));
+    context_.communicator.wait(context_.communicator.gather_slices(whole, average_));
   }
   return whole;
 }
@@ -160,7 +170,8 @@ void FlatGradient::allocate() {
     average_ = at::zeros({numel()}, options);
   } else {  // reduced where it is
     const int64_t bytes = numel() * static_cast<int64_t>(options.dtype().itemsize());
-    average_ = context_.communicator.allocate(bytes, flat_.device()).view(flat_.master_dtype()).zero_();
+    average_ =
+        context_.communicator.allocate(bytes, flat_.device(), /*for_slices=*/false).view(flat_.master_dtype()).zero_();
   }
   own_uses_ = average_.storage().use_count();
 }

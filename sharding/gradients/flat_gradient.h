@@ -47,6 +47,10 @@ class FlatGradient {
   bool is_in_flight() const { return phase_ == Phase::kInFlight; }
   bool is_reduced() const { return phase_ == Phase::kReduced; }
   bool must_wait() const { return work_ && !work_->isCompleted(); }  // finish() would
+  // Whether the wire may still read what was collected; let_go() waits until it does not, and gives that memory back.
+  bool is_held() const { return is_in_flight() && is_open(); }
+  bool must_wait_to_let_go() const { return work_ && !context_.communicator.has_read(work_); }
+  void let_go();
   // Waits for the reduction, and adds it to the average that is kept, or makes it that one.
   void finish();
   // Waits for what is on the wire and drops everything; where a signal handler ends that, throws what it raised, to be

@@ -38,6 +38,7 @@ class GradientBucket {
   bool may_launch() const { return !is_active_ || (!is_held_ && is_complete()); }
   // Begins the reduction over the ranks, with zeros for what is missing. Collective.
   void launch();
+  void let_go() { gradient_.let_go(); }
   void finish();  // waits for it and keeps the average
   // After a backward that raised, instead of finish(): drops all gradients; where there were some before it, `.grad`
   // says that they are lost. Throws as FlatGradient::abandon, before anything is dropped.

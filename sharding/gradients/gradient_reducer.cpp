@@ -11,16 +11,18 @@
 namespace zeropg {
 namespace {
 
-// Buckets on the wire at once: one being reduced while the next is filled. More would only hold memory.
-constexpr int64_t kMaxInFlight = 2;
+// Buckets that the wire reads at once: one being reduced while the next is filled. More would only hold memory.
+constexpr int64_t kMaxHeld = 2;
 
 }  // namespace
 
 GradientReducer::GradientReducer(Communicator& communicator, const ShardingOptions& options,
                                  const std::vector<FlatParameter*>& flats, DuringBackward during_backward)
-    : context_{communicator, options, BufferPool([&communicator](int64_t bytes, c10::Device device) {
-                 return communicator.allocate(bytes, device);
-               })},
+    : context_{communicator, options,
+               BufferPool(
+                   [&communicator, for_slices = options.stage.shards_gradients](int64_t bytes, c10::Device device) {
+                     return communicator.allocate(bytes, device, for_slices);
+                   })},
       during_backward_(during_backward) {
   for (FlatParameter* flat : flats) {
     buckets_.push_back(std::make_unique<GradientBucket>(context_, *flat));
@@ -119,16 +121,20 @@ void GradientReducer::launch_ready() {
 }
 
 void GradientReducer::finish_some() {
-  int64_t in_flight = std::count_if(buckets_.begin(), buckets_.end(),
-                                    [](const auto& bucket) { return bucket->gradient().is_in_flight(); });
+  int64_t held =
+      std::count_if(buckets_.begin(), buckets_.end(), [](const auto& bucket) { return bucket->gradient().is_held(); });
   for (const auto& bucket : buckets_) {
-    if (bucket->gradient().is_in_flight()) {
-      const bool may_wait = during_backward_ == DuringBackward::kSendAndWait && in_flight >= kMaxInFlight;
-      if (!may_wait && bucket->gradient().must_wait()) {
+    const FlatGradient& gradient = bucket->gradient();
+    if (gradient.is_held()) {
+      const bool may_wait = during_backward_ == DuringBackward::kSendAndWait && held >= kMaxHeld;
+      if (!may_wait && gradient.must_wait_to_let_go()) {
         return;
       }
+      bucket->let_go();
+      --held;
+    }
+    if (gradient.is_in_flight() && !gradient.must_wait()) {
       bucket->finish();
-      --in_flight;
     }
   }
 }
@@ -140,6 +146,7 @@ void GradientReducer::finish_backward() {
     for (; next_to_launch_ < buckets_.size(); ++next_to_launch_) {
       buckets_[next_to_launch_]->launch();
     }
+    context_.communicator.issue_second_hops();
     share_which_slots_have_gradients();
     for (const auto& bucket : buckets_) {
       if (!bucket->gradient().is_reduced()) {

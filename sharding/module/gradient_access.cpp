@@ -66,12 +66,12 @@ double GradientAccess::clip_norm(double max_norm, double norm_type, bool error_i
       mine.mutable_data_ptr<double>()[i] = norm_contribution(slice, norm_type);
     }
   }
-  // Everybody's, and the norm of all.
+  // Every shard's, and the norm of all.
   at::Tensor everybodys = mine;
-  if (communicator_.world_size() > 1 && count > 0) {
+  if (communicator_.shards() > 1 && count > 0) {
     const c10::Device device = units_.flats().front()->device();
-    everybodys = at::empty({communicator_.world_size() * count}, mine.options().device(device));
-    communicator_.wait(communicator_.all_gather(everybodys, mine.to(device)));
+    everybodys = at::empty({communicator_.shards() * count}, mine.options().device(device));
+    communicator_.wait(communicator_.gather_slices(everybodys, mine.to(device)));
     everybodys = everybodys.cpu();
   }
   const double* values = everybodys.const_data_ptr<double>();

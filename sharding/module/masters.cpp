@@ -7,10 +7,18 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <span>
 
+#include "sharding/comm/digest.h"
 #include "sharding/parameters/master.h"
 
 namespace zeropg {
+
+const char* const kReplicasDiffer =
+    "the replicas of a slice wrote different values to their masters; expected the same program on every rank. Values "
+    "of "
+    "the first replica were kept. Compute what is written from the same numbers on every rank "
+    "(torch.distributed.broadcast or all_reduce them first).";
 
 std::exception_ptr failure_of(const std::function<void()>& action) {
   try {
@@ -65,16 +73,20 @@ void Masters::refresh_own() {
 }
 
 void Masters::begin_update(const char* operation) {
-  const bool is_same = units_.fetch().begin_update(units_.ledger().digest());
+  const int64_t news = units_.ledger().digest();
+  const bool is_same_on_shards = units_.fetch().begin_update(news);
   const std::exception_ptr failure = failure_of([&] {
+    const bool is_same = is_same_everywhere(is_same_on_shards, news);
     const WriteLedger::Settlement settlement = units_.ledger().settle(is_same, operation);
     if (!settlement.changes.empty()) {
       fail_together(failure_of([&] { apply(settlement.changes); }), operation, "read and write", EIO);
     }
+    const bool are_replicas_same = !settlement.may_have_written_shards || unite_replicas(operation);
     if (settlement.may_have_written_shards) {
       publish();
     }
     TORCH_CHECK(settlement.conflict.empty(), communicator_.context(operation), settlement.conflict);
+    TORCH_CHECK(are_replicas_same, communicator_.context(operation), kReplicasDiffer);
   });
   if (failure != nullptr) {
     if (options_.stage.shards_parameters) {
@@ -82,6 +94,50 @@ void Masters::begin_update(const char* operation) {
     }
     std::rethrow_exception(failure);
   }
+}
+
+// Replicas hear of it, too, where only shards of one copy differ.
+bool Masters::is_same_everywhere(bool is_same_on_shards, int64_t news) {
+  if (units_.flats().empty()) {
+    return is_same_on_shards;
+  }
+  const c10::Device device = units_.flats().front()->device();
+  return communicator_.is_same_on_replicas({news, is_same_on_shards ? 1 : 0}, device) && is_same_on_shards;
+}
+
+bool Masters::unite_replicas(const char* operation) {
+  if (communicator_.replicas() == 1 || units_.flats().empty()) {
+    return true;
+  }
+  at::NoGradGuard no_grad;
+  uint64_t digest_of_all = 0;
+  const std::exception_ptr failure = failure_of([&] {
+    for (const auto& flat : units_.flats()) {
+      for_each_master_piece(*flat, 0, flat->master.numel, [&](int64_t, const at::Tensor& piece) {
+        const at::Tensor here = piece.cpu().contiguous();
+        digest_of_all = digest({static_cast<const std::byte*>(here.const_data_ptr()), here.nbytes()}, digest_of_all);
+      });
+    }
+  });
+  fail_together(failure, operation, "read", EIO);
+  const c10::Device device = units_.flats().front()->device();
+  const bool is_same = communicator_.is_same_on_replicas({static_cast<int64_t>(digest_of_all), 0}, device);
+  const at::Tensor differs = at::empty({1}, at::kInt).fill_(is_same ? 0 : 1).to(device);
+  communicator_.wait(communicator_.all_reduce_max(differs));
+  if (differs.item<int32_t>() == 0) {
+    return true;
+  }
+  for (const auto& flat : units_.flats()) {
+    const at::Tensor values = flat->master.read(0, flat->master.numel)
+                                  .to(flat->device(), /*non_blocking=*/false,
+                                      /*copy=*/true);
+    communicator_.wait(communicator_.broadcast_to_replicas(values));
+    flat->master.write(0, values);
+    if (flat->parameter_out.defined()) {
+      flat->parameter_out.copy_(values);
+    }
+  }
+  return false;
 }
 
 void Masters::publish() {
@@ -92,14 +148,14 @@ void Masters::publish() {
     if (flat->parameter_out.defined()) {
       flat->parameter_out.narrow(0, flat->shard_start() - flat->master.start, own.numel()).copy_(own);
     }
-    if (options_.stage.shards_parameters || communicator_.world_size() == 1) {
+    if (options_.stage.shards_parameters || communicator_.shards() == 1) {
       continue;
     }
     const at::Tensor part = flat->whole().narrow(0, flat->shard_start(), flat->layout().shard_numel);
     if (flat->sends_differences()) {
       part.copy_(own);
     }
-    communicator_.wait(communicator_.all_gather(flat->whole(), part));
+    communicator_.wait(communicator_.gather_slices(flat->whole(), part));
     if (!flat->is_own_master() && flat->master.numel == flat->layout().total_numel) {
       const at::Tensor whole = gather_slices(own.to(flat->device()));
       flat->master.write(0, whole);
@@ -190,10 +246,10 @@ at::Tensor Masters::gather(int64_t index) {
   return flat.master.numel == flat.layout().total_numel ? mine : gather_slices(mine.to(flat.device()));
 }
 
-// [world_size * n] of everybody's [n].
+// [shards * n] of every shard's [n].
 at::Tensor Masters::gather_slices(const at::Tensor& mine) {
-  at::Tensor whole = at::empty({communicator_.world_size() * mine.numel()}, mine.options());
-  communicator_.wait(communicator_.all_gather(whole, mine));
+  at::Tensor whole = at::empty({communicator_.shards() * mine.numel()}, mine.options());
+  communicator_.wait(communicator_.gather_slices(whole, mine));
   return whole;
 }
 

@@ -11,6 +11,8 @@
 
 namespace zeropg {
 
+extern const char* const kReplicasDiffer;  // why Masters::unite_replicas returned false
+
 // What `action` throws, or null.
 std::exception_ptr failure_of(const std::function<void()>& action);
 
@@ -36,6 +38,9 @@ class Masters {
   void end_update(bool is_step) { units_.fetch().end_update(units_.flat_pointers(), is_step); }
   // Makes what every rank has written to the masters of its own slice known to all. Inside an update. Collective.
   void publish();
+  // After anything but a step has written masters: false, on every rank, where replicas wrote different values. All
+  // then have those of the first replica. Inside an update. Collective where the model has replicas.
+  bool unite_replicas(const char* operation);
   // Sets what this rank updates of elements [first, first + value.numel()) of the flattened parameter, at the master's
   // precision. Inside an update.
   void load(int64_t flat, int64_t slot, const at::Tensor& value, int64_t first = 0);
@@ -45,6 +50,7 @@ class Masters {
   // Throws `failure`, or that of another rank: what a disk refuses to one must be an error on all of them, before they
   // wait for each other. Collective with offload.
   void fail_together(const std::exception_ptr& failure, const char* operation, const char* could_not, int code);
+  bool is_same_everywhere(bool is_same_on_shards, int64_t news);
   void apply(const std::vector<WriteLedger::Change>& changes);
   void write_back(FlatParameter& flat, int64_t start, const at::Tensor& written, const at::Tensor& unwritten);
   at::Tensor gather_slices(const at::Tensor& mine);

@@ -10,23 +10,22 @@
 
 namespace zeropg {
 
-ShardedModule::ShardedModule(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                             c10::intrusive_ptr<c10d::ProcessGroup> reduction_group, const ShardingOptions& options)
-    : communicator_(std::move(group), log_), reductions_(std::move(reduction_group), log_), options_(options) {}
+ShardedModule::ShardedModule(RankGroups groups, RankGroups reduction_groups, const ShardingOptions& options)
+    : communicator_(std::move(groups), log_), reductions_(std::move(reduction_groups), log_), options_(options) {}
 
-std::shared_ptr<ShardedModule> ShardedModule::create(const std::vector<UnitSource>& units,
-                                                     c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                                     c10::intrusive_ptr<c10d::ProcessGroup> reduction_group,
-                                                     const ShardingOptions& options) {
-  const int rank = group->getRank();
-  const int world_size = group->getSize();
-  TORCH_CHECK_VALUE(reduction_group->getRank() == rank && reduction_group->getSize() == world_size, "[zeropg rank ",
-                    rank, "/", world_size, "] fully_shard: this rank is rank ", reduction_group->getRank(), " of ",
-                    reduction_group->getSize(),
+std::shared_ptr<ShardedModule> ShardedModule::create(const std::vector<UnitSource>& units, RankGroups groups,
+                                                     RankGroups reduction_groups, const ShardingOptions& options) {
+  const int rank = groups.shards->getRank();
+  const int size = groups.shards->getSize();
+  const RankGroups::Group& reductions = reduction_groups.shards;
+  TORCH_CHECK_VALUE(reductions->getRank() == rank && reductions->getSize() == size, "[zeropg rank ",
+                    groups.everybody->getRank(), "/", groups.everybody->getSize(), "] fully_shard: this rank is rank ",
+                    rank, " of ", size, " in its group, and rank ", reductions->getRank(), " of ",
+                    reductions->getSize(),
                     " in the reduction group; expected a group of the same ranks in the same order, since each rank "
                     "keeps the slices of its number. Make it with the ranks of the first group, in their order.");
   auto module =
-      std::shared_ptr<ShardedModule>(new ShardedModule(std::move(group), std::move(reduction_group), options));
+      std::shared_ptr<ShardedModule>(new ShardedModule(std::move(groups), std::move(reduction_groups), options));
   module->build(units);
   module->backward_->install(std::shared_ptr<Backward>(module, module->backward_.get()));
   return module;
@@ -41,9 +40,10 @@ void ShardedModule::build(const std::vector<UnitSource>& sources) {
   units_->adopt([this] { return answer_to_write(); });
   // What becomes of gradients.
   using DuringBackward = GradientReducer::DuringBackward;
-  const DuringBackward during_backward = !units_->fetch().is_collective()               ? DuringBackward::kSendAndWait
-                                         : reductions_.group() != communicator_.group() ? DuringBackward::kSend
-                                                                                        : DuringBackward::kCollect;
+  const bool have_own_group = reductions_.groups().shards != communicator_.groups().shards;
+  const DuringBackward during_backward = !units_->fetch().is_collective() ? DuringBackward::kSendAndWait
+                                         : have_own_group                 ? DuringBackward::kSend
+                                                                          : DuringBackward::kCollect;
   reducer_ = std::make_unique<GradientReducer>(reductions_, options_, units_->backward_order(), during_backward);
   backward_ = std::make_unique<Backward>(communicator_, options_, *units_, *masters_, *reducer_);
   gradients_ = std::make_unique<GradientAccess>(communicator_, *units_, *backward_, *reducer_);
@@ -220,7 +220,13 @@ void ShardedModule::begin_step() {
 
 void ShardedModule::end_step() { end_update(/*is_step=*/true); }
 
-void ShardedModule::end_load() { end_update(/*is_step=*/false); }
+bool ShardedModule::end_load() {
+  bool is_same = true;
+  const std::exception_ptr failure = failure_of([&] { is_same = masters_->unite_replicas("load"); });
+  end_update(/*is_step=*/false);
+  if (failure != nullptr) std::rethrow_exception(failure);
+  return is_same;
+}
 
 void ShardedModule::end_update(bool is_step) {
   for (const auto& flat : flats()) {

@@ -22,13 +22,11 @@ namespace zeropg {
 class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
  public:
   // Takes over all parameters. The last unit is the root. Rank 0's values win. Collective.
-  // `reduction_group`: the same ranks, for gradients. Gathers follow the path through the model and gradients the fixed
-  // order of buckets, so the two meet differently on each rank: where units are gathered over the same group,
-  // gradients are collected and sent after backward.
-  static std::shared_ptr<ShardedModule> create(const std::vector<UnitSource>& units,
-                                               c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                               c10::intrusive_ptr<c10d::ProcessGroup> reduction_group,
-                                               const ShardingOptions& options);
+  // `reduction_groups`: the same ranks, for gradients. Gathers follow the path through the model and gradients the
+  // fixed order of buckets, so the two meet differently on each rank: where units are gathered over the same group,
+  // gradients are collected and sent after backward. A replica group of `reduction_groups` serves nothing else.
+  static std::shared_ptr<ShardedModule> create(const std::vector<UnitSource>& units, RankGroups groups,
+                                               RankGroups reduction_groups, const ShardingOptions& options);
 
   // --- forward; `unit` is an index into the sources. Hooks on inputs and outputs begin and end its backward ---
   // Returns the inputs to use instead: those that need a gradient are replaced by an alias of their own, whose hook
@@ -60,7 +58,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   // --- step ---
   void begin_step();  // collective
   void end_step();    // collective
-  void end_load();    // instead of end_step where masters were changed by anything else than a step; collective
+  // Instead of end_step where masters were changed by anything else than a step; collective. False, on every rank,
+  // where replicas wrote different values (Masters::unite_replicas).
+  [[nodiscard]] bool end_load();
   GradientAccess& gradients() { return *gradients_; }
   Masters& masters() { return *masters_; }
 
@@ -81,8 +81,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   std::vector<std::string> changed_parameters() { return units_->ledger().take_over_replaced(); }
 
  private:
-  ShardedModule(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::ProcessGroup> reduction_group,
-                const ShardingOptions& options);
+  ShardedModule(RankGroups groups, RankGroups reduction_groups, const ShardingOptions& options);
   void build(const std::vector<UnitSource>& units);
   WriteLedger::Answer answer_to_write() const;
   void end_update(bool is_step);

@@ -42,8 +42,8 @@ Units::Units(Communicator& communicator, const ShardingOptions& options, const s
     unit.name = source.name;
     unit.is_root = &source == &sources.back();
     for (const auto& group : group_sources(source.parameters)) {
-      flats_.push_back(std::make_unique<FlatParameter>(source.name, group, options_, communicator.rank(),
-                                                       communicator.world_size()));
+      flats_.push_back(
+          std::make_unique<FlatParameter>(source.name, group, options_, communicator.shard(), communicator.shards()));
       FlatParameter* flat = flats_.back().get();
       unit.flats.push_back(flat);
       unit_of_[flat] = static_cast<int64_t>(units_.size());

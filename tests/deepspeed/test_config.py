@@ -67,7 +67,6 @@ ASKING: dict[str, Any] = {
     "compile": {"deepcompile": True},
     "tensor_parallel": {"autotp_size": 2},
     "pipeline": {"stages": 2},
-    "zero_optimization.mics_shard_size": 4,
     "zero_optimization.offload_param.device": "nvme",
 }
 
@@ -170,6 +169,14 @@ def test_a_file_that_is_not_there_is_refused() -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "without nvme_path"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}, "stage": 2}}, "expected stage 3"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "stage 0, where no weights travel"),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_weights": True, "mics_shard_size": 2}},
+            "mics_shard_size keeps copies of the model",
+        ),
+        (
+            {"zero_optimization": {"mics_shard_size": 2}, "comms_logger": {"enabled": True}},
+            "counts one group's operations",
+        ),
     ],
 )
 def test_errors_name_the_key_and_what_was_expected(config: dict[str, Any], message: str) -> None:

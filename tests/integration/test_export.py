@@ -73,7 +73,7 @@ def shard(model: nn.Module, shards=local_shards) -> nn.Module:
     from zeropg.export import save_16bit_weights
 
     save_16bit_weights.local_shards = shards
-    model._zeropg = SimpleNamespace(process_group=dist.group.WORLD, settle_writes=lambda operation: None)
+    model._zeropg = SimpleNamespace(process_group=dist.group.WORLD, replica=0, settle_writes=lambda operation: None)
     return model
 
 

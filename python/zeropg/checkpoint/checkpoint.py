@@ -63,8 +63,9 @@ def save_checkpoint(
 
     The directory holds safetensors files with whole tensors under the model's own names: parameters (the masters, in
     their precision), persistent buffers, and each optimizer state under "name/key"; what each rank's compression still
-    owes to the gradients; and a manifest with their places and checksums. Every rank writes its own byte ranges. Ranks
-    that do not see the directory (no shared file system) send their part to rank 0.
+    owes to the gradients; and a manifest with their places and checksums. Every rank writes its own byte ranges; on
+    a mesh that replicates those of the first replica do. Ranks that do not see the directory (no shared file system)
+    send their part to rank 0.
 
     Saving into the same directory again replaces the checkpoint in it, by one rename after everything is on the disk:
     whoever looks, at any moment and after any crash, finds the older checkpoint whole or the newer one. Until then both
@@ -118,7 +119,8 @@ def load_checkpoint(
 
     Each rank reads its own byte ranges, and checks the checksums of the chunks that they lie in. Masters, parameters,
     persistent buffers, the optimizer's state and param groups (learning rate and so on) become what they were. So do
-    the residuals of compression at the same world size; at another one they begin at zero, with a warning. What ranks
+    the residuals of compression at the same world size and number of replicas; otherwise they begin at zero, with a
+    warning. What ranks
     owe the momenta of OneBitAdam, OneBitLamb and DGC is kept at every world size.
 
     Args:
@@ -410,6 +412,7 @@ class _Save:
             origin={
                 "torch": torch.__version__,
                 "world_size": core.world_size,
+                "replicas": core.replicas,
                 "stage": core.stage,
                 "placements": {
                     "flat ranges over all ranks": sum(tensor.is_sharded for tensor in plan.tensors),
@@ -431,6 +434,8 @@ class _Save:
     def _live_ranges(self) -> Iterator[ByteRange]:
         """Of the model's and the optimizers' own tensors, which go on changing."""
         assert self._model_plan is not None
+        if self._state.core.replica > 0:
+            return  # the first replica writes the same
         yield from self._model_plan.ranges(self._state.model, is_first=self.rank == 0)
         first_file = len(self._model_plan.layout.files)
         for name, plan in self._optimizer_plans.items():

@@ -75,8 +75,8 @@ class Loading:
 
     def own_bytes(self) -> int:
         """About how much this rank will read."""
-        world_size = self._state.core.world_size if self._state.core.stage > 0 else 1
-        return sum(reader.bytes for reader in self._readers.values()) // world_size
+        shards = self._state.core.shards if self._state.core.stage > 0 else 1
+        return sum(reader.bytes for reader in self._readers.values()) // shards
 
     def read_extras(self) -> tuple[Any, Any]:
         content = read_structure_file(self._readers["extra.safetensors"], {"extra", "modules"})
@@ -142,10 +142,11 @@ class Loading:
             )
 
         has_residuals = any(is_residual_file(name) for name in self._manifest.files)
-        if self._manifest.world_size != world_size and has_residuals and self._state.core.residuals is not None:
+        if not self._has_same_slices() and has_residuals and self._state.core.residuals is not None:
             warnings.warn(
-                f"[zeropg] load_checkpoint: '{self._directory}' was saved by {self._manifest.world_size} ranks, now "
-                f"there are {world_size}: what compression still owed to the gradients is dropped",
+                f"[zeropg] load_checkpoint: '{self._directory}' was saved by {self._manifest.world_size} ranks "
+                f"({self._saved_replicas()} replicas), now there are {world_size} ({self._state.core.replicas}): what "
+                "compression still owed to the gradients is dropped",
                 stacklevel=3,
             )
 
@@ -156,13 +157,20 @@ class Loading:
     def _rank_file(self) -> str:
         return f"rank-{self._state.core.rank:05d}.safetensors"
 
+    def _saved_replicas(self) -> int:
+        return int(self._manifest.origin.get("replicas", 1))
+
+    def _has_same_slices(self) -> bool:
+        """Whether ranks encode the parts of the gradients that they encoded in the job that saved."""
+        core = self._state.core
+        return (self._manifest.world_size, self._saved_replicas()) == (core.world_size, core.replicas)
+
     def _is_needed(self, name: str) -> bool:
         if name.startswith("rank-"):
             return name == self._rank_file()
         if is_residual_file(name):
             # Others would be of another rank's part of the gradients.
-            is_same_world = self._manifest.world_size == self._state.core.world_size
-            return is_same_world and name == residual_file(self._state.core.rank)
+            return self._has_same_slices() and name == residual_file(self._state.core.rank)
         if is_debt_file(name):
             core = self._state.core
             taken = taken_debt_files(core.rank, core.world_size, self._manifest.world_size)

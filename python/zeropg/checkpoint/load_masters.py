@@ -13,6 +13,7 @@ from zeropg.checkpoint.values import put_whole
 from zeropg.optim.flat_update import segments_of
 from zeropg.rank_io.agreement import together
 from zeropg.rank_io.progress import progress
+from zeropg.sharding.access import check_replicas
 from zeropg.sharding.state import ShardedState
 
 Advance = Callable[[int], None]
@@ -39,8 +40,9 @@ def load_masters(
         except Exception as error:
             failure = error
         finally:
-            core.end_load()  # also after an error: the other ranks are waiting in theirs
+            is_same = core.end_load()  # also after an error: the other ranks are waiting in theirs
         together(core.process_group, operation, lambda: finish(advance, failure))
+        check_replicas(core, operation, is_same)
 
 
 @torch.no_grad()

@@ -75,7 +75,8 @@ class Manifest:
 
     Attributes:
         folder: the subfolder with the data files.
-        origin: for people: versions, world size, stage, how each kind of tensor was placed.
+        origin: versions, world size, replicas, stage, how each kind of tensor was placed. For people, but for the
+            replicas: residuals fit the same number only.
         world_size: of the job that saved; one `rank_extra` file per rank at most.
         tensors: parameters (masters) and buffers by the name they are saved under.
         aliases: other names of tied tensors.

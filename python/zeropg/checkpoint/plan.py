@@ -58,7 +58,7 @@ class ModelPlan:
         return {t.name: _saved(self.layout, place, t.dtype, t.value.shape) for t, place in places}
 
     def ranges(self, model: nn.Module, *, is_first: bool) -> Iterator[ByteRange]:
-        """Yields what this rank writes: its part of the masters; rank 0 also what is not sharded."""
+        """Yields what a rank of the first replica writes: its part of the masters; rank 0 also what is not sharded."""
         for name, flat, start, _ in local_shards(model):
             yield _range(self.layout.places[self.index_of[name]], start, flat, flat.dtype)
         for tensor, place in zip(self.tensors, self.layout.places, strict=True):
@@ -122,7 +122,7 @@ class OptimizerPlan:
         return SavedOptimizer(self.kind, self.groups, tensors, self.numbers)
 
     def ranges(self, optimizer: ShardedOptimizer, first_file: int) -> Iterator[ByteRange]:
-        """Yields what this rank writes; the optimizer's files are numbered from `first_file` on."""
+        """Yields what a rank of the first replica writes; the optimizer's files are numbered from `first_file` on."""
         for name, key, tensor, start, _ in optimizer.local_state():
             index = self.entries[self.model.tensors[self.model.index_of[name]].name, key]
             part = _range(self.layout.places[index], start, tensor, self.dtypes[index])

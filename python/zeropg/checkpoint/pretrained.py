@@ -99,7 +99,7 @@ class _Loading:
         """About how much this rank will read."""
         core = self._state.core
         total = sum(stored.numel * stored.dtype.itemsize for stored in self._stored.values())
-        return total // (core.world_size if core.stage > 0 else 1)
+        return total // (core.shards if core.stage > 0 else 1)
 
     def read(self, advance: Advance) -> None:
         """Sets masters, parameters and buffers; between the core's begin_step and end_load."""

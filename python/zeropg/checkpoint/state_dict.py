@@ -83,6 +83,8 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: b
     own: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
 
     def read_own() -> None:
+        if state.core.replica > 0:
+            return  # the first replica has the same
         for name, key, values, start, _ in optimizer.local_state():
             saved_name = model.tensors[model.index_of[name]].name
             own.setdefault((saved_name, key), []).append((start, values.detach().to("cpu", copy=True)))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset
 
 from zeropg.deepspeed.config import Config, optimizer_of, read, scheduler_of, sharding_arguments
@@ -89,7 +90,8 @@ def initialize(
     mark_named(model, leaves.classes, leaves.names, leaves.name_suffixes)
     units = units_around_leaves(model)
     end_after_sizes(model, units, group, device.type)
-    fully_shard(model, process_group=group, units=units, **sharding_arguments(settings))
+    over = _sharded_over(group, settings.zero_optimization.mics_shard_size, device)
+    fully_shard(model, units=units, **over, **sharding_arguments(settings))
     sharded = _make_optimizer(model, optimizer, model_parameters, settings)
     scheduler = _make_scheduler(lr_scheduler, sharded, settings)
     engine = DeepSpeedEngine(
@@ -160,6 +162,25 @@ def _data_parallel_group(mpu: Any) -> dist.ProcessGroup:
             "tensor parallelism under an engine is not available; use torch's FSDP2 over zeropg's groups"
         )
     return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
+
+
+def _sharded_over(group: dist.ProcessGroup, shards: int, device: torch.device) -> dict[str, Any]:
+    """The arguments of fully_shard that say over which ranks. `shards`: of each copy of the model; below 1: all."""
+    if shards < 1 or shards == group.size():
+        return {"process_group": group}
+    if group.size() % shards != 0:
+        raise ValueError(
+            f"[zeropg] initialize: zero_optimization.mics_shard_size is {shards}, and there are {group.size()} ranks; "
+            "expected a divisor of these, such as the ranks of a node"
+        )
+    if group.size() != dist.get_world_size():
+        raise NotImplementedError(
+            f"[zeropg] initialize: zero_optimization.mics_shard_size is {shards} with a data-parallel group of "
+            f"{group.size()} of {dist.get_world_size()} ranks; expected all of them: leave mpu out, or use "
+            "zeropg.fully_shard(mesh=) without an engine"
+        )
+    mesh = init_device_mesh(device.type, (group.size() // shards, shards), mesh_dim_names=("replicate", "shard"))
+    return {"mesh": mesh}
 
 
 def _check_same_everywhere(group: dist.ProcessGroup, settings: Config) -> None:

@@ -74,7 +74,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     whole = torch.zeros(param.numel(), dtype=place.group.master_dtype)
     found = torch.zeros(1, dtype=torch.int64)
     for name, key, values, start, stop in optimizer.local_state():
-        if (name, key) == (place.name, optim_state_key):
+        if (name, key) == (place.name, optim_state_key) and place.state.core.replica == 0:
             whole[start:stop] = values.cpu()
             found += stop - start
     # Each element is one rank's and zero elsewhere, so the sum keeps every bit but the sign of a zero.

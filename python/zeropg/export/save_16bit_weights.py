@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeropg._native import _C
 from zeropg.export.plan import ExportPlan, companion_files, index_json, make_plan
 from zeropg.rank_io.agreement import check_same, collective_device, peers_needed, together
 from zeropg.rank_io.commit import INDEX_NAME
@@ -37,9 +38,9 @@ def save_16bit_weights(
     stand in the files' metadata, and `safetensors.torch.load_model` ties them again. A Hugging Face model also gets
     `config.json` and `generation_config.json`, so that `from_pretrained(directory)` loads it.
 
-    Every rank writes its own byte ranges; none needs more memory than its shard and 4 MiB. Ranks that do not see the
-    directory (no shared file system) send their part to rank 0. An older export in the directory stays whole until this
-    one is complete, and stays when anything fails.
+    Every rank writes its own byte ranges (on a mesh that replicates, those of the first replica do); none needs more
+    memory than its shard and 4 MiB. Ranks that do not see the directory (no shared file system) send their part to rank
+    0. An older export in the directory stays whole until this one is complete, and stays when anything fails.
 
     Args:
         model: a module that `fully_shard` has sharded, in any stage.
@@ -73,7 +74,7 @@ def save_16bit_weights(
     check_same(group, _OPERATION, [entry["arguments"] for entry in announced])
     core.settle_writes("save_16bit_weights")
     files = StagedFiles(plan.directory, plan.layout, announced[0]["token"])
-    export = _Export(model, group, plan, files)
+    export = _Export(model, core, plan, files)
     try:
         export.run(dtype)
     finally:
@@ -83,10 +84,11 @@ def save_16bit_weights(
 class _Export:
     """One rank's part in one export. `run` is the protocol; every step ends when all ranks have told how it went."""
 
-    def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup, plan: ExportPlan, files: StagedFiles) -> None:
+    def __init__(self, model: torch.nn.Module, core: _C.ShardedModule, plan: ExportPlan, files: StagedFiles) -> None:
         self.is_committed = False
         self._model = model
-        self._group = group
+        self._group: dist.ProcessGroup = core.process_group
+        self._is_in_first_replica = core.replica == 0
         self._plan = plan
         self._files = files
         # Elements of each tensor that this rank has written or sent.
@@ -122,7 +124,9 @@ class _Export:
             self._files.add_index(index_json(names, numel, self._plan.layout))
 
     def _own_ranges(self) -> Iterator[ByteRange]:
-        """Yields this rank's masters, the part that is exported."""
+        """Yields this rank's masters, the part that is exported. The first replica writes for all."""
+        if not self._is_in_first_replica:
+            return
         names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         for name, flat, start, stop in local_shards(self._model):
             index = self._plan.index_of.get(name)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from zeropg._native import _C
 from zeropg.optim.flat_update import FlatGroup, Segment, State, in_memory, is_per_element, segments_of
@@ -61,7 +62,7 @@ class LayerwiseUpdater:
     def __init__(
         self, core: _C.ShardedModule, flats: Sequence[FlatGroup], state: State, rule: LayerwiseRule, held: Set[int]
     ):
-        self._layers = [layer for flat in flats for layer in _layers_of(flat, core.world_size, held)]
+        self._layers = [layer for flat in flats for layer in _layers_of(flat, core.shards, held)]
         self._own = [layer for layer in self._layers if layer.segment.numel]
         self.segments = [layer.segment for layer in self._own]
         self.owned = {
@@ -71,14 +72,14 @@ class LayerwiseUpdater:
         }
         self._state = state
         self._rule = rule
-        self._world_size = core.world_size
-        self._peers: Peers
-        if core.world_size == 1:
+        self._everybody = core.process_group if core.world_size > 1 else None
+        self._peers: Peers  # of one copy of the model: replicas find the same
+        if core.shards == 1:
             self._peers = Alone()
         elif any(_is_whole(flat) for flat in flats):  # then all are: the stage says it
-            self._peers = ReplicatedPeers(core.process_group)
+            self._peers = ReplicatedPeers(core.shard_group)
         else:
-            self._peers = ShardedPeers(core.process_group)
+            self._peers = ShardedPeers(core.shard_group)
 
     def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
         flats = {id(layer.flat): layer.flat for layer in self._layers}
@@ -146,26 +147,30 @@ class LayerwiseUpdater:
             id(layer.segment.parameter) in owners and layer.flat.has_grad(layer.segment.parameter)
             for layer in self._layers
         ]
-        counts = self._peers.total(torch.tensor(has, dtype=torch.int32, device=in_memory(self._layers[0].flat).device))
+        counts = torch.tensor(has, dtype=torch.int32, device=in_memory(self._layers[0].flat).device)
+        ranks = 1
+        if self._everybody is not None:
+            ranks = self._everybody.size()
+            dist.all_reduce(counts, group=self._everybody)
         for layer, count in zip(self._layers, counts.tolist(), strict=True):
-            if count not in (0, self._world_size):
+            if count not in (0, ranks):
                 raise ValueError(
                     f"[zeropg] step: {layer.segment.name} has a gradient, or is in a param group, on {count} of "
-                    f"{self._world_size} ranks; set `.grad` and param groups alike on all ranks"
+                    f"{ranks} ranks; set `.grad` and param groups alike on all ranks"
                 )
         return [layer for layer, count in zip(self._layers, counts.tolist(), strict=True) if count]
 
 
-def _layers_of(flat: FlatGroup, world_size: int, held: Set[int]) -> Iterator[_Layer]:
+def _layers_of(flat: FlatGroup, shards: int, held: Set[int]) -> Iterator[_Layer]:
     own = {id(segment.parameter): segment for segment in segments_of(flat)}
     counted = {name: (start, stop) for name, _, start, stop in flat.local_shards}
-    slice_numel = flat.total_numel // world_size
+    slice_numel = flat.total_numel // shards
     for names, parameter, offset, numel in flat.slots:
         if id(parameter) in held:
             segment = own.get(id(parameter), Segment(parameter, names[0], 0, 0, 0))
             start, stop = counted.get(names[0], (segment.offset, segment.offset))
-            cuts = [min(max(rank * slice_numel - offset, 0), numel) for rank in range(world_size + 1)]
-            ranges = [(0, numel)] * world_size if _is_whole(flat) else list(itertools.pairwise(cuts))
+            cuts = [min(max(rank * slice_numel - offset, 0), numel) for rank in range(shards + 1)]
+            ranges = [(0, numel)] * shards if _is_whole(flat) else list(itertools.pairwise(cuts))
             yield _Layer(flat, segment, slice(start - segment.offset, stop - segment.offset), ranges)
 
 

@@ -27,16 +27,21 @@ class Momentum(NamedTuple):
 class MomentumExchange:
     """Averages the momenta of one model over a group of zeropg; keeps what the encodings lose.
 
-    shards_weights: whether each rank updates its own part of the weights.
+    weights_over: the group whose ranks each update their own part of the weights; None: every rank updates all.
 
     Raises ValueError for a group of another backend.
     """
 
     def __init__(
-        self, codec: Codec, model: torch.nn.Module, group: dist.ProcessGroup, *, shards_weights: bool = False
+        self,
+        codec: Codec,
+        model: torch.nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        weights_over: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = group
-        self._shards_weights = shards_weights
+        self._weights_over = weights_over
         self.state = State(codec, process_group=group, model=model)
 
     @property
@@ -68,14 +73,14 @@ class MomentumExchange:
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
         """Sums over the elements that this rank updates become those over whole tensors. Collective."""
-        if self._shards_weights:
-            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.group)
+        if self._weights_over is not None:
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self._weights_over)
         return sums
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """The same for maxima."""
-        if self._shards_weights:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        if self._weights_over is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._weights_over)
         return values
 
     def debts(self) -> dict[str, list[tuple[int, torch.Tensor]]]:

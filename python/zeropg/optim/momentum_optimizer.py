@@ -102,10 +102,10 @@ class MomentumOptimizer(CheckedOptimizer):
             self.load_debts(self._loaded)
 
     def make_exchange(
-        self, model: torch.nn.Module, group: dist.ProcessGroup, *, shards_weights: bool = False
+        self, model: torch.nn.Module, group: dist.ProcessGroup, *, weights_over: dist.ProcessGroup | None = None
     ) -> MomentumExchange:
         """What the steps over `model` communicate by. Raises ValueError for a group of another backend."""
-        return MomentumExchange(self.codec, model, group, shards_weights=shards_weights)
+        return MomentumExchange(self.codec, model, group, weights_over=weights_over)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, until the optimizer has a model: what it averages is fixed then."""

@@ -151,4 +151,5 @@ def make_exchange(optimizer: MomentumOptimizer, core: _C.ShardedModule, model: t
             f"[zeropg] {who}: {', '.join(ignored[:3])} of ignored_params are averaged by nobody; freeze them, or shard "
             "them too"
         )
-    return optimizer.make_exchange(model, core.process_group, shards_weights=core.stage > 0)
+    weights_over = core.shard_group if core.stage > 0 else None
+    return optimizer.make_exchange(model, core.process_group, weights_over=weights_over)

@@ -97,8 +97,9 @@ def writable_shards(model: nn.Module) -> Iterator[list[Shard]]:
     """Gives the list of what `local_shards` yields, with tensors that may be written. All ranks must enter and leave.
 
     When the `with` ends, also after an exception, what was written is published to all ranks: to the masters, and in
-    each parameter's own dtype to what forwards read. Each rank writes its own part, so ranks need not write alike. With
-    masters in a file (offload_optimizer) the list holds copies of all of this rank's masters in memory.
+    each parameter's own dtype to what forwards read. Each rank writes its own part, so ranks need not write alike; but
+    on a mesh that replicates, the replicas of a part must (RuntimeError on every rank). With masters in a file
+    (offload_optimizer) the list holds copies of all of this rank's masters in memory.
 
     Raises ValueError for a model that is not sharded. Inside, forward, full_parameters and steps raise RuntimeError.
     """
@@ -118,7 +119,18 @@ def writable_shards(model: nn.Module) -> Iterator[list[Shard]]:
             core.publish_shards()
         finally:
             state.is_writing_shards = False
-            core.end_load()
+            is_same = core.end_load()
+        check_replicas(core, "writable_shards", is_same)
+
+
+def check_replicas(core: _C.ShardedModule, operation: str, is_same: bool) -> None:
+    """Raises RuntimeError where the core's end_load has said that replicas had different masters."""
+    if not is_same:
+        raise RuntimeError(
+            f"[zeropg rank {core.rank}/{core.world_size}] {operation}: the replicas of a slice set different values; "
+            "expected the same ones. Values of the first replica were kept. Compute or read the same on every rank "
+            "(torch.distributed.broadcast or all_reduce it first)."
+        )
 
 
 def _own_masters(core: _C.ShardedModule) -> Iterator[tuple[_C.FlatGroup, str, int, torch.Tensor, int, int]]:

@@ -18,13 +18,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeropg._native import _C
-from zeropg.backend import group_like, unwrapped_backend
 from zeropg.compression.auto import choose, say
 from zeropg.compression.codec import Codec
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 from zeropg.compression.state import backend_of
 from zeropg.sharding.load_state_dict import load_into
 from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_memory, offload_of, open_offload
+from zeropg.sharding.rank_groups import check_mesh, described, groups_of, reduction_groups
 from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
 from zeropg.sharding.trace import requested_trace
@@ -117,11 +117,19 @@ def fully_shard(
     Afterwards the module is trained as before, with its optimizer from `zeropg.shard_optimizer`. Parameters keep
     identity, names and shapes. All ranks get the values of rank 0.
 
+    On a mesh of two dimensions (hybrid sharding, as FSDP2's) each row of ranks shards a copy of the model, and
+    gradients are averaged over all ranks. With a row per node, parameters stay inside nodes, and only slices of
+    gradients travel between them:
+
+        mesh = init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))
+        model = zeropg.fully_shard(model, mesh=mesh)
+
     Args:
         module: the model. A submodule on which `fully_shard` was called before becomes a unit of the model.
         stage: what is sharded. 0: nothing (as DDP); 1: masters and optimizer state; 2: gradients too; 3: parameters
             too.
-        mesh: the group to shard over as a one-dimensional DeviceMesh; or
+        mesh: the group to shard over as a one-dimensional DeviceMesh; or one of two dimensions: the first replicates,
+            the second shards. In it ranks ascend, as init_device_mesh makes it; it may be a part of the world; or
         process_group: as a group of any backend. Default: the world.
         units: what is made whole together: submodules, their names or classes. Default: the children of every
             nn.ModuleList, repeated blocks in nn.Sequential and nn.ModuleDict, and children of nn.Sequential with a
@@ -140,7 +148,8 @@ def fully_shard(
           or "auto", which measures what pays on this link (bf16, 8 or 4 bits, or nothing) and says so;
             default: nothing is encoded. It needs fp32 masters, a group of zeropg and tensors on the CPU. With error
             feedback each rank keeps up to 4 bytes per parameter more. With weights= of a plan masters are apart from
-            fp32 parameters too in stages 1 and 2: 4 bytes per parameter / ranks.
+            fp32 parameters too in stages 1 and 2: 4 bytes per parameter / ranks. Where a mesh replicates, gradients
+            are encoded between replicas in stages 2 and 3, and weights= is not available.
         reshard_after_forward: stage 3: False keeps a unit whole from its forward to its backward, which takes memory
             and saves time.
         prefetch_numel: stage 3, where units are gathered (several nodes, other backends): the next unit is gathered
@@ -151,13 +160,15 @@ def fully_shard(
         The same module. Its class becomes a subclass of both its own class and `zeropg.FullyShardedModule`.
 
     Raises:
-        TypeError: `module` is no module, or a dtype is not floating.
+        TypeError: `module` is no module, mesh no DeviceMesh, or a dtype is not floating.
         ValueError: the module has no parameters or is sharded already, the stage is not 0 to 3, both mesh and
-            process_group are given, models differ between ranks, or compression cannot serve the model.
+            process_group are given, the mesh has more than two dimensions, another device or not this rank, models or
+            meshes differ between ranks, or compression cannot serve the model.
         OSError: on every rank, where one cannot use or fill its offload directory.
         NotImplementedError: an argument or a kind of parameter is not available.
     """
-    group = _group(mesh, process_group)
+    groups = groups_of(mesh, process_group)
+    group = groups.everybody
     with _failing_together(group):
         _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
         _check_prefetch_numel(prefetch_numel)
@@ -166,6 +177,7 @@ def fully_shard(
         plan = None if compression is None else _plan_of(compression, group)
         _absorb_inner_calls(module)
         device = next((p.device for p in module.parameters() if not p.is_meta), _default_device(group))
+        check_mesh(mesh, device)
         check_offload_params(offload_params, device)
         materialize(module, device)
         plans = plan_units(module, _inner_units(module) if units is None else units, ignored_params)
@@ -173,8 +185,11 @@ def fully_shard(
         check_shared_memory(module, plans)
         if plan is not None:
             _check_compression(plan, plans, reduce_dtype, group)
-            _check_encoded_weights(plan, stage, offload is not None and leaves_memory(offload, device))
+            _check_encoded_weights(
+                plan, stage, offload is not None and leaves_memory(offload, device), groups.replicas is not None
+            )
     options = {
+        "mesh": described(groups, mesh),
         "stage": stage,
         "param_dtype": param_dtype,
         "reduce_dtype": reduce_dtype,
@@ -188,7 +203,7 @@ def fully_shard(
     _prepare_buffers(module, buffer_dtype, group)
     tier = open_offload(offload, device, group)
     if tier is not None and group.rank() == 0:
-        print(_offload_plan(tier, plans, stage, param_dtype, group.size()), file=sys.stderr)
+        print(_offload_plan(tier, plans, stage, param_dtype, groups.shards.size()), file=sys.stderr)
     renormalized = renormalized_parameters(module)
     gradients, weights = (None, None) if plan is None else (plan.gradients, plan.weights)
     encoded = set() if plan is None else _encoded_parameters(plan, plans)
@@ -197,8 +212,8 @@ def fully_shard(
             (unit.name, [(names, p, id(p) in renormalized, id(p) in encoded) for names, p in unit.parameters])
             for unit in plans
         ],
-        group,
-        _reduction_group(group, stage, device),
+        groups,
+        reduction_groups(groups, stage, device),
         stage=stage,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
@@ -281,38 +296,6 @@ def _check_prefetch_numel(prefetch_numel: int) -> None:
             f"[zeropg] fully_shard: prefetch_numel is {prefetch_numel!r}; expected a number of elements, or 0 to "
             "gather nothing ahead."
         )
-
-
-def _group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if mesh is not None and process_group is not None:
-        raise ValueError("[zeropg] fully_shard: got both mesh and process_group; pass one of them.")
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"[zeropg] fully_shard: the mesh has {mesh.ndim} dimensions; expected one: pass a slice such as "
-                "mesh['dp']."
-            )
-        return mesh.get_group()
-    if process_group is not None:
-        return process_group
-    if not dist.is_initialized():
-        raise ValueError(
-            "[zeropg] fully_shard: torch.distributed is not initialised; call "
-            'torch.distributed.init_process_group("zeropg") first (under torchrun, also with one process).'
-        )
-    return dist.distributed_c10d._get_default_group()
-
-
-def _reduction_group(group: dist.ProcessGroup, stage: int, device: torch.device) -> dist.ProcessGroup:
-    """A second group of the same ranks where units are gathered: gradients must not queue up between gathers."""
-    if stage < 3 or group.size() == 1 or _shares_memory(group, device):
-        return group
-    return group_like(group, device)
-
-
-def _shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    backend = unwrapped_backend(group, device)
-    return device.type == "cpu" and isinstance(backend, _C.ProcessGroupZero) and len(backend.topology().nodes) == 1
 
 
 def _default_device(group: dist.ProcessGroup) -> torch.device:
@@ -424,9 +407,14 @@ def _check_compression(
                 )
 
 
-def _check_encoded_weights(plan: Plan, stage: int, offloads_masters: bool) -> None:
+def _check_encoded_weights(plan: Plan, stage: int, offloads_masters: bool, has_replicas: bool) -> None:
     if plan.weights is None:
         return
+    if has_replicas:
+        raise NotImplementedError(
+            "[zeropg] fully_shard: weights= of the plan is not available on a mesh that replicates; leave it out. "
+            "Weights travel inside a copy of the model alone, and gradients= serves what travels between the copies."
+        )
     if stage == 0:
         raise ValueError(
             "[zeropg] fully_shard: the plan has a codec for weights, but in stage 0 no weights travel, since every "
@@ -526,11 +514,17 @@ def _summary(
     masters = {group.master_dtype for group in core.flat_groups if group.is_trainable}
     codec = compression and compression.gradients
     return (
-        f"[zeropg] stage {core.stage} over {core.world_size} ranks: {count:,} parameters in {len(plans)} units, "
+        f"[zeropg] stage {core.stage} over {_ranks(core)}: {count:,} parameters in {len(plans)} units, "
         f"computed in {_names(computed)}, masters in {_names(masters)}, gradients averaged in "
         f"{_names({reduce_dtype} if reduce_dtype else masters)}{'' if codec is None else f' as {codec}'}; "
         f"parameters {core.fetch_name}{_encoded_weights(core, compression)}"
     )
+
+
+def _ranks(core: _C.ShardedModule) -> str:
+    if core.replicas == 1:
+        return f"{core.world_size} ranks"
+    return f"{core.world_size} ranks ({core.replicas} replicas of {core.shards} shards)"
 
 
 def _encoded_weights(core: _C.ShardedModule, plan: Plan | None) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from zeropg._native import _C
 from zeropg.rank_io.agreement import together
-from zeropg.sharding.access import full_parameters
+from zeropg.sharding.access import check_replicas, full_parameters
 from zeropg.sharding.state import state_of
 
 
@@ -35,7 +35,8 @@ def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_p
     try:  # a disk that fails on one rank (masters in a tier) is an error on all
         together(core.process_group, "load_state_dict", lambda: _load_masters(exact))
     finally:
-        core.end_load()
+        is_same = core.end_load()
+    check_replicas(core, "load_state_dict", is_same)
     return result
 
 

@@ -77,8 +77,8 @@ def test_groups_and_meshes() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     with raises(ValueError, "both mesh and process_group"):
         zeropg.fully_shard(nn.Linear(3, 3), mesh=mesh, process_group=dist.group.WORLD)
-    with raises(ValueError, "the mesh has 2 dimensions", "mesh['dp']"):
-        zeropg.fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")))
+    with raises(ValueError, "the mesh has 3 dimensions", "mesh['dp']"):
+        zeropg.fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1, 2, 1)))
     groups = [mesh.get_group(), dist.new_group([0, 1], backend="gloo"), dist.new_group([0, 1])]
     batch = make_batches(1)[0]
     for options in ({"mesh": mesh}, *({"process_group": group} for group in groups)):

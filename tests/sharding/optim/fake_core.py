@@ -68,7 +68,7 @@ class FakeCore:
     def __init__(
         self, model: torch.nn.Module, rank: int, world_size: int, master_dtype: torch.dtype | None, stage: int
     ):
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.shards = rank, world_size, world_size
         self.optimizer_offload = None
         self.flat_groups = [FakeFlat(model, rank, world_size, master_dtype, stage)]
         self.calls: list[str] = []

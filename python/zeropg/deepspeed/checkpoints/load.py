@@ -141,7 +141,7 @@ class _Loading:
         for state in self._saved.tensors.values() if self._saved is not None else ():
             tensors += state.values()
         total = sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in tensors)
-        return total // (core.world_size if core.stage > 0 else 1)
+        return total // (core.shards if core.stage > 0 else 1)
 
     def read_model(self, advance: Advance) -> None:
         """Sets masters, parameters and buffers; between the core's begin_step and end_load."""

@@ -62,10 +62,23 @@ def _compression(config: Config) -> Iterator[str]:
     zero = config.zero_optimization
     if zero.zero_quantized_weights and zero.stage == 0:
         yield "zero_optimization.zero_quantized_weights is true in stage 0, where no weights travel; expected stage 1-3"
+    if zero.zero_quantized_weights and zero.mics_shard_size > 0:
+        yield (
+            "zero_optimization.zero_quantized_weights is true, and mics_shard_size keeps copies of the model, whose "
+            "weights do not travel encoded; leave one of the two out"
+        )
     if zero.zero_quantized_gradients and config.communication_data_type not in (None, "fp32"):
         yield (
             f"communication_data_type is {config.communication_data_type!r}, but zero_quantized_gradients encodes fp32 "
             "gradients; leave one of the two out"
+        )
+
+
+def _observation(config: Config) -> Iterator[str]:
+    if config.comms_logger.enabled and config.zero_optimization.mics_shard_size > 0:
+        yield (
+            "comms_logger.enabled is true, and counts one group's operations, while mics_shard_size makes three "
+            "groups; leave one of the two out, or use torch.profiler"
         )
 
 
@@ -86,4 +99,4 @@ def _update(config: Config) -> Iterator[str]:
         )
 
 
-_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (_precision, _offload, _compression, _update)
+_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (_precision, _offload, _compression, _observation, _update)

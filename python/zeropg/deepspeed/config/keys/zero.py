@@ -16,10 +16,6 @@ def _is_on_disk(device: Any) -> bool:
     return bool(device == "nvme")
 
 
-def _is_shared(size: Any) -> bool:
-    return bool(size > 0)
-
-
 ZERO = {
     "stage": honoured("fully_shard(stage=): the four stages train alike, bit for bit."),
     "contiguous_gradients": no_effect("Gradients always lie in flat buffers."),
@@ -94,10 +90,8 @@ ZERO = {
         "True: gradients travel in 4 bits with error feedback, on CPUs over groups of zeropg: BlockQuant(4)."
     ),
     "zeropp_loco_param": mapped("zero_quantized_gradients always has error feedback here, without a decay or a reset."),
-    "mics_shard_size": refused(
-        "DeepSpeed has removed MiCS, and a model here is sharded over one group.",
-        instead="Use stage 3; on CPUs the ranks of a node share one copy of the parameters.",
-        refuses=_is_shared,
+    "mics_shard_size": mapped(
+        "Groups of so many ranks shard a copy of the model each, in any stage: fully_shard(mesh=) of two dimensions."
     ),
     "mics_hierarchical_params_gather": no_effect("It belongs to MiCS; gathers always know the nodes."),
     "memory_efficient_linear": no_effect("No function of torch is replaced."),
