@@ -334,6 +334,10 @@ void CollectiveQueue::check_held(const ZeroWork* own) {
   }
 }
 
+// A dead rank that is not awaited may have done its part. But it may also be one of those whom the awaited await, and
+// these may have given up: then nobody would find out before the deadline. So after this time it counts in any case.
+constexpr std::chrono::seconds kPatienceWithTheDead{2};
+
 void CollectiveQueue::check(CollectiveJob& job) {
   group_->throw_if_failed();
   if (!job.executor) {
@@ -350,6 +354,9 @@ void CollectiveQueue::check(CollectiveJob& job) {
   throw_if_lost(label, has_moved ? PeerStates{} : peers, awaited);
   job.executor->note_wait();
   const auto now = Clock::now();
+  if (!has_moved && now - *job.start > kPatienceWithTheDead) {
+    throw_if_lost(label, peers, peers.dead);
+  }
   if (!pause_detector_.may_blame(now, *job.start) || now - *job.start < job.work->timeout()) {
     return;
   }
