@@ -14,7 +14,7 @@ namespace zeropg {
 // padding, since they may have come from a peer and are compared to the bit.
 struct CallFingerprint {
   static constexpr int32_t kAboutLinks = -1;  // the root of what the ranks run of their own accord (link_watch.h)
-  static constexpr uint64_t kMagic = 0x31'6c'6c'61'63'67'70'7a;  // "zpgcall1": catches a stream that got out of step
+  static constexpr uint64_t kMagic = 0x32'6c'6c'61'63'67'70'7a;  // "zpgcall2": catches a stream that got out of step
   uint64_t magic = kMagic;
   uint64_t sequence = 0;   // of the group's collectives
   uint32_t op = 0;         // OpKind

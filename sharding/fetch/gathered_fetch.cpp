@@ -27,7 +27,8 @@ class GatheredFetch final : public Fetch {
       at::Tensor shard = at::empty({flat->layout().shard_numel}, values.options().dtype(flat->dtype()));
       make_master(*flat, shard, values, flat->shard_start());
       memory_.parameters += static_cast<int64_t>(shard.nbytes());
-      homes_.emplace(flat, Home{shard, homes_.size() + 1});
+      const auto item = static_cast<int64_t>(homes_.size() + 1);
+      homes_.emplace(flat, Home{shard, item, at::empty({1}, at::kLong).fill_(item).to(device_)});
     }
   }
 
@@ -35,7 +36,7 @@ class GatheredFetch final : public Fetch {
 
   void unshard(FlatParameter& flat, Use use) override {
     const auto oldest = prefetched_.lower_bound(&flat);
-    const bool is_prefetched = oldest != prefetched_.end() && oldest->first == &flat;
+    const bool is_prefetched = use == Use::kCompute && oldest != prefetched_.end() && oldest->first == &flat;
     const Gather gather = is_prefetched ? prefetched_.extract(oldest).mapped() : begin(flat, use);
     finish(flat, gather);
     flat.attach(gather.whole);
@@ -56,7 +57,9 @@ class GatheredFetch final : public Fetch {
       finish(*flat, gather);
       pool_.release(gather.whole);
     }
-    compare_items();
+    if (waits) {
+      compare_items();
+    }
   }
 
   void reshard(FlatParameter& flat) override {
@@ -67,6 +70,7 @@ class GatheredFetch final : public Fetch {
 
   bool begin_update(int64_t news) override {
     drop_prefetched(/*waits=*/true);
+    check_not_broken();
     return communicator_.is_same_on_shards(news, device_);
   }
   void end_update(const std::vector<FlatParameter*>&, bool /*is_step*/) override {}
@@ -80,7 +84,8 @@ class GatheredFetch final : public Fetch {
 
   struct Home {
     at::Tensor shard;
-    uint64_t item;  // its number, from 1: ranks that gather different ones of the same size are found out
+    int64_t item;            // its number, from 1: ranks that gather different ones of the same size are found out
+    at::Tensor item_tensor;  // [1], on the device
   };
 
   struct Gather {
@@ -92,7 +97,7 @@ class GatheredFetch final : public Fetch {
   };
 
   Gather begin(const FlatParameter& flat, Use use) {
-    const auto& [shard, item] = homes_.at(&flat);
+    const auto& [shard, item, item_tensor] = homes_.at(&flat);
     Gather gather;
     gather.began = communicator_.log().now();
     gather.whole = pool_.acquire(flat.layout().total_numel, flat.dtype(), flat.device());
@@ -104,16 +109,15 @@ class GatheredFetch final : public Fetch {
       return gather;
     }
     explain(flat, gather, [&] {
-      TORCH_CHECK_WITH(DistBackendError, !is_broken_,
-                       "an earlier gather failed, and ranks may be at different ones; start again from a checkpoint.");
+      check_not_broken();
       if (!communicator_.compares_items(device_)) {
-        const at::Tensor mine = at::empty({1}, at::kLong).fill_(static_cast<int64_t>(item)).to(device_);
-        gather.items = at::empty({communicator_.shards()}, mine.options());
-        gather.telling = communicator_.gather_slices(gather.items, mine);
+        gather.items = at::empty({communicator_.shards()}, item_tensor.options());
+        gather.telling = communicator_.gather_slices(gather.items, item_tensor);
       }
-      gather.work = travels_encoded(flat, use)
-                        ? communicator_.gather_slices_encoded(gather.whole, shard, weights_codec_, item)
-                        : communicator_.gather_slices(gather.whole, shard, item);
+      gather.work =
+          travels_encoded(flat, use)
+              ? communicator_.gather_slices_encoded(gather.whole, shard, weights_codec_, static_cast<uint64_t>(item))
+              : communicator_.gather_slices(gather.whole, shard, static_cast<uint64_t>(item));
     });
     return gather;
   }
@@ -137,11 +141,16 @@ class GatheredFetch final : public Fetch {
                             static_cast<int64_t>(gather.whole.nbytes()));
   }
 
+  void check_not_broken() const {
+    TORCH_CHECK_WITH(DistBackendError, !is_broken_, communicator_.context("fully_shard"),
+                     "an earlier gather failed, and ranks may be at different ones; start again from a checkpoint.");
+  }
+
   // On a device the host would have to wait for it; there it is done once in a pass.
   void compare_items() {
     for (const auto& [flat, items] : std::exchange(told_, {})) {
       const at::Tensor theirs = items.cpu();
-      const auto mine = static_cast<int64_t>(homes_.at(flat).item);
+      const int64_t mine = homes_.at(flat).item;
       for (int64_t shard = 0; shard < communicator_.shards(); ++shard) {
         const int64_t item = theirs.const_data_ptr<int64_t>()[shard];
         is_broken_ |= item != mine;
@@ -157,8 +166,8 @@ class GatheredFetch final : public Fetch {
   }
 
   std::string describe(int64_t item) const {
-    const auto found = std::find_if(homes_.begin(), homes_.end(),
-                                    [&](const auto& home) { return static_cast<int64_t>(home.second.item) == item; });
+    const auto found =
+        std::find_if(homes_.begin(), homes_.end(), [&](const auto& home) { return home.second.item == item; });
     return found == homes_.end() ? "something else" : found->first->describe();
   }
 
