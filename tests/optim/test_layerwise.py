@@ -39,8 +39,12 @@ def test_muon_is_torchs_and_adamw_for_what_is_no_matrix(options: dict[str, Any],
     optimizer: torch.optim.Optimizer = Muon(model.parameters(), 3e-2, **options)
     if is_sharded:
         optimizer = shard_optimizer(optimizer, shard(model))
+    try:
+        peer = torch.optim.Muon(matrices(plain), 3e-2, **options)
+    except ValueError as error:  # torch 2.11 knows fewer ways to scale
+        pytest.skip(str(error))
     reference = [
-        torch.optim.Muon(matrices(plain), 3e-2, **options),
+        peer,
         torch.optim.AdamW(others(plain), 3e-2, weight_decay=options.get("weight_decay", 0.1)),
     ]
     for step in range(5):
