@@ -26,6 +26,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, str | int]] = {
     "zeropg stage 1": ("zeropg", 1),
     "zeropg stage 2": ("zeropg", 2),
     "zeropg stage 3": ("zeropg", 3),
+    "stage 3 over gloo": ("gloo", 3),
 }
 BASELINE = "ddp gloo"
 _SAME_LOSS = 1e-3  # relative, after the last step
@@ -38,7 +39,7 @@ model exists, so that pages which ranks share count once. Ratios are to DDP over
 """
 _EXAMPLES = """
 examples:
-  python -m zeropg bench train                                           8 implementations, 3 rounds: about 4 minutes
+  python -m zeropg bench train                                           9 implementations, 3 rounds: about 5 minutes
   python -m zeropg bench train --only "zeropg stage 3" --rounds 1        that and the baseline, once
   python -m zeropg bench train --layers 12 --width 1024 --batch 1        175 million parameters
 
