@@ -128,8 +128,7 @@ std::shared_ptr<ShardedCore> ShardedCore::create(const std::shared_ptr<torch::nn
   TORCH_CHECK_VALUE(root != nullptr, "[zeropg] FullyShardedModule: the module is empty.");
   TORCH_CHECK_VALUE(group, "[zeropg] FullyShardedModule: the group is null; expected zeropg::make_process_group(...).");
   const c10::Device device = device_of(*root);
-  EventLog log;
-  Communicator communicator(as_process_group(group, device.type()), log);
+  Communicator communicator(as_process_group(group, device.type()));
   ModelPlan plan;
   ShardingOptions sharding;
   try {

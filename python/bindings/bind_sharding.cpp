@@ -116,13 +116,13 @@ const char* name_of(EventLog::Kind kind) {
 
 // ([(kind, unit, begin, end, bytes)], [(time, {class: bytes})]), times in nanoseconds of the steady clock.
 py::tuple stop_log(ShardedModule& module) {
-  module.log().stop();
+  module.communicator().log()->stop();
   py::list events;
-  for (const EventLog::Event& event : module.log().take_events()) {
+  for (const EventLog::Event& event : module.communicator().log()->take_events()) {
     events.append(py::make_tuple(name_of(event.kind), event.unit, event.begin, event.end, event.bytes));
   }
   py::list samples;
-  for (const EventLog::Sample& sample : module.log().take_samples()) {
+  for (const EventLog::Sample& sample : module.communicator().log()->take_samples()) {
     samples.append(py::make_tuple(sample.time, sample.bytes));
   }
   return py::make_tuple(events, samples);
@@ -240,8 +240,10 @@ void bind_sharding(py::module_& m) {
           ReleaseGil())
       .def("communication_seconds", &ShardedModule::communication_seconds)
       .def("memory_report", &ShardedModule::memory_report)
-      .def_property_readonly("steps", &ShardedModule::steps, "How many optimizer steps have ended.")
-      .def("start_log", [](ShardedModule& self) { self.log().start(); })
+      .def_property_readonly(
+          "steps", [](const ShardedModule& self) { return self.communicator().log()->steps(); },
+          "How many optimizer steps have ended.")
+      .def("start_log", [](ShardedModule& self) { self.communicator().log()->start(); })
       .def("stop_log", &stop_log, "What was done since start_log, and what memory held.")
       .def("changed_parameters", &ShardedModule::changed_parameters)
       .def_property_readonly("optimizer_offload",

@@ -137,7 +137,8 @@ class Communicator::TwoHops final : public c10d::Work {
   std::exception_ptr failure_;
 };
 
-Communicator::Communicator(RankGroups groups, EventLog& log) : groups_(std::move(groups)), log_(log) {}
+Communicator::Communicator(RankGroups groups, std::shared_ptr<EventLog> log)
+    : groups_(std::move(groups)), log_(std::move(log)) {}
 Communicator::~Communicator() = default;
 
 bool Communicator::is_same_in(const RankGroups::Group& group, const std::array<int64_t, 2>& values,

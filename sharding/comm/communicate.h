@@ -10,6 +10,7 @@
 #include <array>
 #include <chrono>
 #include <deque>
+#include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -23,8 +24,8 @@ class ProcessGroupZero;
 
 class Communicator {
  public:
-  // `log`: of the model that communicates; it outlives this.
-  Communicator(RankGroups groups, EventLog& log);
+  // `log`: of the model that communicates, which has one for all of its communicators.
+  explicit Communicator(RankGroups groups, std::shared_ptr<EventLog> log = std::make_shared<EventLog>());
   ~Communicator();
 
   // Among all ranks of the model; then which slice this rank has of how many, and which copy of the model.
@@ -35,7 +36,7 @@ class Communicator {
   int64_t replica() const { return groups_.replicas ? groups_.replicas->getRank() : 0; }
   int64_t replicas() const { return groups_.replicas ? groups_.replicas->getSize() : 1; }
   const RankGroups& groups() const { return groups_; }
-  EventLog& log() const { return log_; }
+  const std::shared_ptr<EventLog>& log() const { return log_; }
 
   // How an error of `operation` begins: "[zeropg rank 1/4] step: ".
   std::string context(const char* operation) const;
@@ -91,9 +92,9 @@ class Communicator {
   template <typename Wait>
   void timed(Wait&& wait, EventLog::Kind purpose = EventLog::Kind::kWait, const std::string& unit = "") {
     const auto start = std::chrono::steady_clock::now();
-    const int64_t began = log_.now();
+    const int64_t began = log_->now();
     wait();
-    log_.add(purpose, unit, began);
+    log_->add(purpose, unit, began);
     seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
 
@@ -111,7 +112,7 @@ class Communicator {
   void begin_second_hop();
 
   RankGroups groups_;
-  EventLog& log_;
+  std::shared_ptr<EventLog> log_;
   std::deque<c10::intrusive_ptr<TwoHops>> first_hops_;  // those whose second hop is not issued
   double seconds_ = 0;
 };

@@ -39,6 +39,13 @@ class EventLog {
       events_.push_back({kind, unit, begin, clock(), bytes});
     }
   }
+  // Around an optimizer's step, also while the log is off.
+  void begin_step() { step_began_ = now(); }
+  void end_step() {
+    ++steps_;
+    add(Kind::kStep, "", step_began_);
+  }
+  int64_t steps() const { return steps_; }  // that have ended
   template <typename Report>
   void sample(Report&& report) {
     if (is_on_ && samples_.size() < kMostEvents) {
@@ -55,6 +62,8 @@ class EventLog {
   }
 
   bool is_on_ = false;
+  int64_t steps_ = 0;
+  int64_t step_began_ = 0;
   std::vector<Event> events_;
   std::vector<Sample> samples_;
 };

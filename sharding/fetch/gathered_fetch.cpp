@@ -99,7 +99,7 @@ class GatheredFetch final : public Fetch {
   Gather begin(const FlatParameter& flat, Use use) {
     const auto& [shard, item, item_tensor] = homes_.at(&flat);
     Gather gather;
-    gather.began = communicator_.log().now();
+    gather.began = communicator_.log()->now();
     gather.whole = pool_.acquire(flat.layout().total_numel, flat.dtype(), flat.device());
     if (travels_encoded(flat, use)) {
       flat.clear_padding(shard);
@@ -137,8 +137,8 @@ class GatheredFetch final : public Fetch {
       }
       communicator_.wait(gather.work, kPurpose, flat.unit_name());
     });
-    communicator_.log().add(EventLog::Kind::kGather, flat.unit_name(), gather.began,
-                            static_cast<int64_t>(gather.whole.nbytes()));
+    communicator_.log()->add(EventLog::Kind::kGather, flat.unit_name(), gather.began,
+                             static_cast<int64_t>(gather.whole.nbytes()));
   }
 
   void check_not_broken() const {

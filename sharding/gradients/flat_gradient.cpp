@@ -62,7 +62,7 @@ void FlatGradient::launch() {
   if (communicator.world_size() == 1) {
     return;
   }
-  began_ = communicator.log().now();
+  began_ = communicator.log()->now();
   // Everybody's whole average, or this rank's slice of it.
   if (!is_sharded_) {
     if (context_.averages) work_ = communicator.all_reduce_average(collected_, compression_);
@@ -90,7 +90,7 @@ void FlatGradient::let_go() {
 void FlatGradient::finish() {
   if (work_) {
     context_.communicator.wait(work_, EventLog::Kind::kWaitForReduce, flat_.unit_name());
-    context_.communicator.log().add(
+    context_.communicator.log()->add(
         EventLog::Kind::kReduce, flat_.unit_name(), began_,
         flat_.layout().total_numel * static_cast<int64_t>(c10::elementSize(reduce_dtype())));
     work_.reset();

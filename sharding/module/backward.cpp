@@ -98,7 +98,7 @@ void Backward::begin_unit(Unit& unit, bool waits_for_inputs, bool stays_whole) {
   const bool begins = !std::exchange(unit.is_in_backward, true);
   units_.unshard(unit);
   if (begins) {
-    unit.backward_began = communicator_.log().now();
+    unit.backward_began = communicator_.log()->now();
   }
 }
 
@@ -134,7 +134,7 @@ void Backward::maybe_reshard(Unit& unit) {
 }
 
 void Backward::end_unit(Unit& unit) {
-  communicator_.log().add(EventLog::Kind::kBackward, unit.name, std::exchange(unit.backward_began, 0));
+  communicator_.log()->add(EventLog::Kind::kBackward, unit.name, std::exchange(unit.backward_began, 0));
 }
 
 void Backward::finish() {

@@ -11,7 +11,9 @@
 namespace zeropg {
 
 ShardedModule::ShardedModule(RankGroups groups, RankGroups reduction_groups, const ShardingOptions& options)
-    : communicator_(std::move(groups), log_), reductions_(std::move(reduction_groups), log_), options_(options) {}
+    : communicator_(std::move(groups)),
+      reductions_(std::move(reduction_groups), communicator_.log()),
+      options_(options) {}
 
 std::shared_ptr<ShardedModule> ShardedModule::create(const std::vector<UnitSource>& units, RankGroups groups,
                                                      RankGroups reduction_groups, const ShardingOptions& options) {
@@ -68,7 +70,7 @@ std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vec
     units_->ledger().begin_forward();
   }
   unit.forwards += backward_->is_running() ? 0 : 1;
-  unit.forward_began = log_.now();
+  unit.forward_began = communicator_.log()->now();
   unit.has_hooked_inputs = false;
   unit.has_other_inputs = has_other_inputs;
   std::vector<at::Tensor> aliases = inputs;
@@ -96,13 +98,13 @@ std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vec
 void ShardedModule::post_forward(int64_t index, const std::vector<at::Tensor>& outputs) {
   Unit& unit = (*units_)[index];
   forward_depth_ = std::max<int64_t>(forward_depth_ - 1, 0);
-  log_.add(EventLog::Kind::kForward, unit.name, std::exchange(unit.forward_began, 0));
-  log_.sample([&] { return memory_report(); });
+  communicator_.log()->add(EventLog::Kind::kForward, unit.name, std::exchange(unit.forward_began, 0));
+  communicator_.log()->sample([&] { return memory_report(); });
   bool needs_backward = false;
   for (const at::Tensor& output : outputs) {
     if (output.requires_grad() && at::GradMode::is_enabled()) {
       needs_backward = true;
-      if (unit.is_root || options_.stage.shards_parameters || log_.is_on()) {
+      if (unit.is_root || options_.stage.shards_parameters || communicator_.log()->is_on()) {
         output.register_hook([weak = weak_from_this(), index, waits = unit.has_hooked_inputs,
                               stays = unit.has_other_inputs](const at::Tensor& gradient) {
           if (const auto self = weak.lock()) {
@@ -205,7 +207,7 @@ void ShardedModule::dissolve() {
 // --- step ---
 
 void ShardedModule::begin_step() {
-  step_began_ = log_.now();
+  communicator_.log()->begin_step();
   backward_->check_outside("step");
   TORCH_CHECK(units_->full_depth() == 0, communicator_.context("step"),
               "called inside full_parameters; call it after.");
@@ -240,9 +242,8 @@ void ShardedModule::end_update(bool is_step) {
   units_->set_updating(false);
   masters_->end_update(is_step);
   if (is_step) {
-    ++steps_;
-    log_.add(EventLog::Kind::kStep, "", step_began_);
-    log_.sample([&] { return memory_report(); });
+    communicator_.log()->end_step();
+    communicator_.log()->sample([&] { return memory_report(); });
   }
 }
 

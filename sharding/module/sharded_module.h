@@ -65,8 +65,6 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   Masters& masters() { return *masters_; }
 
   // --- facts ---
-  EventLog& log() { return log_; }
-  int64_t steps() const { return steps_; }                 // that have ended
   int full_depth() const { return units_->full_depth(); }  // how many unshard_all wait for their reshard_all
   const std::vector<std::unique_ptr<FlatParameter>>& flats() const { return units_->flats(); }
   const ShardingOptions& options() const { return options_; }
@@ -86,7 +84,6 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   WriteLedger::Answer answer_to_write() const;
   void end_update(bool is_step);
 
-  EventLog log_;
   Communicator communicator_;
   Communicator reductions_;
   ShardingOptions options_;
@@ -95,8 +92,6 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   std::unique_ptr<GradientReducer> reducer_;
   std::unique_ptr<Backward> backward_;
   std::unique_ptr<GradientAccess> gradients_;
-  int64_t steps_ = 0;
-  int64_t step_began_ = 0;     // for the log
   int64_t forward_depth_ = 0;  // units whose forward runs; too many after one that raised, until the root's next
 };
 
