@@ -74,7 +74,8 @@ def full_gradients(model: nn.Module) -> Iterator[None]:
 def local_shards(model: nn.Module) -> Iterator[Shard]:
     """Yields (name, tensor, start, stop) for the part of each parameter that this rank owns. Does not communicate.
 
-    Over all ranks every parameter is covered exactly once, in every stage.
+    Over all ranks every parameter is covered exactly once, in every stage; where a mesh replicates, once in each copy
+    of the model.
 
     tensor: [stop - start] in the master's dtype: elements [start, stop) of the flattened parameter. It is a live view;
       numpy(), torch.save and collectives may read it, and a write to it raises RuntimeError (`writable_shards` takes
