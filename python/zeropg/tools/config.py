@@ -15,6 +15,7 @@ from zeropg.deepspeed.config.read import Reading, examine
 from zeropg.deepspeed.config.source import load
 from zeropg.deepspeed.config.validate import key_paths
 from zeropg.deepspeed.config.verdict import shown
+from zeropg.tools.command_line import make_parser
 
 _DESCRIPTION = """
 Reads a DeepSpeed configuration (the JSON of deepspeed.initialize, Hugging Face's Trainer or ms-swift) and prints, key
@@ -155,12 +156,7 @@ def _of_key(key: str) -> str:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg config",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("config", _DESCRIPTION, _EXAMPLES, allow_abbrev=True)
     parser.add_argument("config", nargs="?", type=Path, metavar="FILE", help="a DeepSpeed configuration")
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="ranks, to check the batch sizes (default: no check)"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropg._native import _C
+from zeropg.tools.command_line import make_parser
 from zeropg.tools.plot_simulated import plot_comparison
 from zeropg.tools.quantities import byte_count, size
 from zeropg.tools.simulated_racks import Racks, read_racks
@@ -211,13 +212,7 @@ def _bound_us(options: argparse.Namespace, total: int) -> float | None:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg simulate",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("simulate", _DESCRIPTION, _EXAMPLES)
     what = parser.add_argument_group("what")
     what.add_argument("--op", choices=_OPERATIONS, default="all_reduce", help="operation (default all_reduce)")
     what.add_argument("--size", type=byte_count, default=16 << 20, help="bytes of the buffer: 64K, 16M (default 16M)")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import zeropg
 from zeropg.backend import unwrapped_backend
 from zeropg.tools import machine, quantities
+from zeropg.tools.command_line import make_parser
 
 _DESCRIPTION = """
 Shows which ranks share a node and which nodes a rack, what the links between nodes carry, as they were measured when
@@ -165,13 +166,7 @@ def _time_text(cell: tuple[float, bool] | None) -> str:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg topo",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("topo", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("--measure", action="store_true", help="also time messages between each pair of ranks")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser.parse_args(arguments)

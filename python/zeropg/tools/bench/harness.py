@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from zeropg.tools import machine
+from zeropg.tools import command_line, machine
 from zeropg.tools.bench.results import Row, write_results, write_whole
 
 BUSY = 3  # exit status: measured or refused, but nothing is claimed
@@ -34,13 +34,7 @@ _BUSY_SHARE = 0.10
 
 def make_parser(suite: str, description: str, examples: str, *, output: str) -> argparse.ArgumentParser:
     """A parser of the suite's command line, with the options that every suite has."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m zeropg bench {suite}",
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_line.make_parser(f"bench {suite}", description, examples)
     common = parser.add_argument_group("output")
     common.add_argument("--output", type=Path, metavar="FILE", help=f"write medians and spreads as JSON, e.g. {output}")
     common.add_argument("--plot", type=Path, metavar="FILE", help="draw them too (.svg or .png); needs matplotlib")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from zeropg.tools.bench.results import Row, read_results
+from zeropg.tools.command_line import make_parser
 from zeropg.tools.quantities import size
 
 _Files = dict[str, tuple[dict[str, Any], list[Row]]]
@@ -43,13 +43,7 @@ _OF_NODES = {
 
 def main(arguments: list[str]) -> int:
     """Print what the folder has; returns the exit status. One process."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg bench table",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("bench table", _DESCRIPTION, _EXAMPLES)
     parser.add_argument(
         "--folder",
         type=Path,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zeropg.tools import machine
+from zeropg.tools.command_line import make_parser
 from zeropg.tools.doctor import gpu, installation, network, node, self_test, storage
 from zeropg.tools.doctor.finding import Finding
 
@@ -67,13 +68,7 @@ def _findings(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, int(machine.usable_cpus()))))
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg doctor",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("doctor", _DESCRIPTION, _EXAMPLES)
     parser.add_argument(
         "-n", "--ranks", type=int, default=ranks, help="ranks that will run on this machine (default here: %(default)s)"
     )

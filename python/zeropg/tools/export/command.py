@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from zeropg.export.plan import parse_size
+from zeropg.tools.command_line import make_parser
 from zeropg.tools.export.source import Source, find, open_source
 from zeropg.tools.export.write import Written, write_safetensors, written_dtype
 from zeropg.tools.quantities import size
@@ -93,12 +94,7 @@ def _size(text: str) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg export",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("export", _DESCRIPTION, _EXAMPLES, allow_abbrev=True)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="the checkpoint's folder, or one tag's")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; made if it does not exist")
     parser.add_argument("--tag", "-t", help="which of several checkpoints (default: what the file `latest` names)")

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from zeropg.export.plan import parse_size
+from zeropg.tools.command_line import make_parser
 from zeropg.tools.export.command import describe
 from zeropg.tools.export.source import DeepSpeedSource, Source, find, open_source
 from zeropg.tools.export.write import Written, write_safetensors
@@ -70,11 +71,7 @@ def _warn_of_16_bits(source: Source, names: list[str]) -> None:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg zero_to_fp32",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("zero_to_fp32", _DESCRIPTION, allow_abbrev=True)
     parser.add_argument("checkpoint_dir", type=Path, help="the folder with `latest` and the tags' folders")
     parser.add_argument("output_dir", type=Path, help="the folder to write; made if it does not exist")
     parser.add_argument(

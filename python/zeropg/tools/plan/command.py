@@ -13,6 +13,7 @@ from zeropg.compression.codec import Codec, named_codecs
 from zeropg.compression.plan import Plan
 from zeropg.sharding.offload import TIERS
 from zeropg.tools import machine
+from zeropg.tools.command_line import make_parser
 from zeropg.tools.plan.formulas import OPTIMIZER_SLOTS, Holding, Settings, memory, traffic, with_ranks
 from zeropg.tools.plan.shape import ModelShape, shape_of_config, shape_of_gpt
 from zeropg.tools.quantities import byte_count, count, size
@@ -190,13 +191,7 @@ def _as_dict(shape: ModelShape, plan: Settings) -> dict[str, Any]:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg plan",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("plan", _DESCRIPTION, _EXAMPLES)
     model = parser.add_argument_group("model")
     model.add_argument("--params", type=count, help="number of parameters: 7e9, 350M")
     model.add_argument(

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+from zeropg.tools.command_line import make_parser
 from zeropg.tools.run.cores import parse_cpu_list
 from zeropg.tools.run.environment import environment_files, read_environment_files, to_pass
 from zeropg.tools.run.hosts import Host, first, read_hostfile, select
@@ -182,13 +183,8 @@ def _how(failure: Failure) -> str:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg run",
-        usage="python -m zeropg run [options] PROGRAM [arguments of the program]",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = make_parser(
+        "run", _DESCRIPTION, _EXAMPLES, usage="python -m zeropg run [options] PROGRAM [arguments of the program]"
     )
     _add_hosts(parser)
     _add_running(parser)

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from zeropg.tools.command_line import make_parser
 from zeropg.tools.trace.chrome import chrome_events
 from zeropg.tools.trace.page import write_page
 from zeropg.tools.trace.read import RankTrace, TraceError, models_in, read_traces
@@ -74,13 +75,7 @@ def _write(directory: Path, model: int, traces: list[RankTrace]) -> None:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg trace",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("trace", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("directory", type=Path, help="what ZEROPG_TRACE was")
     parser.add_argument("--model", type=int, help="the number of one of several, from 0; default: the first")
     return parser.parse_args(arguments)

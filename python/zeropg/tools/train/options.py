@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from zeropg.compression.codec import Codec, named_codecs
+from zeropg.tools.command_line import make_parser
 from zeropg.tools.train.gpt import GPTConfig
 
 PARAM_DTYPES = {
@@ -102,13 +103,7 @@ def parse(arguments: list[str], *, rank: int, world_size: int, local_world_size:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg train",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("train", _DESCRIPTION, _EXAMPLES)
     sharding = parser.add_argument_group("sharding")
     sharding.add_argument(
         "--stage",

@@ -18,6 +18,7 @@ from zeropg.deepspeed.config.read import examine
 from zeropg.deepspeed.config.source import load
 from zeropg.deepspeed.observation.trial import Sizes
 from zeropg.tools import machine
+from zeropg.tools.command_line import make_parser
 from zeropg.tools.plan.formulas import Settings
 from zeropg.tools.quantities import byte_count, size
 from zeropg.tools.tune.candidates import (
@@ -41,8 +42,8 @@ ends the script after those steps.
 What is tuned: the stage (0 to 3) and the micro-batch. The samples of a step (train_batch_size) stay, and so do dtypes,
 the optimizer, where its state lies (offload_optimizer) and everything else that changes what is learnt: all candidates
 train alike. With --nvme_path the optimizer's state goes to a disk, but only where no stage fits without. Steps that the
-loss scale of fp16 leaves out are not timed. Sizes of buckets, prefetching and thresholds have no effect here, so there
-is nothing to tune in them.
+loss scale of fp16 leaves out are not timed. Sizes of buckets and thresholds have no effect here, so there is nothing
+to tune in them; how far ahead stage 3 gathers stays as the configuration says.
 """
 _EXAMPLES = """
 how it goes:
@@ -228,13 +229,11 @@ def _stages(text: str) -> list[int]:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropg tune",
+    parser = make_parser(
+        "tune",
+        _DESCRIPTION,
+        _EXAMPLES,
         usage="python -m zeropg tune [options] SCRIPT [arguments] --deepspeed_config FILE [arguments]",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--num_gpus", "--nproc-per-node", type=int, metavar="N", help="ranks of each host")
     parser.add_argument("--run", default="", metavar="OPTIONS", help="further options of python -m zeropg run")
