@@ -19,6 +19,10 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kInlineBytes = 64 << 10;  // what a call may copy before it returns: some microseconds
 
+// A dead rank that is not awaited may have done its part. But it may also be one of those whom the awaited await, and
+// these may have given up: then nobody would find out before the deadline. So after this time it counts in any case.
+constexpr std::chrono::seconds kPatienceWithTheDead{2};
+
 std::exception_ptr error_of(const OperationLabel& label, const char* text) {
   return std::make_exception_ptr(
       OperationError({__func__, __FILE__, __LINE__}, {.text = c10::str(label.prefix(), ": ", text)}));
@@ -333,10 +337,6 @@ void CollectiveQueue::check_held(const ZeroWork* own) {
     fail_all_held(*job, std::current_exception(), own);
   }
 }
-
-// A dead rank that is not awaited may have done its part. But it may also be one of those whom the awaited await, and
-// these may have given up: then nobody would find out before the deadline. So after this time it counts in any case.
-constexpr std::chrono::seconds kPatienceWithTheDead{2};
 
 void CollectiveQueue::check(CollectiveJob& job) {
   group_->throw_if_failed();

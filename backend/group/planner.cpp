@@ -97,17 +97,18 @@ uint64_t hash_of_schedule(const PlannedCollective& collective) {
   return hash_of(text);
 }
 
-CallFingerprint fingerprint_of(const PlannedCollective& collective, at::ScalarType dtype) {
+CallFingerprint fingerprint_of(const PlannedCollective& collective, const CollectiveArgs& request) {
   const CollectiveSpec& spec = collective.spec;
   return {.op = static_cast<uint32_t>(spec.op),
-          .dtype = static_cast<uint32_t>(dtype),
+          .dtype = static_cast<uint32_t>(request.dtype),
           .reduce_op = static_cast<uint32_t>(collective.reduce_op),
           .root = spec.root,
           .bytes = spec.bytes,
           .factor = collective.factor.real(),
           .imaginary_factor = collective.factor.imag(),
           .codec = spec.codec == nullptr ? 0 : hash_of(spec.codec->description()),
-          .algorithm = hash_of_schedule(collective)};
+          .algorithm = hash_of_schedule(collective),
+          .item = request.item};
 }
 
 // A source of a reduction counts as a copy, as does each place that the result goes to as well.
@@ -241,8 +242,7 @@ PlannedCollective Planner::plan(const CollectiveArgs& request) {
         request.reduce_op == ReduceOp::kAverage ? std::complex<double>(options_.world_size) : request.factor;
   }
   adopt(plan_for(collective.spec), collective);
-  collective.call = fingerprint_of(collective, request.dtype);
-  collective.call.item = request.item;
+  collective.call = fingerprint_of(collective, request);
   collective.inputs = input_addresses(request.inputs);
   collective.outputs = output_addresses(request.outputs);
   collective.compression = request.compression;

@@ -106,8 +106,6 @@ std::optional<BoundCodec> codec_of_gradients(const ShardedModule& self) {
   return codec ? std::optional(BoundCodec{std::move(codec)}) : std::nullopt;
 }
 
-}  // namespace
-
 const char* name_of(EventLog::Kind kind) {
   constexpr const char* kNames[] = {"forward", "backward",        "gather",          "reduce",
                                     "step",    "wait for gather", "wait for reduce", "wait"};
@@ -127,6 +125,8 @@ py::tuple stop_log(ShardedModule& module) {
   }
   return py::make_tuple(events, samples);
 }
+
+}  // namespace
 
 void bind_sharding(py::module_& m) {
   py::class_<FlatGroup>(m, "FlatGroup", "The parameters of one unit that share a dtype, as one flat buffer.")

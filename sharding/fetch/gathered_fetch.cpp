@@ -44,18 +44,14 @@ class GatheredFetch final : public Fetch {
 
   void drop_prefetched(bool waits) override {
     while (!prefetched_.empty()) {
-      const auto oldest = prefetched_.extract(prefetched_.begin());
-      const auto& [flat, gather] = std::pair(oldest.key(), oldest.mapped());
-      if (!waits) {
+      const auto node = prefetched_.extract(prefetched_.begin());
+      const Gather& gather = node.mapped();
+      if (!waits || is_broken_) {
         pool_.forget(gather.whole);
-        continue;
+      } else {
+        finish(*node.key(), gather);
+        pool_.release(gather.whole);
       }
-      if (is_broken_) {  // which has been said, and is with the next gather
-        pool_.forget(gather.whole);
-        continue;
-      }
-      finish(*flat, gather);
-      pool_.release(gather.whole);
     }
     if (waits) {
       compare_items();
@@ -94,6 +90,11 @@ class GatheredFetch final : public Fetch {
     c10::intrusive_ptr<c10d::Work> work;  // null where there is nobody to gather from
     at::Tensor items;                     // [shards]: which one each rank gathers; undefined: the group compares it
     c10::intrusive_ptr<c10d::Work> telling;
+  };
+
+  struct Told {
+    const FlatParameter* flat;  // what this rank gathered
+    at::Tensor items;
   };
 
   Gather begin(const FlatParameter& flat, Use use) {
@@ -193,10 +194,6 @@ class GatheredFetch final : public Fetch {
   std::shared_ptr<const Compressor> weights_codec_;
   BufferPool pool_;
   std::unordered_map<const FlatParameter*, Home> homes_;
-  struct Told {
-    const FlatParameter* flat;  // what this rank gathered
-    at::Tensor items;
-  };
   std::vector<Told> told_;                                  // not compared yet
   bool is_broken_ = false;                                  // ranks are no more at the same gather
   std::multimap<const FlatParameter*, Gather> prefetched_;  // those of one in the order in which they began

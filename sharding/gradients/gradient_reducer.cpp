@@ -120,7 +120,9 @@ void GradientReducer::launch_ready() {
   }
 }
 
+// With one copy of the model the wire has read a bucket when its average is there: nothing is let go before.
 void GradientReducer::finish_some() {
+  const bool has_replicas = context_.communicator.replicas() > 1;
   int64_t held =
       std::count_if(buckets_.begin(), buckets_.end(), [](const auto& bucket) { return bucket->gradient().is_held(); });
   for (const auto& bucket : buckets_) {
@@ -130,7 +132,11 @@ void GradientReducer::finish_some() {
       if (!may_wait && gradient.must_wait_to_let_go()) {
         return;
       }
-      bucket->let_go();
+      if (has_replicas) {
+        bucket->let_go();
+      } else {
+        bucket->finish();
+      }
       --held;
     }
     if (gradient.is_in_flight() && !gradient.must_wait()) {
