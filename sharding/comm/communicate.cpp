@@ -141,15 +141,11 @@ Communicator::Communicator(RankGroups groups, std::shared_ptr<EventLog> log)
     : groups_(std::move(groups)), log_(std::move(log)) {}
 Communicator::~Communicator() = default;
 
-bool Communicator::is_same_in(const RankGroups::Group& group, const std::array<int64_t, 2>& values,
-                              c10::Device device) {
-  if (group->getSize() == 1) {
-    return true;
-  }
+at::Tensor Communicator::gather_values_in(const RankGroups::Group& group, at::IntArrayRef values, c10::Device device) {
   const at::Tensor mine = at::tensor(values, at::kLong).to(device);
   const at::Tensor all = at::empty({group->getSize() * mine.numel()}, mine.options());
   wait(gather(group, all, mine));
-  return all.view({group->getSize(), mine.numel()}).eq(mine).all().item<bool>();
+  return all.view({group->getSize(), mine.numel()}).cpu();
 }
 
 std::string Communicator::context(const char* operation) const {
@@ -208,7 +204,7 @@ bool Communicator::scatters_by_all_reduce(c10::Device device) const {
 }
 
 bool Communicator::is_same_on_shards(int64_t value, c10::Device device) {
-  return is_same_in(groups_.shards, {value, 0}, device);
+  return shards() == 1 || gather_values_in(groups_.shards, {value}, device).eq(value).all().item<bool>();
 }
 
 bool Communicator::has_read(const WorkPointer& work) {
@@ -276,11 +272,11 @@ WorkPointer Communicator::broadcast(const at::Tensor& whole, int64_t root) {
   return broadcast_in(groups_.everybody, whole, root);
 }
 
-// --- replicas of this rank's slice ---
-
-bool Communicator::is_same_on_replicas(const std::array<int64_t, 2>& values, c10::Device device) {
-  return replicas() == 1 || is_same_in(groups_.replicas, values, device);
+at::Tensor Communicator::gather_values(at::IntArrayRef values, c10::Device device) {
+  return gather_values_in(groups_.everybody, values, device);
 }
+
+// --- replicas of this rank's slice ---
 
 WorkPointer Communicator::broadcast_to_replicas(const at::Tensor& part) {
   return broadcast_in(groups_.replicas, part, /*root=*/0);

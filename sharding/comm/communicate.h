@@ -7,7 +7,6 @@
 // the model has replicas, a slice's average takes a second hop between these (Note [Two hops] in communicate.cpp).
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <deque>
 #include <memory>
@@ -75,9 +74,10 @@ class Communicator {
   c10::intrusive_ptr<c10d::Work> all_reduce_max(at::Tensor whole);
   c10::intrusive_ptr<c10d::Work> broadcast(const at::Tensor& whole, int64_t root);
 
+  // Every rank's `values` [n], as [world_size, n] on the CPU. Waits for all of them.
+  at::Tensor gather_values(at::IntArrayRef values, c10::Device device);
+
   // --- replicas of this rank's slice ---
-  // Whether they all pass the same values. Waits for all of them.
-  bool is_same_on_replicas(const std::array<int64_t, 2>& values, c10::Device device);
   c10::intrusive_ptr<c10d::Work> broadcast_to_replicas(const at::Tensor& part);  // the first one's; needs replicas
 
   // Not collective: a buffer of bytes, [bytes], where the collectives of slices, or of all ranks, are fastest: on a
@@ -104,7 +104,7 @@ class Communicator {
  private:
   class TwoHops;
 
-  bool is_same_in(const RankGroups::Group& group, const std::array<int64_t, 2>& values, c10::Device device);
+  at::Tensor gather_values_in(const RankGroups::Group& group, at::IntArrayRef values, c10::Device device);
   ProcessGroupZero& zeropg_group(const RankGroups::Group& group) const;
   // Issue the second hops whose first ones are done, or of all up to `last`: in the order of the calls.
   void advance();

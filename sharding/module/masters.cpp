@@ -1,12 +1,14 @@
 #include "sharding/module/masters.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <map>
 #include <span>
 
 #include "sharding/comm/digest.h"
@@ -16,9 +18,52 @@ namespace zeropg {
 
 const char* const kReplicasDiffer =
     "the replicas of a slice wrote different values to their masters; expected the same program on every rank. Values "
-    "of "
-    "the first replica were kept. Compute what is written from the same numbers on every rank "
+    "of the first replica were kept. Compute what is written from the same numbers on every rank "
     "(torch.distributed.broadcast or all_reduce them first).";
+
+namespace {
+
+const char* const kReplicasDrifted =
+    "the replicas of a slice have different masters since an earlier step: single ranks changed gradients, options of "
+    "param groups (a learning rate) or optimizer state, or an optimizer rounds differently on their processors; "
+    "expected the same on every rank. Weights of the first replica were kept. Decide from numbers that all ranks have "
+    "(torch.distributed.all_reduce a loss before a scheduler sees it), and go on from a checkpoint.";
+
+constexpr int64_t kSamplesPerSlot = 64;
+
+// Of every rank, as Communicator::gather_values: what replicas compare.
+struct Told {
+  enum Column { kNews, kIsSameOnShards, kShard, kDigest };
+  at::Tensor rows;
+
+  int64_t at(int64_t rank, Column column) const { return rows.const_data_ptr<int64_t>()[rank * rows.size(1) + column]; }
+
+  // Whether all ranks have written the same.
+  bool is_same_news() const {
+    bool is_same = true;
+    for (int64_t rank = 0; rank < rows.size(0); ++rank) {
+      is_same &= at(rank, kNews) == at(0, kNews) && at(rank, kIsSameOnShards) == 1;
+    }
+    return is_same;
+  }
+
+  // Whether the ranks of each shard have the same digest.
+  bool is_same_on_replicas() const {
+    std::map<int64_t, int64_t> digests;
+    bool is_same = true;
+    for (int64_t rank = 0; rank < rows.size(0); ++rank) {
+      is_same &= digests.try_emplace(at(rank, kShard), at(rank, kDigest)).first->second == at(rank, kDigest);
+    }
+    return is_same;
+  }
+};
+
+uint64_t digest_of(const at::Tensor& values, uint64_t seed) {
+  const at::Tensor here = values.cpu().contiguous();
+  return digest({static_cast<const std::byte*>(here.const_data_ptr()), here.nbytes()}, seed);
+}
+
+}  // namespace
 
 std::exception_ptr failure_of(const std::function<void()>& action) {
   try {
@@ -76,19 +121,31 @@ void Masters::begin_update(const char* operation) {
   const int64_t news = units_.ledger().digest();
   const bool is_same_on_shards = units_.fetch().begin_update(news);
   const std::exception_ptr failure = failure_of([&] {
-    const bool is_same = is_same_everywhere(is_same_on_shards, news);
+    // What ranks have written, and what their steps have left (Note [Drift]).
+    bool is_same = is_same_on_shards;
+    bool has_drifted = false;
+    if (communicator_.replicas() > 1 && !units_.flats().empty()) {
+      const Told told{communicator_.gather_values({news, is_same_on_shards ? 1 : 0, communicator_.shard(), sample_},
+                                                  units_.flats().front()->device())};
+      is_same = told.is_same_news();
+      has_drifted = !told.is_same_on_replicas();
+    }
     const WriteLedger::Settlement settlement = units_.ledger().settle(is_same, operation);
     if (!settlement.changes.empty()) {
       fail_together(failure_of([&] { apply(settlement.changes); }), operation, "read and write", EIO);
     }
-    const bool are_replicas_same = !settlement.may_have_written_shards || unite_replicas(operation);
-    if (settlement.may_have_written_shards) {
+    // Masters that single ranks may have changed.
+    const bool may_differ = settlement.may_have_written_shards || has_drifted;
+    const bool are_replicas_same = !may_differ || unite_replicas(operation);
+    if (may_differ) {
       publish();
     }
     TORCH_CHECK(settlement.conflict.empty(), communicator_.context(operation), settlement.conflict);
+    TORCH_CHECK(!has_drifted, communicator_.context(operation), kReplicasDrifted);
     TORCH_CHECK(are_replicas_same, communicator_.context(operation), kReplicasDiffer);
   });
   if (failure != nullptr) {
+    sample_ = 0;
     if (options_.stage.shards_parameters) {
       end_update(/*is_step=*/false);  // the other ranks are waiting in theirs
     }
@@ -96,13 +153,38 @@ void Masters::begin_update(const char* operation) {
   }
 }
 
-// Replicas hear of it, too, where only shards of one copy differ.
-bool Masters::is_same_everywhere(bool is_same_on_shards, int64_t news) {
-  if (units_.flats().empty()) {
-    return is_same_on_shards;
+void Masters::end_update(bool is_step) {
+  steps_ += is_step ? 1 : 0;
+  sample_ = is_step && communicator_.replicas() > 1 ? sample() : 0;
+  units_.fetch().end_update(units_.flat_pointers(), is_step);
+}
+
+// Note [Drift]
+// Replicas compute the same from the same averages, unless a rank decides something alone between a backward and its
+// step: it changes a gradient, a learning rate, a state. To compare all masters would be one more pass over memory. So
+// each step leaves a digest of some elements of every parameter, others at each step, and the next update compares it:
+// in the next step, what changed all elements of a parameter, or a small one; the rest when its elements have their
+// turn. Masters in a file are not read for it; the parameters computed with are.
+int64_t Masters::sample() const {
+  at::NoGradGuard no_grad;
+  uint64_t digest_of_all = 1;
+  for (const auto& flat : units_.flats()) {
+    const at::Tensor& values = flat->master.values.defined() ? flat->master.values : flat->parameter_out;
+    if (!values.defined() || !flat->is_trainable()) {
+      continue;
+    }
+    std::vector<at::Tensor> samples;
+    for (const SlotRange& range : flat->slots_in(flat->master.start, flat->master.start + flat->master.numel)) {
+      const int64_t numel = range.stop - range.start;
+      const int64_t stride = (numel + kSamplesPerSlot - 1) / kSamplesPerSlot;
+      const at::Tensor part = values.narrow(0, range.flat_start - flat->master.start, numel);
+      samples.push_back(part.slice(0, steps_ % stride, numel, stride));
+    }
+    if (!samples.empty()) {
+      digest_of_all = digest_of(at::cat(samples), digest_of_all);
+    }
   }
-  const c10::Device device = units_.flats().front()->device();
-  return communicator_.is_same_on_replicas({news, is_same_on_shards ? 1 : 0}, device) && is_same_on_shards;
+  return static_cast<int64_t>(digest_of_all);
 }
 
 bool Masters::unite_replicas(const char* operation) {
@@ -113,24 +195,19 @@ bool Masters::unite_replicas(const char* operation) {
   uint64_t digest_of_all = 0;
   const std::exception_ptr failure = failure_of([&] {
     for (const auto& flat : units_.flats()) {
-      for_each_master_piece(*flat, 0, flat->master.numel, [&](int64_t, const at::Tensor& piece) {
-        const at::Tensor here = piece.cpu().contiguous();
-        digest_of_all = digest({static_cast<const std::byte*>(here.const_data_ptr()), here.nbytes()}, digest_of_all);
-      });
+      for_each_master_piece(*flat, 0, flat->master.numel,
+                            [&](int64_t, const at::Tensor& piece) { digest_of_all = digest_of(piece, digest_of_all); });
     }
   });
   fail_together(failure, operation, "read", EIO);
-  const c10::Device device = units_.flats().front()->device();
-  const bool is_same = communicator_.is_same_on_replicas({static_cast<int64_t>(digest_of_all), 0}, device);
-  const at::Tensor differs = at::empty({1}, at::kInt).fill_(is_same ? 0 : 1).to(device);
-  communicator_.wait(communicator_.all_reduce_max(differs));
-  if (differs.item<int32_t>() == 0) {
+  const Told told{communicator_.gather_values({0, 1, communicator_.shard(), static_cast<int64_t>(digest_of_all)},
+                                              units_.flats().front()->device())};
+  if (told.is_same_on_replicas()) {
     return true;
   }
   for (const auto& flat : units_.flats()) {
-    const at::Tensor values = flat->master.read(0, flat->master.numel)
-                                  .to(flat->device(), /*non_blocking=*/false,
-                                      /*copy=*/true);
+    const at::Tensor read = flat->master.read(0, flat->master.numel);
+    const at::Tensor values = read.to(flat->device(), /*non_blocking=*/false, /*copy=*/true);
     communicator_.wait(communicator_.broadcast_to_replicas(values));
     flat->master.write(0, values);
     if (flat->parameter_out.defined()) {

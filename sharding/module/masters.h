@@ -35,7 +35,7 @@ class Masters {
   // the change has ended.
   void begin_update(const char* operation);
   // `is_step`: as Fetch::end_update.
-  void end_update(bool is_step) { units_.fetch().end_update(units_.flat_pointers(), is_step); }
+  void end_update(bool is_step);
   // Makes what every rank has written to the masters of its own slice known to all. Inside an update. Collective.
   void publish();
   // After anything but a step has written masters: false, on every rank, where replicas wrote different values. All
@@ -50,7 +50,7 @@ class Masters {
   // Throws `failure`, or that of another rank: what a disk refuses to one must be an error on all of them, before they
   // wait for each other. Collective with offload.
   void fail_together(const std::exception_ptr& failure, const char* operation, const char* could_not, int code);
-  bool is_same_everywhere(bool is_same_on_shards, int64_t news);
+  int64_t sample() const;
   void apply(const std::vector<WriteLedger::Change>& changes);
   void write_back(FlatParameter& flat, int64_t start, const at::Tensor& written, const at::Tensor& unwritten);
   at::Tensor gather_slices(const at::Tensor& mine);
@@ -58,6 +58,8 @@ class Masters {
   Communicator& communicator_;
   const ShardingOptions& options_;
   Units& units_;
+  int64_t steps_ = 0;
+  int64_t sample_ = 0;  // what the last update has left of this rank's masters; 0 where that was no step
 };
 
 }  // namespace zeropg
