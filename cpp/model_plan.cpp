@@ -33,16 +33,17 @@ bool is_renormalized(const at::Tensor& parameter, const torch::nn::Module& root)
 }
 
 struct Occurrence {
+  at::Tensor parameter;
   FlatParameter::Source source;
   std::vector<size_t> homes;  // without repetition
 };
 
 void check(const std::vector<Occurrence>& parameters) {
   TORCH_CHECK_VALUE(!parameters.empty(), "[zeropg] FullyShardedModule: the module has no parameters to shard.");
-  for (const auto& [source, homes] : parameters) {
-    TORCH_CHECK_VALUE(!is_sharded(source.parameter), "[zeropg] FullyShardedModule: parameter '", source.names.front(),
+  for (const auto& [parameter, source, homes] : parameters) {
+    TORCH_CHECK_VALUE(!is_sharded(parameter), "[zeropg] FullyShardedModule: parameter '", source.names.front(),
                       "' belongs to a sharded model already; shard each model once.");
-    TORCH_CHECK_NOT_IMPLEMENTED(!source.parameter.is_complex(), "[zeropg] FullyShardedModule: parameter '",
+    TORCH_CHECK_NOT_IMPLEMENTED(!parameter.is_complex(), "[zeropg] FullyShardedModule: parameter '",
                                 source.names.front(), "' is complex; train its real view.");
   }
 }
@@ -76,9 +77,16 @@ ModelPlan plan_model(const std::shared_ptr<torch::nn::Module>& root) {
   for (const auto& entry : root->named_parameters()) {
     const size_t home = home_of(entry.key(), unit_of_prefix, root_index);
     auto known = std::find_if(parameters.begin(), parameters.end(),
-                              [&](const Occurrence& other) { return other.source.parameter.is_same(entry.value()); });
+                              [&](const Occurrence& other) { return other.parameter.is_same(entry.value()); });
     if (known == parameters.end()) {
-      parameters.push_back({{{entry.key()}, entry.value(), is_renormalized(entry.value(), *root)}, {home}});
+      const at::Tensor& parameter = entry.value();
+      parameters.push_back({parameter,
+                            {{entry.key()},
+                             parameter.sizes().vec(),
+                             parameter.scalar_type(),
+                             parameter.requires_grad(),
+                             is_renormalized(parameter, *root)},
+                            {home}});
       continue;
     }
     known->source.names.push_back(entry.key());
@@ -87,8 +95,11 @@ ModelPlan plan_model(const std::shared_ptr<torch::nn::Module>& root) {
     }
   }
   check(parameters);
-  for (const auto& [source, homes] : parameters) {
-    plan.sources[homes.size() == 1 ? homes.front() : root_index].parameters.push_back(source);
+  plan.parameters.resize(plan.sources.size());
+  for (const auto& [parameter, source, homes] : parameters) {
+    const size_t home = homes.size() == 1 ? homes.front() : root_index;
+    plan.sources[home].parameters.push_back(source);
+    plan.parameters[home].push_back(parameter);
   }
   return plan;
 }
@@ -97,17 +108,18 @@ int64_t fingerprint(const ModelPlan& plan, const torch::nn::Module& root, const 
   std::string text = c10::str(options.stage, options.reshard_after_forward, options.param_dtype.has_value(),
                               options.param_dtype.value_or(at::kFloat), options.reduce_dtype.has_value(),
                               options.reduce_dtype.value_or(at::kFloat), options.reduction_group != nullptr);
-  const auto describe = [&](const std::string& name, const at::Tensor& tensor) {
-    text += c10::str(";", name, tensor.sizes(), tensor.scalar_type(), tensor.requires_grad());
+  const auto describe = [&](const std::string& name, at::IntArrayRef sizes, at::ScalarType dtype, bool requires_grad) {
+    text += c10::str(";", name, sizes, dtype, requires_grad);
   };
   for (const auto& source : plan.sources) {
     text += "|" + source.name;
     for (const auto& parameter : source.parameters) {
-      describe(c10::str(parameter.names), parameter.parameter);
+      describe(c10::str(parameter.names), parameter.sizes, parameter.dtype, parameter.requires_grad);
     }
   }
   for (const auto& buffer : root.named_buffers()) {
-    describe(buffer.key(), buffer.value());
+    const at::Tensor& value = buffer.value();
+    describe(buffer.key(), value.sizes(), value.scalar_type(), value.requires_grad());
   }
   uint64_t hash = 14695981039346656037ULL;  // FNV-1a
   for (const char character : text) {

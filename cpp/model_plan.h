@@ -14,6 +14,7 @@ namespace zeropg {
 
 struct ModelPlan {
   std::vector<UnitSource> sources;                            // the root comes last
+  std::vector<std::vector<at::Tensor>> parameters;            // of each
   std::vector<std::pair<ShardedUnitBase*, int64_t>> unit_of;  // the units' hooks and their index in `sources`
 };
 

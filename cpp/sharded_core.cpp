@@ -4,6 +4,7 @@
 #include <zeropg/sharded_core.h>
 
 #include <iostream>
+#include <numeric>
 
 #include "cpp/model_plan.h"
 #include "sharding/comm/communicate.h"
@@ -152,7 +153,10 @@ std::shared_ptr<ShardedCore> ShardedCore::create(const std::shared_ptr<torch::nn
   state->root = root;
   state->options = options;
   state->root_unit = static_cast<int64_t>(plan.sources.size()) - 1;
-  state->module = ShardedModule::create(plan.sources, communicator.groups(),
+  ModelSource source{plan.sources, device, std::vector<int64_t>(plan.sources.size()),
+                     [&plan](int64_t unit) { return plan.parameters.at(unit); }};
+  std::iota(source.order.begin(), source.order.end(), 0);
+  state->module = ShardedModule::create(source, communicator.groups(),
                                         options.reduction_group
                                             ? RankGroups(as_process_group(options.reduction_group, device.type()))
                                             : communicator.groups(),

@@ -1,4 +1,5 @@
 // Python's view of sharding/: the core of a sharded model and its flat parameters.
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
@@ -69,24 +70,25 @@ std::optional<at::Tensor> defined_or_none(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
-// Names, parameter, whether forwards renormalize it, whether it travels encoded.
-using PyParameter = std::tuple<std::vector<std::string>, at::Tensor, bool, bool>;
+// Names, sizes, dtype, whether it is trainable, whether forwards renormalize it, whether it travels encoded.
+using PyParameter = std::tuple<std::vector<std::string>, std::vector<int64_t>, c10::ScalarType, bool, bool, bool>;
 using PySource = std::pair<std::string, std::vector<PyParameter>>;
 
-std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units, const RankGroups& groups,
-                                      const RankGroups& reduction_groups, int64_t stage,
+std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units, const c10::Device& device,
+                                      const std::vector<int64_t>& order,
+                                      const std::function<std::vector<at::Tensor>(int64_t)>& take,
+                                      const RankGroups& groups, const RankGroups& reduction_groups, int64_t stage,
                                       std::optional<c10::ScalarType> param_dtype,
                                       std::optional<c10::ScalarType> reduce_dtype,
                                       const std::optional<BoundCodec>& codec, std::shared_ptr<ResidualStore> residuals,
                                       const std::optional<BoundCodec>& weights_codec, bool reshard_after_forward,
                                       int64_t prefetch_numel, const std::shared_ptr<Offload>& optimizer_offload) {
-  std::vector<UnitSource> sources;
+  ModelSource source{{}, device, order, take};
   for (const auto& [name, parameters] : units) {
-    UnitSource source{name, {}};
-    for (const auto& [names, parameter, is_renormalized, is_encoded] : parameters) {
-      source.parameters.push_back({names, parameter, is_renormalized, is_encoded});
+    UnitSource& unit = source.units.emplace_back(UnitSource{name, {}});
+    for (const auto& [names, sizes, dtype, requires_grad, is_renormalized, is_encoded] : parameters) {
+      unit.parameters.push_back({names, sizes, dtype, requires_grad, is_renormalized, is_encoded});
     }
-    sources.push_back(std::move(source));
   }
   ShardingOptions options;
   options.stage = kStages.at(stage);
@@ -98,7 +100,7 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units, const 
   options.reshard_after_forward = reshard_after_forward;
   options.prefetch_numel = prefetch_numel;
   options.optimizer_offload = optimizer_offload;
-  return ShardedModule::create(sources, groups, reduction_groups, options);
+  return ShardedModule::create(source, groups, reduction_groups, options);
 }
 
 std::optional<BoundCodec> codec_of_gradients(const ShardedModule& self) {
@@ -195,10 +197,11 @@ void bind_sharding(py::module_& m) {
       .def_readonly("replicas", &RankGroups::replicas, "The ranks that have the same slice; None with one copy.");
 
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
-      .def(py::init(&create), py::arg("units"), py::arg("groups"), py::arg("reduction_groups"), py::kw_only(),
-           py::arg("stage"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("codec"), py::arg("residuals"),
-           py::arg("weights_codec"), py::arg("reshard_after_forward"), py::arg("prefetch_numel") = 1,
-           py::arg("optimizer_offload") = py::none(), ReleaseGil())
+      .def(py::init(&create), py::arg("units"), py::arg("device"), py::arg("order"), py::arg("take"), py::arg("groups"),
+           py::arg("reduction_groups"), py::kw_only(), py::arg("stage"), py::arg("param_dtype"),
+           py::arg("reduce_dtype"), py::arg("codec"), py::arg("residuals"), py::arg("weights_codec"),
+           py::arg("reshard_after_forward"), py::arg("prefetch_numel") = 1, py::arg("optimizer_offload") = py::none(),
+           ReleaseGil())
       .def("pre_forward", &ShardedModule::pre_forward, py::arg("unit"), py::arg("inputs"),
            py::arg("has_other_inputs") = false, ReleaseGil())
       .def("post_forward", &ShardedModule::post_forward, ReleaseGil())

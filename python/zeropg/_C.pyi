@@ -388,7 +388,10 @@ class ShardedModule:
     """The core of a sharded model."""
     def __init__(
         self,
-        units: Sequence[tuple[str, Sequence[tuple[Sequence[str], torch.Tensor, bool, bool]]]],
+        units: Sequence[tuple[str, Sequence[tuple[Sequence[str], Sequence[int], torch.dtype, bool, bool, bool]]]],
+        device: torch.device,
+        order: Sequence[int],
+        take: Callable[[int], Sequence[torch.Tensor]],
         groups: RankGroups,
         reduction_groups: RankGroups,
         *,

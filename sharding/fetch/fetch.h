@@ -15,8 +15,10 @@ class Fetch {
   virtual ~Fetch() = default;
   virtual const char* name() const = 0;
 
-  // Gives every flat parameter its home and its master, filled from its initial values. Collective; called once.
-  virtual void adopt(const std::vector<FlatParameter*>& flats) = 0;
+  // Gives a flat parameter its home and its master, filled from its initial values. Collective: once for each, on all
+  // ranks in the same order. end_adoption comes after the last.
+  virtual void adopt(FlatParameter& flat) = 0;
+  virtual void end_adoption() {}
 
   // What a flat parameter is made whole for: a unit's forward and backward, a program that reads it, or one that may
   // write it, which gets it in memory of this rank alone.

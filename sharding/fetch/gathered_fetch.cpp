@@ -20,16 +20,14 @@ class GatheredFetch final : public Fetch {
   const char* name() const override { return "gathered"; }
   bool is_collective() const override { return communicator_.shards() > 1; }
 
-  void adopt(const std::vector<FlatParameter*>& flats) override {
-    for (FlatParameter* flat : flats) {
-      device_ = flat->device();
-      const at::Tensor values = flat->take_initial_values();
-      at::Tensor shard = at::empty({flat->layout().shard_numel}, values.options().dtype(flat->dtype()));
-      make_master(*flat, shard, values, flat->shard_start());
-      memory_.parameters += static_cast<int64_t>(shard.nbytes());
-      const auto item = static_cast<int64_t>(homes_.size() + 1);
-      homes_.emplace(flat, Home{shard, item, at::empty({1}, at::kLong).fill_(item).to(device_)});
-    }
+  void adopt(FlatParameter& flat) override {
+    device_ = flat.device();
+    const at::Tensor values = flat.take_initial_values();
+    at::Tensor shard = at::empty({flat.layout().shard_numel}, values.options().dtype(flat.dtype()));
+    make_master(flat, shard, values, flat.shard_start());
+    memory_.parameters += static_cast<int64_t>(shard.nbytes());
+    const auto item = static_cast<int64_t>(homes_.size() + 1);
+    homes_.emplace(&flat, Home{shard, item, at::empty({1}, at::kLong).fill_(item).to(device_)});
   }
 
   void prefetch(FlatParameter& flat) override { prefetched_.emplace(&flat, begin(flat, Use::kCompute)); }

@@ -27,20 +27,18 @@ class ReplicatedFetch final : public Fetch {
   const char* name() const override { return "replicated"; }
   bool is_collective() const override { return false; }
 
-  void adopt(const std::vector<FlatParameter*>& flats) override {
-    for (FlatParameter* flat : flats) {
-      device_ = flat->device();
-      const at::Tensor values = flat->take_initial_values();
-      const int64_t total = flat->layout().total_numel;
-      at::Tensor whole = at::empty({total}, values.options().dtype(flat->dtype()));
-      whole.copy_(values);
-      // Frozen parameters are never updated; only a master beside them is worth cutting.
-      const bool slice = updates_slices_ && (flat->is_trainable() || !flat->is_own_master());
-      const int64_t start = slice ? flat->shard_start() : 0;
-      make_master(*flat, whole.narrow(0, start, slice ? flat->layout().shard_numel : total), values, start);
-      flat->attach(whole);
-      memory_.parameters += static_cast<int64_t>(whole.nbytes());
-    }
+  void adopt(FlatParameter& flat) override {
+    device_ = flat.device();
+    const at::Tensor values = flat.take_initial_values();
+    const int64_t total = flat.layout().total_numel;
+    at::Tensor whole = at::empty({total}, values.options().dtype(flat.dtype()));
+    whole.copy_(values);
+    // Frozen parameters are never updated; only a master beside them is worth cutting.
+    const bool slice = updates_slices_ && (flat.is_trainable() || !flat.is_own_master());
+    const int64_t start = slice ? flat.shard_start() : 0;
+    make_master(flat, whole.narrow(0, start, slice ? flat.layout().shard_numel : total), values, start);
+    flat.attach(whole);
+    memory_.parameters += static_cast<int64_t>(whole.nbytes());
   }
 
   void unshard(FlatParameter&, Use) override {}

@@ -32,21 +32,19 @@ class SharedFetch final : public Fetch {
   const char* name() const override { return "shared"; }
   bool is_collective() const override { return false; }
 
-  void adopt(const std::vector<FlatParameter*>& flats) override {
-    int64_t offset = 0;
-    for (FlatParameter* flat : flats) {
-      const at::Tensor values = flat->take_initial_values();
-      const auto options = values.options().dtype(flat->dtype());
-      auto keep = segment_;
-      at::Tensor whole = at::from_blob(
-          segment_->data() + offset, {flat->layout().total_numel}, [keep](void*) {}, options);
-      offset += flat_bytes(*flat);
-      wholes_[flat] = whole;
-      make_master(*flat, whole.narrow(0, flat->shard_start(), flat->layout().shard_numel), values, flat->shard_start());
-      memory_.parameters += flat->layout().shard_numel * static_cast<int64_t>(whole.element_size());
-    }
-    end_update(flats, /*is_step=*/false);
+  void adopt(FlatParameter& flat) override {
+    const at::Tensor values = flat.take_initial_values();
+    const auto options = values.options().dtype(flat.dtype());
+    auto keep = segment_;
+    at::Tensor whole = at::from_blob(
+        segment_->data() + adopted_bytes_, {flat.layout().total_numel}, [keep](void*) {}, options);
+    adopted_bytes_ += flat_bytes(flat);
+    wholes_[&flat] = whole;
+    make_master(flat, whole.narrow(0, flat.shard_start(), flat.layout().shard_numel), values, flat.shard_start());
+    memory_.parameters += flat.layout().shard_numel * static_cast<int64_t>(whole.element_size());
   }
+
+  void end_adoption() override { segment_->publish(kPublished, updates_); }
 
   void unshard(FlatParameter& flat, Use use) override {
     if (seen_ < updates_) {
@@ -112,7 +110,8 @@ class SharedFetch final : public Fetch {
   c10::intrusive_ptr<ProcessGroupZero> group_;  // of the communicator, which outlives this; its timeout may change
   BufferPool pool_;
   std::unordered_map<const FlatParameter*, at::Tensor> wholes_;
-  uint64_t updates_ = 1;  // the initial values are update 1
+  int64_t adopted_bytes_ = 0;  // of the segment
+  uint64_t updates_ = 1;       // the initial values are update 1
   uint64_t seen_ = 0;
   Memory memory_;
 };

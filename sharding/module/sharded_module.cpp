@@ -15,7 +15,7 @@ ShardedModule::ShardedModule(RankGroups groups, RankGroups reduction_groups, con
       reductions_(std::move(reduction_groups), communicator_.log()),
       options_(options) {}
 
-std::shared_ptr<ShardedModule> ShardedModule::create(const std::vector<UnitSource>& units, RankGroups groups,
+std::shared_ptr<ShardedModule> ShardedModule::create(const ModelSource& source, RankGroups groups,
                                                      RankGroups reduction_groups, const ShardingOptions& options) {
   const int rank = groups.shards->getRank();
   const int size = groups.shards->getSize();
@@ -28,18 +28,18 @@ std::shared_ptr<ShardedModule> ShardedModule::create(const std::vector<UnitSourc
                     "keeps the slices of its number. Make it with the ranks of the first group, in their order.");
   auto module =
       std::shared_ptr<ShardedModule>(new ShardedModule(std::move(groups), std::move(reduction_groups), options));
-  module->build(units);
+  module->build(source);
   module->backward_->install(std::shared_ptr<Backward>(module, module->backward_.get()));
   return module;
 }
 
-void ShardedModule::build(const std::vector<UnitSource>& sources) {
+void ShardedModule::build(const ModelSource& source) {
   at::NoGradGuard no_grad;
   // The units and their masters, with rank 0's values.
-  units_ = std::make_unique<Units>(communicator_, options_, sources);
+  units_ = std::make_unique<Units>(communicator_, options_, source);
   masters_ = std::make_unique<Masters>(communicator_, options_, *units_);
   masters_->reserve();
-  units_->adopt([this] { return answer_to_write(); });
+  units_->adopt(source, [this] { return answer_to_write(); });
   // What becomes of gradients.
   using DuringBackward = GradientReducer::DuringBackward;
   const bool have_own_group = reductions_.groups().shards != communicator_.groups().shards;

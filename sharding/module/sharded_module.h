@@ -21,11 +21,11 @@ namespace zeropg {
 
 class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
  public:
-  // Takes over all parameters. The last unit is the root. Rank 0's values win. Collective.
+  // Takes over all parameters. Rank 0's values win. Collective.
   // `reduction_groups`: the same ranks, for gradients. Gathers follow the path through the model and gradients the
   // fixed order of buckets, so the two meet differently on each rank: where units are gathered over the same group,
   // gradients are collected and sent after backward. A replica group of `reduction_groups` serves nothing else.
-  static std::shared_ptr<ShardedModule> create(const std::vector<UnitSource>& units, RankGroups groups,
+  static std::shared_ptr<ShardedModule> create(const ModelSource& source, RankGroups groups,
                                                RankGroups reduction_groups, const ShardingOptions& options);
 
   // --- forward; `unit` is an index into the sources. Hooks on inputs and outputs begin and end its backward ---
@@ -80,7 +80,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
 
  private:
   ShardedModule(RankGroups groups, RankGroups reduction_groups, const ShardingOptions& options);
-  void build(const std::vector<UnitSource>& units);
+  void build(const ModelSource& source);
   WriteLedger::Answer answer_to_write() const;
   void end_update(bool is_step);
 

@@ -1,6 +1,7 @@
 #include "sharding/module/units.h"
 
 #include <ATen/core/grad_mode.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <iterator>
@@ -12,38 +13,40 @@
 namespace zeropg {
 namespace {
 
+constexpr int64_t kLargeNumel = 1 << 18;
+
 int64_t numel_of(const Unit& unit) {
   return std::accumulate(unit.flats.begin(), unit.flats.end(), int64_t{0},
                          [](int64_t sum, const FlatParameter* flat) { return sum + flat->layout().total_numel; });
 }
 
-// The parameters of a unit by (dtype, trainable or frozen, device, encoded or not), each group in the given order.
+// The parameters of a unit by (dtype, trainable or frozen, encoded or not), each group in the given order.
 std::vector<std::vector<FlatParameter::Source>> group_sources(const std::vector<FlatParameter::Source>& sources) {
   std::vector<std::vector<FlatParameter::Source>> groups;
-  std::map<std::tuple<c10::ScalarType, bool, std::string, bool>, size_t> index;
-  for (const auto& source : sources) {
-    const auto key = std::make_tuple(source.parameter.scalar_type(), source.parameter.requires_grad(),
-                                     source.parameter.device().str(), source.is_encoded);
+  std::map<std::tuple<c10::ScalarType, bool, bool>, size_t> index;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const auto key = std::make_tuple(sources[i].dtype, sources[i].requires_grad, sources[i].is_encoded);
     const auto [entry, is_new] = index.try_emplace(key, groups.size());
     if (is_new) {
       groups.emplace_back();
     }
-    groups[entry->second].push_back(source);
+    groups[entry->second].push_back(sources[i]);
+    groups[entry->second].back().index = static_cast<int64_t>(i);
   }
   return groups;
 }
 
 }  // namespace
 
-Units::Units(Communicator& communicator, const ShardingOptions& options, const std::vector<UnitSource>& sources)
+Units::Units(Communicator& communicator, const ShardingOptions& options, const ModelSource& source)
     : communicator_(communicator), options_(options) {
-  for (const UnitSource& source : sources) {
+  for (const UnitSource& of_unit : source.units) {
     Unit unit;
-    unit.name = source.name;
-    unit.is_root = &source == &sources.back();
-    for (const auto& group : group_sources(source.parameters)) {
-      flats_.push_back(
-          std::make_unique<FlatParameter>(source.name, group, options_, communicator.shard(), communicator.shards()));
+    unit.name = of_unit.name;
+    unit.is_root = &of_unit == &source.units.back();
+    for (auto& group : group_sources(of_unit.parameters)) {
+      flats_.push_back(std::make_unique<FlatParameter>(of_unit.name, std::move(group), options_, source.device,
+                                                       communicator.shard(), communicator.shards()));
       FlatParameter* flat = flats_.back().get();
       unit.flats.push_back(flat);
       unit_of_[flat] = static_cast<int64_t>(units_.size());
@@ -52,16 +55,25 @@ Units::Units(Communicator& communicator, const ShardingOptions& options, const s
   }
 }
 
-void Units::adopt(std::function<WriteLedger::Answer()> answer) {
-  const std::vector<FlatParameter*> all = flat_pointers();
-  if (communicator_.world_size() > 1) {
-    for (FlatParameter* flat : all) {
-      communicator_.wait(communicator_.broadcast(flat->initial_values(), /*root=*/0));
+void Units::adopt(const ModelSource& source, std::function<WriteLedger::Answer()> answer) {
+  fetch_ = make_fetch(communicator_, options_, flat_pointers());
+  ledger_ = std::make_unique<WriteLedger>(communicator_, std::move(answer));
+  for (const int64_t index : source.order) {
+    const std::vector<at::Tensor> parameters = source.take(index);
+    for (FlatParameter* flat : units_.at(index).flats) {
+      flat->take_over(parameters);
+      ledger_->watch(*flat);
+      if (communicator_.world_size() > 1) {
+        communicator_.wait(communicator_.broadcast(flat->initial_values(), /*root=*/0));
+      }
+      fetch_->adopt(*flat);
+    }
+    // glibc keeps what was freed between what stays: without this a rank would hold twice what its shards take.
+    if (numel_of(units_[index]) >= kLargeNumel) {
+      malloc_trim(0);
     }
   }
-  fetch_ = make_fetch(communicator_, options_, all);
-  ledger_ = std::make_unique<WriteLedger>(communicator_, all, std::move(answer));
-  fetch_->adopt(all);
+  fetch_->end_adoption();
 }
 
 std::vector<FlatParameter*> Units::flat_pointers() const {

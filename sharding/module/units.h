@@ -21,18 +21,28 @@
 
 namespace zeropg {
 
-// The parameters of one unit, ungrouped, in named_parameters() order.
+// What is known of one unit before its parameters have memory: ungrouped, in named_parameters() order.
 struct UnitSource {
   std::string name;
   std::vector<FlatParameter::Source> parameters;
 };
 
+// The units of a model, of which the last is the root.
+struct ModelSource {
+  std::vector<UnitSource> units;
+  c10::Device device;
+  std::vector<int64_t> order;  // in which units are taken over: every index once, the same on every rank
+  // The parameters of a unit, as its UnitSource has them; asked for once, when the units before it have been taken
+  // over.
+  std::function<std::vector<at::Tensor>(int64_t unit)> take;
+};
+
 class Units {
  public:
-  // Takes over all parameters; they are left sharded. The last unit is the root.
-  Units(Communicator& communicator, const ShardingOptions& options, const std::vector<UnitSource>& sources);
-  // Gives them rank 0's values and a home. Collective; called once. `answer`: to the ledger.
-  void adopt(std::function<WriteLedger::Answer()> answer);
+  Units(Communicator& communicator, const ShardingOptions& options, const ModelSource& source);
+  // Takes over all parameters, one unit after the other, and gives them rank 0's values and a home, so that no more
+  // than one unit is in memory twice. They are left sharded. Collective; called once. `answer`: to the ledger.
+  void adopt(const ModelSource& source, std::function<WriteLedger::Answer()> answer);
 
   Unit& operator[](int64_t index) { return units_[index]; }
   Unit& of(const FlatParameter& flat) { return units_[unit_of_.at(&flat)]; }

@@ -3,8 +3,10 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/StringUtil.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "sharding/parameters/master.h"
 
@@ -24,10 +26,9 @@ void Master::write(int64_t first, const at::Tensor& from) {
 
 namespace {
 
-c10::ScalarType computation_dtype(const at::Tensor& parameter, const ShardingOptions& options) {
+c10::ScalarType computation_dtype(c10::ScalarType dtype, const ShardingOptions& options) {
   // Integer and boolean parameters (quantized, frozen weights) are never cast.
-  return parameter.is_floating_point() ? options.param_dtype.value_or(parameter.scalar_type())
-                                       : parameter.scalar_type();
+  return c10::isFloatingType(dtype) ? options.param_dtype.value_or(dtype) : dtype;
 }
 
 std::string sharded_message(const std::string& name) {
@@ -39,45 +40,52 @@ std::string sharded_message(const std::string& name) {
 
 }  // namespace
 
-FlatParameter::FlatParameter(std::string unit_name, const std::vector<Source>& sources, const ShardingOptions& options,
-                             int64_t rank, int64_t world_size)
+FlatParameter::FlatParameter(std::string unit_name, std::vector<Source> sources, const ShardingOptions& options,
+                             c10::Device device, int64_t rank, int64_t world_size)
     : unit_name_(std::move(unit_name)),
-      original_dtype_(sources.front().parameter.scalar_type()),
-      dtype_(computation_dtype(sources.front().parameter, options)),
-      master_dtype_(sources.front().parameter.is_floating_point()
-                        ? master_dtype_of(sources.front().parameter.scalar_type())
-                        : dtype_),
-      device_(sources.front().parameter.device()),
-      is_trainable_(sources.front().parameter.requires_grad()),
+      original_dtype_(sources.front().dtype),
+      dtype_(computation_dtype(original_dtype_, options)),
+      master_dtype_(c10::isFloatingType(original_dtype_) ? master_dtype_of(original_dtype_) : dtype_),
+      device_(device),
+      is_trainable_(sources.front().requires_grad),
       is_encoded_(sources.front().is_encoded),
       may_send_differences_(is_encoded_ && options.weights_codec != nullptr && options.stage.shards_optimizer &&
                             !options.stage.shards_parameters && world_size > 1),
-      rank_(rank) {
-  at::NoGradGuard no_grad;
+      rank_(rank),
+      sources_(std::move(sources)) {
   if (!is_trainable_) {
     master_dtype_ = original_dtype_;  // never updated, but saved as it came
   }
   std::vector<int64_t> numels;
-  for (const Source& source : sources) {
-    numels.push_back(source.parameter.numel());
+  for (const Source& source : sources_) {
+    numels.push_back(c10::multiply_integers(source.sizes));
   }
   layout_ = make_flat_layout(numels, world_size);
-  initial_values_ = at::zeros(
-      {layout_.total_numel},
-      sources.front().parameter.options().dtype(sources.front().parameter.scalar_type()).requires_grad(false));
-  slots_.reserve(sources.size());
-  for (size_t i = 0; i < sources.size(); ++i) {
-    const at::Tensor& parameter = sources[i].parameter;
-    initial_values_.narrow(0, layout_.offsets[i], numels[i]).copy_(parameter.detach().reshape({-1}));
-    slots_.push_back({sources[i].names, parameter, parameter.sizes().vec(), layout_.offsets[i], numels[i],
-                      ParameterStorage(parameter, dtype_, sharded_message(sources[i].names.front())),
-                      sources[i].is_renormalized});
+}
+
+void FlatParameter::take_over(const std::vector<at::Tensor>& of_unit) {
+  at::NoGradGuard no_grad;
+  initial_values_ = at::zeros({layout_.total_numel}, at::TensorOptions().dtype(original_dtype_).device(device_));
+  slots_.reserve(sources_.size());
+  for (const Source& source : std::exchange(sources_, {})) {
+    const at::Tensor& parameter = of_unit.at(source.index);
+    TORCH_CHECK(parameter.sizes() == source.sizes && parameter.scalar_type() == original_dtype_ &&
+                    parameter.device() == device_,
+                "[zeropg] fully_shard: parameter '", source.names.front(), "' is ", parameter.sizes(), " ",
+                parameter.scalar_type(), " on ", parameter.device(), "; expected ", source.sizes, " ", original_dtype_,
+                " on ", device_, ", as when it was planned.");
+    const int64_t offset = layout_.offsets[slots_.size()];
+    const int64_t numel = parameter.numel();
+    initial_values_.narrow(0, offset, numel).copy_(parameter.detach().reshape({-1}));
+    slots_.push_back({source.names, parameter, source.sizes, offset, numel,
+                      ParameterStorage(parameter, dtype_, sharded_message(source.names.front())),
+                      source.is_renormalized});
   }
 }
 
 std::string FlatParameter::describe() const {
   return c10::str("unit '", unit_name_.empty() ? "(root)" : unit_name_, "' (", c10::toString(dtype_), ", ",
-                  is_trainable_ ? "trainable" : "frozen", ", ", slots_.size(), " parameters)");
+                  is_trainable_ ? "trainable" : "frozen", ", ", layout_.offsets.size(), " parameters)");
 }
 
 std::vector<SlotRange> FlatParameter::slots_in(int64_t start, int64_t stop) const {

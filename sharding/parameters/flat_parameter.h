@@ -49,16 +49,23 @@ struct Master {
 // Invariant: `whole`, while defined, is [total_numel] in `dtype` and every slot's storage points into it.
 class FlatParameter {
  public:
+  // What is known of a parameter before it has memory.
   struct Source {
     std::vector<std::string> names;
-    at::Tensor parameter;
+    std::vector<int64_t> sizes;
+    c10::ScalarType dtype = c10::kFloat;
+    bool requires_grad = true;
     bool is_renormalized = false;  // as in ParameterSlot
     bool is_encoded = false;       // where ShardingOptions has a codec for what travels
+    int64_t index = 0;             // among the parameters of its unit
   };
 
-  // Takes the parameters over: their data moves to `initial_values()`, they are left sharded (unreadable).
-  FlatParameter(std::string unit_name, const std::vector<Source>& sources, const ShardingOptions& options, int64_t rank,
-                int64_t world_size);
+  // `device`: where all parameters are, or will be when they are taken over.
+  FlatParameter(std::string unit_name, std::vector<Source> sources, const ShardingOptions& options, c10::Device device,
+                int64_t rank, int64_t world_size);
+  // Takes over those of its sources among the unit's parameters: their data moves to `initial_values()`, they are left
+  // sharded (unreadable). Called once; there are no slots before.
+  void take_over(const std::vector<at::Tensor>& of_unit);
 
   const std::string& unit_name() const { return unit_name_; }
   c10::ScalarType dtype() const { return dtype_; }
@@ -114,6 +121,7 @@ class FlatParameter {
   bool may_send_differences_;
   int64_t rank_;
   FlatLayout layout_;
+  std::vector<Source> sources_;  // until they are taken over
   std::vector<ParameterSlot> slots_;
   at::Tensor initial_values_;
   at::Tensor whole_;

@@ -60,18 +60,17 @@ std::string refusal(const std::string& name) {
 
 }  // namespace
 
-WriteLedger::WriteLedger(Communicator& communicator, const std::vector<FlatParameter*>& flats,
-                         std::function<Answer()> answer)
-    : communicator_(communicator), answer_(std::move(answer)) {
-  for (FlatParameter* flat : flats) {
-    for (int64_t slot = 0; slot < static_cast<int64_t>(flat->slots().size()); ++slot) {
-      entry_of_[flat].push_back(entries_.size());
-      Entry& entry = entries_.emplace_back();
-      entry.flat = flat;
-      entry.slot = slot;
-      flat->slots()[slot].storage.set_before_write(
-          [this, index = entries_.size() - 1] { return before_write(entries_[index]); });
-    }
+WriteLedger::WriteLedger(Communicator& communicator, std::function<Answer()> answer)
+    : communicator_(communicator), answer_(std::move(answer)) {}
+
+void WriteLedger::watch(FlatParameter& flat) {
+  for (int64_t slot = 0; slot < static_cast<int64_t>(flat.slots().size()); ++slot) {
+    entry_of_[&flat].push_back(entries_.size());
+    Entry& entry = entries_.emplace_back();
+    entry.flat = &flat;
+    entry.slot = slot;
+    flat.slots()[slot].storage.set_before_write(
+        [this, index = entries_.size() - 1] { return before_write(entries_[index]); });
   }
 }
 

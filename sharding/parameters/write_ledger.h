@@ -31,7 +31,9 @@ class WriteLedger {
   enum class Answer { kInPlace, kInCopy, kRefused };
 
   // Watches all parameters of `flats` from when they are next attached. `answer` is called at each first write.
-  WriteLedger(Communicator& communicator, const std::vector<FlatParameter*>& flats, std::function<Answer()> answer);
+  WriteLedger(Communicator& communicator, std::function<Answer()> answer);
+  // Its parameters from now on; on all ranks in the same order, and before anything is attached.
+  void watch(FlatParameter& flat);
 
   // Before a forward: what it changes in parameters that are renormalized is told from what was written before it.
   void begin_forward();

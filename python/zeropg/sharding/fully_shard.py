@@ -23,12 +23,13 @@ from zeropg.compression.codec import Codec
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 from zeropg.compression.state import backend_of
 from zeropg.sharding.load_state_dict import load_into
+from zeropg.sharding.materialize import Materializer
 from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_memory, offload_of, open_offload
 from zeropg.sharding.rank_groups import check_mesh, described, groups_of, reduction_groups
 from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
 from zeropg.sharding.trace import requested_trace
-from zeropg.sharding.units import UnitChoice, UnitPlan, materialize, plan_units, renormalized_parameters
+from zeropg.sharding.units import UnitChoice, UnitPlan, plan_units, renormalized_parameters
 
 _STAGES = (0, 1, 2, 3)
 _LARGE_ROOT_BYTES = 16 << 20
@@ -111,11 +112,15 @@ def fully_shard(
     compression: Codec | Plan | Literal["auto"] | None = None,
     reshard_after_forward: bool = True,
     prefetch_numel: int = 1,
+    device: torch.device | str | None = None,
 ) -> nn.Module:
     """Shards a module over the ranks of a process group, in place. All ranks must call.
 
     Afterwards the module is trained as before, with its optimizer from `zeropg.shard_optimizer`. Parameters keep
     identity, names and shapes. All ranks get the values of rank 0.
+
+    No rank need have memory for the whole model: units of a model on the `meta` device get memory and their modules'
+    own initial values one after the other, and are sharded at once.
 
     On a mesh of two dimensions (hybrid sharding, as FSDP2's) each row of ranks shards a copy of the model, and
     gradients are averaged over all ranks. With a row per node, parameters stay inside nodes, and only slices of
@@ -155,13 +160,15 @@ def fully_shard(
         prefetch_numel: stage 3, where units are gathered (several nodes, other backends): the next unit is gathered
             behind the one that runs, and more as long as they have no more elements together, in the order of earlier
             steps. 0: none.
+        device: where parameters and buffers on `meta` get memory. Default: where the others are, or the group's device.
 
     Returns:
         The same module. Its class becomes a subclass of both its own class and `zeropg.FullyShardedModule`.
 
     Raises:
         TypeError: `module` is no module, mesh no DeviceMesh, or a dtype is not floating.
-        ValueError: the module has no parameters or is sharded already, the stage is not 0 to 3, both mesh and
+        ValueError: the module has no parameters or is sharded already, nothing initialises what is on `meta`, the
+            device is not that of other parameters, the stage is not 0 to 3, both mesh and
             process_group are given, the mesh has more than two dimensions, another device or not this rank, models or
             meshes differ between ranks, or compression cannot serve the model.
         OSError: on every rank, where one cannot use or fill its offload directory.
@@ -176,17 +183,17 @@ def fully_shard(
         offload = offload_of(offload_optimizer, "offload_optimizer")
         plan = None if compression is None else _plan_of(compression, group)
         _absorb_inner_calls(module)
-        device = next((p.device for p in module.parameters() if not p.is_meta), _default_device(group))
-        check_mesh(mesh, device)
-        check_offload_params(offload_params, device)
-        materialize(module, device)
+        place = _device_of(module, device, group)
+        check_mesh(mesh, place)
+        check_offload_params(offload_params, place)
         plans = plan_units(module, _inner_units(module) if units is None else units, ignored_params)
         _check_parameters(module, plans)
+        values = Materializer(module, place)
         check_shared_memory(module, plans)
         if plan is not None:
-            _check_compression(plan, plans, reduce_dtype, group)
+            _check_compression(plan, plans, reduce_dtype, place, group)
             _check_encoded_weights(
-                plan, stage, offload is not None and leaves_memory(offload, device), groups.replicas is not None
+                plan, stage, offload is not None and leaves_memory(offload, place), groups.replicas is not None
             )
     options = {
         "mesh": described(groups, mesh),
@@ -200,20 +207,33 @@ def fully_shard(
         "offload_optimizer": offload and offload.device,  # each rank may have a disk of its own
     }
     _check_same_on_all_ranks(module, plans, options, group)
-    _prepare_buffers(module, buffer_dtype, group)
-    tier = open_offload(offload, device, group)
+    tier = open_offload(offload, place, group)
     if tier is not None and group.rank() == 0:
         print(_offload_plan(tier, plans, stage, param_dtype, groups.shards.size()), file=sys.stderr)
     renormalized = renormalized_parameters(module)
     gradients, weights = (None, None) if plan is None else (plan.gradients, plan.weights)
     encoded = set() if plan is None else _encoded_parameters(plan, plans)
+
+    def take(index: int) -> list[nn.Parameter]:
+        values.complete(index)
+        return [parameter for _, parameter in plans[index].parameters]
+
     core = _C.ShardedModule(
         [
-            (unit.name, [(names, p, id(p) in renormalized, id(p) in encoded) for names, p in unit.parameters])
+            (
+                unit.name,
+                [
+                    (names, list(p.shape), p.dtype, p.requires_grad, id(p) in renormalized, id(p) in encoded)
+                    for names, p in unit.parameters
+                ],
+            )
             for unit in plans
         ],
+        place,
+        values.order(plans),
+        take,
         groups,
-        reduction_groups(groups, stage, device),
+        reduction_groups(groups, stage, place),
         stage=stage,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
@@ -224,6 +244,8 @@ def fully_shard(
         prefetch_numel=prefetch_numel,
         optimizer_offload=tier,
     )
+    values.finish()
+    _prepare_buffers(module, buffer_dtype, group)
     vars(module).update(_zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype))
     for unit in plans:
         vars(unit.module)["_zeropg_is_unit"] = True
@@ -298,6 +320,21 @@ def _check_prefetch_numel(prefetch_numel: int) -> None:
         )
 
 
+def _device_of(module: nn.Module, device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
+    """Where all parameters are or, if they are on `meta`, will be."""
+    there = next((p.device for p in module.parameters() if not p.is_meta), None)
+    if device is None:
+        return there or _default_device(group)
+    chosen = torch.empty(0, device=device).device  # with its index
+    if chosen.type == "meta" or there not in (None, chosen):
+        raise ValueError(
+            f"[zeropg] fully_shard: device is {str(device)!r}; expected "
+            + ("a device that has memory." if there is None else f"{str(there)!r}, where the model has parameters.")
+            + " It says where parameters on `meta` get memory; leave it out for the others."
+        )
+    return chosen
+
+
 def _default_device(group: dist.ProcessGroup) -> torch.device:
     devices = [device.type for device in group._device_types]
     if "cuda" in devices and torch.cuda.is_available():
@@ -331,7 +368,8 @@ def _check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
     devices: dict[torch.device, str] = {}
     for plan in plans:
         for names, parameter in plan.parameters:
-            devices.setdefault(parameter.device, names[0])
+            if not parameter.is_meta:
+                devices.setdefault(parameter.device, names[0])
             if len(devices) > 1:
                 raise ValueError(
                     "[zeropg] fully_shard: parameters are on several devices: "
@@ -390,7 +428,11 @@ def _plan_of(compression: Any, group: dist.ProcessGroup) -> Plan | None:
 
 
 def _check_compression(
-    plan: Plan, plans: list[UnitPlan], reduce_dtype: torch.dtype | None, group: dist.ProcessGroup
+    plan: Plan,
+    plans: list[UnitPlan],
+    reduce_dtype: torch.dtype | None,
+    device: torch.device,
+    group: dist.ProcessGroup,
 ) -> None:
     backend_of(group, "fully_shard")
     if plan.gradients is not None and reduce_dtype not in (None, torch.float32):
@@ -400,9 +442,9 @@ def _check_compression(
         )
     for unit in plans:
         for names, parameter in unit.parameters:
-            if parameter.requires_grad and (parameter.dtype == torch.float64 or parameter.device.type != "cpu"):
+            if parameter.requires_grad and (parameter.dtype == torch.float64 or device.type != "cpu"):
                 raise ValueError(
-                    f"[zeropg] fully_shard: {names[0]!r} ({parameter.dtype} on {parameter.device}) cannot be "
+                    f"[zeropg] fully_shard: {names[0]!r} ({parameter.dtype} on {device}) cannot be "
                     "compressed; expected fp32 masters on the CPU. Shard without compression."
                 )
 

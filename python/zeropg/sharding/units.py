@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import cast
 
-import torch
 from torch import nn
 
 # What a caller may give as a unit: a submodule, its name, or a class all of whose instances are meant.
@@ -134,44 +131,3 @@ def renormalized_parameters(model: nn.Module) -> set[int]:
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
     }
-
-
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Gives memory to parameters and buffers that are on `meta`, and their modules' own initial values.
-
-    Parameters keep their identity (`torch.utils.swap_tensors`), so an optimizer made before still holds them.
-    """
-    for name, module in model.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        if not any(tensor.is_meta for _, tensor in own):
-            continue
-        initialize: Callable[[], None] | None = getattr(module, "reset_parameters", None)
-        if initialize is None and hasattr(model, "_init_weights"):  # Hugging Face models
-            initialize = functools.partial(cast("Callable[[nn.Module], None]", model._init_weights), module)
-        if initialize is None:
-            meta = ", ".join(f"{name}.{key}" if name else key for key, tensor in own if tensor.is_meta)
-            raise ValueError(
-                f"[zeropg] fully_shard: {meta} are on the meta device and {type(module).__name__} has no "
-                "reset_parameters() to give them values; add it, or build the model on a real device."
-            )
-        if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs = []  # swap_tensors refuses a tensor with weak references
-        for key, tensor in own:
-            if not tensor.is_meta:
-                continue
-            # Not a number, so that what nobody initialises is noticed below.
-            fresh = torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 0, device=device)
-            if isinstance(tensor, nn.Parameter):
-                torch.utils.swap_tensors(tensor, nn.Parameter(fresh, requires_grad=tensor.requires_grad))
-            else:
-                module._buffers[key] = fresh
-        if isinstance(module, nn.RNNBase):
-            module._init_flat_weights()
-        initialize()
-        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if tensor.is_floating_point() and tensor.isnan().any():
-                raise ValueError(
-                    f"[zeropg] fully_shard: {f'{name}.{key}' if name else key} was on the meta device, and "
-                    f"{type(module).__name__}.{initialize.__name__}() leaves it without values; set it there, or build "
-                    "the model on a real device."
-                )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -128,6 +131,7 @@ def test_a_sparse_input_where_units_are_gathered() -> None:
 
 def test_parameters_on_several_devices_are_refused_by_name() -> None:
     plan = UnitPlan("", nn.Linear(2, 2))
-    plan.parameters = [(["here"], nn.Parameter(torch.ones(2))), (["there"], nn.Parameter(torch.ones(2, device="meta")))]
-    with raises(ValueError, "'here' on cpu", "'there' on meta", "one device"):
+    elsewhere: Any = SimpleNamespace(device=torch.device("cuda", 0), is_meta=False)
+    plan.parameters = [(["here"], nn.Parameter(torch.ones(2))), (["there"], elsewhere)]
+    with raises(ValueError, "'here' on cpu", "'there' on cuda:0", "one device"):
         _check_parameters(plan.module, [plan])
