@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeropg.checkpoint.broadcast_load import load_from_rank0
 from zeropg.checkpoint.plan import local_signatures, optimizer_kind, plan_model, plan_optimizer
-from zeropg.checkpoint.structure import decode, dtype_name, dtype_of, fetch_scalar
+from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.optim.shard_optimizer import ShardedOptimizer
-from zeropg.rank_io.agreement import broadcast_text, collective_device, peers_needed, together
-from zeropg.sharding.state import ShardedState, state_of
+from zeropg.rank_io.agreement import collective_device, peers_needed, together
+from zeropg.sharding.state import state_of
 
 
 def full_state_dict(
@@ -126,7 +126,8 @@ def load_full_state_dict(
         model: a module that `fully_shard` has sharded, in any stage.
         state_dict: whole tensors under the model's names, the same on every rank.
         strict: whether missing and unexpected entries are an error.
-        broadcast_from_rank0: only rank 0's dict is read, and must hold tensors only; the other ranks may pass {}.
+        broadcast_from_rank0: only rank 0's dict is read, and must hold tensors only; the other ranks may pass {}. They
+            hold a piece of some MiB at a time, unless a module loads in a way of its own (hooks, extra state).
 
     Raises:
         ValueError: `model` is not sharded.
@@ -135,38 +136,5 @@ def load_full_state_dict(
     """
     state = state_of(model, "load_full_state_dict")
     if broadcast_from_rank0:
-        state_dict = _broadcast(state_dict, state)
+        return load_from_rank0(state, state_dict, strict=strict)
     return model.load_state_dict(state_dict, strict=strict)
-
-
-def _broadcast(state_dict: dict[str, torch.Tensor], state: ShardedState) -> dict[str, torch.Tensor]:
-    group = state.core.process_group
-    operation = "load_full_state_dict"
-    is_first = state.core.rank == 0
-
-    def describe() -> str | None:
-        return json.dumps([_described(key, value) for key, value in state_dict.items()]) if is_first else None
-
-    described: list[str | None] = []
-    together(group, operation, lambda: described.append(describe()))
-    received: dict[str, torch.Tensor] = {}
-    device = next(state.model.parameters()).device
-    for key, shape, dtype in json.loads(broadcast_text(group, operation, described[0])):
-        value = (
-            state_dict[key].detach().to(device).contiguous()
-            if is_first
-            else torch.empty(shape, dtype=dtype_of(dtype), device=device)
-        )
-        with peers_needed(group, operation):
-            dist.broadcast(value.view(-1).view(torch.uint8), group_src=0, group=group)
-        received[key] = value
-    return received
-
-
-def _described(key: str, value: Any) -> tuple[str, list[int], str]:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"'{key}' is a {type(value).__name__}; with broadcast_from_rank0 every entry must be a tensor: give each "
-            "rank the whole dict instead"
-        )
-    return key, list(value.shape), dtype_name(value.dtype)
