@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <span>
 #include <stdexcept>
 
 #include "backend/collectives/schedule/direct.h"
@@ -89,14 +90,13 @@ void check_forced(const std::string& op, const std::string& name) {
                     ".");
 }
 
-uint64_t hash_of_schedule(const PlannedCollective& collective) {
-  std::string text(collective.schedule->algorithm);
-  const std::vector<int32_t>& shares = collective.spec.node_shares;
-  if (collective.has_shares)
-    text.append(reinterpret_cast<const char*>(shares.data()), shares.size() * sizeof(shares[0]));
+uint64_t hash_of_schedule(const Schedule& schedule, std::span<const int32_t> shares) {
+  std::string text(schedule.algorithm);
+  text.append(reinterpret_cast<const char*>(shares.data()), shares.size_bytes());
   return hash_of(text);
 }
 
+// But for `algorithm`, which its plan has.
 CallFingerprint fingerprint_of(const PlannedCollective& collective, const CollectiveArgs& request) {
   const CollectiveSpec& spec = collective.spec;
   return {.op = static_cast<uint32_t>(spec.op),
@@ -107,7 +107,6 @@ CallFingerprint fingerprint_of(const PlannedCollective& collective, const Collec
           .factor = collective.factor.real(),
           .imaginary_factor = collective.factor.imag(),
           .codec = spec.codec == nullptr ? 0 : hash_of(spec.codec->description()),
-          .algorithm = hash_of_schedule(collective),
           .item = request.item};
 }
 
@@ -173,7 +172,6 @@ void Planner::refresh(PlannedCollective& collective) {
   const int64_t copied_bytes = collective.copied_bytes;  // the queue counts with these
   adopt(plan_for(collective.spec), collective);
   collective.copied_bytes = copied_bytes;
-  collective.call.algorithm = hash_of_schedule(collective);
 }
 
 CollectiveSpec Planner::spec_of(const CollectiveArgs& request) const {
@@ -241,8 +239,8 @@ PlannedCollective Planner::plan(const CollectiveArgs& request) {
     collective.factor =
         request.reduce_op == ReduceOp::kAverage ? std::complex<double>(options_.world_size) : request.factor;
   }
-  adopt(plan_for(collective.spec), collective);
   collective.call = fingerprint_of(collective, request);
+  adopt(plan_for(collective.spec), collective);
   collective.inputs = input_addresses(request.inputs);
   collective.outputs = output_addresses(request.outputs);
   collective.compression = request.compression;
@@ -256,6 +254,7 @@ void Planner::adopt(Plan plan, PlannedCollective& collective) {
   collective.schedule = std::move(plan.schedule);
   collective.direct = std::move(plan.direct);
   collective.copied_bytes = plan.copied_bytes;
+  collective.call.algorithm = plan.hash;
   collective.spec.node_shares = std::move(plan.node_shares);
   collective.has_shares = plan.has_shares;
   collective.links_version = plan.links_version;
@@ -282,7 +281,7 @@ Planner::Plan Planner::plan_for(const CollectiveSpec& spec) {
   key.insert(key.end(), spec.send_bytes.begin(), spec.send_bytes.end());
   key.insert(key.end(), spec.receive_bytes.begin(), spec.receive_bytes.end());
   uint64_t links_version = 0;
-  std::vector<int32_t> shares = first_shares_;
+  std::vector<int32_t> shares;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (spec.codec != nullptr) {
@@ -291,11 +290,11 @@ Planner::Plan Planner::plan_for(const CollectiveSpec& spec) {
       key.push_back(spec.has_residuals ? 1 : 0);
     } else {
       links_version = links_version_;
-      shares = node_shares_;
     }
     if (auto found = cache_.find(key); found != cache_.end()) {
       return found->second;
     }
+    shares = spec.codec != nullptr ? first_shares_ : node_shares_;
   }
   Plan plan = make_plan(spec, std::move(shares));
   plan.links_version = links_version;
@@ -323,6 +322,7 @@ Planner::Plan Planner::make_plan(const CollectiveSpec& spec, std::vector<int32_t
     plan.schedule = std::make_shared<const Schedule>(algorithm.plan(divided));
     plan.has_shares = algorithm.uses_shares && spec.codec == nullptr;
     plan.node_shares = std::move(divided.node_shares);
+    plan.hash = hash_of_schedule(*plan.schedule, plan.has_shares ? plan.node_shares : std::span<const int32_t>());
     const bool has_pool = pool_ != nullptr && pool_->bytes_per_rank() > 0;
     const bool can_reach = has_pool || (options_.cma && pays_to_read(spec));
     if (const Algorithm* direct = can_reach ? select_direct_algorithm(spec, forced, model_) : nullptr) {

@@ -96,6 +96,7 @@ class Planner {
     std::vector<int32_t> node_shares;
     bool has_shares = false;
     uint64_t links_version = 0;
+    uint64_t hash = 0;  // CallFingerprint::algorithm
   };
   CollectiveSpec spec_of(const CollectiveArgs& request) const;
   std::string forced_for(OpKind op) const;  // empty: none is
