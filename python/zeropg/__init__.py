@@ -32,6 +32,7 @@ from zeropg.sharding.access import (
     no_sync,
     writable_shards,
 )
+from zeropg.sharding.activations import checkpoint_activations
 from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard, register_forward_method
 from zeropg.sharding.offload import Offload
 
@@ -55,6 +56,7 @@ __all__ = [
     "GradScaler",
     "Offload",
     "Topology",
+    "checkpoint_activations",
     "clip_grad_norm_",
     "dump_flight_recorder",
     "ema",

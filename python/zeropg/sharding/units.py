@@ -20,10 +20,12 @@ class UnitPlan:
     parameters: list[tuple[list[str], nn.Parameter]] = field(default_factory=list)  # all names of each, first is saved
 
 
-def choose_units(model: nn.Module, units: Iterable[UnitChoice] | None) -> list[tuple[str, nn.Module]]:
+def choose_units(
+    model: nn.Module, units: Iterable[UnitChoice] | None, operation: str = "fully_shard"
+) -> list[tuple[str, nn.Module]]:
     """Returns (name, module) of every unit but the root, in named_modules() order.
 
-    By default the blocks that find_blocks returns.
+    By default the blocks that find_blocks returns. `operation`: whose argument `units` is, for messages.
     """
     if units is None:
         return find_blocks(model)
@@ -40,7 +42,7 @@ def choose_units(model: nn.Module, units: Iterable[UnitChoice] | None) -> list[t
             what = f"a {type(unit).__name__}"
         if not found:
             raise ValueError(
-                f"[zeropg] fully_shard: units contains {what}, which is no submodule of the {type(model).__name__}; "
+                f"[zeropg] {operation}: units contains {what}, which is no submodule of the {type(model).__name__}; "
                 "expected submodules, their names as in named_modules(), or their classes."
             )
         chosen.update(found)
