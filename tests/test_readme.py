@@ -58,6 +58,7 @@ def test_the_sharded_program_runs_and_saves_and_loads(tmp_path: Path) -> None:
         "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)",
         snippet("zeropg.save_checkpoint"),
         "assert extra['step'] == 9 and rank_extra['rng'].dtype == torch.uint8",
+        snippet("zeropg.dcp_state_dict"),
     ]
     run_on_two_ranks("\n".join(program), tmp_path)
     assert (tmp_path / "exported" / "model.safetensors").exists()

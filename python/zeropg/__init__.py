@@ -37,6 +37,7 @@ from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard, registe
 from zeropg.sharding.offload import Offload
 
 if TYPE_CHECKING:
+    from zeropg.checkpoint.dcp.state_dict import dcp_state_dict
     from zeropg.deepspeed.initialize import initialize
 
 _zeropg_register.register()
@@ -47,6 +48,10 @@ def __getattr__(name: str) -> Any:
         from zeropg.deepspeed.initialize import initialize
 
         return initialize
+    if name == "dcp_state_dict":  # torch.distributed.checkpoint takes as long
+        from zeropg.checkpoint.dcp.state_dict import dcp_state_dict
+
+        return dcp_state_dict
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -58,6 +63,7 @@ __all__ = [
     "Topology",
     "checkpoint_activations",
     "clip_grad_norm_",
+    "dcp_state_dict",
     "dump_flight_recorder",
     "ema",
     "empty",

@@ -30,8 +30,8 @@ def describe_foreign(path: Path) -> str:
         )
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
         return (
-            "it is a checkpoint of torch.distributed.checkpoint; load it with torch's dcp_to_torch_save and hand the "
-            "state dict to zeropg.load_full_state_dict"
+            "it is a checkpoint of torch.distributed.checkpoint; load it with "
+            "torch.distributed.checkpoint.load(zeropg.dcp_state_dict(model, optimizer), checkpoint_id=...)"
         )
     if "model.safetensors" in names or "model.safetensors.index.json" in names:
         return (

@@ -82,8 +82,8 @@ def plan_model(state: ShardedState) -> ModelPlan:
         value = values[key]
         if isinstance(value, DTensor):
             raise NotImplementedError(
-                f"'{names[0]}' is a DTensor; checkpoints of tensor-parallel parameters are not available: save these "
-                "with torch.distributed.checkpoint"
+                f"'{names[0]}' is a DTensor; checkpoints of tensor-parallel parameters are not available: save the "
+                "modules that hold them apart, with torch.distributed.checkpoint"
             )
         tensors.append(ModelTensor(names[0], value, master_dtypes.get(key, value.dtype), key in master_dtypes))
         index_of.update(dict.fromkeys(names, index))

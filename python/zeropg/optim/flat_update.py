@@ -113,6 +113,13 @@ def owned_by(flat: FlatGroup, segments: Sequence[Segment]) -> dict[str, tuple[in
     return {name: (start, stop) for name, _, start, stop in flat.local_shards if name in names}
 
 
+class FirstState(NamedTuple):
+    """What a first step leaves in a parameter's state, by key; what has a value for each element as a tensor of one."""
+
+    entries: dict[str, Any]
+    begins_with_zeros: bool  # whether zeros, and a `step` of 0, stand for no state
+
+
 class Updater(Protocol):
     """Applies steps to a set of parameters and holds their optimizer state."""
 
@@ -137,6 +144,12 @@ class Updater(Protocol):
         """Copies `values` into elements [start, start + len(values)) of segment `index`; the rest of a key is zero.
 
         Raises ValueError for a key that the optimizer does not keep with the options of `group`.
+        """
+
+    def first_state(self, index: int, group: Group) -> FirstState:
+        """Returns what a first step with the options of `group` leaves in the state of segment `index`.
+
+        Raises NotImplementedError where there is more to it than that.
         """
 
     def clear(self) -> None:
@@ -217,6 +230,13 @@ class FusedUpdater:
         if self._steps[index] == 0 and not self._kernels.default.counts_steps:
             self._steps[index] = 1  # state without a count says that the first step is over
         self._show(index, slots)
+
+    def first_state(self, index: int, group: Group) -> FirstState:
+        _, hyperparameters, slots = self._settings(group)
+        entries = {key: torch.zeros_like(value) for key, value in self._numbers(index).items()} if slots else {}
+        entries.update((slot, torch.zeros(1, dtype=self._flat.master_dtype)) for slot in slots)
+        first_alone = ("dampening", "initial_")  # what makes a first step another one than a step over zeros
+        return FirstState(entries, not any(v for key, v in hyperparameters.items() if key.startswith(first_alone)))
 
     def clear(self) -> None:
         self._slots.clear()  # not zeroed in place: what is loaded next may be views of them
@@ -368,6 +388,9 @@ class TorchUpdater:
             entries[key] = in_memory(self._flat).new_zeros(self.segments[index].numel)
         entries[key][start : start + values.numel()].copy_(values)
 
+    def first_state(self, index: int, group: Group) -> FirstState:
+        return first_state_of(self._optimizer, group, self._views[index])
+
     def clear(self) -> None:
         self._optimizer.state.clear()
 
@@ -432,6 +455,9 @@ class WholeUpdater:
             entries[key] = torch.zeros(parameter.shape, dtype=values.dtype, device=parameter.device)
         entries[key].view(-1)[start : start + values.numel()].copy_(values)
 
+    def first_state(self, index: int, group: Group) -> FirstState:
+        return first_state_of(self._optimizer, group, self.segments[index].parameter)
+
     def clear(self) -> None:
         for segment in self.segments:
             self._optimizer.state.pop(segment.parameter, None)
@@ -457,6 +483,24 @@ def detached_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     copy.state = defaultdict(dict)
     copy.param_groups = []
     return copy
+
+
+def first_state_of(optimizer: torch.optim.Optimizer, group: Group, parameter: torch.Tensor) -> FirstState:
+    """Steps one element, of zero gradient, by the optimizer's own class; the optimizer stays as it is.
+
+    parameter: whose number of dimensions, dtype and device count.
+    """
+    element = torch.nn.Parameter(torch.zeros([1] * parameter.dim(), dtype=parameter.dtype, device=parameter.device))
+    element.grad = torch.zeros_like(element)
+    copy = detached_copy(optimizer)
+    copy.param_groups = [{**group, "params": [element]}]
+    with torch.no_grad():
+        _unhooked_step(optimizer)(copy)
+    entries = {key: value for key, value in copy.state.get(element, {}).items() if value is not None}
+    tensors = {key: value for key, value in entries.items() if is_per_element(key, value)}
+    is_zero = all(not int(value.count_nonzero()) for value in tensors.values())
+    only_counts = entries.keys() - tensors.keys() <= {"step"} and not group.get("dampening")
+    return FirstState(entries, is_zero and only_counts)
 
 
 def _views(entries: Mapping[str, Any], start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:

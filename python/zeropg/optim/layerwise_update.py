@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 
 from zeropg._native import _C
-from zeropg.optim.flat_update import FlatGroup, Segment, State, in_memory, is_per_element, segments_of
+from zeropg.optim.flat_update import (
+    FirstState,
+    FlatGroup,
+    Segment,
+    State,
+    first_state_of,
+    in_memory,
+    is_per_element,
+    segments_of,
+)
 from zeropg.optim.kernels import Group, Kernel, Kernels
 from zeropg.optim.layerwise import LayerwiseOptimizer, LayerwiseRule
 from zeropg.optim.muon import Muon
@@ -60,7 +69,13 @@ class LayerwiseUpdater:
     """
 
     def __init__(
-        self, core: _C.ShardedModule, flats: Sequence[FlatGroup], state: State, rule: LayerwiseRule, held: Set[int]
+        self,
+        core: _C.ShardedModule,
+        flats: Sequence[FlatGroup],
+        state: State,
+        optimizer: torch.optim.Optimizer,
+        rule: LayerwiseRule,
+        held: Set[int],
     ):
         self._layers = [layer for flat in flats for layer in _layers_of(flat, core.shards, held)]
         self._own = [layer for layer in self._layers if layer.segment.numel]
@@ -71,6 +86,7 @@ class LayerwiseUpdater:
             if layer.counted.start < layer.counted.stop
         }
         self._state = state
+        self._optimizer = optimizer
         self._rule = rule
         self._everybody = core.process_group if core.world_size > 1 else None
         self._peers: Peers  # of one copy of the model: replicas find the same
@@ -131,6 +147,9 @@ class LayerwiseUpdater:
         if key not in entries:
             entries[key] = in_memory(self._own[index].flat).new_zeros(segment.numel)
         entries[key][start : start + values.numel()].copy_(values)
+
+    def first_state(self, index: int, group: Group) -> FirstState:
+        return first_state_of(self._optimizer, group, self.segments[index].parameter)
 
     def clear(self) -> None:
         for segment in self.segments:

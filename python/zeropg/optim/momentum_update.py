@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeropg._native import _C
-from zeropg.optim.flat_update import FlatGroup, Segment, State, in_memory, is_per_element
+from zeropg.optim.flat_update import FirstState, FlatGroup, Segment, State, in_memory, is_per_element
 from zeropg.optim.kernels import Group
 from zeropg.optim.momentum_exchange import MomentumExchange
 from zeropg.optim.momentum_optimizer import INSTEAD, MomentumOptimizer
@@ -114,6 +114,12 @@ class MomentumUpdater:
                     "zeropg.load_checkpoint to load state of another world size"
                 )
             self.write(index, key, start, value.detach().reshape(-1), group)
+
+    def first_state(self, index: int, group: Group) -> FirstState:
+        raise NotImplementedError(
+            f"[zeropg] {type(self._optimizer).__name__} keeps what ranks owe each other beside its state per element; "
+            "use zeropg.save_checkpoint"
+        )
 
     def clear(self) -> None:
         for segment in self.segments:

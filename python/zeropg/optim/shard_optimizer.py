@@ -19,6 +19,7 @@ from zeropg.optim.flat_update import (
     is_per_element,
     put_entries,
 )
+from zeropg.optim.kept_state import KeptState, kept_states
 from zeropg.optim.kernels import FUSED, Group, Kernels, kernels_for
 from zeropg.optim.layerwise import LayerwiseRule
 from zeropg.optim.layerwise_update import LayerwiseUpdater, kernels_beside, rule_of
@@ -287,6 +288,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         begin = segment.offset + at
                         yield StateShard(segment.name, key, values, begin, begin + values.numel())
 
+    def kept_states(self, groups: Sequence[Group] | None = None) -> Iterator[KeptState]:
+        """Yields the state that this rank keeps, parameter by parameter, also of those that were never stepped.
+
+        groups: whose options count for what a step keeps, in place of `param_groups`. Does not communicate.
+
+        Raises NotImplementedError for an optimizer whose ranks owe each other something.
+        """
+        groups = self.param_groups if groups is None else groups
+        owners = self._owners()
+        places = (
+            (updater, index, groups[owners[id(updater.segments[index].parameter)]])
+            for updater, index, _ in self._places()
+        )
+        return kept_states(places, self.state)
+
     def local_keys(self) -> Iterator[tuple[str, str, torch.dtype]]:
         """Yields (parameter name, key, dtype) of what `local_state` yields, without reading it."""
         for updater in self._updaters:
@@ -404,7 +420,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if id(parameter) in sharded and self._rule.takes(parameter, group)
         }
         if whole:
-            self._updaters.append(LayerwiseUpdater(self._core, flats, self.state, self._rule, whole))
+            self._updaters.append(LayerwiseUpdater(self._core, flats, self.state, self._wrapped, self._rule, whole))
             self._taken |= whole
             self._taken_whole |= whole
 

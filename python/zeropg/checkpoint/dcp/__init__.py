@@ -1,0 +1,1 @@
+"""Sharded models and optimizers for torch.distributed.checkpoint (DCP): `dcp_state_dict`."""

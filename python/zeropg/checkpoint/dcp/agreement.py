@@ -1,0 +1,44 @@
+"""Whether all ranks have read the same tensors: DCP plans a load on each rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import torch
+import torch.distributed as dist
+
+from zeropg._native import _C
+from zeropg.rank_io.agreement import collective_device, peers_needed
+
+_LISTED = 5  # names in an error; the rest is counted
+
+
+def check_read_alike(
+    core: _C.ShardedModule, operation: str, names: Sequence[str], wanted: Set[int], read: Set[int]
+) -> None:
+    """Raises ValueError, on every rank, where a tensor was read on one rank and not on another. Collective.
+
+    Such a checkpoint has holes: one that was saved with use_collectives=False by other ranks.
+
+    names: of all tensors, the same on every rank. wanted: those, by index, of which this rank has a part to load; read:
+    those of them that it has read.
+    """
+    counts = torch.zeros(len(names), 2, dtype=torch.int32)
+    counts[list(read), 0] = 1
+    counts[list(wanted - read), 1] = 1
+    counts = counts.to(collective_device(core.process_group))
+    with peers_needed(core.process_group, operation):
+        dist.all_reduce(counts, group=core.process_group)
+    was_read, was_missed = counts.bool().cpu().unbind(1)
+    context = f"[zeropg rank {core.rank}/{core.world_size}] {operation}:"
+    if was_missed.any() and not was_read.any():
+        raise ValueError(
+            f"{context} nothing was read; give the dictionary to dcp.load first, which calls load_state_dict itself "
+            "for what stands at its top"
+        )
+    if torn := [names[index] for index in (was_read & was_missed).nonzero().flatten().tolist()]:
+        more = f" and {len(torn) - _LISTED} more" if len(torn) > _LISTED else ""
+        raise ValueError(
+            f"{context} the checkpoint holds only a part of {', '.join(map(repr, torn[:_LISTED]))}{more}; expected "
+            "every element. One that was saved with use_collectives=False loads on the same ranks only"
+        )
