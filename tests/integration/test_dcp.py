@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.integration.checkpoint_zoo import Zoo, everything, make, same
-from zeropg.checkpoint.dcp.boxes import boxes_of
+from zeropg.checkpoint.dcp.boxes import boxes_of, covering_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing", "ignore:torch.distributed is disabled")
 # For what plain torch has written: it has no state of parameters that were never stepped.
@@ -50,6 +50,11 @@ def test_a_flat_range_is_at_most_one_box_less_than_twice_its_dimensions() -> Non
                 assert part.reshape(-1).tolist() == list(range(box.start, box.stop))
                 found += part.reshape(-1).tolist()
             assert found == list(range(start, stop))
+            if start < stop:
+                first, last = covering_rows(shape, start, stop)
+                assert 0 <= first <= start < stop <= last <= numel and 8 * (last - first) <= 9 * (stop - start)
+                assert (first, last) == (start, stop) or len(list(boxes_of(shape, first, last))) == 1
+    assert covering_rows([3, 20, 10], 203, 398) == (200, 400)
 
 
 # Saved and loaded by sharded models.
@@ -427,6 +432,58 @@ def test_several_optimizers_and_objects_of_the_programs_own(rank_pool: Any, tmp_
     rank_pool(2).run(several_optimizers, tmp_path)
 
 
+class Odd(nn.Module):
+    """Parameters and buffers of every shape, dtype and layout."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.number = nn.Parameter(torch.rand(()))
+        self.empty = nn.Parameter(torch.rand(0, 3))
+        self.precise = nn.Parameter(torch.rand(3, 5, dtype=torch.float64))
+        self.coarse = nn.Parameter(torch.rand(7, 3).half())
+        self.across = nn.Parameter(torch.rand(5, 3).t())
+        self.image = nn.Parameter(torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        self.deep = nn.Parameter(torch.rand(2, 3, 2, 3, 2))
+        self.whole = nn.Parameter(torch.randint(9, (3, 3)), requires_grad=False)
+        self.chosen = nn.Parameter(torch.rand(3, 3) < 0.5, requires_grad=False)
+        self.waves = nn.Parameter(torch.rand(3, 3, dtype=torch.complex64), requires_grad=False)
+        self.register_buffer("mask", torch.rand(3, 3) < 0.5)
+        self.register_buffer("aside", torch.rand(3, 5).t())
+        self.register_buffer("nothing", torch.rand(0))
+        self.register_buffer("count", torch.tensor(seed))
+
+    def forward(self) -> torch.Tensor:
+        return sum(p.float().sum() for p in self.parameters() if p.requires_grad)  # type: ignore[return-value]
+
+
+def every_tensor(directory: Path) -> None:
+    """Also with masters and state in files."""
+    import zeropg
+
+    def make_odd(seed: int, stage: int, **options: Any) -> tuple[Any, Any]:
+        model = zeropg.fully_shard(Odd(seed), stage=stage, **options)
+        optimizer = zeropg.shard_optimizer(adam(model), model)
+        model().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (directory / f"offload{dist.get_rank()}").mkdir()
+    offload = {"offload_optimizer": str(directory / f"offload{dist.get_rank()}"), "param_dtype": torch.bfloat16}
+    for stage, here, there in ((3, {}, {}), (2, {}, offload), (1, offload, {}), (0, {}, {})):
+        model, optimizer = make_odd(0, stage, **here)
+        dcp.save(zeropg.dcp_state_dict(model, optimizer), checkpoint_id=directory / str(stage))
+        other, others_optimizer = make_odd(1, 3 - stage, **there)
+        dcp.load(zeropg.dcp_state_dict(other, others_optimizer), checkpoint_id=directory / str(stage))
+        expected, found = everything_of(model, optimizer), everything_of(other, others_optimizer)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[k], v.to(found[k].dtype)) for k, v in expected.items())
+
+
+def test_tensors_of_every_kind_come_back(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool(2).run(every_tensor, tmp_path)
+
+
 # In the background, in parts, and with what does not fit.
 
 
@@ -542,6 +599,11 @@ def what_does_not_fit(directory: Path) -> dict[str, str]:
     other = zeropg.fully_shard(nn.Linear(3, 3))
     one = zeropg.dcp_state_dict(model if rank == 0 else other)
     errors["other model"] = attempt(dcp.save, one, checkpoint_id=directory / "x")
+    stale = state["optimizer"].state_dict()
+    train(model, optimizer)
+    errors["stale"] = attempt(dcp.save, stale, checkpoint_id=directory / "stale")
+    with zeropg.full_parameters(model):
+        errors["inside"] = attempt(dcp.load, {"model": state["model"]}, checkpoint_id=directory / "less")
     return errors
 
 
@@ -564,6 +626,8 @@ def test_what_does_not_fit_is_one_error_on_every_rank(rank_pool: Any, tmp_path: 
             "not loaded": "nothing was read; give the dictionary to dcp.load first",
             "arithmetic": "'conv.bias' is a handle for torch.distributed.checkpoint, which has no values",
             "torch.save": "cannot be pickled",
+            "stale": "the optimizer has stepped since this state_dict() was made",
+            "inside": "called inside full_parameters; call it after",
             "other model": "the model's tensors (digest)",
         }.items():
             assert words in errors[key], (key, errors[key])

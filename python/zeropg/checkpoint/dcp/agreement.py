@@ -18,7 +18,7 @@ def check_read_alike(
 ) -> None:
     """Raises ValueError, on every rank, where a tensor was read on one rank and not on another. Collective.
 
-    Such a checkpoint has holes: one that was saved with use_collectives=False by other ranks.
+    Such a checkpoint has holes, as one that was saved with use_collectives=False.
 
     names: of all tensors, the same on every rank. wanted: those, by index, of which this rank has a part to load; read:
     those of them that it has read.
@@ -40,5 +40,5 @@ def check_read_alike(
         more = f" and {len(torn) - _LISTED} more" if len(torn) > _LISTED else ""
         raise ValueError(
             f"{context} the checkpoint holds only a part of {', '.join(map(repr, torn[:_LISTED]))}{more}; expected "
-            "every element. One that was saved with use_collectives=False loads on the same ranks only"
+            "every element. What was saved with use_collectives=False does not load into a sharded model"
         )

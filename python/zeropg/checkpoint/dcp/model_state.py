@@ -12,7 +12,7 @@ from torch import nn
 from zeropg._native import _C
 from zeropg.checkpoint.dcp.agreement import check_read_alike
 from zeropg.checkpoint.dcp.own_copy import own_copy
-from zeropg.checkpoint.dcp.shard_handle import Part, Range, ShardHandle, part_of
+from zeropg.checkpoint.dcp.shard_handle import Part, Range, ShardHandle, part_of, steps_of
 from zeropg.checkpoint.load_masters import Advance, load_masters, set_values
 from zeropg.checkpoint.plan import ModelPlan, digest, plan_model
 from zeropg.export.plan import has_extra_state
@@ -123,15 +123,15 @@ def _handles(state: ShardedState, plan: ModelPlan) -> dict[str, Any]:
         shape, numel = tensor.value.shape, tensor.value.numel()
         if numel == 0:
             result[name] = torch.empty(shape, dtype=tensor.dtype)
-        elif tensor.is_sharded:
-            nothing = ((0, 0), _no_values)
-            saves, read = saved.get(tensor.name, nothing)
+            continue
+        if tensor.is_sharded:
+            saves, read = saved.get(tensor.name, ((0, 0), _no_values))
             loads = loaded.get(tensor.name, (0, 0))
-            result[name] = ShardHandle(Part(name, shape, tensor.dtype, saves=saves, loads=loads, read=read))
         else:  # every rank has it whole
-            saves = (0, numel if state.core.rank == 0 else 0)
-            read = _reader_of(tensor.value)
-            result[name] = ShardHandle(Part(name, shape, tensor.dtype, saves=saves, loads=(0, numel), read=read))
+            saves, read = (0, numel if state.core.rank == 0 else 0), _reader_of(tensor.value)
+            loads = (0, numel)
+        part = Part(name, shape, tensor.dtype, saves=saves, loads=loads, read=read, steps=steps_of(state.core))
+        result[name] = ShardHandle(part)
     return result
 
 

@@ -9,7 +9,7 @@ import torch
 
 from zeropg.checkpoint.dcp.agreement import check_read_alike
 from zeropg.checkpoint.dcp.own_copy import own_copy
-from zeropg.checkpoint.dcp.shard_handle import Part, ShardHandle, part_of
+from zeropg.checkpoint.dcp.shard_handle import Part, ShardHandle, part_of, steps_of
 from zeropg.checkpoint.match import check_groups
 from zeropg.checkpoint.optimizers import own_words
 from zeropg.checkpoint.plan import ModelPlan, digest, group_names, plan_model
@@ -44,9 +44,9 @@ class OptimizerState:
         result: dict[str, Any] = {"state": {}}
 
         def collect() -> str:
-            plan = plan_model(state)
+            plan, steps = plan_model(state), steps_of(state.core)
             for kept in optimizer.kept_states():
-                if entries := _entries(kept, plan):
+                if entries := _entries(kept, plan, steps):
                     result["state"][plan.tensors[plan.index_of[kept.name]].name] = entries
             result["param_groups"] = self._groups(plan)
             return digest([sorted(group) + group["params"] for group in result["param_groups"]])
@@ -185,7 +185,7 @@ def _options(
     ]
 
 
-def _entries(kept: KeptState, plan: ModelPlan) -> dict[str, Any]:
+def _entries(kept: KeptState, plan: ModelPlan, steps: Callable[[], int]) -> dict[str, Any]:
     """Handles for one parameter's state: what is there, or what its first step would leave."""
     if unknown := (kept.dtypes.keys() | kept.numbers.keys()) - kept.first.entries.keys():
         raise ValueError(
@@ -201,12 +201,12 @@ def _entries(kept: KeptState, plan: ModelPlan) -> dict[str, Any]:
         if is_per_element(key, first):
             dtype = kept.dtypes.get(key, first.dtype)
             read = _reader(kept, key) if key in kept.dtypes else _zeros(dtype)
-            entries[key] = ShardHandle(Part(path, shape, dtype, saves=saves, loads=kept.kept, read=read))
+            entries[key] = ShardHandle(Part(path, shape, dtype, saves=saves, loads=kept.kept, read=read, steps=steps))
         elif isinstance(value := kept.numbers.get(key, first if has_state else _zero(first)), torch.Tensor):
             bounds = (0, 1 if saves[0] < saves[1] else 0)
-            entries[key] = ShardHandle(
-                Part(path, value.shape, value.dtype, saves=bounds, loads=(0, 1), read=_number(value.detach().clone()))
-            )
+            read = _number(value.detach().clone())
+            part = Part(path, value.shape, value.dtype, saves=bounds, loads=(0, 1), read=read, steps=steps)
+            entries[key] = ShardHandle(part)
         else:
             entries[key] = value
     return entries

@@ -13,7 +13,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zeropg.checkpoint.dcp.boxes import Box, boxes_of
+from zeropg._native import _C
+from zeropg.checkpoint.dcp.boxes import Box, boxes_of, covering_rows
 
 Range = tuple[int, int]  # elements [start, stop) in C order
 
@@ -30,26 +31,39 @@ class Part:
         saves: Range,
         loads: Range,
         read: Callable[[int, int], torch.Tensor],
+        steps: Callable[[], int] = lambda: 0,
     ) -> None:
-        """name: for messages. read: returns the values of elements [start, stop), flat; a live view or a copy."""
+        """
+        name: for messages.
+        read: returns the values of elements [start, stop), flat; a live view or a copy.
+        steps: returns how many steps the optimizers of the model have done.
+        """
         self.name = name
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self._saves = saves
         self._loads = loads
+        self._fills = covering_rows(shape, *loads) if loads[0] < loads[1] else loads  # what DCP is asked for
         self._read = read
-        self._values: torch.Tensor | None = None  # what a load fills: [loads]
+        self._steps = steps
+        self._steps_before = steps()
+        self._values: torch.Tensor | None = None  # what a load fills: [fills]
         self._filled = 0  # elements
         self._is_asked_for = False
 
     # --- what DCP asks ---
 
     def plan_save(self) -> list[Box]:
+        if self._steps() != self._steps_before:  # values are live, numbers and param groups are of then
+            raise RuntimeError(
+                f"[zeropg] '{self.name}': the optimizer has stepped since this state_dict() was made; make another one "
+                "for each save"
+            )
         self._values = None
         return list(boxes_of(self.shape, *self._saves))
 
     def plan_load(self) -> list[Box]:
-        start, stop = self._loads
+        start, stop = self._fills
         self._values = torch.empty(stop - start, dtype=self.dtype)
         self._filled = 0
         self._is_asked_for = False
@@ -57,7 +71,7 @@ class Part:
 
     def find(self, offsets: Sequence[int]) -> torch.Tensor:
         """Returns the box at `offsets`: to be written to a file, or to be filled from one."""
-        first, last = self._saves if self._values is None else self._loads
+        first, last = self._saves if self._values is None else self._fills
         box = next((each for each in boxes_of(self.shape, first, last) if each.offsets == tuple(offsets)), None)
         if box is None:
             raise ValueError(f"[zeropg] '{self.name}': this rank has no part at {list(offsets)} of it")
@@ -88,7 +102,7 @@ class Part:
 
     def check_whole(self) -> None:
         """Raises ValueError where the checkpoint held some of this rank's elements only."""
-        wanted = self._loads[1] - self._loads[0]
+        wanted = self._fills[1] - self._fills[0]
         if self.is_read and 0 < self._filled < wanted:
             raise ValueError(
                 f"the checkpoint holds {self._filled} of the {wanted} elements of '{self.name}' that this rank needs; "
@@ -98,7 +112,7 @@ class Part:
     def loaded(self, start: int, stop: int) -> torch.Tensor:
         """Returns elements [start, stop) as they were read."""
         assert self._values is not None
-        return self._values[start - self._loads[0] : stop - self._loads[0]]
+        return self._values[start - self._fills[0] : stop - self._fills[0]]
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +210,11 @@ class _Target(torch.Tensor):
         if isinstance(target, _Target) and isinstance(result, _Target):
             result.part = target.part
         return result
+
+
+def steps_of(core: _C.ShardedModule) -> Callable[[], int]:
+    """Returns what a Part takes as `steps`."""
+    return lambda: core.steps
 
 
 def part_of(name: str, value: Any) -> Part:
