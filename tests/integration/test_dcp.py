@@ -16,11 +16,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from tests.integration.checkpoint_zoo import Zoo, everything, make, same
 from zeropg.checkpoint.dcp.boxes import boxes_of, covering_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing", "ignore:torch.distributed is disabled")
+safetensors = pytest.importorskip("safetensors.torch")
 # For what plain torch has written: it has no state of parameters that were never stepped.
 AS_FAR_AS_THERE = dcp.DefaultLoadPlanner(allow_partial_load=True)
 
@@ -541,6 +543,16 @@ def in_parts(directory: Path) -> None:
     state["model"].load_state_dict(bare)
     found = zeropg.full_state_dict(model, rank0_only=False)
     assert all(torch.equal(found[name], value) for name, value in Net(9).state_dict().items())
+    weights = {name: value for name, value in Net(10).state_dict().items() if name != "head.weight"}
+    if dist.get_rank() == 0:
+        (directory / "hf").mkdir()
+        safetensors.save_file(weights, directory / "hf" / "model.safetensors")
+    dist.barrier()
+    bare = state["model"].state_dict()
+    dcp.load(bare, storage_reader=HuggingFaceStorageReader(str(directory / "hf")), planner=AS_FAR_AS_THERE)
+    state["model"].load_state_dict(bare)
+    found = zeropg.full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
 def test_a_checkpoint_may_lack_what_the_planner_allows(rank_pool: Any, tmp_path: Path) -> None:
@@ -599,6 +611,8 @@ def what_does_not_fit(directory: Path) -> dict[str, str]:
     other = zeropg.fully_shard(nn.Linear(3, 3))
     one = zeropg.dcp_state_dict(model if rank == 0 else other)
     errors["other model"] = attempt(dcp.save, one, checkpoint_id=directory / "x")
+    hugging_face = HuggingFaceStorageWriter(str(directory / "hf"), save_distributed=True)
+    errors["safetensors"] = attempt(dcp.save, state["model"].state_dict(), storage_writer=hugging_face)
     stale = state["optimizer"].state_dict()
     train(model, optimizer)
     errors["stale"] = attempt(dcp.save, stale, checkpoint_id=directory / "stale")
@@ -626,6 +640,7 @@ def test_what_does_not_fit_is_one_error_on_every_rank(rank_pool: Any, tmp_path: 
             "not loaded": "nothing was read; give the dictionary to dcp.load first",
             "arithmetic": "'conv.bias' is a handle for torch.distributed.checkpoint, which has no values",
             "torch.save": "cannot be pickled",
+            "safetensors": "a file of safetensors has room for one box of a tensor",
             "stale": "the optimizer has stepped since this state_dict() was made",
             "inside": "called inside full_parameters; call it after",
             "other model": "the model's tensors (digest)",

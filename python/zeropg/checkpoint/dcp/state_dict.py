@@ -28,6 +28,7 @@ def dcp_state_dict(model: nn.Module, optimizer: Optimizers | None = None) -> dic
     - A load holds this rank's elements twice until every rank has read its own, so one that fails leaves model and
       optimizer as they were.
     - dcp.async_save copies this rank's elements, then writes. Only its default stager, in threads, takes them.
+    - HuggingFaceStorageReader reads safetensors; its writer is refused, since it keeps one box of a tensor per file.
     - dcp.save(use_collectives=False) is not supported: a rank's own metadata lack what other ranks write.
 
     What compression still owes to the gradients is not saved: `save_checkpoint` does that.
