@@ -75,6 +75,11 @@ def rewrite_manifest(directory: Path, change: Callable[[dict[str, Any]], Any]) -
     (directory / MANIFEST).write_bytes(head.encode() + text + b"}\n")
 
 
+def make_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "truncated weights": (
         lambda d: os.truncate(data_file(d, "model.safetensors"), 2000),
@@ -117,6 +122,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "newer manifest": (
         lambda d: (d / MANIFEST).write_text((d / MANIFEST).read_text().replace('int": 1', 'int": 9', 1)),
         ["ValueError", "is a checkpoint of format 9, expected 1"],
+    ),
+    # An open would wait for whoever writes to them.
+    "pipe as manifest": (lambda d: make_pipe(d / MANIFEST), ["ValueError", "is a pipe, a socket or a device"]),
+    "pipe as data": (
+        lambda d: make_pipe(data_file(d, "optimizer.safetensors")),
+        ["ValueError", "optimizer.safetensors' is a pipe"],
     ),
     "hostile folder": (lambda d: rewrite_manifest(d, lambda m: m.update(folder="../other")), ["'../other'"]),
     "hostile file": (
@@ -274,7 +285,9 @@ def test_a_full_disk_and_a_read_only_one(rank_pool: Any, tmp_path: Path) -> None
         assert_failed(errors, "OSError", "rank 0: ", "Read-only file system", str(tmp_path))
         assert loaded_seed(pool, tmp_path / "disk") == 1
     (tmp_path / "file").write_text("x")
-    assert_failed(pool.run(try_save, tmp_path / "file", 1), "OSError", "rank 0: ", "File exists")
+    assert_failed(
+        pool.run(try_save, tmp_path / "file", 1), "OSError", "rank 0: ", "cannot be a directory: it, or a part"
+    )
     (tmp_path / "taken" / MANIFEST).mkdir(parents=True)
     assert_failed(pool.run(try_save, tmp_path / "taken", 1), "is a directory; remove it")
 

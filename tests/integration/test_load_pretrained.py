@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -140,7 +141,7 @@ def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 def test_folders_that_lie_are_one_error_on_every_rank(folders: Path, tmp_path: Path) -> None:
-    for name in ("short", "lying", "outside", "gone", "misshapen"):
+    for name in ("short", "lying", "outside", "gone", "misshapen", "pipe"):
         shutil.copytree(folders / "split", tmp_path / name)
     shutil.copytree(folders / "single", tmp_path / "good")
     files = sorted((tmp_path / "short").glob("*.safetensors"))
@@ -150,6 +151,8 @@ def test_folders_that_lie_are_one_error_on_every_rank(folders: Path, tmp_path: P
     rewrite(tmp_path / "lying" / index, lambda text: {"weight_map": text["weight_map"] | swapped})
     rewrite(tmp_path / "outside" / index, lambda text: {"weight_map": {"x": "../good/model.safetensors"}})
     (tmp_path / "gone" / files[0].name).unlink()
+    (tmp_path / "pipe" / files[0].name).unlink()
+    os.mkfifo(tmp_path / "pipe" / files[0].name)
     for path in (tmp_path / "misshapen").glob("*.safetensors"):
         save_file({name: value.reshape(-1) for name, value in load_file(path).items()}, path)
     (tmp_path / "nothing").mkdir()
@@ -159,6 +162,7 @@ def test_folders_that_lie_are_one_error_on_every_rank(folders: Path, tmp_path: P
         "lying": "says that 'transformer.wte.weight' is in",
         "outside": "which is outside of its folder",
         "gone": "is missing, though the index names it",
+        "pipe": "is a pipe, a socket or a device; expected a file",
         "misshapen": "of another shape or kind: transformer.",
         "nothing": "holds no safetensors files: it holds files of torch.save",
         "nowhere": "there is no such directory",

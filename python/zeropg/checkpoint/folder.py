@@ -38,7 +38,11 @@ class CheckpointFolder:
 
         Raises OSError: another process saves into the directory, or the file system refuses.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            where = f"'{self.directory}' cannot be a directory: it, or a part of its path, is a file or a broken link"
+            raise NotADirectoryError(errno.ENOTDIR, f"{where}; give another path") from error
         held = f"another process is saving into '{self.directory}'; give each job a directory of its own"
         self._lock = take_directory_lock(self.directory, _LOCK_SECONDS, held=held)
         if (self.directory / MANIFEST_NAME).is_dir():

@@ -18,6 +18,7 @@ from zeropg.checkpoint.manifest import SavedOptimizer, SavedTensor
 from zeropg.checkpoint.match import check_groups, match_tensors
 from zeropg.checkpoint.optimizers import check_same_names, own_words
 from zeropg.checkpoint.plan import ModelPlan, group_names, optimizer_kind, plan_model
+from zeropg.checkpoint.regular_file import check_no_pipe
 from zeropg.checkpoint.residuals import is_residual_file, load_residuals, residual_file
 from zeropg.checkpoint.saved_tensors import manifest_in, read_pieces
 from zeropg.checkpoint.structure import decode, fetch_scalar
@@ -62,6 +63,7 @@ class Loading:
             self._resources.enter_context(reading(data))
             for name, file in self._manifest.files.items():
                 if self._is_needed(name):
+                    check_no_pipe(data / name)
                     self._readers[name] = _C.FileReader(
                         str(data / name), file.size_bytes, self._manifest.chunk_bytes, file.checksums
                     )

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from zeropg._native import _C
+from zeropg.checkpoint.regular_file import check_no_pipe
 from zeropg.checkpoint.structure import dtype_name, dtype_of
 
 MANIFEST_NAME = "zeropg_checkpoint.json"
@@ -122,6 +123,7 @@ def read_manifest(directory: Path) -> Manifest:
         ValueError: it is damaged, of another version, or no manifest of zeropg.
     """
     path = directory / MANIFEST_NAME
+    check_no_pipe(path)
     with open(path, "rb") as file:
         data = file.read(_MAX_BYTES + 1)
     head = _HEAD.match(data)

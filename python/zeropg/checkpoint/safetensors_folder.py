@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zeropg.checkpoint.foreign import describe_foreign
+from zeropg.checkpoint.regular_file import check_no_pipe
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -87,6 +88,7 @@ class SafetensorsFolder:
         self._files.close()
 
     def _open(self, path: Path) -> None:
+        check_no_pipe(path)
         try:
             handle = self._files.enter_context(safe_open(str(path), framework="pt"))
         except FileNotFoundError as error:

@@ -13,6 +13,7 @@ from zeropg._native import _C
 from zeropg.checkpoint.folder import reading
 from zeropg.checkpoint.foreign import describe_foreign
 from zeropg.checkpoint.manifest import Manifest, SavedTensor, read_manifest
+from zeropg.checkpoint.regular_file import check_no_pipe
 
 _PIECE_BYTES = 4 << 20
 
@@ -52,11 +53,13 @@ class SavedTensors:
         self._resources = ExitStack()
         try:
             self._resources.enter_context(reading(data))
-            self._readers = {
-                name: _C.FileReader(str(data / name), file.size_bytes, manifest.chunk_bytes, file.checksums)
-                for name, file in manifest.files.items()
-                if any(tensor.file == name for tensor in manifest.tensors.values())
-            }
+            self._readers: dict[str, _C.FileReader] = {}
+            for name in {tensor.file for tensor in manifest.tensors.values()}:
+                check_no_pipe(data / name)
+                file = manifest.files[name]
+                self._readers[name] = _C.FileReader(
+                    str(data / name), file.size_bytes, manifest.chunk_bytes, file.checksums
+                )
         except BaseException:
             self.close()
             raise

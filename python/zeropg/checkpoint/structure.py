@@ -67,6 +67,8 @@ def _encode_float(value: float) -> Any:
 def _encode_tensor(value: torch.Tensor, path: str, keep: Keep) -> Any:
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
         raise TypeError(f"{path} is a {type(value).__name__} with layout {value.layout}, expected a plain dense tensor")
+    if value.is_meta:
+        raise TypeError(f"{path} is a tensor on device meta, which has no values")
     if not _has_format(value.dtype):
         raise TypeError(f"{path} is a tensor of {value.dtype}, which safetensors has not; convert it first")
     return keep(path, value.detach())

@@ -132,6 +132,7 @@ REFUSED = {
     "extra['f'] is a builtins.function": {"f": lambda: 0},
     "extra has the key (1, 2) of type tuple": {(1, 2): 0},
     "extra['sparse'] is a Tensor with layout torch.sparse_coo": {"sparse": torch.eye(2).to_sparse()},
+    "extra['meta'] is a tensor on device meta": {"meta": torch.empty(2, device="meta")},
     "extra['c'] is a tensor of torch.complex128": {"c": torch.zeros(1, dtype=torch.complex128)},
     "extra['o'] is an array of object": {"o": numpy.array([object()])},
     "is nested deeper than 100, or contains itself": Endless,
