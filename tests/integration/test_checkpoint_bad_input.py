@@ -221,6 +221,31 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_listed(rank_pool: Any, tm
         assert "param group 0 holds other parameters" in two_groups and "only here: scale" in two_groups
 
 
+def what_one_rank_gives_wrongly(directory: Path) -> list[str]:
+    import zeropg
+
+    model, optimizer = make()
+    is_wrong = dist.get_rank() == 1
+    given = torch.optim.AdamW(nn.Linear(2, 2).parameters()) if is_wrong else optimizer
+    calls = [(zeropg.save_checkpoint, given), (zeropg.load_checkpoint, given)]
+    texts = [attempt(call, directory, model, each) for call, each in calls]
+    scale = model.scale
+    if is_wrong:
+        model.scale = nn.Parameter(torch.rand(13))
+    texts += [attempt(call, directory, model) for call in (zeropg.save_checkpoint, zeropg.load_checkpoint)]
+    texts.append(attempt(zeropg.load_pretrained, model, directory))
+    model.scale = scale
+    zeropg.save_checkpoint(directory, model, optimizer)  # nobody waits for anybody
+    return texts
+
+
+def test_what_one_rank_gives_wrongly_is_an_error_on_all(rank_pool: Any, tmp_path: Path) -> None:
+    """The others used to wait for it until they met in another call."""
+    for texts in rank_pool(2).run(what_one_rank_gives_wrongly, tmp_path):
+        assert all("rank 1: [zeropg] " in text and "got a AdamW, expected what" in text for text in texts[:2]), texts
+        assert all("rank 1: [zeropg rank 1/2] " in text and "'scale' changed" in text for text in texts[2:]), texts
+
+
 def touch(*paths: Path) -> None:
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)

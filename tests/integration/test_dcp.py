@@ -611,6 +611,11 @@ def what_does_not_fit(directory: Path) -> dict[str, str]:
     other = zeropg.fully_shard(nn.Linear(3, 3))
     one = zeropg.dcp_state_dict(model if rank == 0 else other)
     errors["other model"] = attempt(dcp.save, one, checkpoint_id=directory / "x")
+    if rank == 1:
+        weight, model.conv.weight = model.conv.weight, nn.Parameter(torch.rand(5, 6, 3))
+    errors["replaced"] = attempt(dcp.save, state, checkpoint_id=directory / "replaced")
+    if rank == 1:
+        model.conv.weight = weight
     hugging_face = HuggingFaceStorageWriter(str(directory / "hf"), save_distributed=True)
     errors["safetensors"] = attempt(dcp.save, state["model"].state_dict(), storage_writer=hugging_face)
     stale = state["optimizer"].state_dict()
@@ -640,6 +645,7 @@ def test_what_does_not_fit_is_one_error_on_every_rank(rank_pool: Any, tmp_path: 
             "not loaded": "nothing was read; give the dictionary to dcp.load first",
             "arithmetic": "'conv.bias' is a handle for torch.distributed.checkpoint, which has no values",
             "torch.save": "cannot be pickled",
+            "replaced": "rank 1/2] dcp_state_dict: 'conv.weight' changed after fully_shard",
             "safetensors": "a file of safetensors has room for one box of a tensor",
             "stale": "the optimizer has stepped since this state_dict() was made",
             "inside": "called inside full_parameters; call it after",

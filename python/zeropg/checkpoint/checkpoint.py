@@ -41,7 +41,7 @@ from zeropg.rank_io.parallel_files import ByteRange, FileSpec, ParallelFiles
 from zeropg.rank_io.progress import progress
 from zeropg.rank_io.store_agreement import StoreAgreement, patience_of, store_of
 from zeropg.rank_io.stream import stream_to_first
-from zeropg.sharding.state import ShardedState, state_of
+from zeropg.sharding.state import ShardedState, unchecked_state_of
 
 _OPERATION = "save_checkpoint"
 _SMALLEST_CHUNK_BYTES = 1 << 20
@@ -95,7 +95,7 @@ def save_checkpoint(
         DistBackendError: a rank died.
         Every rank raises the same error, and the directory holds the checkpoint that it held before.
     """
-    state = state_of(model, _OPERATION)
+    state = unchecked_state_of(model, _OPERATION)
     save = _Save(state, optimizer)
     save.announce(directory, extra, rank_extra, async_save)
     pending: PendingCheckpoint | None = None
@@ -141,14 +141,15 @@ def load_checkpoint(
         OSError: a file cannot be read.
         Every rank raises the same error. Unless the message says otherwise, the model is as it was.
     """
-    state = state_of(model, "load_checkpoint")
-    state.check_has_own_weights("load_checkpoint")
+    state = unchecked_state_of(model, "load_checkpoint")
     group = state.core.process_group
-    named = named_optimizers(optimizer, model, "load_checkpoint")
     loading: Loading | None = None
 
     def open_checkpoint() -> dict[str, str]:
         nonlocal loading
+        state.check_modules("load_checkpoint")
+        state.check_has_own_weights("load_checkpoint")
+        named = named_optimizers(optimizer, model, "load_checkpoint")
         _join(state)
         loading = Loading(_path(directory), state, named)
         return loading.announcement()
@@ -226,7 +227,8 @@ class _Save:
         self.rank = state.core.rank
         self.directory = Path()
         self._state = state
-        self._optimizers = named_optimizers(optimizer, state.model, _OPERATION)
+        self._given = optimizer
+        self._optimizers: dict[str, ShardedOptimizer] = {}
         self._group: dist.ProcessGroup = state.core.process_group
         self._model_plan: ModelPlan | None = None
         self._optimizer_plans: dict[str, OptimizerPlan] = {}
@@ -277,6 +279,8 @@ class _Save:
     ) -> dict[str, Any]:
         if not isinstance(async_save, bool):
             raise TypeError(f"async_save is {async_save!r}, expected True or False")
+        self._state.check_modules(_OPERATION)
+        self._optimizers = named_optimizers(self._given, self._state.model, _OPERATION)
         self.directory = _path(directory)
         self._model_plan = plan_model(self._state)
         if self.rank == 0:

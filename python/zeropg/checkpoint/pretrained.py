@@ -16,7 +16,7 @@ from zeropg.checkpoint.load_masters import Advance, load_masters, set_values
 from zeropg.checkpoint.plan import ModelPlan, plan_model
 from zeropg.checkpoint.safetensors_folder import SafetensorsFolder, StoredTensor
 from zeropg.rank_io.agreement import check_same, together
-from zeropg.sharding.state import ShardedState, state_of
+from zeropg.sharding.state import ShardedState, unchecked_state_of
 
 _LISTED = 5  # names in an error; the rest is counted
 _OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))  # of BERT's time
@@ -51,12 +51,13 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         OSError: a file cannot be read. Every rank raises the same error, and unless it says otherwise, the model is as
         it was.
     """
-    state = state_of(model, "load_pretrained")
+    state = unchecked_state_of(model, "load_pretrained")
     group = state.core.process_group
     loading: _Loading | None = None
 
     def open_folder() -> dict[str, str]:
         nonlocal loading
+        state.check_modules("load_pretrained")
         state.check_outside_writable_shards("load_pretrained")
         state.check_has_own_weights("load_pretrained")
         loading = _Loading(Path(os.fsdecode(directory)), state, strict)

@@ -196,9 +196,15 @@ def _parameter_names(name: str, value: nn.Module | torch.Tensor | None) -> list[
 
 def state_of(model: nn.Module, operation: str) -> ShardedState:
     """Returns the state of a sharded model. Raises ValueError naming `operation` where the model is not one's root."""
+    state = unchecked_state_of(model, operation)
+    state.check_modules(operation)
+    return state
+
+
+def unchecked_state_of(model: nn.Module, operation: str) -> ShardedState:
+    """As `state_of`, before its check_modules: for what lets all ranks know of an error in that."""
     state = getattr(model, "_zeropg_state", None)
     if isinstance(state, ShardedState):
-        state.check_modules(operation)
         return state
     if not isinstance(model, nn.Module):
         raise TypeError(f"[zeropg] {operation}: expected a module, got {type(model).__name__}.")

@@ -32,10 +32,11 @@ class ModelState:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a handle for each parameter (of its masters) and persistent buffer. All ranks must call."""
-        state = state_of(self._state.model, SAVE)
+        state = self._state
         result: dict[str, Any] = {}
 
         def collect() -> str:
+            state.check_modules(SAVE)
             state.check_outside_writable_shards(SAVE)
             plan = plan_model(state)
             result.update(_handles(state, plan))
@@ -54,10 +55,11 @@ class ModelState:
 
         Raises ValueError, on every rank, where only a part of a tensor was found; the model is then as it was.
         """
-        state = state_of(self._state.model, LOAD)
+        state = self._state
         loading: list[_Loading] = []
 
         def check() -> None:
+            state.check_modules(LOAD)
             state.check_outside_writable_shards(LOAD)
             state.check_has_own_weights(LOAD)
             loading.append(_Loading(state, plan_model(state), state_dict))

@@ -17,7 +17,7 @@ from zeropg.optim.flat_update import is_per_element
 from zeropg.optim.kept_state import KeptState
 from zeropg.optim.shard_optimizer import ShardedOptimizer, StateShard
 from zeropg.rank_io.agreement import check_same, together
-from zeropg.sharding.state import state_of
+from zeropg.sharding.state import unchecked_state_of
 
 SAVE, LOAD = "dcp_state_dict", "dcp.load"
 # How a program runs its steps, not what they compute: these stay as the program has set them.
@@ -40,10 +40,11 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         """Returns handles for this rank's part of the state, and copies of the param groups. All ranks must call."""
         optimizer = self._optimizer
-        state = state_of(optimizer._model, SAVE)
+        state = unchecked_state_of(optimizer._model, SAVE)
         result: dict[str, Any] = {"state": {}}
 
         def collect() -> str:
+            state.check_modules(SAVE)
             plan, steps = plan_model(state), steps_of(state.core)
             for kept in optimizer.kept_states():
                 if entries := _entries(kept, plan, steps):
@@ -64,10 +65,11 @@ class OptimizerState:
 
         Raises ValueError, on every rank, for the state of another optimizer; this one is then as it was.
         """
-        state = state_of(self._optimizer._model, LOAD)
+        state = unchecked_state_of(self._optimizer._model, LOAD)
         loading: list[_Loading] = []
 
         def check() -> None:
+            state.check_modules(LOAD)
             loading.append(_Loading(self._optimizer, self._name, plan_model(state), state_dict))
 
         together(state.core.process_group, LOAD, check)
