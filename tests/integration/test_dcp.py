@@ -514,6 +514,8 @@ def in_the_background(directory: Path) -> None:
         process_group=dist.new_group(),
     )
     assert "default stager" in error, error
+    error = attempt(dcp.async_save, zeropg.dcp_state_dict(model), checkpoint_id=directory / "same")
+    assert "over the group that the model trains with" in error, error
 
 
 def test_async_save_writes_what_was_there_when_it_was_called(rank_pool: Any, tmp_path: Path) -> None:

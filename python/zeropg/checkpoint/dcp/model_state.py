@@ -12,7 +12,7 @@ from torch import nn
 from zeropg._native import _C
 from zeropg.checkpoint.dcp.agreement import check_read_alike
 from zeropg.checkpoint.dcp.own_copy import own_copy
-from zeropg.checkpoint.dcp.shard_handle import Part, Range, ShardHandle, part_of, steps_of
+from zeropg.checkpoint.dcp.shard_handle import Part, Range, ShardHandle, part_of
 from zeropg.checkpoint.load_masters import Advance, load_masters, set_values
 from zeropg.checkpoint.plan import ModelPlan, digest, plan_model
 from zeropg.export.plan import has_extra_state
@@ -132,7 +132,7 @@ def _handles(state: ShardedState, plan: ModelPlan) -> dict[str, Any]:
         else:  # every rank has it whole
             saves, read = (0, numel if state.core.rank == 0 else 0), _reader_of(tensor.value)
             loads = (0, numel)
-        part = Part(name, shape, tensor.dtype, saves=saves, loads=loads, read=read, steps=steps_of(state.core))
+        part = Part(name, shape, tensor.dtype, saves=saves, loads=loads, read=read, core=state.core)
         result[name] = ShardHandle(part)
     return result
 

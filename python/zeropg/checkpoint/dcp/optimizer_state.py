@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from zeropg._native import _C
 from zeropg.checkpoint.dcp.agreement import check_read_alike
 from zeropg.checkpoint.dcp.own_copy import own_copy
-from zeropg.checkpoint.dcp.shard_handle import Part, ShardHandle, part_of, steps_of
+from zeropg.checkpoint.dcp.shard_handle import Part, ShardHandle, part_of
 from zeropg.checkpoint.match import check_groups
 from zeropg.checkpoint.optimizers import own_words
 from zeropg.checkpoint.plan import ModelPlan, digest, group_names, plan_model
@@ -45,9 +46,9 @@ class OptimizerState:
 
         def collect() -> str:
             state.check_modules(SAVE)
-            plan, steps = plan_model(state), steps_of(state.core)
+            plan = plan_model(state)
             for kept in optimizer.kept_states():
-                if entries := _entries(kept, plan, steps):
+                if entries := _entries(kept, plan, state.core):
                     result["state"][plan.tensors[plan.index_of[kept.name]].name] = entries
             result["param_groups"] = self._groups(plan)
             return digest([sorted(group) + group["params"] for group in result["param_groups"]])
@@ -187,7 +188,7 @@ def _options(
     ]
 
 
-def _entries(kept: KeptState, plan: ModelPlan, steps: Callable[[], int]) -> dict[str, Any]:
+def _entries(kept: KeptState, plan: ModelPlan, core: _C.ShardedModule) -> dict[str, Any]:
     """Handles for one parameter's state: what is there, or what its first step would leave."""
     if unknown := (kept.dtypes.keys() | kept.numbers.keys()) - kept.first.entries.keys():
         raise ValueError(
@@ -203,11 +204,11 @@ def _entries(kept: KeptState, plan: ModelPlan, steps: Callable[[], int]) -> dict
         if is_per_element(key, first):
             dtype = kept.dtypes.get(key, first.dtype)
             read = _reader(kept, key) if key in kept.dtypes else _zeros(dtype)
-            entries[key] = ShardHandle(Part(path, shape, dtype, saves=saves, loads=kept.kept, read=read, steps=steps))
+            entries[key] = ShardHandle(Part(path, shape, dtype, saves=saves, loads=kept.kept, read=read, core=core))
         elif isinstance(value := kept.numbers.get(key, first if has_state else _zero(first)), torch.Tensor):
             bounds = (0, 1 if saves[0] < saves[1] else 0)
             read = _number(value.detach().clone())
-            part = Part(path, value.shape, value.dtype, saves=bounds, loads=(0, 1), read=read, steps=steps)
+            part = Part(path, value.shape, value.dtype, saves=bounds, loads=(0, 1), read=read, core=core)
             entries[key] = ShardHandle(part)
         else:
             entries[key] = value

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -32,12 +33,12 @@ class Part:
         saves: Range,
         loads: Range,
         read: Callable[[int, int], torch.Tensor],
-        steps: Callable[[], int] = lambda: 0,
+        core: _C.ShardedModule | None = None,
     ) -> None:
         """
         name: for messages.
         read: returns the values of elements [start, stop), flat; a live view or a copy.
-        steps: returns how many steps the optimizers of the model have done.
+        core: of the model; None for a copy, which nothing changes any more.
         """
         self.name = name
         self.shape = torch.Size(shape)
@@ -46,8 +47,8 @@ class Part:
         self._loads = loads
         self._fills = covering_rows(shape, *loads) if loads[0] < loads[1] else loads  # what DCP is asked for
         self._read = read
-        self._steps = steps
-        self._steps_before = steps()
+        self._core = core
+        self._steps_before = 0 if core is None else core.steps
         self._values: torch.Tensor | None = None  # what a load fills: [fills]
         self._filled = 0  # elements
         self._is_asked_for = False
@@ -55,7 +56,8 @@ class Part:
     # --- what DCP asks ---
 
     def plan_save(self) -> list[Box]:
-        if self._steps() != self._steps_before:  # values are live, numbers and param groups are of then
+        if self._core is not None and self._core.steps != self._steps_before:
+            # Values are live, numbers and param groups are of then.
             raise RuntimeError(
                 f"[zeropg] '{self.name}': the optimizer has stepped since this state_dict() was made; make another one "
                 "for each save"
@@ -133,6 +135,8 @@ class Part:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         """Returns a copy on the CPU of what this rank saves, as it is now: what dcp.async_save stages."""
+        if self._core is not None and self._core.world_size > 1:
+            _check_group_of_async_save(self._core)
         start, stop = self._saves
         values = self._read(start, stop).detach().to("cpu", copy=True) if start < stop else torch.empty(0)
         return Part(
@@ -218,11 +222,6 @@ class _Target(torch.Tensor):
         return result
 
 
-def steps_of(core: _C.ShardedModule) -> Callable[[], int]:
-    """Returns what a Part takes as `steps`."""
-    return lambda: core.steps
-
-
 def part_of(name: str, value: Any) -> Part:
     """Returns what a handle stands for. Raises TypeError for anything else."""
     if not isinstance(value, ShardHandle) or value.part is None:
@@ -241,11 +240,27 @@ def _empty_handle(shape: Sequence[int], dtype: torch.dtype) -> Any:
 
 def _writes_safetensors() -> bool:
     """Whether the dcp.save that plans now has a writer that keeps the last box of each tensor, without a word."""
-    frame = sys._getframe()
-    while frame is not None and "storage_writer" not in frame.f_locals:
-        frame = frame.f_back  # type: ignore[assignment]
-    writer = None if frame is None else frame.f_locals["storage_writer"]
+    writer = (_locals_of_caller("storage_writer") or {}).get("storage_writer")
     return getattr(getattr(writer, "serialization_format", None), "name", "") == "SAFETENSORS"
+
+
+def _check_group_of_async_save(core: _C.ShardedModule) -> None:
+    """Raises RuntimeError where dcp.async_save is to save over the model's own group: collectives are matched by their
+    order, and its thread would start them between those of the training."""
+    arguments = _locals_of_caller("async_checkpointer_type")
+    if arguments is not None and (arguments.get("process_group") or dist.group.WORLD) is core.process_group:
+        raise RuntimeError(
+            "[zeropg] dcp.async_save: it would communicate in a thread, over the group that the model trains with; "
+            "make another with dist.new_group(), once, and pass it as process_group"
+        )
+
+
+def _locals_of_caller(name: str) -> dict[str, Any] | None:
+    """Returns the variables of the next function up the stack that has one called so: of DCP's, which says no more."""
+    frame = sys._getframe()
+    while frame is not None and name not in frame.f_locals:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

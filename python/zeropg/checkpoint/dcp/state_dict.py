@@ -27,7 +27,8 @@ def dcp_state_dict(model: nn.Module, optimizer: Optimizers | None = None) -> dic
     - The optimizer's state has the layout of torch's get_optimizer_state_dict, by parameter names.
     - A load holds this rank's elements twice until every rank has read its own, so one that fails leaves model and
       optimizer as they were.
-    - dcp.async_save copies this rank's elements, then writes. Only its default stager, in threads, takes them.
+    - dcp.async_save copies this rank's elements, then writes: with its default stager, in threads, over another group
+      than the model's (`process_group=dist.new_group()`).
     - HuggingFaceStorageReader reads safetensors; its writer is refused, since it keeps one box of a tensor per file.
     - dcp.save(use_collectives=False) is not supported: a rank's own metadata lack what other ranks write.
 
