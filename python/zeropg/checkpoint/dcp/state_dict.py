@@ -29,6 +29,7 @@ def dcp_state_dict(model: nn.Module, optimizer: Optimizers | None = None) -> dic
       optimizer as they were.
     - dcp.async_save copies this rank's elements, then writes: with its default stager, in threads, over another group
       than the model's (`process_group=dist.new_group()`).
+    - Give each save a folder of its own: DCP writes over an older checkpoint in place.
     - HuggingFaceStorageReader reads safetensors; its writer is refused, since it keeps one box of a tensor per file.
     - dcp.save(use_collectives=False) is not supported: a rank's own metadata lack what other ranks write.
 
