@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,6 @@ def test_bad_states_and_tags_are_named() -> None:
             engine.save_checkpoint(folder, tag=f"rank{dist.get_rank()}")
         with raises(ValueError, "the directory is ''"):
             engine.save_checkpoint("")
-        with raises(NotImplementedError, "custom_load_fn"):
-            engine.load_checkpoint(folder, custom_load_fn=print)
         assert not (Path(folder) / "latest").exists()
         zeropg.save_checkpoint(Path(folder) / "plain", engine.module, engine.optimizer)
         with raises(ValueError, "was saved by zeropg.save_checkpoint, not by an engine"):
@@ -166,3 +165,139 @@ def same_weights(a: Any, b: Any) -> bool:
 
     states = [zeropg.full_state_dict(engine.module, rank0_only=False) for engine in (a, b)]
     return all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def make_adapted(stage: int, seed: int = 0, **more: Any) -> Any:
+    """An engine over an Adapted; all of its parameters are in the optimizer, frozen ones too."""
+    from zeropg import deepspeed
+
+    torch.manual_seed(seed)
+    model = Adapted()
+    made = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return deepspeed.initialize(model=model, optimizer=made, config=configuration(stage, **more))[0]
+
+
+def adapt(engine: Any, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).to(engine.module.base.weight.dtype)
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights_of(engine: Any) -> dict[str, torch.Tensor]:
+    import zeropg
+
+    return zeropg.full_state_dict(engine.module, rank0_only=False)
+
+
+def load_with_warnings(engine: Any, *arguments: Any, **options: Any) -> str:
+    """Loads, and returns what this rank warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.load_checkpoint(*arguments, **options)
+    return "\n".join(str(one.message) for one in caught)
+
+
+@on_ranks(2, timeout=120)
+def test_frozen_parameters_may_be_left_out() -> None:
+    from zeropg.checkpoint.manifest import read_manifest
+
+    with shared_folder() as folder:
+        for saving, loading in ((3, 1), (1, 3), (0, 2)):
+            saved, tag = make_adapted(saving), str(saving)
+            adapt(saved, 2)
+            saved.save_checkpoint(folder, tag, exclude_frozen_parameters=True)
+            stored = read_manifest(Path(folder, tag))
+            assert list(stored.tensors) == ["adapter.weight"] and stored.left_out == ["base.weight", "base.bias"]
+            fresh = make_adapted(loading)  # of the same base
+            said = load_with_warnings(fresh, folder, tag)
+            assert ("holds no base.weight, base.bias; yours stay as they are" in said) == (dist.get_rank() == 0)
+            assert same_weights(fresh, saved) and adapt(fresh, 2) == adapt(saved, 2)
+            other = make_adapted(loading, seed=5)
+            own = weights_of(other)
+            other.load_checkpoint(folder, tag)
+            assert torch.equal(weights_of(other)["base.weight"], own["base.weight"])
+            assert not torch.equal(weights_of(other)["adapter.weight"], own["adapter.weight"])
+
+
+@on_ranks(2, timeout=120)
+def test_names_that_do_not_fit_are_an_error_unless_told() -> None:
+    from zeropg import deepspeed
+
+    class Wider(Adapted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+
+    class Base(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x)  # type: ignore[no-any-return]
+
+    with shared_folder() as folder:
+        saved = make_adapted(2)
+        adapt(saved, 2)
+        saved.save_checkpoint(folder, "all")
+        saved.save_checkpoint(folder, "adapter", exclude_frozen_parameters=True)
+        for tag, stage in (("all", 1), ("adapter", 3)):
+            torch.manual_seed(7)
+            wider, *_ = deepspeed.initialize(model=Wider(), config=configuration(stage))
+            head = weights_of(wider)["head.weight"]
+            with raises(ValueError, "not in the checkpoint: head.weight, head.bias"):
+                wider.load_checkpoint(folder, tag)
+            said = load_with_warnings(wider, folder, tag, load_module_strict=False)
+            assert ("head.weight" in said) == (dist.get_rank() == 0)
+            after = weights_of(wider)
+            assert torch.equal(after["head.weight"], head)
+            assert torch.equal(after["adapter.weight"], weights_of(saved)["adapter.weight"])
+        narrow, *_ = deepspeed.initialize(model=Base(), config=configuration(3))
+        with raises(ValueError, "not in the model: adapter.weight"):
+            narrow.load_checkpoint(folder, "all")
+        narrow.load_checkpoint(folder, "all", load_module_strict=False)
+        assert torch.equal(weights_of(narrow)["base.weight"], weights_of(saved)["base.weight"])
+
+
+@on_ranks(2, timeout=120)
+def test_a_function_of_the_program_may_load_the_model() -> None:
+    seen: list[Any] = []
+
+    def renamed(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+        seen.append({name: value.dtype for name, value in src.items()})
+        dst.load_state_dict(src)
+        with torch.no_grad():
+            dst.base.bias.zero_()
+
+    with shared_folder() as folder:
+        saved = make_adapted(1, bf16={"enabled": True})
+        adapt(saved, 2)
+        saved.save_checkpoint(folder)
+        for stage in (0, 3):
+            fresh = make_adapted(stage, seed=3, bf16={"enabled": True})
+            fresh.load_checkpoint(folder, custom_load_fn=renamed)
+            names = ["adapter.weight", "base.bias", "base.weight", "tied.weight"]
+            assert seen.pop() == dict.fromkeys(names, torch.float32)
+            expected = weights_of(saved) | {"base.bias": torch.zeros(4)}
+            assert all(torch.equal(value, expected[name]) for name, value in weights_of(fresh).items()), "masters"
+            state = [{s.name: s.tensor.clone() for s in one.optimizer.local_state()} for one in (fresh, saved)]
+            assert state[0].keys() == state[1].keys() or stage == 0
+            assert fresh.global_steps == 2
+            with raises((RuntimeError, KeyError), "nothing fits"):
+                fresh.load_checkpoint(folder, custom_load_fn=refuse)
+            fresh.load_module_state_dict({"module": weights_of(saved)})
+            assert same_weights(fresh, saved)
+            fresh.load_module_state_dict({"module": weights_of(saved)}, custom_load_fn=renamed)
+            assert not weights_of(fresh)["base.bias"].any()
+            seen.clear()
+            with raises(RuntimeError, "Missing key", "tied.weight"):
+                fresh.load_module_state_dict({"module": {"base.bias": torch.zeros(4)}})
+
+
+def refuse(src: Any, dst: Any) -> None:
+    raise RuntimeError("nothing fits")

@@ -58,6 +58,7 @@ def save_checkpoint(
     extra: Any = None,
     rank_extra: Any = None,
     async_save: bool = False,
+    exclude_frozen: bool = False,
 ) -> PendingCheckpoint | None:
     """Writes what `load_checkpoint` needs to go on at any world size and stage. All ranks must call.
 
@@ -80,6 +81,8 @@ def save_checkpoint(
         extra: scheduler, scaler, counters ...: nested dicts, lists and tuples of None, bool, int, float, str, tensors
             and numpy arrays. Rank 0's value is saved.
         rank_extra: the same kind of value, one per rank: random states, the sampler's position.
+        exclude_frozen: True: parameters that are not trained now are not saved. A load leaves the model's own as they
+            are, so it has to have the same ones, as an adapter's base model does.
         async_save: True: copy everything to host memory (as much as this rank's part of the files), return, and write
             in the background. All ranks must see the directory. The next save or load waits for this one, and so does
             the interpreter's exit. `wait` raises an error of it, or else the next save or load does. A rank without a
@@ -96,7 +99,7 @@ def save_checkpoint(
         Every rank raises the same error, and the directory holds the checkpoint that it held before.
     """
     state = unchecked_state_of(model, _OPERATION)
-    save = _Save(state, optimizer)
+    save = _Save(state, optimizer, exclude_frozen)
     save.announce(directory, extra, rank_extra, async_save)
     pending: PendingCheckpoint | None = None
     try:
@@ -113,7 +116,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    strict: bool = True,
 ) -> tuple[Any, Any]:
     """Sets model and optimizer from what `save_checkpoint` wrote, at any world size and stage. All ranks must call.
 
@@ -129,6 +136,9 @@ def load_checkpoint(
         optimizer: an optimizer of the same class, with the same parameters in each param group; several, each under the
             name by which it was saved. With None the saved state is not read. An optimizer of which nothing was saved
             stays as it is, with a warning.
+        strict: False: what the checkpoint has not stays as it is, and what the model has not is left out; shapes, and
+            the parameters of param groups, have to fit all the same. True: only what `exclude_frozen` has left out is
+            missed, with a warning.
 
     Returns:
         (extra, rank_extra) as they were passed to `save_checkpoint`, tensors on the CPU. rank_extra is what the rank of
@@ -141,6 +151,18 @@ def load_checkpoint(
         OSError: a file cannot be read.
         Every rank raises the same error. Unless the message says otherwise, the model is as it was.
     """
+    return load_parts(directory, model, optimizer, strict=strict)
+
+
+def load_parts(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    *,
+    strict: bool = True,
+    reads_model: bool = True,
+) -> tuple[Any, Any]:
+    """As load_checkpoint. reads_model: False: masters, parameters and buffers stay as they are."""
     state = unchecked_state_of(model, "load_checkpoint")
     group = state.core.process_group
     loading: Loading | None = None
@@ -151,7 +173,7 @@ def load_checkpoint(
         state.check_has_own_weights("load_checkpoint")
         named = named_optimizers(optimizer, model, "load_checkpoint")
         _join(state)
-        loading = Loading(_path(directory), state, named)
+        loading = Loading(_path(directory), state, named, strict=strict, reads_model=reads_model)
         return loading.announcement()
 
     announced = together(group, "load_checkpoint", open_checkpoint)
@@ -223,11 +245,12 @@ class PendingCheckpoint:
 class _Save:
     """One rank's part in one save. Every step ends when all ranks have told how it went."""
 
-    def __init__(self, state: ShardedState, optimizer: Optimizers | None) -> None:
+    def __init__(self, state: ShardedState, optimizer: Optimizers | None, exclude_frozen: bool) -> None:
         self.rank = state.core.rank
         self.directory = Path()
         self._state = state
         self._given = optimizer
+        self._exclude_frozen = exclude_frozen
         self._optimizers: dict[str, ShardedOptimizer] = {}
         self._group: dist.ProcessGroup = state.core.process_group
         self._model_plan: ModelPlan | None = None
@@ -282,7 +305,7 @@ class _Save:
         self._state.check_modules(_OPERATION)
         self._optimizers = named_optimizers(self._given, self._state.model, _OPERATION)
         self.directory = _path(directory)
-        self._model_plan = plan_model(self._state)
+        self._model_plan = plan_model(self._state, exclude_frozen=self._exclude_frozen)
         if self.rank == 0:
             content = {"extra": extra, "modules": _extra_states(self._state.model)}
             self._own_files["extra.safetensors"] = make_structure_file(content)
@@ -419,8 +442,10 @@ class _Save:
                 "replicas": core.replicas,
                 "stage": core.stage,
                 "placements": {
-                    "flat ranges over all ranks": sum(tensor.is_sharded for tensor in plan.tensors),
-                    "whole, from rank 0": [tensor.name for tensor in plan.tensors if not tensor.is_sharded],
+                    "flat ranges over all ranks": sum(plan.tensors[index].is_sharded for index in plan.places),
+                    "whole, from rank 0": [
+                        plan.tensors[index].name for index in plan.places if not plan.tensors[index].is_sharded
+                    ],
                 },
             },
             world_size=core.world_size,
@@ -429,6 +454,7 @@ class _Save:
             tensors=plan.saved(),
             aliases=plan.aliases,
             optimizers={name: optimizer_plan.saved() for name, optimizer_plan in self._optimizer_plans.items()},
+            left_out=plan.left_out,
         )
 
     def _own_ranges(self) -> Iterator[ByteRange]:

@@ -15,7 +15,7 @@ from zeropg.checkpoint.debts import is_debt_file, load_debts, taken_debt_files
 from zeropg.checkpoint.folder import reading
 from zeropg.checkpoint.load_masters import Advance, set_values
 from zeropg.checkpoint.manifest import SavedOptimizer, SavedTensor
-from zeropg.checkpoint.match import check_groups, match_tensors
+from zeropg.checkpoint.match import check_groups, listed, match_tensors
 from zeropg.checkpoint.optimizers import check_same_names, own_words
 from zeropg.checkpoint.plan import ModelPlan, group_names, optimizer_kind, plan_model
 from zeropg.checkpoint.regular_file import check_no_pipe
@@ -33,7 +33,16 @@ class Loading:
     Raises FileNotFoundError, ValueError or OSError as `load_checkpoint` says, before anything is changed.
     """
 
-    def __init__(self, directory: Path, state: ShardedState, optimizers: Mapping[str, ShardedOptimizer]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        state: ShardedState,
+        optimizers: Mapping[str, ShardedOptimizer],
+        *,
+        strict: bool = True,
+        reads_model: bool = True,
+    ) -> None:
+        """strict: as load_checkpoint's. reads_model: False: masters, parameters and buffers stay as they are."""
         self._directory = directory
         self._state = state
         self._optimizers = optimizers
@@ -41,10 +50,17 @@ class Loading:
         self._readers: dict[str, _C.FileReader] = {}
         self._modules: dict[str, Any] = {}
         self._is_changing = False
+        self._reads_model = reads_model
         self._resources = ExitStack()
         while True:
             self._manifest = manifest_in(directory)
-            self._saved_names = match_tensors(self._manifest.tensors, self._manifest.aliases, self._plan)
+            self._saved_names = match_tensors(
+                self._manifest.tensors,
+                self._manifest.aliases,
+                self._plan,
+                strict=strict and reads_model,
+                may_miss=self._manifest.left_out,
+            )
             if optimizers and self._manifest.optimizers:
                 check_same_names(self._manifest.optimizers, optimizers)
                 for name, saved in self._manifest.optimizers.items():
@@ -93,9 +109,11 @@ class Loading:
         set_values(
             self._state,
             self._plan,
-            lambda index, start, stop: self._pieces(self._saved_tensor(index), start, stop),
+            self._pieces_of,
             advance,
         )
+        if not self._reads_model:
+            return
         own = self._readers.get(residual_file(self._state.core.rank))
         load_residuals(self._state.core, None if own is None else read_structure_file(own, {"residuals"}))
         modules = dict(self._state.model.named_modules())
@@ -132,6 +150,12 @@ class Loading:
         if self._optimizers and not self._manifest.optimizers:
             warnings.warn(
                 f"[zeropg] load_checkpoint: '{self._directory}' was saved without an optimizer; yours stays as it is",
+                stacklevel=3,
+            )
+        missed = [tensor.name for index, tensor in enumerate(self._plan.tensors) if index not in self._saved_names]
+        if missed and self._reads_model:
+            warnings.warn(
+                f"[zeropg] load_checkpoint: '{self._directory}' holds no {listed(missed)}; yours stay as they are",
                 stacklevel=3,
             )
         world_size = self._state.core.world_size
@@ -179,8 +203,9 @@ class Loading:
             return bool(self._optimizers) and name in taken
         return bool(self._optimizers) or not name.startswith("optimizer")
 
-    def _saved_tensor(self, index: int) -> SavedTensor:
-        return self._manifest.tensors[self._saved_names[index]]
+    def _pieces_of(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+        name = self._saved_names.get(index) if self._reads_model else None
+        return iter(()) if name is None else self._pieces(self._manifest.tensors[name], start, stop)
 
     def _pieces(self, saved: SavedTensor, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
         return read_pieces(self._readers[saved.file], saved, start, stop)
@@ -188,7 +213,7 @@ class Loading:
     def _kept(self, optimizer: ShardedOptimizer) -> Iterator[tuple[str, str, int, int]]:
         """Yields (parameter name, its name in the checkpoint, start, stop) of what this rank keeps state for."""
         for name, (start, stop) in optimizer.local_ranges().items():
-            yield name, self._saved_names[self._plan.index_of[name]], start, stop
+            yield name, self._saved_names.get(self._plan.index_of[name], name), start, stop
 
     def _state_shards(
         self, saved: SavedOptimizer, optimizer: ShardedOptimizer, advance: Advance
@@ -216,5 +241,5 @@ def _match_optimizer(
             f"{which} is a {saved.kind}, yours a {kind}; make one of that class, or pass optimizer=None to load the "
             "model alone"
         )
-    here = [[saved_names[plan.index_of[own]] for own in names] for names in group_names(optimizer, plan)]
+    here = [[saved_names.get(plan.index_of[own], own) for own in names] for names in group_names(optimizer, plan)]
     check_groups(which, [entry["params"] for entry in saved.groups], here)

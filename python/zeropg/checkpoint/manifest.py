@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,6 +82,7 @@ class Manifest:
         tensors: parameters (masters) and buffers by the name they are saved under.
         aliases: other names of tied tensors.
         optimizers: by name; one that is alone and was given no name has the empty one.
+        left_out: names of frozen parameters that the job that saved had, and did not save.
     """
 
     folder: str
@@ -92,6 +93,7 @@ class Manifest:
     tensors: dict[str, SavedTensor]
     aliases: dict[str, str]
     optimizers: dict[str, SavedOptimizer]
+    left_out: list[str] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         is_alone = self.optimizers.keys() <= {ALONE}
@@ -108,6 +110,7 @@ class Manifest:
             "tensors": _tensors_to_json(self.tensors),
             "aliases": self.aliases,
             **({"optimizer": optimizers.get(ALONE)} if is_alone else {"optimizers": optimizers}),
+            **({"left_out": self.left_out} if self.left_out else {}),
         }
         version = _ALONE_VERSION if is_alone else _NAMED_VERSION
         text = json.dumps(body, allow_nan=False).encode()
@@ -179,7 +182,9 @@ def _parse(body: Any) -> Manifest:
         lambda entry: _parse_optimizer(entry, files),
     )
     origin = _mapping(body["origin"], lambda value: value)
-    return Manifest(folder, origin, _size(body["world_size"]), chunk_bytes, files, tensors, aliases, optimizers)
+    left_out = [_typed(name, str) for name in _typed(body.get("left_out", []), list)]
+    world_size = _size(body["world_size"])
+    return Manifest(folder, origin, world_size, chunk_bytes, files, tensors, aliases, optimizers, left_out)
 
 
 def _parse_optimizer(entry: Any, files: Mapping[str, SavedFile]) -> SavedOptimizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -27,6 +27,7 @@ def match_tensors(
     plan: ModelPlan,
     *,
     strict: bool = True,
+    may_miss: Collection[str] = (),
     are_equal: Callable[[str, str], bool] = lambda name, other: False,
 ) -> dict[int, str]:
     """Returns the stored name of each tensor of the model, by its index in the plan.
@@ -34,10 +35,12 @@ def match_tensors(
     Args:
         aliases: other names of stored tensors.
         strict: False: tensors may be missing on either side.
+        may_miss: names of tensors that may be missing in `stored` all the same.
         are_equal: whether two stored tensors, which are one tensor here, have the same values.
 
     Raises ValueError listing what differs.
     """
+    may_miss = frozenset(may_miss)
     names_of: dict[int, list[str]] = {}
     for name, index in plan.index_of.items():
         names_of.setdefault(index, []).append(name)
@@ -48,7 +51,8 @@ def match_tensors(
         known = [aliases.get(name, name) for name in names_of[index]]
         stored_name = next((name for name in known if name in stored), None)
         if stored_name is None:
-            missing.append(tensor.name)
+            if not any(name in may_miss for name in names_of[index]):
+                missing.append(tensor.name)
             continue
         one = stored[stored_name]
         used.update(known)
@@ -61,7 +65,7 @@ def match_tensors(
         untied += [f"{name} and {stored_name}" for name in others if not are_equal(name, stored_name)]
     unexpected = [name for name in stored if name not in used]
     problems = [
-        f"{what}: {_listed(names)}"
+        f"{what}: {listed(names)}"
         for what, names in (
             ("not in the checkpoint", missing if strict else []),
             ("not in the model", unexpected if strict else []),
@@ -87,11 +91,12 @@ def check_groups(which: str, saved: Sequence[Sequence[str]], here: Sequence[Sequ
         only_here, only_there = [n for n in names if n not in theirs], sorted(theirs - set(names))
         if only_here or only_there:
             raise ValueError(
-                f"param group {index} holds other parameters than that of {which}; only here: {_listed(only_here)}; "
-                f"only there: {_listed(only_there)}"
+                f"param group {index} holds other parameters than that of {which}; only here: {listed(only_here)}; "
+                f"only there: {listed(only_there)}"
             )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return (", ".join(names[:_LISTED]) or "none") + more

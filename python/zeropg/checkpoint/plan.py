@@ -43,31 +43,43 @@ class ModelPlan:
     tensors: list[ModelTensor]
     index_of: dict[str, int]  # every name of every tensor
     layout: _C.Layout
+    places: dict[int, _C.TensorPlace]  # of the tensors that are saved
 
     @property
     def aliases(self) -> dict[str, str]:
-        return {name: self.tensors[i].name for name, i in self.index_of.items() if name != self.tensors[i].name}
+        """Other names of tied tensors that are saved."""
+        of = {name: self.tensors[i].name for name, i in self.index_of.items() if i in self.places}
+        return {name: saved for name, saved in of.items() if name != saved}
+
+    @property
+    def left_out(self) -> list[str]:
+        """All names of tensors that are not saved."""
+        return [name for name, index in self.index_of.items() if index not in self.places]
 
     def described(self) -> list[Any]:
         """JSON that differs where ranks would write different files."""
         described = [(t.name, list(t.value.shape), str(t.dtype), t.is_sharded) for t in self.tensors]
-        return [described, sorted(self.aliases.items())]
+        return [described, sorted(self.aliases.items()), sorted(self.left_out)]
 
     def saved(self) -> dict[str, SavedTensor]:
-        places = zip(self.tensors, self.layout.places, strict=True)
-        return {t.name: _saved(self.layout, place, t.dtype, t.value.shape) for t, place in places}
+        pairs = [(self.tensors[index], place) for index, place in self.places.items()]
+        return {t.name: _saved(self.layout, place, t.dtype, t.value.shape) for t, place in pairs}
 
     def ranges(self, model: nn.Module, *, is_first: bool) -> Iterator[ByteRange]:
         """Yields what a rank of the first replica writes: its part of the masters; rank 0 also what is not sharded."""
         for name, flat, start, _ in local_shards(model):
-            yield _range(self.layout.places[self.index_of[name]], start, flat, flat.dtype)
-        for tensor, place in zip(self.tensors, self.layout.places, strict=True):
-            if is_first and not tensor.is_sharded:
+            if (place := self.places.get(self.index_of[name])) is not None:
+                yield _range(place, start, flat, flat.dtype)
+        for index, place in self.places.items() if is_first else ():
+            tensor = self.tensors[index]
+            if not tensor.is_sharded:
                 yield _range(place, 0, tensor.value.detach().reshape(-1), tensor.dtype)
 
 
-def plan_model(state: ShardedState) -> ModelPlan:
+def plan_model(state: ShardedState, *, exclude_frozen: bool = False) -> ModelPlan:
     """Collects the tensors of `state_dict()`, in its order.
+
+    exclude_frozen: parameters that are not trained are not saved.
 
     Raises NotImplementedError for a DTensor.
     """
@@ -87,14 +99,20 @@ def plan_model(state: ShardedState) -> ModelPlan:
             )
         tensors.append(ModelTensor(names[0], value, master_dtypes.get(key, value.dtype), key in master_dtypes))
         index_of.update(dict.fromkeys(names, index))
+    kept = [i for i, tensor in enumerate(tensors) if not (exclude_frozen and _is_frozen(tensor.value))]
+    kept_set = set(kept)
     layout = _plan_layout(
         "model",
-        [tensor.name for tensor in tensors],
-        [tensor.value for tensor in tensors],
-        [tensor.dtype for tensor in tensors],
-        {name: tensors[index].name for name, index in index_of.items() if name != tensors[index].name},
+        [tensors[i].name for i in kept],
+        [tensors[i].value for i in kept],
+        [tensors[i].dtype for i in kept],
+        {name: tensors[i].name for name, i in index_of.items() if i in kept_set and name != tensors[i].name},
     )
-    return ModelPlan(tensors, index_of, layout)
+    return ModelPlan(tensors, index_of, layout, dict(zip(kept, layout.places, strict=True)))
+
+
+def _is_frozen(value: torch.Tensor) -> bool:
+    return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
 # By key, of one parameter's state: {"dtype": name} or {"number": JSON}.

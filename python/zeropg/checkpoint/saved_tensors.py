@@ -40,7 +40,9 @@ def manifest_in(directory: Path) -> Manifest:
 
 
 class SavedTensors:
-    """Opens a checkpoint's model files. tensors: by name; aliases: other names of tied ones. Close it.
+    """Opens a checkpoint's model files. Close it.
+
+    tensors: by name. aliases: other names of tied ones. left_out: names of frozen parameters that were not saved.
 
     Raises FileNotFoundError, ValueError or OSError as `load_checkpoint` does.
     """
@@ -50,6 +52,7 @@ class SavedTensors:
         data = Path(directory) / manifest.folder
         self.tensors = manifest.tensors
         self.aliases = manifest.aliases
+        self.left_out = manifest.left_out
         self._resources = ExitStack()
         try:
             self._resources.enter_context(reading(data))

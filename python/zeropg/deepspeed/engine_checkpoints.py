@@ -5,29 +5,38 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropg.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from zeropg.checkpoint.checkpoint import load_parts, save_checkpoint
 from zeropg.checkpoint.state_dict import full_state_dict
 from zeropg.deepspeed.checkpoints.contents import Contents
 from zeropg.deepspeed.checkpoints.folder import LATEST, LATEST_UNIVERSAL, holds_deepspeed
 from zeropg.deepspeed.checkpoints.load import load_deepspeed
+from zeropg.deepspeed.checkpoints.state_dict import read_state_dict
 from zeropg.deepspeed.config import Config
 from zeropg.deepspeed.loss_scaler import LossScaler
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import broadcast_text, check_same, together
+from zeropg.sharding.load_state_dict import load_into
 from zeropg.sharding.state import ShardedState
 
 LOGGER = logging.getLogger("zeropg")
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class _How(NamedTuple):
+    """Which parts of a checkpoint are loaded, and how."""
+
+    strict: bool
+    loads_scheduler: bool
+    reads_model: bool
 
 
 class EngineCheckpoints:
@@ -61,7 +70,8 @@ class EngineCheckpoints:
             tag: the same on every rank; default: "global_step" and the number.
             client_state: rank 0's is saved: nested dicts, lists and tuples of None, bool, int, float, str and tensors.
             save_latest: whether `save_dir/latest` names this tag afterwards. It is written last, by one rename.
-            exclude_frozen_parameters: without effect, which is said once: a checkpoint holds the whole model.
+            exclude_frozen_parameters: parameters that are not trained are not saved. A load leaves the model's own as
+                they are, with a warning: it has to be built with the same ones.
 
         Returns True.
 
@@ -70,12 +80,6 @@ class EngineCheckpoints:
             ValueError: tags differ between ranks, or the tag's folder holds a checkpoint of DeepSpeed.
             OSError: a file cannot be written; what was there before stays.
         """
-        if exclude_frozen_parameters and self._group.rank() == 0:
-            warnings.warn(
-                "[zeropg] save_checkpoint: frozen parameters are saved too (exclude_frozen_parameters=True has no "
-                "effect); save_16bit_model leaves them out",
-                stacklevel=2,
-            )
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         directory = _path(save_dir)
 
@@ -94,7 +98,13 @@ class EngineCheckpoints:
             "loss_scale": self._scaler.state_dict(),
             "counters": {key: getattr(self, key) for key in _COUNTERS},
         }
-        save_checkpoint(directory / name, self.module, self.optimizer, extra={"deepspeed": extra})
+        save_checkpoint(
+            directory / name,
+            self.module,
+            self.optimizer,
+            extra={"deepspeed": extra},
+            exclude_frozen=exclude_frozen_parameters,
+        )
         if save_latest:
             is_first = self._group.rank() == 0
             write = lambda: _replace(directory / LATEST, lambda file: file.write_text(name)) if is_first else None  # noqa: E731
@@ -118,10 +128,14 @@ class EngineCheckpoints:
 
         Args:
             tag: default: the one that `load_dir/latest` names; with checkpoint.load_universal, `latest_universal`.
-            load_module_strict: False: of a checkpoint of DeepSpeed's, take over what is there. Else names have to fit.
+            load_module_strict: False: tensors that are missing in the checkpoint keep their values, and others there
+                are ignored; a warning names the missing ones. True: names have to fit, but for frozen parameters that
+                were left out at the save.
             load_optimizer_states, load_lr_scheduler_states: False: those stay as they are.
             load_module_only: neither optimizer, scheduler, loss scale nor counters.
-            custom_load_fn: must be None.
+            custom_load_fn: called as custom_load_fn(src=, dst=) instead of loading the model: src has the checkpoint's
+                whole tensors by name, masters in fp32, on the CPU of every rank, and dst is the model, whose parameters
+                are whole and may be written, alike on every rank. Optimizer states and the rest are loaded as always.
 
         Returns:
             (the folder, client_state); (None, None), with a warning, where there is neither a tag nor a `latest`. With
@@ -131,13 +145,8 @@ class EngineCheckpoints:
             FileNotFoundError: there is no such tag, or a file of it is missing.
             ValueError: the checkpoint is damaged, of another model or scheduler, mixed from several, or was not saved
                 by an engine.
-            NotImplementedError: there is a custom_load_fn.
+            Exception: what custom_load_fn raises, on every rank.
         """
-        if custom_load_fn is not None:
-            raise NotImplementedError(
-                "[zeropg] load_checkpoint: custom_load_fn is not available; load a state dict with "
-                "engine.module.load_state_dict(state_dict, strict=False)"
-            )
         directory = _path(load_dir)
         latest = LATEST_UNIVERSAL if self._config.checkpoint.load_universal else LATEST
         name = self._latest(directory, latest) if tag is None else str(tag)
@@ -147,12 +156,16 @@ class EngineCheckpoints:
             return None, None
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
         loads_scheduler = load_lr_scheduler_states and not load_module_only and self.lr_scheduler is not None
-        if self._is_deepspeeds(directory / name):
-            saved = self._load_deepspeed(directory / name, optimizer, load_module_strict, loads_scheduler)
+        how = _How(load_module_strict, loads_scheduler, reads_model=custom_load_fn is None)
+        is_deepspeeds = self._is_deepspeeds(directory / name)
+        if is_deepspeeds:
+            saved = self._load_deepspeed(directory / name, optimizer, how)
             if not load_lr_scheduler_states:
                 saved["client_state"]["lr_scheduler"] = saved["lr_scheduler"]
         else:
-            saved = self._load_own(directory / name, optimizer, loads_scheduler)
+            saved = self._load_own(directory / name, optimizer, how)
+        if custom_load_fn is not None:
+            self._load_by(custom_load_fn, directory / name, is_deepspeeds=is_deepspeeds)
         self.module.zero_grad(set_to_none=True)
         if not load_module_only:
             self._scaler.load_state_dict(saved["loss_scale"])
@@ -163,30 +176,59 @@ class EngineCheckpoints:
         self._begin_accumulation()
         return str(directory / name), saved["client_state"]
 
-    def _load_own(self, folder: Path, optimizer: torch.optim.Optimizer | None, loads_scheduler: bool) -> dict[str, Any]:
-        extra, _ = load_checkpoint(folder, self.module, optimizer)
+    def _load_by(self, load: Callable[..., Any], folder: Path, *, is_deepspeeds: bool) -> None:
+        """Lets the program set the model from a checkpoint. Collective."""
+        source: dict[str, torch.Tensor] = {}
+        read = lambda: source.update(read_state_dict(folder, is_deepspeeds=is_deepspeeds))  # noqa: E731
+        together(self._group, "load_checkpoint", read)
+        load_into(self.module, source, True, lambda state_dict, strict: load(src=state_dict, dst=self.module))
+
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Sets the model from `checkpoint["module"]`, whole tensors by name, the same on every rank.
+
+        Args:
+            strict, custom_load_fn: as load_checkpoint's.
+            fetch_z3_params: without effect: values of sharded parameters are always whole ones.
+
+        Raises RuntimeError, on every rank, for names or shapes that do not fit.
+        """
+        state_dict = checkpoint["module"]
+        if custom_load_fn is None:
+            self.module.load_state_dict(state_dict, strict=strict)
+        else:
+            by_program = custom_load_fn
+            load_into(self.module, state_dict, strict, lambda src, strict: by_program(src=src, dst=self.module))
+
+    def _load_own(self, folder: Path, optimizer: torch.optim.Optimizer | None, how: _How) -> dict[str, Any]:
+        extra, _ = load_parts(folder, self.module, optimizer, strict=how.strict, reads_model=how.reads_model)
         if not isinstance(extra, dict) or "deepspeed" not in extra:
             raise ValueError(
                 f"[zeropg] load_checkpoint: '{folder}' was saved by zeropg.save_checkpoint, not by an engine; the "
                 "model is loaded, use zeropg.load_checkpoint(directory, engine.module, engine.optimizer)"
             )
         saved: dict[str, Any] = extra["deepspeed"]
-        if loads_scheduler:
+        if how.loads_scheduler:
             try:
                 self._check_scheduler(saved["lr_scheduler"])
             except ValueError as error:
                 raise ValueError(f"[zeropg] load_checkpoint: {error}; model and optimizer are loaded") from error
         return saved
 
-    def _load_deepspeed(
-        self, folder: Path, optimizer: torch.optim.Optimizer | None, strict: bool, loads_scheduler: bool
-    ) -> dict[str, Any]:
+    def _load_deepspeed(self, folder: Path, optimizer: torch.optim.Optimizer | None, how: _How) -> dict[str, Any]:
         def check(contents: Contents) -> None:
-            if loads_scheduler:
+            if how.loads_scheduler:
                 self._check_scheduler(contents.lr_scheduler)
 
         assert optimizer is None or isinstance(optimizer, ShardedOptimizer)  # `initialize` has made it
-        contents = load_deepspeed(folder, self.module, optimizer, strict=strict, check=check)
+        contents = load_deepspeed(
+            folder, self.module, optimizer, strict=how.strict, reads_model=how.reads_model, check=check
+        )
         return {
             "loss_scale": contents.loss_scale,
             "counters": contents.counters,
@@ -290,6 +332,11 @@ class EngineCheckpoints:
 
         together(self._group, "save_16bit_model", write)
         return True
+
+    save_fp16_model = save_16bit_model
+
+    def empty_partition_cache(self) -> None:
+        """Nothing to free: whole parameters are let go after each unit's forward and backward."""
 
     def _whole(self, exclude_frozen_parameters: bool) -> dict[str, torch.Tensor] | None:
         weights = full_state_dict(self.module, dtype=self._state.param_dtype)

@@ -15,16 +15,25 @@ from zeropg.sharding.state import state_of
 
 
 def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_plain: Callable[..., Any]) -> Any:
-    """load_state_dict of a sharded model: torch's own for buffers, checks and reports, then the masters themselves."""
-    core: _C.ShardedModule = state_of(model, "load_state_dict").core
+    """load_state_dict of a sharded model: torch's own for buffers, checks and reports, then the masters themselves.
+
+    load_plain: sets parameters and buffers; it may call load_state_dict of the model, too.
+    """
+    state = state_of(model, "load_state_dict")
+    if state.is_loading:
+        return load_plain(state_dict, strict=strict)
+    core: _C.ShardedModule = state.core
     failure: Exception | None = None
     exact: list[tuple[Any, int, torch.Tensor]] = []
     with full_parameters(model, writable=True):
+        state.is_loading = True
         try:
             result = load_plain(state_dict, strict=strict)
             exact = list(_loaded_as_they_are(core, state_dict))
         except Exception as error:
             failure = error
+        finally:
+            state.is_loading = False
 
     def check() -> None:
         if failure is not None:

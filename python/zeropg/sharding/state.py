@@ -38,6 +38,7 @@ class ShardedState:
     has_said_full_gradients: bool = False
     pending_save: PendingSave | None = None  # the last save_checkpoint(async_save=True)
     full_gradients_depth: int = 0  # of `with zeropg.full_gradients`
+    is_loading: bool = False  # inside load_state_dict
     is_writing_shards: bool = False  # inside `with zeropg.writable_shards`
     has_average: bool = False  # in place of its own weights: inside `average_parameters` of a zeropg.ema
     trace: TraceRecorder | None = None  # until all that is to be recorded has been

@@ -36,6 +36,7 @@ def load_deepspeed(
     optimizer: ShardedOptimizer | None,
     *,
     strict: bool = True,
+    reads_model: bool = True,
     check: Callable[[Contents], None] = lambda contents: None,
 ) -> Contents:
     """Sets model and optimizer from a tag's folder of DeepSpeed's, of any stage and world size. All ranks must call.
@@ -45,6 +46,7 @@ def load_deepspeed(
     Args:
         optimizer: None: the saved state is not read.
         strict: False: tensors that are missing in the folder keep their values, and others there are ignored.
+        reads_model: False: masters, parameters and buffers stay as they are.
         check: raises ValueError for what the caller cannot use, before anything is changed.
 
     Returns:
@@ -65,7 +67,7 @@ def load_deepspeed(
         nonlocal loading
         state.check_outside_writable_shards(_OPERATION)
         state.check_has_own_weights(_OPERATION)
-        loading = _Loading(folder, state, optimizer, strict)
+        loading = _Loading(folder, state, optimizer, strict=strict, reads_model=reads_model)
         check(loading.contents)
         return loading.announcement()
 
@@ -81,10 +83,19 @@ def load_deepspeed(
 class _Loading:
     """Reads the files' headers and compares them with the model. Nothing here communicates."""
 
-    def __init__(self, folder: Path, state: ShardedState, optimizer: ShardedOptimizer | None, strict: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        state: ShardedState,
+        optimizer: ShardedOptimizer | None,
+        *,
+        strict: bool,
+        reads_model: bool,
+    ) -> None:
         self._state = state
         self._optimizer = optimizer
         self._plan = plan_model(state)
+        self._reads_model = reads_model
         names = None if optimizer is None else group_names(optimizer, self._plan)
         self.contents = read_contents(folder, names, with_state=optimizer is not None)
         tensors = self.contents.tensors
@@ -92,7 +103,7 @@ class _Loading:
             tensors,
             self.contents.aliases,
             self._plan,
-            strict=strict,
+            strict=strict and reads_model,
             are_equal=lambda name, other: same_values(tensors[name], tensors[other]),
         )
         self._saved: SavedState | None = None
@@ -204,7 +215,7 @@ class _Loading:
         return self._stored_names.get(self._plan.index_of[name], name)
 
     def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        name = self._stored_names.get(index)
+        name = self._stored_names.get(index) if self._reads_model else None
         return iter(()) if name is None else self.contents.tensors[name].pieces(start, stop)
 
     def _kept(self, optimizer: ShardedOptimizer) -> Iterator[tuple[str, str, int, int]]:

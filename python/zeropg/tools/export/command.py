@@ -10,7 +10,7 @@ import torch
 
 from zeropg.export.plan import parse_size
 from zeropg.tools.command_line import make_parser
-from zeropg.tools.export.source import Source, find, open_source
+from zeropg.tools.export.source import Source, find, open_source, warn_of_left_out
 from zeropg.tools.export.write import Written, write_safetensors, written_dtype
 from zeropg.tools.quantities import size
 
@@ -51,6 +51,7 @@ def main(arguments: list[str]) -> int:
         source = open_source(found)
         try:
             names = list(source.tensors)
+            warn_of_left_out(source, "export")
             if options.list:
                 _print_tensors(source, names, dtype)
                 return 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +11,7 @@ from typing import Protocol
 import torch
 
 from zeropg.checkpoint.manifest import MANIFEST_NAME
+from zeropg.checkpoint.match import listed
 from zeropg.checkpoint.saved_tensors import SavedTensors
 from zeropg.deepspeed.checkpoints.contents import Contents
 from zeropg.deepspeed.checkpoints.folder import holds_deepspeed, tag_folder
@@ -26,12 +28,14 @@ class Described(Protocol):
 
 
 class Source(Protocol):
-    """Weights by name. aliases: other names of tied ones."""
+    """Weights by name. aliases: other names of tied ones. left_out: names of parameters that were not saved."""
 
     @property
     def tensors(self) -> Mapping[str, Described]: ...
     @property
     def aliases(self) -> Mapping[str, str]: ...
+    @property
+    def left_out(self) -> Sequence[str]: ...
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields (first element, values), 4 MiB at a time; each is valid until the next."""
 
@@ -45,6 +49,7 @@ class DeepSpeedSource:
         self.contents: Contents = read_contents(folder, with_state=False)
         self.tensors = self.contents.tensors
         self.aliases = self.contents.aliases
+        self.left_out: tuple[str, ...] = ()  # which DeepSpeed does not say
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         stored = self.tensors[name]
@@ -76,6 +81,16 @@ def find(checkpoint: Path, tag: str | None) -> Found:
         return Found(checkpoint, False, (checkpoint, checkpoint.parent))
     folder = tag_folder(checkpoint, tag)
     return Found(folder, holds_deepspeed(folder), (folder, folder.parent))
+
+
+def warn_of_left_out(source: Source, command: str) -> None:
+    """Says on stderr what an export cannot have."""
+    if source.left_out:
+        print(
+            f"[zeropg] {command}: warning: {listed(list(source.left_out))} were frozen and left out at the save "
+            "(exclude_frozen): they are missing in what is written",
+            file=sys.stderr,
+        )
 
 
 def open_source(found: Found) -> Source:

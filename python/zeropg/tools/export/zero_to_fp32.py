@@ -11,7 +11,7 @@ import torch
 from zeropg.export.plan import parse_size
 from zeropg.tools.command_line import make_parser
 from zeropg.tools.export.command import describe
-from zeropg.tools.export.source import DeepSpeedSource, Source, find, open_source
+from zeropg.tools.export.source import DeepSpeedSource, Source, find, open_source, warn_of_left_out
 from zeropg.tools.export.write import Written, write_safetensors
 from zeropg.tools.export.write_pickles import write_pickles
 
@@ -32,6 +32,7 @@ def main(arguments: list[str]) -> int:
     try:
         source = open_source(find(options.checkpoint_dir, options.tag))
         try:
+            warn_of_left_out(source, "zero_to_fp32")
             written = _convert(source, options)
         finally:
             source.close()
