@@ -16,6 +16,7 @@ from zeropg.deepspeed.config import Config
 from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
 from zeropg.deepspeed.engine_checkpoints import EngineCheckpoints
 from zeropg.deepspeed.loss_scaler import LossScaler
+from zeropg.deepspeed.monitor import make_monitor
 from zeropg.deepspeed.observation.make import make_observers
 from zeropg.deepspeed.observation.observer import Facts
 from zeropg.deepspeed.scaled_backward import (
@@ -29,6 +30,7 @@ from zeropg.deepspeed.settings import EngineSettings
 from zeropg.deepspeed.update import Update
 from zeropg.sharding.nested import hidden_tensors_in, tensors_in
 from zeropg.sharding.state import state_of
+
 
 # Calls of DeepSpeed's engine that there are not, and what a program does instead.
 _UNAVAILABLE = {
@@ -86,10 +88,12 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self._update: Update | None = None
         if optimizer is not None:
             self._update = Update(module, optimizer, self._scaler, config.gradient_clipping, skips)
-        self._observers = make_observers(config, module, self._state.core, device)
+        self.monitor = make_monitor(config, self._group)
+        self._observers = make_observers(config, module, self._state.core, device, self.monitor)
         self._step_applied = False
         self._in_no_sync = False
         self._backwards = 0  # since the last update
+        self._loss: torch.Tensor | None = None  # what engine.backward was given since then, each divided
         # Whether losses since the last update were divided by the accumulation steps: by engine.backward. Else the sum
         # of the gradients is, at the update.
         self._is_divided: bool | None = None  # None: there was no backward
@@ -161,6 +165,9 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         with self._observers.during("backward"), divided_by_engine(marked, scaling):
             marked.backward(retain_graph=retain_graph)
         self._backwards += 1
+        if self.monitor.enabled:
+            own = divided.detach().float()
+            self._loss = own if self._loss is None else self._loss + own
         return divided
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -251,6 +258,7 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         """After a load: the next micro-batch is a batch's first."""
         self._accumulation.begin(self.global_steps * self._accumulation.steps)
         self._backwards = 0
+        self._loss = None
         self._is_divided = None
         self._follow_boundary()
 
@@ -291,6 +299,7 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, accumulated ones too."""
         self.module.zero_grad(set_to_none=set_to_none)
+        self._loss = None
         self._is_divided = None
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
@@ -311,7 +320,9 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
     def _tell_observers(self, samples: int) -> None:
         micro_batch = self.train_micro_batch_size_per_gpu()
         counts = (self.global_steps, self.skipped_steps, samples, micro_batch)
-        self._observers.updated(Facts(*counts, self.get_lr(), self.get_mom()))
+        scale = self.cur_scale if self._scaler.is_enabled() else None
+        loss, self._loss = self._loss, None
+        self._observers.updated(Facts(*counts, self.get_lr(), self.get_mom(), self.global_samples, loss, scale))
 
     # --- the rest ---
 

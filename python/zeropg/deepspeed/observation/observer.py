@@ -20,6 +20,7 @@ class Facts:
     """One update that is done.
 
     step: how many there were with it. skipped: how many of them were left out. samples: of this one, on all ranks.
+    total_samples: of all so far. loss: the mean of this rank's, where the engine has seen them. loss_scale: in fp16.
     """
 
     step: int
@@ -28,6 +29,9 @@ class Facts:
     micro_batch: int
     lr: list[float]
     momentum: list[Any]
+    total_samples: int
+    loss: torch.Tensor | None
+    loss_scale: float | None
 
 
 class Observer:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from zeropg.deepspeed.monitor import MonitorMaster
+from zeropg.deepspeed.observation.events import write_samples
 from zeropg.deepspeed.observation.observer import PHASES, Clock, Facts, Observer, Phase, say
 
 
 class WallClock(Observer):
-    """Prints, on one rank, the mean times of the last updates.
+    """Prints, on one rank, the mean times of the last updates, and tells them the monitors.
 
     Where the program runs `loss.backward()` itself, its backward cannot be told from what it does beside: both are in
     the time between a forward and the next call of the engine, which counts as backward then.
     """
 
-    def __init__(self, clock: Clock, every: int, communication_seconds: Callable[[], float]) -> None:
+    def __init__(
+        self, clock: Clock, every: int, communication_seconds: Callable[[], float], monitor: MonitorMaster
+    ) -> None:
         """every: updates between two lines. communication_seconds: of this rank, so far."""
+        self._monitor = monitor
         self._clock = clock
         self._every = every
         self._communication_seconds = communication_seconds
@@ -53,6 +58,8 @@ class WallClock(Observer):
         }
         shown = " | ".join(f"{name}: {1e3 * seconds / self._updates:.2f}" for name, seconds in times.items())
         say(f"step={facts.step} time (ms) | {shown} | samples/s: {self._samples / whole:.1f}")
+        milliseconds = {f"elapsed_time_ms_{phase}": 1e3 * self._seconds[phase] / self._updates for phase in PHASES}
+        write_samples(self._monitor, milliseconds, facts.total_samples)
         self._forget()
 
     def _forget(self) -> None:

@@ -9,6 +9,7 @@ from zeropg.deepspeed.config.keys.key import Fate, Key
 from zeropg.deepspeed.config.keys.running import (
     CHECKPOINT,
     COMET,
+    CSV,
     MEMORY,
     OBSERVATION,
     RECOMPUTATION,
@@ -37,7 +38,7 @@ _ROWS: tuple[tuple[str, Mapping[str, Key]], ...] = (
     ("", MEMORY),
     ("", OBSERVATION),
     ("tensorboard.", TENSORBOARD),
-    ("csv_monitor.", TENSORBOARD),
+    ("csv_monitor.", CSV),
     ("wandb.", WANDB),
     ("comet.", COMET),
     ("", ELSEWHERE),

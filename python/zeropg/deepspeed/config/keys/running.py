@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeropg.deepspeed.config.keys.key import Key, honoured, mapped, no_effect, refused
+from zeropg.deepspeed.config.keys.key import honoured, mapped, no_effect, refused
 
 _OWN_WRITER = "Checkpoints are safetensors files, which all ranks write at once."
 _RECOMPUTATION = "It configures deepspeed.checkpointing.checkpoint; use torch.utils.checkpoint, which works as it is."
-_MONITOR = "Nothing is written to it, which a run would show only at its end."
-_OF_MONITOR = "It belongs to a monitor, which is refused."
 
 
 def _is_set(value: Any) -> bool:
     return value is not None and value is not False
-
-
-def _monitor(*names: str) -> dict[str, Key]:
-    return {
-        "enabled": refused(_MONITOR, instead="Log from your own loop: engine.get_lr(), the loss, zeropg.stats()."),
-        **{name: no_effect(_OF_MONITOR) for name in names},
-    }
 
 
 CHECKPOINT = {
@@ -89,15 +80,29 @@ OBSERVATION = {
     "flops_profiler.output_file": honoured("A file of rank 0's instead of stderr."),
 }
 
-TENSORBOARD = _monitor("output_path", "job_name")
-WANDB = _monitor("group", "team", "project")
-COMET = _monitor(
-    "samples_log_interval",
-    "project",
-    "workspace",
-    "api_key",
-    "experiment_name",
-    "experiment_key",
-    "online",
-    "mode",
-)
+_EVENTS = "After each update rank 0 writes train_loss, lr and, in fp16, loss_scale over the samples so far"
+_FILES = {
+    "output_path": honoured("The folder; without it the one where the program runs."),
+    "job_name": honoured("A folder in output_path."),
+}
+CSV = {"enabled": honoured(f"{_EVENTS}: a file for each tag."), **_FILES}
+TENSORBOARD = {"enabled": honoured(f"{_EVENTS}; needs the package tensorboard."), **_FILES}
+_WANDB = "Of wandb.init, where the program has not begun a run."
+WANDB = {
+    "enabled": honoured(f"{_EVENTS}; needs the package wandb."),
+    "group": honoured(_WANDB),
+    "team": honoured(_WANDB),
+    "project": honoured(_WANDB),
+}
+_COMET = "Of comet_ml.start."
+COMET = {
+    "enabled": honoured(f"{_EVENTS}; needs the package comet_ml."),
+    "samples_log_interval": honoured("Samples between two values of a tag."),
+    "project": honoured(_COMET),
+    "workspace": honoured(_COMET),
+    "api_key": honoured(_COMET),
+    "experiment_name": honoured("The experiment's name."),
+    "experiment_key": honoured(_COMET),
+    "online": honoured(_COMET),
+    "mode": honoured(_COMET),
+}
