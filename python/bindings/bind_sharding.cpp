@@ -215,7 +215,35 @@ void bind_sharding(py::module_& m) {
           [](ShardedModule& self, const std::string& operation) { self.settle_writes(operation.c_str()); },
           py::arg("operation"), ReleaseGil())
       .def(
-          "refresh_own_masters", [](ShardedModule& self) { self.masters().refresh_own(); }, ReleaseGil())
+          "refresh_own_masters",
+          [](ShardedModule& self) {
+            self.state_offload().check(StateOffload::kParameters | StateOffload::kMasters, "local_shards");
+            self.masters().refresh_own();
+          },
+          ReleaseGil())
+      .def(
+          "offload_states",
+          [](ShardedModule& self, const std::vector<std::string>& states, bool moves, bool pin_memory,
+             bool non_blocking) {
+            uint32_t bits = 0;
+            for (const std::string& state : states) bits |= StateOffload::named(state);
+            constexpr uint32_t kSettled = StateOffload::kParameters | StateOffload::kMasters;
+            if ((self.state_offload().away() & kSettled) == 0) {  // what is written in between is settled after reload
+              self.settle_writes("offload_states");
+            }
+            self.state_offload().offload(bits, moves, pin_memory, non_blocking);
+          },
+          py::arg("states"), py::kw_only(), py::arg("moves"), py::arg("pin_memory"), py::arg("non_blocking"),
+          ReleaseGil(), "See sharding/module/state_offload.h; collective.")
+      .def(
+          "reload_states", [](ShardedModule& self, bool non_blocking) { self.state_offload().reload(non_blocking); },
+          py::arg("non_blocking"), ReleaseGil())
+      .def(
+          "check_loaded",
+          [](ShardedModule& self, const std::string& operation) {
+            self.state_offload().check(StateOffload::kAll, operation.c_str());
+          },
+          py::arg("operation"), "RuntimeError where something is offloaded.")
       .def("read_only_shard", &ShardedModule::read_only_shard, py::arg("shard"), py::arg("message"))
       .def(
           "publish_shards", [](ShardedModule& self) { self.masters().publish(); }, ReleaseGil())

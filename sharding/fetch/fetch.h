@@ -44,6 +44,11 @@ class Fetch {
   // Otherwise they become what the masters are.
   virtual void end_update(const std::vector<FlatParameter*>& flats, bool is_step) = 0;
 
+  // Moves what `flat` holds between steps to other memory, where it cannot be made whole, and back. Nothing is whole
+  // that can be sharded. Not in shared memory, which the host computes in.
+  virtual void offload(FlatParameter& /*flat*/, const Move& /*move*/) {}
+  virtual void reload(FlatParameter& /*flat*/, const Move& /*move*/) {}
+
   // Bytes that this rank holds, its part of shared memory included.
   struct Memory {
     int64_t parameters = 0;  // in the dtype of computation

@@ -70,6 +70,16 @@ class GatheredFetch final : public Fetch {
   void end_update(const std::vector<FlatParameter*>&, bool /*is_step*/) override {}
   Memory memory() const override { return {memory_.parameters, pool_.allocated_bytes()}; }
 
+  void offload(FlatParameter& flat, const Move& move) override {
+    pool_.clear();
+    reload(flat, move);
+  }
+  void reload(FlatParameter& flat, const Move& move) override {
+    at::Tensor& shard = homes_.at(&flat).shard;
+    shard = move(shard);
+    move_home(flat, shard.narrow(0, flat.master.start - flat.shard_start(), flat.master.numel));
+  }
+
  private:
   // Only what units compute with: what programs read, write and save is exact.
   bool travels_encoded(const FlatParameter& flat, Use use) const {

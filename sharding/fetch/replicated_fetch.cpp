@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <deque>
 #include <exception>
+#include <unordered_map>
 #include <utility>
 
 #include "sharding/fetch/registry.h"
@@ -72,6 +73,18 @@ class ReplicatedFetch final : public Fetch {
   }
 
   Memory memory() const override { return {memory_.parameters, pool_.allocated_bytes()}; }
+
+  void offload(FlatParameter& flat, const Move& move) override {
+    const at::Tensor whole = move(flat.whole());
+    flat.detach();
+    move_home(flat, whole.narrow(0, flat.master.start, flat.master.numel));
+    away_.emplace(&flat, whole);
+  }
+  void reload(FlatParameter& flat, const Move& move) override {
+    const at::Tensor whole = move(away_.extract(&flat).mapped());
+    move_home(flat, whole.narrow(0, flat.master.start, flat.master.numel));
+    flat.attach(whole);
+  }
 
  private:
   struct Difference {
@@ -147,6 +160,7 @@ class ReplicatedFetch final : public Fetch {
   bool updates_slices_;
   std::shared_ptr<const Compressor> weights_codec_;
   BufferPool pool_;
+  std::unordered_map<const FlatParameter*, at::Tensor> away_;  // whole, in other memory
   c10::Device device_ = c10::kCPU;
   Memory memory_;
 };

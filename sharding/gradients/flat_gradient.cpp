@@ -209,6 +209,14 @@ void FlatGradient::keep(const std::vector<GradientSlot>& slots) {
   }
 }
 
+void FlatGradient::move(const Move& move) {
+  if (is_kept_) {
+    average_ = move(average_);
+  } else {
+    average_.reset();
+  }
+}
+
 // --- both ---
 
 void FlatGradient::drop() {

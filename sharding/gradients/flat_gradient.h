@@ -67,6 +67,9 @@ class FlatGradient {
   at::Tensor gather() const;  // the whole average, [total_numel]; collective
   // Before the average is written: it is zero where none was kept, and what users have of it stays as it is.
   void keep(const std::vector<GradientSlot>& slots);
+  // Whether move() may be called: nothing waits for its reduction, and `.grad` shows no views of what is kept.
+  bool can_move() const { return !is_open() && (is_sharded_ || !is_kept_); }
+  void move(const Move& move);  // what is kept, to other memory; memory for the next is freed
   int64_t average_bytes() const { return average_.defined() ? static_cast<int64_t>(average_.nbytes()) : 0; }
 
   // Of what is collected and of the average:

@@ -51,7 +51,9 @@ class GradientBucket {
   void absorb();  // takes over what the user has done to `.grad`
   void zero();
   void scale(double factor) { gradient_.scale(factor); }
-  void show_full();  // collective
+  bool can_move() const { return gradient_.can_move(); }
+  void move(const Move& move) { gradient_.move(move); }  // FlatGradient::move
+  void show_full();                                      // collective
   void hide_full();
 
  private:

@@ -303,6 +303,22 @@ void GradientReducer::hide_full() {
   }
 }
 
+void GradientReducer::check_can_move(const std::string& context) {
+  for (const auto& bucket : buckets_) {
+    absorb(*bucket);
+    TORCH_CHECK(bucket->can_move(), context,
+                "gradients wait for a step, and `.grad` shows them whole (stages 0 and 1), or they wait for their "
+                "reduction (no_sync); expected none: call it after engine.step() or engine.zero_grad(), or leave "
+                "gradients (lp_grads) out of what is offloaded.");
+  }
+}
+
+void GradientReducer::move_gradients(const Move& move) {
+  for (const auto& bucket : buckets_) {
+    bucket->move(move);
+  }
+}
+
 bool GradientReducer::has_unreduced_gradients() {
   bool result = false;
   for (const auto& bucket : buckets_) {

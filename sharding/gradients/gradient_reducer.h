@@ -78,6 +78,11 @@ class GradientReducer {
   // Whether the backward that runs would add to what show_full() shows, instead of to what it stands for.
   bool would_add_to_shown() const { return is_showing_full_ && will_accumulate(); }
 
+  // RuntimeError beginning with `context` where gradients cannot be in other memory now.
+  void check_can_move(const std::string& context);
+  void move_gradients(const Move& move);  // FlatGradient::move, of all
+  void free_buffers() { context_.pool.clear(); }
+
   // Whether gradients wait for a backward outside of no_sync.
   bool has_unreduced_gradients();
 

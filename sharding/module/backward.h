@@ -11,6 +11,7 @@
 #include "sharding/gradients/gradient_listener.h"
 #include "sharding/gradients/gradient_reducer.h"
 #include "sharding/module/masters.h"
+#include "sharding/module/state_offload.h"
 #include "sharding/module/units.h"
 #include "sharding/parameters/options.h"
 
@@ -19,8 +20,13 @@ namespace zeropg {
 class Backward final : public GradientListener {
  public:
   Backward(const Communicator& communicator, const ShardingOptions& options, Units& units, Masters& masters,
-           GradientReducer& reducer)
-      : communicator_(communicator), options_(options), units_(units), masters_(masters), reducer_(reducer) {}
+           GradientReducer& reducer, const StateOffload& state_offload)
+      : communicator_(communicator),
+        options_(options),
+        units_(units),
+        masters_(masters),
+        reducer_(reducer),
+        state_offload_(state_offload) {}
 
   // `self`: this object, alive as long as all that it refers to. Puts hooks on parameters.
   void install(const std::weak_ptr<Backward>& self);
@@ -54,6 +60,7 @@ class Backward final : public GradientListener {
   Units& units_;
   Masters& masters_;
   GradientReducer& reducer_;
+  const StateOffload& state_offload_;
   std::weak_ptr<Backward> self_;
   bool synchronize_ = true;
   bool is_running_ = false;

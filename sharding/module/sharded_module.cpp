@@ -47,7 +47,8 @@ void ShardedModule::build(const ModelSource& source) {
                                          : have_own_group                 ? DuringBackward::kSend
                                                                           : DuringBackward::kCollect;
   reducer_ = std::make_unique<GradientReducer>(reductions_, options_, units_->backward_order(), during_backward);
-  backward_ = std::make_unique<Backward>(communicator_, options_, *units_, *masters_, *reducer_);
+  state_offload_ = std::make_unique<StateOffload>(communicator_, *units_, *reducer_);
+  backward_ = std::make_unique<Backward>(communicator_, options_, *units_, *masters_, *reducer_, *state_offload_);
   gradients_ = std::make_unique<GradientAccess>(communicator_, *units_, *backward_, *reducer_);
 }
 
@@ -56,6 +57,7 @@ void ShardedModule::build(const ModelSource& source) {
 std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vector<at::Tensor>& inputs,
                                                    bool has_other_inputs) {
   Unit& unit = (*units_)[index];
+  state_offload_->check(StateOffload::kParameters, "forward");
   backward_->recover();
   if (unit.is_root) {
     backward_->notice_unfrozen();
@@ -150,6 +152,7 @@ WriteLedger::Answer ShardedModule::answer_to_write() const {
 }
 
 void ShardedModule::settle_writes(const char* operation) {
+  state_offload_->check(StateOffload::kParameters | StateOffload::kMasters, operation);
   if (!units_->is_full_for_reading()) {
     backward_->check_outside(operation);
     backward_->recover();
@@ -158,6 +161,7 @@ void ShardedModule::settle_writes(const char* operation) {
 }
 
 at::Tensor ShardedModule::read_only_shard(const at::Tensor& shard, const std::string& message) {
+  state_offload_->check(StateOffload::kMasters | StateOffload::kParameters, "local_shards");
   return make_read_only(shard, message, [weak = weak_from_this()](WatchedStorage& storage) {
     if (const auto self = weak.lock()) {
       self->units_->ledger().note_pointer_to_shards(storage);
@@ -166,6 +170,7 @@ at::Tensor ShardedModule::read_only_shard(const at::Tensor& shard, const std::st
 }
 
 void ShardedModule::unshard_all(bool writable) {
+  state_offload_->check(StateOffload::kParameters | (writable ? StateOffload::kMasters : 0u), "full_parameters");
   TORCH_CHECK(!units_->is_full_for_reading() || !writable, communicator_.context("full_parameters"),
               "writable=True inside a full_parameters that is not; make the outer one writable.");
   if (units_->full_depth() == 0) {
@@ -207,6 +212,7 @@ void ShardedModule::dissolve() {
 // --- step ---
 
 void ShardedModule::begin_step() {
+  state_offload_->check(StateOffload::kParameters | StateOffload::kMasters, "step");
   communicator_.log()->begin_step();
   backward_->check_outside("step");
   TORCH_CHECK(units_->full_depth() == 0, communicator_.context("step"),
@@ -218,6 +224,11 @@ void ShardedModule::begin_step() {
   units_->reshard_all();  // a forward without backward leaves units whole, with the values of before the step
   masters_->begin_update("step");
   units_->set_updating(true);
+}
+
+GradientAccess& ShardedModule::gradients() {
+  state_offload_->check(StateOffload::kGradients, "gradients");
+  return *gradients_;
 }
 
 void ShardedModule::end_step() { end_update(/*is_step=*/true); }

@@ -13,6 +13,7 @@
 #include "sharding/module/backward.h"
 #include "sharding/module/gradient_access.h"
 #include "sharding/module/masters.h"
+#include "sharding/module/state_offload.h"
 #include "sharding/module/units.h"
 #include "sharding/parameters/flat_parameter.h"
 #include "sharding/parameters/options.h"
@@ -61,7 +62,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   // Instead of end_step where masters were changed by anything else than a step; collective. False, on every rank,
   // where replicas wrote different values (Masters::unite_replicas).
   [[nodiscard]] bool end_load();
-  GradientAccess& gradients() { return *gradients_; }
+  GradientAccess& gradients();  // RuntimeError where they are offloaded
+  // What a program keeps elsewhere between steps; settle_writes() before it moves anything.
+  StateOffload& state_offload() { return *state_offload_; }
   Masters& masters() { return *masters_; }
 
   // --- facts ---
@@ -90,6 +93,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   std::unique_ptr<Units> units_;
   std::unique_ptr<Masters> masters_;
   std::unique_ptr<GradientReducer> reducer_;
+  std::unique_ptr<StateOffload> state_offload_;
   std::unique_ptr<Backward> backward_;
   std::unique_ptr<GradientAccess> gradients_;
   int64_t forward_depth_ = 0;  // units whose forward runs; too many after one that raised, until the root's next

@@ -32,4 +32,11 @@ void BufferPool::release(at::Tensor buffer) {
   free_.push_back(std::move(whole));
 }
 
+void BufferPool::clear() {
+  for (const at::Tensor& buffer : free_) {
+    allocated_bytes_ -= buffer.numel();
+  }
+  free_.clear();
+}
+
 }  // namespace zeropg

@@ -23,6 +23,7 @@ class BufferPool {
   void release(at::Tensor buffer);
   // Instead of release, for a buffer that somebody may still write to: it is not used again.
   void forget(const at::Tensor& buffer) { allocated_bytes_ -= static_cast<int64_t>(buffer.storage().nbytes()); }
+  void clear();  // gives back the memory of buffers that nobody has
   int64_t allocated_bytes() const { return allocated_bytes_; }
 
  private:

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,6 +15,9 @@
 #include "sharding/parameters/parameter_storage.h"
 
 namespace zeropg {
+
+// Returns a copy in other memory, [n] and of the same dtype.
+using Move = std::function<at::Tensor(const at::Tensor&)>;
 
 // One parameter of a flat buffer. A tied parameter is one slot with several names.
 struct ParameterSlot {

@@ -12,15 +12,23 @@ void reserve_master(FlatParameter& flat, const ShardingOptions& options) {
                                                       flat.master_dtype());
 }
 
+void move_home(FlatParameter& flat, const at::Tensor& home) {
+  flat.parameter_out = flat.is_own_master() || flat.sends_differences() ? at::Tensor() : home;
+  if (flat.is_own_master()) {
+    flat.master.values = home;
+  }
+}
+
 void make_master(FlatParameter& flat, at::Tensor home, const at::Tensor& values, int64_t start) {
   const at::Tensor range = values.narrow(0, start, home.numel());
   home.copy_(range);
   flat.master.start = start;
   flat.master.numel = home.numel();
-  flat.parameter_out = flat.is_own_master() || flat.sends_differences() ? at::Tensor() : home;
+  move_home(flat, home);
   if (flat.is_own_master()) {
-    flat.master.values = home;
-  } else if (flat.master.tiered != nullptr) {
+    return;
+  }
+  if (flat.master.tiered != nullptr) {
     TORCH_INTERNAL_ASSERT(flat.master.tiered->numel() == flat.master.numel);
     flat.master.tiered->write(0, range);
     flat.master.values = flat.master.tiered->in_place();

@@ -16,6 +16,9 @@ void reserve_master(FlatParameter& flat, const ShardingOptions& options);
 // tier where reserve_master() has made room. Fills `home`.
 void make_master(FlatParameter& flat, at::Tensor home, const at::Tensor& values, int64_t start);
 
+// `home` is other memory with the same values: what shows flat range [start, ...) as make_master() had it, is there.
+void move_home(FlatParameter& flat, const at::Tensor& home);
+
 // Calls `take(first, values)` for elements [start, stop) of the masters in order, in pieces: live views where they are
 // in memory, otherwise copies that are valid during the call.
 void for_each_master_piece(const FlatParameter& flat, int64_t start, int64_t stop,

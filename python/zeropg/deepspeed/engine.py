@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,17 +28,18 @@ from zeropg.deepspeed.scaled_backward import (
     scaling_by_hand,
 )
 from zeropg.deepspeed.settings import EngineSettings
+from zeropg.deepspeed.state_offload import StateOffload, is_to_host, states_of
 from zeropg.deepspeed.update import Update
 from zeropg.sharding.nested import hidden_tensors_in, tensors_in
 from zeropg.sharding.state import state_of
+
+LOGGER = logging.getLogger("zeropg")
 
 
 # Calls of DeepSpeed's engine that there are not, and what a program does instead.
 _UNAVAILABLE = {
     "coalesce_grad_reduction": "use engine.no_sync() around all backwards but the last",
     "eval_batch": "pipelines are not available; call engine(batch)",
-    "offload_states": "state can be kept on a disk: zero_optimization.offload_optimizer",
-    "reload_states": "leave it out, with offload_states",
     "train_batch": "pipelines are not available; call engine(batch), engine.backward(loss) and engine.step()",
 }
 
@@ -90,6 +92,7 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
             self._update = Update(module, optimizer, self._scaler, config.gradient_clipping, skips)
         self.monitor = make_monitor(config, self._group)
         self._observers = make_observers(config, module, self._state.core, device, self.monitor)
+        self._state_offload = StateOffload(self._state.core, optimizer, moves=device.type != "cpu")
         self._step_applied = False
         self._in_no_sync = False
         self._backwards = 0  # since the last update
@@ -304,6 +307,7 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         assert self._update is not None  # as _need_optimizer says
+        self._state_offload.check_loaded("step")
         try:
             self._step_applied = self._update.run(self.gradient_factor)
         finally:
@@ -323,6 +327,43 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         scale = self.cur_scale if self._scaler.is_enabled() else None
         loss, self._loss = self._loss, None
         self._observers.updated(Facts(*counts, self.get_lr(), self.get_mom(), self.global_samples, loss, scale))
+
+    # --- states elsewhere between steps ---
+
+    def offload_states(
+        self,
+        include: Iterable[str] | None = None,
+        device: str | torch.device = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Moves states to host memory until `reload_states`, to use the device for something else. All ranks must call.
+
+        What is away is out of reach: a forward without parameters, and an update without anything, raises an error. On
+        a CPU model nothing moves, which is said once; errors are the same.
+
+        Args:
+            include: of OffloadStateTypeEnum, or their names: "optim_states", "hp_params" (masters that are apart from
+                the parameters: those of 16-bit ones), "lp_params", "lp_grads", "contiguous_grad_buffer" (freed).
+                Default: all. What offload_optimizer keeps elsewhere stays there.
+            device: "cpu"; with "none" nothing happens.
+            pin_memory: whether the host memory is page-locked.
+            non_blocking: whether copies may go on when this returns.
+
+        Raises:
+            ValueError: another device, or an unknown name in `include`.
+            RuntimeError: inside full_parameters, or gradients are to move while `.grad` shows them whole (stages 0 and
+                1) or they wait for a backward outside of no_sync. Nothing has moved then.
+        """
+        states = states_of(include)
+        if is_to_host(device):
+            self._state_offload.offload(states, pin_memory=pin_memory, non_blocking=non_blocking)
+        elif self.global_rank == 0:
+            LOGGER.warning("[zeropg] offload_states: device is 'none', so everything stays")
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back all that `offload_states` has moved, to the last bit. Does not communicate."""
+        self._state_offload.reload(self.device, non_blocking=non_blocking)
 
     # --- the rest ---
 

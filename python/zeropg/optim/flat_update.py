@@ -18,6 +18,7 @@ from zeropg._native import _C
 from zeropg.optim.kernels import Group, Kernel, Kernels, number
 
 State = defaultdict[torch.Tensor, Any]
+Move = Callable[[torch.Tensor], torch.Tensor]  # a copy of a tensor in other memory
 
 # State of torch's optimizers that is one number per parameter, whatever the parameter's shape.
 _SCALARS = frozenset({"step", "mu", "eta", "mu_product"})
@@ -158,6 +159,20 @@ class Updater(Protocol):
     def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
         """Makes what the user has put into `state`, or taken from it, since the last step this updater's own."""
 
+    def move_state(self, move: Move) -> None:
+        """Replaces the memory of the state per element by what `move` returns, and follows masters that have moved.
+
+        Tensors in `state` stay the same objects.
+        """
+
+
+def move_entries(state: State, segments: Sequence[Segment], move: Move) -> None:
+    """Updater.move_state where each entry has memory of its own."""
+    for segment in segments:
+        for key, value in state.get(segment.parameter, {}).items():
+            if is_per_element(key, value):
+                value.data = move(value.data)
+
 
 def _stepping(segments: Sequence[Segment], flat: FlatGroup, owners: Mapping[int, int]) -> list[int]:
     """Index of the param group that steps each segment now, -1 where none does."""
@@ -265,6 +280,14 @@ class FusedUpdater:
             put_entries(self, index, edited, group)
             if notes:
                 self._state[segment.parameter].update(notes)
+
+    def move_state(self, move: Move) -> None:
+        for slot in self._slots.values():
+            slot.data = move(slot)
+        for index, shown in self._shown.items():
+            for key, value in shown.items():
+                if is_per_element(key, value):
+                    value.data = self._of_segment(key, index)
 
     def _plan(self, owners: Mapping[int, int], groups: Sequence[Group]) -> Iterator[Run]:
         """Yields what steps now, and how."""
@@ -403,6 +426,11 @@ class TorchUpdater:
                 if entries and id(segment.parameter) in owners:
                     put_entries(self, index, _copied(entries), groups[owners[id(segment.parameter)]])
 
+    def move_state(self, move: Move) -> None:
+        move_entries(self._state, self.segments, move)
+        for segment, view in zip(self.segments, self._views, strict=True):
+            view.data = in_memory(self._flat)[segment.start : segment.stop]
+
     def _entries(self, index: int) -> dict[str, Any]:
         entries: dict[str, Any] = self._optimizer.state[self._views[index]]
         self._state[self.segments[index].parameter] = entries
@@ -464,6 +492,9 @@ class WholeUpdater:
 
     def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
         """The user's dictionary is the optimizer's."""
+
+    def move_state(self, move: Move) -> None:
+        move_entries(self._optimizer.state, self.segments, move)
 
 
 def _unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:

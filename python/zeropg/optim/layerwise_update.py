@@ -13,11 +13,13 @@ from zeropg._native import _C
 from zeropg.optim.flat_update import (
     FirstState,
     FlatGroup,
+    Move,
     Segment,
     State,
     first_state_of,
     in_memory,
     is_per_element,
+    move_entries,
     segments_of,
 )
 from zeropg.optim.kernels import Group, Kernel, Kernels
@@ -157,6 +159,9 @@ class LayerwiseUpdater:
 
     def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
         """The user's dictionary is the optimizer's."""
+
+    def move_state(self, move: Move) -> None:
+        move_entries(self._state, self.segments, move)
 
     def _stepping(self, owners: Mapping[int, int]) -> list[_Layer]:
         """What has a gradient. Collective; raises ValueError, on every rank, where ranks differ in that."""

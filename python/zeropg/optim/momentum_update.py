@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import torch
 
 from zeropg._native import _C
-from zeropg.optim.flat_update import FirstState, FlatGroup, Segment, State, in_memory, is_per_element
+from zeropg.optim.flat_update import (
+    FirstState,
+    FlatGroup,
+    Move,
+    Segment,
+    State,
+    in_memory,
+    is_per_element,
+    move_entries,
+)
 from zeropg.optim.kernels import Group
 from zeropg.optim.momentum_exchange import MomentumExchange
 from zeropg.optim.momentum_optimizer import INSTEAD, MomentumOptimizer
@@ -127,6 +136,9 @@ class MomentumUpdater:
 
     def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
         """The user's dictionary is the optimizer's."""
+
+    def move_state(self, move: Move) -> None:
+        move_entries(self._state, self.segments, move)
 
 
 def make_exchange(optimizer: MomentumOptimizer, core: _C.ShardedModule, model: torch.nn.Module) -> MomentumExchange:

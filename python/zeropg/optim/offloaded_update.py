@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zeropg._native import _C
-from zeropg.optim.flat_update import FlatGroup, FusedUpdater, State
+from zeropg.optim.flat_update import FlatGroup, FusedUpdater, Move, State
 from zeropg.optim.kernels import Group, Kernels
 
 
@@ -39,6 +39,9 @@ class OffloadedUpdater(FusedUpdater):
         """Makes room for slots. Raises OSError where there is none."""
         for slot in slots:
             self._vector(slot)
+
+    def move_state(self, move: Move) -> None:
+        """It is in the tier already."""
 
     def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
         gradient = self._flat.grad()

@@ -13,6 +13,7 @@ import torch
 from zeropg.optim.checked_groups import CheckedOptimizer
 from zeropg.optim.flat_update import (
     FusedUpdater,
+    Move,
     TorchUpdater,
     Updater,
     WholeUpdater,
@@ -193,6 +194,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             broadcast_running_statistics(self._model_state.with_statistics, self._core.process_group)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before ask
         return loss
+
+    def move_state(self, move: Move) -> None:
+        """Replaces the memory of the state per element by what `move` returns for it, tensor by tensor.
+
+        Steps need it where the masters are. What is in a tier stays there. Does not communicate.
+        """
+        for updater in self._updaters:
+            updater.move_state(move)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, or fills them with zeros in place if `set_to_none` is False."""

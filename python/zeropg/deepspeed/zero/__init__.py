@@ -1,5 +1,6 @@
 """DeepSpeed's `zero`: building sharded models, whole parameters, and how much memory training takes."""
 
+from zeropg.deepspeed.state_offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from zeropg.deepspeed.zero.estimates import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
@@ -12,6 +13,8 @@ from zeropg.deepspeed.zero.init import Init
 __all__ = [
     "GatheredParameters",
     "Init",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
