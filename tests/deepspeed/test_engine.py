@@ -387,8 +387,8 @@ def test_bad_input_is_one_clear_sentence() -> None:
         engine.backward(torch.ones(3, requires_grad=True))
     with raises(ValueError, "the loss is float"):
         engine.backward(1.0)
-    with raises(AttributeError, "engine.train_batch is not available", "engine(batch)"):
-        engine.train_batch()
+    with raises(AttributeError, "engine.allreduce_gradients is not available", "engine.no_sync()"):
+        engine.allreduce_gradients()
     with raises(AttributeError, "deepspeed.init_inference is not available"):
         deepspeed.init_inference(model)
     assert not hasattr(engine, "train_batch") and hasattr(engine, "blocks")

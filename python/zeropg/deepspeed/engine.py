@@ -14,12 +14,15 @@ from torch.utils.data import Dataset, Sampler
 
 from zeropg.deepspeed.accumulation import Accumulation
 from zeropg.deepspeed.config import Config
+from zeropg.deepspeed.configured import ConfiguredEngine
 from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
 from zeropg.deepspeed.engine_checkpoints import EngineCheckpoints
+from zeropg.deepspeed.engine_optimizer import EngineOptimizer
 from zeropg.deepspeed.loss_scaler import LossScaler
 from zeropg.deepspeed.monitor import make_monitor
 from zeropg.deepspeed.observation.make import make_observers
 from zeropg.deepspeed.observation.observer import Facts
+from zeropg.deepspeed.place import PlacedEngine
 from zeropg.deepspeed.scaled_backward import (
     Scaling,
     divided_by_engine,
@@ -29,6 +32,7 @@ from zeropg.deepspeed.scaled_backward import (
 )
 from zeropg.deepspeed.settings import EngineSettings
 from zeropg.deepspeed.state_offload import StateOffload, is_to_host, states_of
+from zeropg.deepspeed.unavailable import UNAVAILABLE
 from zeropg.deepspeed.update import Update
 from zeropg.sharding.nested import hidden_tensors_in, tensors_in
 from zeropg.sharding.state import state_of
@@ -36,15 +40,7 @@ from zeropg.sharding.state import state_of
 LOGGER = logging.getLogger("zeropg")
 
 
-# Calls of DeepSpeed's engine that there are not, and what a program does instead.
-_UNAVAILABLE = {
-    "coalesce_grad_reduction": "use engine.no_sync() around all backwards but the last",
-    "eval_batch": "pipelines are not available; call engine(batch)",
-    "train_batch": "pipelines are not available; call engine(batch), engine.backward(loss) and engine.step()",
-}
-
-
-class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
+class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, EngineCheckpoints, nn.Module):
     """What `initialize` returns first. All ranks must call forward, backward and step alike.
 
     `module` is the user's model, sharded in place. Attributes that the engine has not are the model's.
@@ -66,6 +62,7 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self.module = module
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
+        self.is_compiled = False
         self.training_dataloader: DeepSpeedDataLoader | None = None
         self.config = raw_config
         self.collate_fn = collate_fn
@@ -88,6 +85,8 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self._scaler = make_scaler(config)
         skips = not config.bf16.enabled or config.bf16.check_grad_overflow
         self._update: Update | None = None
+        if isinstance(optimizer, EngineOptimizer):
+            optimizer.loss_scaler = self._scaler
         if optimizer is not None:
             self._update = Update(module, optimizer, self._scaler, config.gradient_clipping, skips)
         self.monitor = make_monitor(config, self._group)
@@ -110,9 +109,9 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
-            if name not in _UNAVAILABLE:
+            if name not in UNAVAILABLE:
                 raise
-        raise AttributeError(f"[zeropg] engine.{name} is not available: {_UNAVAILABLE[name]}")
+        raise AttributeError(f"[zeropg] engine.{name} is not available: {UNAVAILABLE[name]}")
 
     @property
     def micro_steps(self) -> int:
@@ -312,6 +311,8 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
             self._step_applied = self._update.run(self.gradient_factor)
         finally:
             self._is_divided = None
+        if isinstance(self.optimizer, EngineOptimizer):
+            self.optimizer.overflow = not self._step_applied
         if not self._step_applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -376,6 +377,16 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
         groups = self.optimizer.param_groups if self.optimizer else []
         return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
+    def get_type(self) -> list[Any]:
+        """Returns the `type` of each param group; 0.0 for one that has none, as DeepSpeed does."""
+        return [group.get("type", 0.0) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Returns the dtypes of the model's parameters, and of their accumulated gradients."""
+        trained = [group for group in self._state.core.flat_groups if group.is_trainable]
+        own = trained[0].master_dtype if trained else torch.float32
+        return self._state.param_dtype or own, own
+
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """As nn.Module's."""
         super().train(mode)
@@ -395,6 +406,7 @@ class DeepSpeedEngine(EngineSettings, EngineCheckpoints, nn.Module):
                 "engine.compile(backend=..., compile_kwargs=...)"
             )
         self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self.is_compiled = True
 
     def deepspeed_io(
         self,

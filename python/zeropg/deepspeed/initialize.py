@@ -18,11 +18,12 @@ from zeropg.deepspeed.config.source import load
 from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
 from zeropg.deepspeed.distributed import init_distributed
 from zeropg.deepspeed.engine import DeepSpeedEngine
+from zeropg.deepspeed.engine_optimizer import EngineOptimizer
 from zeropg.deepspeed.muon import Muon, tag_hidden_matrices
 from zeropg.deepspeed.observation.trial import end_after_sizes
 from zeropg.deepspeed.zero.leaf_modules import mark_named, units_around_leaves
 from zeropg.deepspeed.zero.owners import register
-from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
+from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard
 
@@ -103,6 +104,7 @@ def initialize(
         collate_fn=collate_fn,
         device=device,
     )
+    engine.mpu = mpu
     register(engine)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
@@ -209,7 +211,7 @@ def _make_optimizer(
             tag_hidden_matrices(model)
         plain = make(list(model.parameters() if model_parameters is None else model_parameters))
         plain.param_groups[:] = [group for group in plain.param_groups if group["params"]]
-    return shard_optimizer(plain, model)
+    return EngineOptimizer(plain, model)
 
 
 def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:

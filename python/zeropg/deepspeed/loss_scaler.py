@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from zeropg.optim.grad_scaler import GradScaler
@@ -71,6 +72,17 @@ class LossScaler(GradScaler):
             raise
         super().update(next_scale)
         self.cur_iter += 1
+
+    def set_scale(self, value: float) -> None:
+        """Sets the scale, which goes on moving where it is dynamic.
+
+        Raises ValueError where nothing is scaled, or for what is no positive number.
+        """
+        if not self.is_enabled():
+            raise ValueError(f"[zeropg] loss_scale: got {value}, but losses are scaled in fp16 only; leave it 1")
+        if not 0 < value < math.inf:
+            raise ValueError(f"[zeropg] loss_scale: got {value}, expected a finite number > 0")
+        super().update(float(value))
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers only; {} when not enabled."""

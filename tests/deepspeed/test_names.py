@@ -1,0 +1,142 @@
+"""What programs read and set of DeepSpeed's engine and optimizer beside the calls that train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.deepspeed.training import batches, make_engine, own_parts, train
+from tests.sharding.ranks import on_ranks, raises
+from tests.small_gpt import loss_of
+
+
+@on_ranks(2)
+def test_the_optimizer_tells_the_loss_scale_and_overflows() -> None:
+    engine = make_engine(2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    optimizer = engine.optimizer
+    assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.overflow) == (16, 16, False)
+    assert optimizer.dynamic_loss_scale and optimizer.loss_scaler.cur_scale == engine.cur_scale
+    part = own_parts(batches()[0], 1)[0]
+    for overflows in (True, False):
+        loss = loss_of(engine, part)
+        engine.backward(loss * torch.inf if overflows and dist.get_rank() == 1 else loss)
+        engine.step()
+        assert (optimizer.overflow, engine.was_step_applied()) == (overflows, not overflows)
+        assert optimizer.cur_scale == 8 and engine.skipped_steps == 1
+    optimizer.loss_scale = 4
+    assert engine.cur_scale == 4
+    with raises(ValueError, "loss_scale: got 0", "> 0"):
+        optimizer.cur_scale = 0
+    whole = make_engine(1)
+    assert whole.optimizer.loss_scale == 1 and not whole.optimizer.dynamic_loss_scale
+    with raises(ValueError, "in fp16 only"):
+        whole.optimizer.loss_scale = 2
+    inner = whole.optimizer.optimizer
+    assert inner.param_groups is whole.optimizer.param_groups and isinstance(inner, torch.optim.AdamW)
+
+
+@on_ranks(2)
+def test_a_configured_key_is_told_under_deepspeeds_name() -> None:
+    zero = {"stage": 3, "reduce_bucket_size": 12, "stage3_max_live_parameters": 34, "overlap_comm": True}
+    engine = make_engine(
+        3,
+        gas=2,
+        zero_optimization=zero,
+        bf16={"enabled": True},
+        prescale_gradients=True,
+        checkpoint={"tag_validation": "Ignore"},
+        wall_clock_breakdown=False,
+    )
+    expected = {
+        "autotp_size": 0,
+        "autotuning_enabled": False,
+        "bfloat16_enabled": True,
+        "checkpoint_tag_validation_enabled": False,
+        "checkpoint_tag_validation_fail": True,
+        "curriculum_learning_enabled": False,
+        "dump_state": False,
+        "flops_profiler_profile_step": 1,
+        "fp16_enabled": False,
+        "get_batch_info": (16, 4, 2),
+        "get_data_parallel_rank": dist.get_rank(),
+        "get_data_types": (torch.bfloat16, torch.float32),
+        "get_model_parallel_rank": 0,
+        "get_sequence_parallel_group": None,
+        "get_type": [0.0, 0.0],
+        "gradient_clipping": 0.5,
+        "gradient_predivide_factor": 1.0,
+        "initial_dynamic_scale": 2.0**16,
+        "is_first_weights_partition_group": True,
+        "memory_breakdown": False,
+        "postscale_gradients": False,
+        "train_micro_batch_size_per_gpu": 4,
+        "wall_clock_breakdown": False,
+        "zero_cpu_offload": False,
+        "zero_max_live_parameters": 34,
+        "zero_nvme_offload_optimizer": False,
+        "zero_optimization_partition_gradients": True,
+        "zero_optimization_partition_weights": True,
+        "zero_overlap_comm": True,
+        "zero_reduce_bucket_size": 12,
+        "zero_sub_group_size": 1_000_000_000,
+        "zero_use_cpu_optimizer": False,
+    }
+    found = {name: getattr(engine, name)() for name in expected}
+    assert not (wrong := {name: value for name, value in found.items() if value != expected[name]}), wrong
+    assert engine.zero_offload_optimizer().device == "none" and engine.dynamic_loss_scale_args()["min_scale"] == 1
+    attributes = {
+        "data_parallel_group": dist.group.WORLD,
+        "dist_backend": "zeropg",
+        "has_moe_layers": False,
+        "inside_no_sync_ctxt": False,
+        "is_compiled": False,
+        "local_rank": dist.get_rank(),
+        "mp_world_size": 1,
+        "mpu": None,
+        "pipeline_parallelism": False,
+        "seq_dp_world_size": 2,
+        "seq_parallel_group": None,
+        "sequence_parallel_size": 1,
+    }
+    told = {name: getattr(engine, name) for name in attributes}
+    assert not (wrong := {name: value for name, value in told.items() if value != attributes[name]}), wrong
+    names = engine.param_names
+    assert names[engine.module.get_parameter("blocks.0.up.weight")] == "blocks.0.up.weight"
+    with engine.no_sync():
+        assert engine.inside_no_sync_ctxt
+    engine.empty_partition_cache()
+    engine.eval()
+    assert not engine.module.training
+
+
+@on_ranks(2)
+def test_each_key_is_one_of_the_configuration() -> None:
+    from zeropg.deepspeed.configured import ConfiguredEngine
+
+    engine = make_engine(0)
+    names = [name for name in vars(ConfiguredEngine) if not name.startswith("_")]
+    assert len(names) > 60
+    for name in names:
+        getattr(engine, name)()
+
+
+@on_ranks(2)
+def test_what_is_missing_says_what_to_use() -> None:
+    from zeropg.deepspeed.unavailable import UNAVAILABLE
+
+    engine = make_engine(0)
+    for name, instead in UNAVAILABLE.items():
+        with raises(AttributeError, f"engine.{name} is not available", instead):
+            getattr(engine, name)
+        assert not hasattr(engine, name)
+    with raises(AttributeError, "nothing_of_the_kind"):
+        engine.nothing_of_the_kind  # noqa: B018
+
+
+@on_ranks(2)
+def test_a_compiled_engine_says_so() -> None:
+    engine = make_engine(1)
+    engine.compile(backend="eager")
+    assert engine.is_compiled
+    assert train(engine, batches()[:1]) == pytest.approx(train(make_engine(1), batches()[:1]), rel=1e-6)
