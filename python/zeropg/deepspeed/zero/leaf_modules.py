@@ -56,8 +56,18 @@ def mark_named(model: nn.Module, classes: Iterable[str], names: Iterable[str], s
 
 
 def units_around_leaves(model: nn.Module) -> list[str] | None:
-    """Returns the names of the units, so that no leaf module is cut; None where zeropg's own choice does that."""
-    leaves = [name for name, module in model.named_modules() if name and z3_leaf_module(module)]
+    """Returns the names of the units, so that no leaf module is cut; None where zeropg's own choice does that.
+
+    Raises ValueError for a leaf module that is never called.
+    """
+    marked = {name: module for name, module in model.named_modules() if name and z3_leaf_module(module)}
+    for name, module in marked.items():
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"[zeropg] initialize: the leaf module '{name}' is a {type(module).__name__}, which has no forward, so "
+                "nothing would make its parameters whole; mark the module that contains it"
+            )
+    leaves = list(marked)
     blocks = [name for name, _ in find_blocks(model)]
     inside = _inside(leaves)
     cut = [name for name in blocks if inside(name)]
