@@ -208,6 +208,8 @@ void bind_sharding(py::module_& m) {
       .def("abandon_forward", &ShardedModule::abandon_forward, ReleaseGil())
       .def("set_synchronize", &ShardedModule::set_synchronize)
       .def_property_readonly("synchronizes", &ShardedModule::synchronizes)
+      .def("reduce_accumulated", &ShardedModule::reduce_accumulated, ReleaseGil(),
+           "Reduces what backwards have left that did not synchronize; collective.")
       .def_property("averages_gradients", &ShardedModule::averages_gradients, &ShardedModule::set_averages_gradients)
       .def_property_readonly("is_compressed", [](const ShardedModule& self) { return self.options().codec != nullptr; })
       .def(

@@ -160,9 +160,25 @@ void Backward::finish() {
   is_running_ = false;
   accumulates_ = false;
   units_.end_pass();
-  if (!is_reduced) {
-    return;  // inside no_sync
+  if (is_reduced) {  // else inside no_sync
+    end_reduced();
   }
+}
+
+void Backward::reduce_accumulated() {
+  const char* operation = "reduction of accumulated gradients";
+  check_outside(operation);
+  recover();
+  state_offload_.check(StateOffload::kGradients | StateOffload::kBuffers, operation);
+  reducer_.check_not_lost(communicator_.context(operation));
+  is_running_ = accumulates_ = true;  // so that recover() cleans up where this throws
+  reducer_.begin_backward(/*synchronize=*/true);
+  reducer_.finish_backward();
+  is_running_ = accumulates_ = false;
+  end_reduced();
+}
+
+void Backward::end_reduced() {
   // Parameters that forwards renormalized, then hooks of users, which may step.
   if (units_.ledger().is_any_renormalized()) {  // before anything else is written to those parameters
     masters_.settle("backward");

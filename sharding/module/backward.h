@@ -46,12 +46,15 @@ class Backward final : public GradientListener {
   bool is_running() const { return is_running_; }
   // RuntimeError where `operation` is called by a hook of the backward that runs.
   void check_outside(const char* operation) const;
+  // Reduces what backwards inside no_sync have left, as the end of a backward does. Collective. Outside of a backward.
+  void reduce_accumulated();
   // Where a backward raised: drops its gradients, and makes all units sharded.
   void recover();
 
  private:
   void begin();
   void finish();
+  void end_reduced();
   void maybe_reshard(Unit& unit);
   void end_unit(Unit& unit);  // for the log
 

@@ -39,6 +39,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   void abandon_forward(int64_t unit);  // instead of post_forward where it raised
   void set_synchronize(bool synchronize) { backward_->set_synchronize(synchronize); }
   bool synchronizes() const { return backward_->synchronizes(); }
+  void reduce_accumulated() { backward_->reduce_accumulated(); }  // collective
   // Whether gradients are averaged over the ranks, or stay each rank's own: for stages that do not shard them.
   void set_averages_gradients(bool averages);
   bool averages_gradients() const { return reducer_->averages(); }

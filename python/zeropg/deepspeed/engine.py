@@ -236,8 +236,28 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, EngineChec
         In stages 2 and 3 each rank holds whole gradients meanwhile (DeepSpeed refuses those stages). The next backward
         after it reduces the sum.
         """
+        with self._without_reduction("no_sync"):
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reduces the gradients of all backwards inside the `with` once, when it ends. All ranks must enter and leave.
+
+        In every stage (DeepSpeed refuses stage 0); step() is not allowed there. Each rank holds whole gradients
+        meanwhile. Inside an accumulation stages 0 and 1 reduce at its boundary, as always. After an exception nothing
+        is reduced: call zero_grad, or run another backward.
+        """
+        with self._without_reduction("coalesce_grad_reduction"):
+            yield
+        if self._state.core.synchronizes:
+            self._state.core.reduce_accumulated()
+
+    @contextmanager
+    def _without_reduction(self, call: str) -> Iterator[None]:
         if self._in_no_sync:
-            raise RuntimeError("[zeropg] no_sync: called inside itself; leave the inner one out")
+            raise RuntimeError(
+                f"[zeropg] {call}: called inside no_sync or coalesce_grad_reduction; leave the inner one out"
+            )
         self._in_no_sync = True
         self._follow_boundary()
         try:
@@ -279,7 +299,10 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, EngineChec
         """
         self._need_optimizer("step")
         if self._in_no_sync:
-            raise RuntimeError("[zeropg] step: called inside engine.no_sync(); call it after the `with`")
+            raise RuntimeError(
+                "[zeropg] step: called inside engine.no_sync() or engine.coalesce_grad_reduction(); call it after the "
+                "`with`"
+            )
         self._step_applied = False
         is_boundary, samples = self._accumulation.is_boundary, self.global_samples
         with self._observers.during("step"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _PIPELINES = "pipelines are not available; call engine(batch), engine.backward(loss) and engine.step()"
-_REDUCES = "the last backward of an update reduces gradients, as engine.no_sync() and the boundaries say"
+_REDUCES = "backwards reduce gradients; engine.no_sync() and engine.coalesce_grad_reduction() say which"
 _SPARSE = "gradients of sharded models are dense"
 _OWN_FORMAT = "checkpoints are safetensors of zeropg's own; use engine.save_checkpoint and engine.load_checkpoint"
 _TIMES = "use wall_clock_breakdown of the configuration, or ZEROPG_TRACE and python -m zeropg trace"
@@ -16,7 +16,6 @@ UNAVAILABLE = {
     "allreduce_gradients": _REDUCES,
     "buffered_allreduce_fallback": _REDUCES,
     "allreduce_bucket": _REDUCES,
-    "coalesce_grad_reduction": "use engine.no_sync() around all backwards but the last",
     "clip_fp32_gradients": "engine.step() clips by gradient_clipping; zeropg.clip_grad_norm_(engine.module, norm) does",
     "eval_batch": _PIPELINES,
     "train_batch": _PIPELINES,
