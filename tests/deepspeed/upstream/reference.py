@@ -58,7 +58,9 @@ def ddp_gradients(model: nn.Module, backward: Callable[[nn.Module], Any], **opti
 
 
 def assert_same(found: Values, expected: Values, relative: float = 1e-5) -> None:
+    """relative: 0: to the bit."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for name, value in expected.items():
         named = lambda text, name=name: f"{name}: {text}"  # noqa: E731
-        torch.testing.assert_close(found[name], value, rtol=relative, atol=1e-6, msg=named)
+        absolute = 1e-6 if relative else 0.0
+        torch.testing.assert_close(found[name], value, rtol=relative, atol=absolute, msg=named)
