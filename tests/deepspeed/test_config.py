@@ -67,6 +67,7 @@ ASKING: dict[str, Any] = {
     "compile": {"deepcompile": True},
     "tensor_parallel": {"autotp_size": 2},
     "pipeline": {"stages": 2},
+    "torch_autocast.dtype": "float16",
     "zero_optimization.offload_param.device": "nvme",
 }
 

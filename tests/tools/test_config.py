@@ -50,12 +50,12 @@ def test_batch_sizes_are_checked_for_so_many_ranks(tmp_path: Path, capsys: pytes
 
 
 def test_programs_get_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"torch_autocast": {"enabled": True}, "train_batch_size": 4, "wandb": {"enabled": True}}
+    config = {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 4, "wandb": {"enabled": True}}
     assert run(tmp_path / "ds_config.json", config, "--json") == 1
     answer = json.loads(capsys.readouterr().out)
     assert not answer["is_usable"] and len(answer["problems"]) == 1
     assert {row["key"]: row["outcome"] for row in answer["keys"]} == {
-        "torch_autocast.enabled": "refused",
+        "tensor_parallel": "refused",
         "train_batch_size": "honoured",
         "wandb.enabled": "honoured",
     }

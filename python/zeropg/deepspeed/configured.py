@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+import torch
+
 from zeropg.deepspeed.config import Config
 
 
@@ -58,6 +60,7 @@ class ConfiguredEngine:
     bf16_master_weights_and_gradients = _key("bf16.bf16_master_weights_and_grads")
     bf16_optimizer_states = _key("bf16.bf16_optimizer_states")
     torch_autocast_enabled = _key("torch_autocast.enabled")
+    torch_autocast_lower_precision_safe_modules = _key("torch_autocast.lower_precision_safe_modules")
 
     super_offload = _key("zero_optimization.offload_optimizer.super_offload")
     cpuadam_cores_perc = _key("zero_optimization.offload_optimizer.cpuadam_cores_perc")
@@ -105,6 +108,10 @@ class ConfiguredEngine:
     random_ltd_enabled = _never("layer that drops tokens")
     is_deepcompile_active = _never("DeepCompile")
     is_deepcompile_enabled = _never("DeepCompile")
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        """What the forward is cast to where `torch_autocast_enabled`."""
+        return torch.bfloat16
 
     def autotp_size(self) -> int:
         """0: no tensor is split over ranks."""

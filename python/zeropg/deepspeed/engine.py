@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -131,13 +131,18 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, EngineChec
         Where a program runs the backward itself, the sum of its gradients is divided by the accumulation steps in
         `step`, at a boundary.
         """
-        with self._observers.during("forward", (*inputs, *kwargs.values())):
+        with self._observers.during("forward", (*inputs, *kwargs.values())), self._autocast():
             output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and (self.gradient_accumulation_steps() > 1 or self._scaler.is_enabled()):
             for tensor in [*tensors_in(output), *hidden_tensors_in(output)]:
                 if tensor.requires_grad:
                     tensor.register_hook(self._check_backward)
         return output
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if not self.torch_autocast_enabled():
+            return nullcontext()  # which leaves the program's own as it is
+        return torch.autocast(self.device.type, self.torch_autocast_dtype())
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Runs the backward of a loss, which is divided by the accumulation steps and multiplied by the loss scale.

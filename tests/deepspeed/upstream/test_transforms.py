@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.deepspeed.upstream.reference import ROWS, assert_same, ddp_gradients, engine_over, gradients, rows
 from tests.deepspeed.upstream.test_user_backward import WIDTH, Stack, sum_of_squares
-from tests.sharding.ranks import STAGES, on_ranks
+from tests.sharding.ranks import STAGES, on_ranks, raises
 
 
 @on_ranks(2, timeout=120)
@@ -58,6 +58,35 @@ def test_autocast_has_ddps_gradients() -> None:
             engine = engine_over(Stack(reentrant=reentrant), stage)
             backward(engine)
             assert_same(gradients(engine), expected)
+
+
+@on_ranks(2, timeout=120)
+def test_autocast_of_the_configuration_is_that_of_the_program() -> None:
+    block = {"torch_autocast": {"enabled": True}}
+
+    def backward(model: Any) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(rows(ROWS, WIDTH))
+        output.float().square().mean().backward()
+
+    for reentrant in (None, False, True):
+        expected = ddp_gradients(Stack(reentrant=reentrant), backward)
+        for stage in STAGES:
+            engine = engine_over(Stack(reentrant=reentrant), stage, **block)
+            output = engine(rows(ROWS, WIDTH))
+            assert output.dtype == torch.bfloat16 and engine.module.first.weight.dtype == torch.float32
+            engine.backward(output.float().square().mean())
+            assert_same(gradients(engine), expected)
+            assert not torch.is_autocast_enabled("cpu")
+            engine.step()
+    engine = engine_over(Stack(), 1, torch_autocast={"enabled": True, "dtype": "bf16"}, bf16={"enabled": True})
+    engine.backward(engine(rows(ROWS, WIDTH)).float().square().mean())
+    engine.step()
+    assert engine.torch_autocast_dtype() == torch.bfloat16
+    with raises(ValueError, "torch_autocast.dtype", "needs a scaled loss"):
+        engine_over(Stack(), 1, torch_autocast={"enabled": True, "dtype": "float16"})
+    with raises(ValueError, "fp16.enabled and torch_autocast.enabled are both true"):
+        engine_over(Stack(), 1, fp16={"enabled": True}, **block)
 
 
 @on_ranks(2, timeout=120)

@@ -27,6 +27,8 @@ def _precision(config: Config) -> Iterator[str]:
     if config.fp16.enabled and config.bf16.enabled:
         yield "fp16.enabled and bf16.enabled are both true; expected one of them"
         return
+    if config.fp16.enabled and config.torch_autocast.enabled:
+        yield "fp16.enabled and torch_autocast.enabled are both true, and autocast is to bfloat16; expected one of them"
     asked = dtype_of(config.data_types.param_dtype)
     if asked is not None and (config.fp16.enabled or config.bf16.enabled) and asked != param_dtype(config):
         name = config.data_types.param_dtype

@@ -13,6 +13,10 @@ def _is_sum(operation: Any) -> bool:
     return bool(operation == "sum")
 
 
+def _is_other_than_bf16(dtype: Any) -> bool:
+    return dtype not in ("bf16", "bfloat16", "torch.bfloat16")
+
+
 BATCH = {
     "train_batch_size": honoured("Samples of a step of all ranks: micro batch * accumulation * ranks."),
     "train_micro_batch_size_per_gpu": honoured("Samples of one forward of one rank."),
@@ -51,12 +55,17 @@ BF16 = {
 }
 
 AUTOCAST = {
-    "enabled": refused(
-        "The engine does not wrap the forward.",
-        instead="Use bf16, or wrap your forward in torch.autocast yourself: parameters and gradients are fp32 then.",
+    "enabled": honoured(
+        "The engine's forward runs in torch.autocast; parameters and gradients stay fp32. In stage 3 the 16-bit copies "
+        "of weights live from the forward to the backward, as autograd keeps them: bf16.enabled needs less."
     ),
-    "dtype": no_effect("It belongs to torch_autocast.enabled, which is refused."),
-    "lower_precision_safe_modules": no_effect("It belongs to torch_autocast.enabled, which is refused."),
+    "dtype": mapped(
+        "bfloat16, which is the default.",
+        refuses=_is_other_than_bf16,
+        because="Forwards are cast to bfloat16 only: float16 needs a scaled loss.",
+        instead='Use bfloat16, or the block "fp16", which scales it.',
+    ),
+    "lower_precision_safe_modules": no_effect("Gradients travel in fp32, or as communication_data_type says."),
 }
 
 DATA_TYPES = {
