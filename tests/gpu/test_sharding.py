@@ -167,3 +167,42 @@ def test_training_goes_on_from_a_checkpoint_on_gpus(world_size: int, tmp_path: P
             pytest.skip(answer)
         assert answer
     showed(f"saved and loaded on {world_size} GPU; the next losses are the same bits")
+
+
+def offload_and_reload(stage: int) -> tuple[int, int, int, bool]:
+    """Bytes on the GPU before, between and after, and whether training goes on as without the trip."""
+    from zeropg import deepspeed
+
+    device = use_own_gpu(dist.get_rank())
+    engines = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+        config |= {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        engines.append(deepspeed.initialize(model=model, config=config)[0])
+
+    def step(engine: Any, seed: int) -> float:
+        x = torch.randn(4, 512, generator=torch.Generator().manual_seed(seed)).to(device)
+        loss = (engine(x).float() - x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    plain, moved = engines
+    assert step(plain, 0) == step(moved, 0)
+    held = torch.cuda.memory_allocated()
+    moved.offload_states()
+    torch.cuda.synchronize()
+    between = torch.cuda.memory_allocated()
+    moved.reload_states()
+    torch.cuda.synchronize()
+    return held, between, torch.cuda.memory_allocated(), step(plain, 1) == step(moved, 1)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_states_leave_the_gpu_and_come_back(world_size: int) -> None:
+    for stage in range(4):
+        held, between, after, is_same = run_ranks(world_size, offload_and_reload, stage, timeout=120)[0]
+        assert is_same and between < 0.6 * held and after > between, (stage, held, between, after)  # one of two engines
+        showed(f"stage {stage} on {world_size} GPU: {held:,} -> {between:,} -> {after:,} bytes")

@@ -12,6 +12,7 @@ from zeropg.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from zeropg.deepspeed.distributed import init_distributed
 from zeropg.deepspeed.engine import DeepSpeedEngine
 from zeropg.deepspeed.initialize import initialize
+from zeropg.deepspeed.utils import log_dist, logger
 
 __all__ = [
     "DeepSpeedDataLoader",
@@ -21,6 +22,8 @@ __all__ = [
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "log_dist",
+    "logger",
 ]
 
 

@@ -38,6 +38,34 @@ class Accelerator:
         if self.is_available():
             torch.cuda.empty_cache()
 
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes of tensors on the device; 0 for a CPU, as of the others."""
+        return torch.cuda.memory_allocated(device_index) if self.is_available() else 0
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return torch.cuda.max_memory_allocated(device_index) if self.is_available() else 0
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return torch.cuda.memory_reserved(device_index) if self.is_available() else 0
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        if self.is_available():
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    def is_bf16_supported(self) -> bool:
+        return torch.cuda.is_bf16_supported() if self.is_available() else True
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def manual_seed(self, seed: int) -> None:
+        if self.is_available():
+            torch.cuda.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        if self.is_available():
+            torch.cuda.manual_seed_all(seed)
+
     def communication_backend_name(self) -> str:
         """The backend of `init_distributed`."""
         return "zeropg"

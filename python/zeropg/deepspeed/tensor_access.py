@@ -6,6 +6,7 @@ may be empty: shards are ranges of a unit, not of each parameter.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -60,6 +61,26 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     with full_gradients(place.engine.module):
         assert param.grad is not None
         param.grad.copy_(value / place.engine.gradient_factor)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Sets the averaged gradient of each parameter that has one to update_func(gradient, parameter), whole.
+
+    All gradients of an engine are gathered once. The function gets the gradient in the parameter's shape and the
+    master's dtype, and returns the same on every rank.
+    """
+    operation = "safe_update_full_grad_vectorized"
+    places = [(_place(param, operation), param) for param in param_list if param.grad is not None]
+    for engine in dict.fromkeys(place.engine for place, _ in places):
+        with full_gradients(engine.module):
+            for place, param in places:
+                if place.engine is engine:
+                    assert param.grad is not None
+                    value = update_func(param.grad * engine.gradient_factor, param)
+                    _check_shapes(place, param, value, operation)
+                    param.grad.copy_(value / engine.gradient_factor)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:

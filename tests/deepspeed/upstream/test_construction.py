@@ -209,6 +209,29 @@ def test_experts_that_ranks_choose_are_whole_as_a_leaf() -> None:
 
 
 @on_ranks(2, timeout=120)
+def test_leaf_modules_are_marked_by_name_and_by_the_end_of_it() -> None:
+    from zeropg.deepspeed import utils
+
+    model = Mixture()
+    assert utils.set_z3_leaf_modules_by_name(model, ["mixed"]) == ([model.mixed], [])
+    with raises(ValueError, "has no module 'missing'"):
+        utils.set_z3_leaf_modules_by_name(model, ["first", "missing"])
+    assert not utils.z3_leaf_module(model.first), "nothing was marked"
+    found = utils.set_z3_leaf_modules_by_name(model, ["first", "missing"], raise_if_not_found=False)
+    assert found == ([model.first], ["missing"])
+    utils.set_z3_leaf_modules_by_name(model, ["first"], flag=False)
+    found = utils.set_z3_leaf_modules_by_suffix(model, ["st", "nowhere"], raise_if_not_found=False)
+    assert found == ([model.first, model.last], ["nowhere"])
+    utils.set_z3_leaf_modules_by_suffix(model, ["st"], flag=False)
+    with raises(ValueError, "has no module 'nowhere'"):
+        utils.set_z3_leaf_modules_by_suffix(model, ["nowhere"])
+    assert utils.get_z3_leaf_modules(model) == [model.mixed]
+    engine = engine_over(model, 3)
+    marked = {name for name, parameter in engine.module.named_parameters() if utils.z3_leaf_parameter(parameter)}
+    assert marked == {name for name, _ in model.named_parameters() if name.startswith("mixed.")}
+
+
+@on_ranks(2, timeout=120)
 def test_leaf_modules_of_the_configuration() -> None:
     from zeropg.deepspeed.utils import get_z3_leaf_modules
 

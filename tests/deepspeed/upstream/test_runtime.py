@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.deepspeed.training import shared_folder
@@ -113,6 +114,61 @@ def test_fragments_are_read_and_written_whole_and_in_parts() -> None:
                         part = utils.safe_get_local_optimizer_state(first, "exp_avg_sq")
                         utils.safe_set_local_optimizer_state(first, part + 1, "exp_avg_sq")
                         assert torch.equal(utils.safe_get_full_optimizer_state(first, "exp_avg_sq"), value + 1)
+
+
+@on_ranks(2, timeout=120)
+def test_gradients_are_updated_together() -> None:
+    from zeropg.deepspeed.utils import safe_update_full_grad_vectorized
+
+    for stage in STAGES:
+        engine = engine_over(Stack(freezes=True), stage, gas=2)
+        for seed in range(2):  # the program's own backwards: not divided yet
+            engine(rows(ROWS, WIDTH, seed=seed)).square().mean().backward()
+            if seed == 0:
+                engine.step()
+        before = gradients(engine)
+        named = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        asked = []
+
+        def double(gradient: torch.Tensor, parameter: nn.Parameter, asked: Any = asked, named: Any = named) -> Any:
+            asked.append(named[id(parameter)])
+            return 2 * gradient
+
+        safe_update_full_grad_vectorized(list(engine.module.parameters()), double)
+        assert asked == list(before)
+        assert_same(gradients(engine), {name: 2 * value for name, value in before.items()})
+        with raises(ValueError, "expected [8, 8]"):
+            safe_update_full_grad_vectorized([engine.module.first.weight], lambda gradient, _: gradient[0])
+        engine.step()
+        assert engine.was_step_applied()
+
+
+@on_ranks(2, timeout=120)
+def test_small_helpers_say_where_a_rank_stands() -> None:
+    import logging
+
+    from zeropg import deepspeed
+
+    rank = dist.get_rank()
+    assert deepspeed.comm.get_local_rank() == rank and deepspeed.comm.get_all_ranks_from_group() == [0, 1]
+    assert deepspeed.comm.get_world_group() is dist.group.WORLD
+    accelerator = deepspeed.get_accelerator()
+    accelerator.reset_peak_memory_stats()
+    accelerator.manual_seed_all(1)
+    assert accelerator.is_bf16_supported() and accelerator.memory_allocated() == accelerator.max_memory_allocated() == 0
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    deepspeed.logger.addHandler(handler)
+    try:
+        for ranks in (None, [1], [-1]):
+            deepspeed.log_dist(f"to {ranks}", ranks, logging.WARNING)
+        for _ in range(2):
+            deepspeed.utils.log_dist_once("once", [-1], logging.WARNING)
+    finally:
+        deepspeed.logger.removeHandler(handler)
+    expected = [["to None", "to [-1]", "once"], ["to [1]", "to [-1]", "once"]][rank]
+    assert said == [f"[zeropg rank {rank}] {text}" for text in expected]
 
 
 @on_ranks(2, timeout=120)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from zeropg.deepspeed.zero.owners import place_of
 from zeropg.sharding.units import find_blocks
 
 _MARK = "_zeropg_is_leaf"
@@ -31,6 +32,23 @@ def unset_z3_leaf_modules(
     return _set(model, leaf_module_classes, False, raise_if_not_found)
 
 
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Marks modules by their names in named_modules(), before `initialize`, or takes their marks away.
+
+    Returns (the modules, names of which there is none). Raises ValueError for the latter and raise_if_not_found.
+    """
+    return _set_named(model, module_names, flag, raise_if_not_found, lambda name, wanted: name == wanted)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """As set_z3_leaf_modules_by_name, for all modules whose names end so."""
+    return _set_named(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
+
+
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Marks one module, before `initialize`, or takes its mark away."""
     vars(model)[_MARK] = flag
@@ -39,6 +57,15 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether a module is marked."""
     return bool(vars(model).get(_MARK, False))
+
+
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """Whether a parameter of an engine belongs to a marked module."""
+    if (place := place_of(model)) is None:
+        return False
+    modules = dict(place.engine.module.named_modules())
+    parts = place.name.split(".")[:-1]
+    return any(z3_leaf_module(modules[".".join(parts[: count + 1])]) for count in range(len(parts)))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -79,6 +106,25 @@ def units_around_leaves(model: nn.Module) -> list[str] | None:
 def _inside(outer: list[str]) -> Callable[[str], bool]:
     """Whether a name is of a module inside one of those."""
     return lambda name: any(name.startswith(f"{leaf}.") for leaf in outer)
+
+
+def _set_named(
+    model: nn.Module, wanted: Iterable[str], flag: bool, raises: bool, fits: Callable[[str, str], bool]
+) -> tuple[list[nn.Module], list[str]]:
+    named = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+    missing = []
+    for one in wanted:
+        fitting = {name: module for name, module in named.items() if fits(name, one)}
+        missing += [] if fitting else [one]
+        found |= fitting
+    if missing and raises:
+        raise ValueError(
+            f"[zeropg] set_z3_leaf_modules: the {type(model).__name__} has no module {', '.join(map(repr, missing))}"
+        )
+    for module in found.values():
+        set_z3_leaf_module(module, flag)
+    return list(found.values()), missing
 
 
 def _set(
