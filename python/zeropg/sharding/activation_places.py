@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import weakref
@@ -11,8 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from zeropg._notices import LOGGER
 
 Restore = Callable[[], torch.Tensor]
 
@@ -151,7 +150,7 @@ class Partition(Place):
         dist.all_gather_into_tensor(everybodys, mine, group=group)
         self._is_same = bool((everybodys.view(-1, 2) == mine).all())
         if not self._is_same and group.rank() == 0:
-            LOGGER.warning(
+            logging.getLogger("zeropg").warning(
                 "checkpoint_activations(to='partition'): ranks have different activations, as in data parallelism, so "
                 "each keeps its own whole. Name those that have the same ones in group=, such as a tensor-parallel "
                 "group.",
