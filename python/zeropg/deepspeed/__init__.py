@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from zeropg.deepspeed import checkpointing as checkpointing
 from zeropg.deepspeed import comm as comm
 from zeropg.deepspeed import ops as ops
 from zeropg.deepspeed import utils as utils
@@ -13,6 +14,8 @@ from zeropg.deepspeed.distributed import init_distributed
 from zeropg.deepspeed.engine import DeepSpeedEngine
 from zeropg.deepspeed.initialize import initialize
 from zeropg.deepspeed.utils import log_dist, logger
+
+__version__ = "0.19.8"  # of DeepSpeed, whose names these are: scripts compare it
 
 __all__ = [
     "DeepSpeedDataLoader",

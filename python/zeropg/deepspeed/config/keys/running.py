@@ -7,7 +7,8 @@ from typing import Any
 from zeropg.deepspeed.config.keys.key import honoured, mapped, no_effect, refused
 
 _OWN_WRITER = "Checkpoints are safetensors files, which all ranks write at once."
-_RECOMPUTATION = "It configures deepspeed.checkpointing.checkpoint; use torch.utils.checkpoint, which works as it is."
+_RECOMPUTATION = "deepspeed.checkpointing.configure takes it, for what deepspeed.checkpointing.checkpoint keeps."
+_NO_BUFFERS = "deepspeed.checkpointing.checkpoint has no buffers of its own; torch keeps what it must."
 
 
 def _is_set(value: Any) -> bool:
@@ -42,12 +43,12 @@ MEMORY = {
 }
 
 RECOMPUTATION = {
-    "partition_activations": no_effect(_RECOMPUTATION),
-    "number_checkpoints": no_effect(_RECOMPUTATION),
-    "contiguous_memory_optimization": no_effect(_RECOMPUTATION),
-    "cpu_checkpointing": no_effect(_RECOMPUTATION),
-    "synchronize_checkpoint_boundary": no_effect(_RECOMPUTATION),
-    "profile": no_effect(_RECOMPUTATION),
+    "partition_activations": mapped(_RECOMPUTATION),
+    "number_checkpoints": no_effect(_NO_BUFFERS),
+    "contiguous_memory_optimization": no_effect(_NO_BUFFERS),
+    "cpu_checkpointing": mapped(_RECOMPUTATION),
+    "synchronize_checkpoint_boundary": no_effect(_NO_BUFFERS),
+    "profile": no_effect("ZEROPG_TRACE and python -m zeropg trace show a step's time."),
 }
 
 OBSERVATION = {
