@@ -1,4 +1,4 @@
-"""LAMB and Muon in one process, against torch and against their papers."""
+"""Adafactor, LAMB and Muon in one process, against torch and against their papers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import nn
 
 from tests.sharding.optim.fake_core import shard
 from tests.sharding.optim.test_shard_optimizer import assert_same, fill_gradients, make_model
-from zeropg.optim import LAMB, Muon
+from zeropg.optim import LAMB, Adafactor, Muon
 from zeropg.optim.peers import assign
+from zeropg.optim.row_spans import sums_of_squares
 from zeropg.optim.shard_optimizer import shard_optimizer
 
 
@@ -112,6 +113,66 @@ def test_lamb_is_the_papers(is_sharded: bool) -> None:
     assert_same(model, plain, relative=1e-12, of_largest=1e-12)
 
 
+class Stacks(nn.Module):
+    """Parameters of 0 to 4 dimensions, also such whose row or column has the parameter's shape."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(), (7,), (1, 5), (5, 1), (6, 9), (3, 4, 5), (2, 3, 4, 5)]
+        self.values = nn.ParameterList(torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+
+
+ADAFACTOR: list[dict[str, Any]] = [
+    {},
+    {"lr": 0.5, "beta2_decay": -0.5, "eps": (1e-3, 0.5), "d": 1.5, "weight_decay": 0.1, "maximize": True},
+    {"lr": torch.tensor(0.1, dtype=torch.float64), "eps": (0.0, 0.0), "foreach": True},
+]
+
+
+@pytest.mark.parametrize("make", [Adafactor, torch.optim.Adafactor])
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("options", ADAFACTOR)
+def test_adafactor_is_torchs(
+    make: Any, is_sharded: bool, dtype: torch.dtype, tolerance: float, options: dict[str, Any]
+) -> None:
+    plain = Stacks(dtype)
+    model = copy.deepcopy(plain)
+    optimizer: torch.optim.Optimizer = make(model.parameters(), **options)
+    if is_sharded:
+        optimizer = shard_optimizer(optimizer, shard(model))
+    elif make is not Adafactor:
+        pytest.skip("is what is compared with")
+    reference = torch.optim.Adafactor(plain.parameters(), **options)
+    for step in range(8):
+        for each in (plain, model):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in each.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=dtype)
+        optimizer.step()
+        reference.step()
+    assert_same(model, plain, relative=tolerance, of_largest=tolerance)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        for key, value in reference.state[theirs].items():
+            kept = optimizer.state[mine][key]
+            torch.testing.assert_close(kept.view(value.shape), value, rtol=10 * tolerance, atol=tolerance)
+
+
+def test_sums_over_rows_and_columns_of_any_cut_add_up() -> None:
+    values = torch.randn(3, 4, 5, dtype=torch.float64)
+    squares = values.square()
+    for first in range(0, 61, 7):
+        for second in range(first, 61):
+            rows, columns = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.float64)
+            for start, stop in ((0, first), (first, second), (second, 60)):
+                found = sums_of_squares(values.view(-1)[start:stop], start, values.shape)
+                rows += found[0]
+                columns += found[1]
+            torch.testing.assert_close(rows, squares.sum(2))
+            torch.testing.assert_close(columns, squares.sum(1))
+
+
 def test_work_is_dealt_out_by_cost() -> None:
     assert assign([1, 5, 2, 3, 3], 2) == [[1, 2], [3, 4, 0]]
     assert assign([], 2) == [[], []]
@@ -126,6 +187,9 @@ def test_work_is_dealt_out_by_cost() -> None:
         (lambda p: Muon(p, adjust_lr_fn="none"), "expected None, or one of original"),
         (lambda p: Muon(p, ns_dtype=torch.float32), "expected one of bfloat16, float32"),
         (lambda p: Muon(p, use_muon=True), r"use_muon=True has parameters of shapes \[\[17\]"),
+        (lambda p: Adafactor(p, lr=-1.0), "Adafactor: lr -1"),
+        (lambda p: Adafactor(p, eps=(None, -1.0)), "eps .None or >= 0, >= 0., beta2_decay"),
+        (lambda p: Adafactor(p, d=0.5), "d >= 1"),
         (lambda p: LAMB(p, lr=-1.0), "LAMB: lr -1"),
         (lambda p: LAMB(p, bounds=(2.0, 1.0)), "0 <= least <= most"),
     ],
@@ -142,3 +206,16 @@ def test_state_of_another_class_is_refused() -> None:
     groups = [{"params": list(range(len(list(model.parameters()))))}]
     with pytest.raises(ValueError, match=r"has 'momentum_buffer', but LambRule keeps \['exp_avg', 'exp_avg_sq'\]"):
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def test_factors_of_another_shape_are_refused() -> None:
+    model = shard(make_model())
+    optimizer = shard_optimizer(Adafactor(model.parameters()), model)
+    groups = [{"params": list(range(len(list(model.parameters()))))}]
+    state = {0: {"step": torch.tensor(1.0), "row_var": torch.zeros(9, 1), "col_var": torch.zeros(1, 9)}}
+    with pytest.raises(ValueError, match=r"'row_var' of shape \[9, 1\], .* keeps one of shape \[17, 1\]"):
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    other = shard_optimizer(LAMB(model.parameters()), model)
+    state[0].pop("row_var")
+    with pytest.raises(ValueError, match=r"'col_var' of shape \[1, 9\], but LambRule keeps none"):
+        other.load_state_dict({"state": state, "param_groups": groups})

@@ -1,4 +1,4 @@
-"""LAMB and Muon over models of fully_shard: every stage, other world sizes."""
+"""Adafactor, LAMB and Muon over models of fully_shard: every stage, other world sizes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     return Muon(groups, 1e-2, adjust_lr_fn="match_rms_adamw", ns_dtype="float64")
 
 
-MAKERS: dict[str, Make] = {"lamb": lamb, "muon": muon}
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    """torch's own class: what is compared with is its own step in a plain process."""
+    return torch.optim.Adafactor(model.parameters(), 2e-2, weight_decay=0.1)
+
+
+MAKERS: dict[str, Make] = {"adafactor": adafactor, "lamb": lamb, "muon": muon}
 each_optimizer = pytest.mark.parametrize("name", MAKERS)
 
 
@@ -118,6 +123,24 @@ def test_checkpoints_load_at_another_world_size(name: str, tmp_path: Path, rank_
     for world_size, stage in ((1, 0), (2, 1), (3, 2)):
         for key, value in rank_pool(world_size).run(load, name, tmp_path, stage)[0].items():
             torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-11)
+
+
+def full_state(stage: int) -> Any:
+    model, optimizer = make_sharded("adafactor", stage)
+    train(model, optimizer, 0, 2)
+    return zeropg.full_optimizer_state_dict(optimizer, rank0_only=False)["state"]
+
+
+def test_the_full_state_of_adafactor_has_torchs_shapes(rank_pool: Callable[..., RankPool]) -> None:
+    plain = make_model(torch.float64)
+    optimizer = adafactor(plain)
+    train(plain, optimizer, 0, 2)
+    for stage in (0, 3):
+        state = rank_pool(3).run(full_state, stage)[0]
+        for name, parameter in plain.named_parameters():
+            assert state[name].keys() == optimizer.state[parameter].keys()
+            for key, value in optimizer.state[parameter].items():
+                torch.testing.assert_close(state[name][key], value, rtol=1e-9, atol=1e-15)
 
 
 @on_ranks(2)

@@ -23,6 +23,7 @@ from zeropg.checkpoint.residuals import is_residual_file, load_residuals, residu
 from zeropg.checkpoint.saved_tensors import manifest_in, read_pieces
 from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.checkpoint.structure_file import read_structure_file
+from zeropg.optim.flat_update import FACTORS
 from zeropg.optim.shard_optimizer import ShardedOptimizer, StateShard
 from zeropg.sharding.state import ShardedState
 
@@ -220,14 +221,25 @@ class Loading:
     ) -> Iterator[StateShard]:
         for name, saved_name, start, stop in self._kept(optimizer):
             for key, tensor in saved.tensors.get(saved_name, {}).items():
+                if key in FACTORS:
+                    continue
                 for at, values in self._pieces(tensor, start, stop):
                     yield StateShard(name, key, values, at, at + values.numel())
                     advance(values.nbytes)
 
     def _numbers(self, saved: SavedOptimizer, optimizer: ShardedOptimizer) -> Iterator[tuple[str, str, Any]]:
+        """Yields what is not per element: numbers, and factors as whole tensors."""
         for name, saved_name, _, _ in self._kept(optimizer):
             for key, value in saved.numbers.get(saved_name, {}).items():
                 yield name, key, decode(value, fetch_scalar)
+            for key in saved.tensors.get(saved_name, {}).keys() & FACTORS:
+                yield name, key, self._whole(saved.tensors[saved_name][key])
+
+    def _whole(self, saved: SavedTensor) -> torch.Tensor:
+        whole = torch.empty(saved.numel, dtype=saved.dtype)
+        for at, values in self._pieces(saved, 0, saved.numel):
+            whole[at : at + values.numel()] = values
+        return whole.view(saved.shape)
 
 
 def _match_optimizer(

@@ -104,7 +104,7 @@ def plan_model(state: ShardedState, *, exclude_frozen: bool = False) -> ModelPla
     layout = _plan_layout(
         "model",
         [tensors[i].name for i in kept],
-        [tensors[i].value for i in kept],
+        [tensors[i].value.shape for i in kept],
         [tensors[i].dtype for i in kept],
         {name: tensors[i].name for name, i in index_of.items() if i in kept_set and name != tensors[i].name},
     )
@@ -115,7 +115,8 @@ def _is_frozen(value: torch.Tensor) -> bool:
     return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
-# By key, of one parameter's state: {"dtype": name} or {"number": JSON}.
+# By key, of one parameter's state: {"dtype": name} for a value per element, {"dtype": name, "shape": list} for a
+# factor, {"number": JSON} for a number.
 Signature = dict[str, Any]
 
 
@@ -128,23 +129,32 @@ class OptimizerPlan:
     model: ModelPlan
     entries: dict[tuple[str, str], int]  # (parameter name, key) -> index into layout.places
     dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
     layout: _C.Layout
     numbers: dict[str, dict[str, Any]]
 
     def saved(self) -> SavedOptimizer:
         tensors: dict[str, dict[str, SavedTensor]] = {}
         for (name, key), index in self.entries.items():
-            shape = self.model.tensors[self.model.index_of[name]].value.shape
             place = self.layout.places[index]
-            tensors.setdefault(name, {})[key] = _saved(self.layout, place, self.dtypes[index], shape)
+            tensors.setdefault(name, {})[key] = _saved(self.layout, place, self.dtypes[index], self.shapes[index])
         return SavedOptimizer(self.kind, self.groups, tensors, self.numbers)
 
     def ranges(self, optimizer: ShardedOptimizer, first_file: int) -> Iterator[ByteRange]:
         """Yields what a rank of the first replica writes; the optimizer's files are numbered from `first_file` on."""
-        for name, key, tensor, start, _ in optimizer.local_state():
+        for name, key, tensor, start in own_pieces(optimizer):
             index = self.entries[self.model.tensors[self.model.index_of[name]].name, key]
             part = _range(self.layout.places[index], start, tensor, self.dtypes[index])
             yield part._replace(file=part.file + first_file)
+
+
+def own_pieces(optimizer: ShardedOptimizer) -> Iterator[tuple[str, str, torch.Tensor, int]]:
+    """Yields (parameter name, key, flat values, their first element in the whole) of the tensors that a rank saves."""
+    for name, key, tensor, start, _ in optimizer.local_state():
+        yield name, key, tensor, start
+    for name, key, tensor, is_first in optimizer.local_factors():
+        if is_first:
+            yield name, key, tensor.reshape(-1), 0
 
 
 def optimizer_kind(optimizer: ShardedOptimizer) -> str:
@@ -173,6 +183,9 @@ def local_signatures(optimizer: ShardedOptimizer, model: ModelPlan) -> dict[str,
     signatures: dict[int, Signature] = {}
     for name, key, dtype in optimizer.local_keys():
         signatures.setdefault(model.index_of[name], {})[key] = {"dtype": dtype_name(dtype)}
+    for name, key, tensor, _ in optimizer.local_factors():
+        signature = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+        signatures.setdefault(model.index_of[name], {})[key] = signature
     for name, key, value in optimizer.local_scalars():
         path = f"the optimizer's state {key!r} of '{name}'"
         signatures.setdefault(model.index_of[name], {})[key] = {"number": encode(value, path, keep_scalar)}
@@ -209,6 +222,7 @@ def plan_optimizer(
                     )
     entries: dict[tuple[str, str], int] = {}
     dtypes: list[torch.dtype] = []
+    shapes: list[torch.Size] = []
     numbers: dict[str, dict[str, Any]] = {}
     for index, signature in sorted(signatures.items()):
         name = model.tensors[index].name
@@ -216,16 +230,17 @@ def plan_optimizer(
             if "dtype" in value:
                 entries[name, key] = len(dtypes)
                 dtypes.append(dtype_of(value["dtype"]))
+                shapes.append(torch.Size(value.get("shape", model.tensors[index].value.shape)))
             else:
                 numbers.setdefault(name, {})[key] = value["number"]
     layout = _plan_layout(
         stem,
         [f"{prefix}{name}/{key}" for name, key in entries],
-        [model.tensors[model.index_of[name]].value for name, _ in entries],
+        shapes,
         dtypes,
         {},
     )
-    return OptimizerPlan(kind, groups, model, entries, dtypes, layout, numbers)
+    return OptimizerPlan(kind, groups, model, entries, dtypes, shapes, layout, numbers)
 
 
 def _to_ranges(indices: list[int]) -> str:
@@ -249,11 +264,11 @@ def digest(value: Any) -> str:
 
 
 def _plan_layout(
-    stem: str, names: list[str], values: list[torch.Tensor], dtypes: list[torch.dtype], aliases: dict[str, str]
+    stem: str, names: list[str], shapes: list[torch.Size], dtypes: list[torch.dtype], aliases: dict[str, str]
 ) -> _C.Layout:
     return _C.plan_layout(
         names=names,
-        shapes=[list(value.shape) for value in values],
+        shapes=[list(shape) for shape in shapes],
         dtypes=dtypes,
         max_file_bytes=_MAX_FILE_BYTES,
         stem=stem,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropg.checkpoint.broadcast_load import load_from_rank0
-from zeropg.checkpoint.plan import local_signatures, optimizer_kind, plan_model, plan_optimizer
+from zeropg.checkpoint.plan import local_signatures, optimizer_kind, own_pieces, plan_model, plan_optimizer
 from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import collective_device, peers_needed, together
@@ -61,7 +61,8 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: b
     """Returns the whole state of a sharded optimizer under the user's parameter names. All ranks must call.
 
     The layout is that of FSDP's full optimizer state dict: `{"state": {name: {key: value}}, "param_groups": [{"params":
-    [names], "lr": ...}]}`. State per element is a CPU tensor of the parameter's shape. Parameters that never had a
+    [names], "lr": ...}]}`. State per element is a CPU tensor of the parameter's shape; Adafactor's row_var
+    and col_var have shapes of their own. Parameters that never had a
     gradient have no entry. One tensor is gathered at a time.
 
     Args:
@@ -85,7 +86,7 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: b
     def read_own() -> None:
         if state.core.replica > 0:
             return  # the first replica has the same
-        for name, key, values, start, _ in optimizer.local_state():
+        for name, key, values, start in own_pieces(optimizer):
             saved_name = model.tensors[model.index_of[name]].name
             own.setdefault((saved_name, key), []).append((start, values.detach().to("cpu", copy=True)))
 
@@ -94,7 +95,7 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: b
     keeps = group.rank() == 0 or not rank0_only
     result: dict[str, dict[str, Any]] = {}
     for (name, key), index in plan.entries.items():
-        shape = model.tensors[model.index_of[name]].value.shape
+        shape = plan.shapes[index]
         whole = torch.zeros(shape.numel(), dtype=plan.dtypes[index])
         for start, values in own.pop((name, key), ()):
             whole[start : start + values.numel()] = values

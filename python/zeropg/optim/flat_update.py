@@ -23,6 +23,10 @@ Move = Callable[[torch.Tensor], torch.Tensor]  # a copy of a tensor in other mem
 # State of torch's optimizers that is one number per parameter, whatever the parameter's shape.
 _SCALARS = frozenset({"step", "mu", "eta", "mu_product"})
 
+# State of layer-wise optimizers that is a tensor of another shape than the parameter's, by key: every rank that has a
+# part of the parameter keeps it whole, the same on all.
+FACTORS = frozenset({"row_var", "col_var"})
+
 
 class FlatGroup(Protocol):
     """What the core shows of one flat buffer to the optimizer: `_C.FlatGroup`."""
@@ -73,8 +77,8 @@ class Segment:
 
 
 def is_per_element(key: str, value: Any) -> bool:
-    """Whether a state entry has a value for each element, rather than one number for the parameter."""
-    return isinstance(value, torch.Tensor) and key not in _SCALARS
+    """Whether a state entry has a value for each element, rather than one number, or a factor, for the parameter."""
+    return isinstance(value, torch.Tensor) and key not in _SCALARS and key not in FACTORS
 
 
 def segments_of(flat: FlatGroup) -> list[Segment]:

@@ -29,6 +29,9 @@ class LambRule:
     def others_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
+    def factor_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
+        return {}
+
     def update_(self, pieces: Sequence[Piece], peers: Peers) -> None:
         updates = []
         for piece in pieces:

@@ -21,6 +21,9 @@ class LayerwiseRule(Protocol):
     # The fused kernel for the parameters that the rule does not take; "" where it takes all.
     others_kernel: str
 
+    def factor_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
+        """Shapes of the state, by key, that each rank with a part of the parameter keeps whole (see `FACTORS`)."""
+
     def takes(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> bool:
         """Whether the rule needs this parameter whole; it is stepped element by element otherwise."""
 
@@ -61,9 +64,9 @@ def whole_piece(parameter: torch.Tensor, gradient: torch.Tensor, group: Group, s
     return Piece(parameter, parameter, gradient, 0, numel, group, state, slice(0, numel), [(0, numel)])
 
 
-def squares(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[n, 2], fp64: sums of squares of n pairs of tensors."""
-    if not first:
-        return torch.zeros(0, 2, dtype=torch.float64)
-    norms = torch._foreach_norm([*first, *second], 2, torch.float64)
-    return torch.stack(list(norms)).square().view(2, -1).T.contiguous()
+def squares(*lists: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n, k], fp64: sums of squares of n tensors of each of k lists."""
+    if not lists[0]:
+        return torch.zeros(0, len(lists), dtype=torch.float64)
+    norms = torch._foreach_norm([tensor for tensors in lists for tensor in tensors], 2, torch.float64)
+    return torch.stack(list(norms)).square().view(len(lists), -1).T.contiguous()

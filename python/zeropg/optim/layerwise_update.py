@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from zeropg._native import _C
+from zeropg.optim.adafactor import Adafactor
 from zeropg.optim.flat_update import (
+    FACTORS,
     FirstState,
     FlatGroup,
     Move,
@@ -28,7 +30,10 @@ from zeropg.optim.muon import Muon
 from zeropg.optim.peers import Alone, Peers, Piece, ReplicatedPeers, ShardedPeers
 
 # Classes of torch's that step by a rule of ours.
-_RULES: dict[type[torch.optim.Optimizer], LayerwiseRule] = {torch.optim.Muon: Muon.rule}
+_RULES: dict[type[torch.optim.Optimizer], LayerwiseRule] = {
+    torch.optim.Adafactor: Adafactor.rule,
+    torch.optim.Muon: Muon.rule,
+}
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> LayerwiseRule | None:
@@ -136,6 +141,7 @@ class LayerwiseUpdater:
 
     def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:
         copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in numbers.items()}
+        self._check_factors(self.segments[index], copies)
         self._state[self.segments[index].parameter].update(copies)
 
     def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:
@@ -152,6 +158,16 @@ class LayerwiseUpdater:
 
     def first_state(self, index: int, group: Group) -> FirstState:
         return first_state_of(self._optimizer, group, self.segments[index].parameter)
+
+    def _check_factors(self, segment: Segment, entries: Mapping[str, Any]) -> None:
+        expected = self._rule.factor_shapes(segment.parameter)
+        for key in entries.keys() & FACTORS:
+            if entries[key].shape != expected.get(key):
+                wanted = f"one of shape {list(expected[key])}" if key in expected else "none"
+                raise ValueError(
+                    f"[zeropg] optimizer state of {segment.name} has {key!r} of shape {list(entries[key].shape)}, but "
+                    f"{type(self._rule).__name__} keeps {wanted}; load it into the class that it was saved from"
+                )
 
     def clear(self) -> None:
         for segment in self.segments:

@@ -35,6 +35,9 @@ class MuonRule:
     def others_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {**group, "eps": group["adamw_eps"], "amsgrad": False, "maximize": False}
 
+    def factor_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
+        return {}
+
     def update_(self, pieces: Sequence[Piece], peers: Peers) -> None:
         matrices: dict[str, list[Piece]] = {}
         for piece in pieces:

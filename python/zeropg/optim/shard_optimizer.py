@@ -12,8 +12,10 @@ import torch
 
 from zeropg.optim.checked_groups import CheckedOptimizer
 from zeropg.optim.flat_update import (
+    FACTORS,
     FusedUpdater,
     Move,
+    Segment,
     TorchUpdater,
     Updater,
     WholeUpdater,
@@ -43,7 +45,7 @@ _ELEMENTWISE = (
 )
 _WHOLE_MATRIX = "its update needs whole matrices, and a shard is a flat range; use AdamW"
 _REFUSED = {
-    "Adafactor": _WHOLE_MATRIX + ", whose state shards to the same order of memory",
+    "Adafactor": "its update needs sums over rows and columns; use zeropg.optim.Adafactor, or torch.optim.Adafactor",
     "LAMB": "its update needs the norm of whole layers; use zeropg.optim.LAMB",
     "LARS": "its update needs the norm of whole layers; use SGD with warm-up",
     "LBFGS": "it needs all gradients at once and several closure calls per step; use AdamW or SGD",
@@ -64,6 +66,15 @@ class StateShard(NamedTuple):
     stop: int
 
 
+class Factor(NamedTuple):
+    """Optimizer state `key` of the parameter `name`, whole. is_first: whether this rank is the one that saves it."""
+
+    name: str
+    key: str
+    tensor: torch.Tensor
+    is_first: bool
+
+
 def shard_optimizer(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, overlap_step: bool | None = None
 ) -> torch.optim.Optimizer:
@@ -72,8 +83,8 @@ def shard_optimizer(
     Adagrad, Adam, AdamW, SGD and zeropg.optim.Lion on the CPU run on zeropg's fused kernels (the result differs from
     torch's by rounding only). The other elementwise classes of torch.optim run unchanged over flat views. So does a
     class of your own that says `zeropg_elementwise = True`: it promises that an element's update depends on the
-    element's own parameter, gradient and state alone. Layer-wise optimizers (LAMB and Muon of zeropg.optim,
-    torch.optim.Muon) communicate in a step; their docstrings say how much.
+    element's own parameter, gradient and state alone. Layer-wise optimizers (Adafactor, LAMB and Muon
+    of zeropg.optim, torch.optim's Adafactor and Muon) communicate in a step; their docstrings say how much.
 
     The returned optimizer shares the param_groups dictionaries, hooks and state of `optimizer`, so learning-rate
     schedulers that were made before still act; `optimizer.step()` itself raises from then on. State that `optimizer`
@@ -326,22 +337,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Of each parameter that this rank saves elements of.
         """
+        for segment, _ in self._saved_segments():
+            for key, value in self.state.get(segment.parameter, {}).items():
+                if not is_per_element(key, value) and key not in FACTORS:
+                    yield segment.name, key, value.clone() if isinstance(value, torch.Tensor) else value
+
+    def local_factors(self) -> Iterator[Factor]:
+        """Yields the state that is a tensor of another shape than the parameter's: see `FACTORS`.
+
+        Of each parameter that this rank saves elements of. The tensors are live, and only read.
+        """
+        for segment, start in self._saved_segments():
+            for key, value in self.state.get(segment.parameter, {}).items():
+                if key in FACTORS:
+                    yield Factor(segment.name, key, value, start == 0)
+
+    def _saved_segments(self) -> Iterator[tuple[Segment, int]]:
+        """Yields (segment, first element of the parameter that this rank saves) where it saves any."""
         for updater in self._updaters:
             for segment in updater.segments:
                 start, stop = updater.owned.get(segment.name, (0, 0))
-                if start == stop:
-                    continue
-                for key, value in self.state.get(segment.parameter, {}).items():
-                    if not is_per_element(key, value):
-                        yield segment.name, key, value.clone() if isinstance(value, torch.Tensor) else value
+                if start < stop:
+                    yield segment, start
 
     def load_local_state(self, shards: Iterable[StateShard], scalars: Iterable[tuple[str, str, Any]] = ()) -> None:
-        """Replaces all state: the inverse of `local_state` and `local_scalars`. Does not communicate.
+        """Replaces all state: the inverse of `local_state`, `local_scalars` and `local_factors`. Does not communicate.
 
         Args:
             shards: pieces in any order and cut that cover this rank's `local_ranges` once for every key; what lies
                 outside of them is ignored. Copied before the next piece is asked for.
-            scalars: as in `local_scalars`.
+            scalars: as in `local_scalars`; and factors, as (parameter name, key, whole tensor).
 
         Raises:
             ValueError: a key that this optimizer does not keep, a tensor whose length is not stop - start, or pieces

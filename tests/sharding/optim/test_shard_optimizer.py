@@ -424,7 +424,6 @@ class FusedLAMB(torch.optim.SGD):
     ("make", "error", "words"),
     [
         (lambda m: torch.optim.LBFGS(m.parameters()), NotImplementedError, "LBFGS does not work on shards: .*closure"),
-        (lambda m: torch.optim.Adafactor(m.parameters()), NotImplementedError, "Adafactor .* whole matrices"),
         (lambda m: torch.optim.SparseAdam(m.parameters()), NotImplementedError, "SparseAdam .* dense; use Adam"),
         (lambda m: FusedLAMB(m.parameters()), NotImplementedError, r"FusedLAMB .* layers; use zeropg\.optim\.LAMB"),
         (lambda m: Custom(m.parameters()), NotImplementedError, r"Custom\.zeropg_elementwise = True"),

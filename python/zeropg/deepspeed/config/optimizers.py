@@ -33,7 +33,7 @@ _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam
 _OURS = ("Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb")
 _OWN = "pass an optimizer of your own to initialize(optimizer=)"
 _REFUSED = {
-    "Adafactor": "it needs whole matrices, and a shard is a flat range; use AdamW",
+    "Adafactor": f"DeepSpeed makes none; {_OWN}, as zeropg.optim.Adafactor",
     "LBFGS": "it needs all gradients at once and several closure calls; use AdamW",
     "MuAdam": f"it is not torch's; {_OWN}",
     "MuAdamW": f"it is not torch's; {_OWN}",
