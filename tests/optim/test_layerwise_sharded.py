@@ -75,7 +75,7 @@ def train_in_all_stages(name: str) -> tuple[list[Weights], Weights]:
 
 
 @each_optimizer
-@pytest.mark.parametrize(("world_size", "backend"), [(1, "zeropg"), (2, "zeropg"), (3, "zeropg"), (2, "gloo")])
+@pytest.mark.parametrize(("world_size", "backend"), [*((ranks, "zeropg") for ranks in (1, 2, 3, 4)), (2, "gloo")])
 def test_every_stage_trains_as_one_plain_process(
     name: str, world_size: int, backend: str, rank_pool: Callable[..., RankPool]
 ) -> None:
@@ -141,6 +141,31 @@ def test_the_full_state_of_adafactor_has_torchs_shapes(rank_pool: Callable[..., 
             assert state[name].keys() == optimizer.state[parameter].keys()
             for key, value in optimizer.state[parameter].items():
                 torch.testing.assert_close(state[name][key], value, rtol=1e-9, atol=1e-15)
+
+
+def with_a_whole_parameter(folder: Path, steps: int) -> Any:
+    """Adafactor's full state after a save (steps > 0) or a load (0), with a matrix that is not sharded."""
+    model = make_model(torch.float64)
+    model = zeropg.fully_shard(model, stage=3, ignored_params={model.blocks[0].up.weight})
+    optimizer = zeropg.shard_optimizer(adafactor(model), model)
+    train(model, optimizer, 0, steps)
+    if steps:
+        zeropg.save_checkpoint(folder, model, optimizer)
+    else:
+        zeropg.load_checkpoint(folder, model, optimizer)
+    return zeropg.full_optimizer_state_dict(optimizer, rank0_only=False)["state"]
+
+
+def test_checkpoints_hold_rows_and_columns_of_parameters_left_whole(
+    tmp_path: Path, rank_pool: Callable[..., RankPool]
+) -> None:
+    saved = rank_pool(2).run(with_a_whole_parameter, tmp_path, 1)[0]
+    loaded = rank_pool(3).run(with_a_whole_parameter, tmp_path, 0)
+    assert saved["blocks.0.up.weight"]["row_var"].any()
+    for each in loaded:
+        for name, entries in saved.items():
+            for key, value in entries.items():
+                assert torch.equal(each[name][key], value), f"{key} of {name}"
 
 
 @on_ranks(2)

@@ -94,7 +94,8 @@ class Adafactor(LayerwiseOptimizer):
     The update, its defaults and its state are torch.optim.Adafactor's. Over a sharded model (`zeropg.shard_optimizer`,
     stages 0 to 3), which takes torch.optim.Adafactor, too, each rank steps its own elements, and keeps the row and the
     column of each matrix that it has a part of. A step's traffic is three all-reduces: 8 bytes per row and column of
-    each matrix, and twice 8 bytes per parameter tensor. 4 bytes per element of this rank are needed during the step.
+    each matrix, and twice 8 bytes per parameter tensor. During the step 4 bytes per element of this rank are needed,
+    and 8 per element of its largest piece.
 
     lr: the most that a step moves an element, relative to the root mean square of its parameter; also times
       weight_decay.
