@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,7 +18,11 @@ from zeropg.sharding.state import state_of
 
 
 def full_state_dict(
-    model: nn.Module, *, dtype: torch.dtype | None = None, rank0_only: bool = True
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    rank0_only: bool = True,
+    only: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Returns the model's state dict with whole tensors on the CPU. All ranks must call.
 
@@ -27,6 +32,8 @@ def full_state_dict(
         model: a module that `fully_shard` has sharded, in any stage.
         dtype: floating tensors, also buffers, are cast to it; default: the masters' dtypes, and the buffers' own.
         rank0_only: True: all ranks but rank 0 of the group return {}. False: every rank returns everything.
+        only: names of parameters, the same on every rank; other parameters are neither gathered nor returned (LoRA's
+            frozen base, say). Flat parameters that hold one of them are gathered whole. Default: all.
 
     Raises ValueError for a model that is not sharded.
     """
@@ -34,9 +41,14 @@ def full_state_dict(
     state.core.settle_writes("full_state_dict")
     keeps = state.core.rank == 0 or not rank0_only
     values: dict[str, torch.Tensor] = {}
+    left_out: set[str] = set()
     for group in state.core.flat_groups:
-        whole = group.gather_master()
-        for names, parameter, offset, numel in group.slots if keeps else ():
+        slots = [slot for slot in group.slots if only is None or not set(only).isdisjoint(slot[0])]
+        left_out.update(name for names, *_ in group.slots for name in names)
+        whole = group.gather_master() if slots else None
+        for names, parameter, offset, numel in slots if keeps else ():
+            assert whole is not None
+            left_out.difference_update(names)
             value = whole[offset : offset + numel].view(parameter.shape)
             value = value.to(device="cpu", dtype=_target(value, dtype), copy=True)
             values.update(dict.fromkeys(names, value))
@@ -44,6 +56,8 @@ def full_state_dict(
         return {}
     result: dict[str, torch.Tensor] = {}
     for key, value in model.state_dict(keep_vars=True).items():
+        if key in left_out:
+            continue
         if key in values:
             result[key] = values[key]
         elif isinstance(value, torch.Tensor):  # buffers and ignored parameters

@@ -10,22 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset
 
-from zeropg.deepspeed.config import Config, optimizer_of, read, scheduler_of, sharding_arguments
+from zeropg.deepspeed.config import Config, optimizer_of, read, scheduler_of
 from zeropg.deepspeed.config.source import load
 from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
 from zeropg.deepspeed.distributed import init_distributed
 from zeropg.deepspeed.engine import DeepSpeedEngine
 from zeropg.deepspeed.engine_optimizer import EngineOptimizer
 from zeropg.deepspeed.muon import Muon, tag_hidden_matrices
-from zeropg.deepspeed.observation.trial import end_after_sizes
-from zeropg.deepspeed.zero.leaf_modules import mark_named, units_around_leaves
+from zeropg.deepspeed.shard import local_rank, shard_as_configured
 from zeropg.deepspeed.zero.owners import register
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import check_same, together
-from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard
+from zeropg.sharding.fully_shard import FullyShardedModule
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 OptimizerLike = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
@@ -83,16 +81,7 @@ def initialize(
     group = _data_parallel_group(mpu)
     settings = read(raw, world_size=group.size())
     _check_same_everywhere(group, settings)
-    device = _device(group)
-    if device.type != "cpu":
-        torch.cuda.set_device(device)
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    leaves = settings.zero_optimization.leaf_module
-    mark_named(model, leaves.classes, leaves.names, leaves.name_suffixes)
-    units = units_around_leaves(model)
-    end_after_sizes(model, units, group, device.type)
-    over = _sharded_over(group, settings.zero_optimization.mics_shard_size, device)
-    fully_shard(model, units=units, **over, **sharding_arguments(settings))
+    device = shard_as_configured(model, settings, group)
     sharded = _make_optimizer(model, optimizer, model_parameters, settings)
     scheduler = _make_scheduler(lr_scheduler, sharded, settings)
     engine = DeepSpeedEngine(
@@ -109,11 +98,6 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, sharded, engine.training_dataloader, scheduler
-
-
-def local_rank() -> int:
-    """The number of this process on its machine."""
-    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def _check(model: Any, optimizer: Any, lr_scheduler: Any, mesh_param: Any) -> None:
@@ -166,36 +150,11 @@ def _data_parallel_group(mpu: Any) -> dist.ProcessGroup:
     return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
 
 
-def _sharded_over(group: dist.ProcessGroup, shards: int, device: torch.device) -> dict[str, Any]:
-    """The arguments of fully_shard that say over which ranks. `shards`: of each copy of the model; below 1: all."""
-    if shards < 1 or shards == group.size():
-        return {"process_group": group}
-    if group.size() % shards != 0:
-        raise ValueError(
-            f"[zeropg] initialize: zero_optimization.mics_shard_size is {shards}, and there are {group.size()} ranks; "
-            "expected a divisor of these, such as the ranks of a node"
-        )
-    if group.size() != dist.get_world_size():
-        raise NotImplementedError(
-            f"[zeropg] initialize: zero_optimization.mics_shard_size is {shards} with a data-parallel group of "
-            f"{group.size()} of {dist.get_world_size()} ranks; expected all of them: leave mpu out, or use "
-            "zeropg.fully_shard(mesh=) without an engine"
-        )
-    mesh = init_device_mesh(device.type, (group.size() // shards, shards), mesh_dim_names=("replicate", "shard"))
-    return {"mesh": mesh}
-
-
 def _check_same_everywhere(group: dist.ProcessGroup, settings: Config) -> None:
     """Raises ValueError where ranks have other configurations: they would wait for each other, or part silently."""
     text = settings.model_dump_json(exclude={"zero_optimization": {"offload_optimizer", "offload_param"}})
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     check_same(group, "initialize", together(group, "initialize", lambda: {"the configuration (digest)": digest}))
-
-
-def _device(group: dist.ProcessGroup) -> torch.device:
-    if torch.cuda.is_available() and any(device.type == "cuda" for device in group._device_types):
-        return torch.device("cuda", local_rank() % torch.cuda.device_count())
-    return torch.device("cpu")
 
 
 def _make_optimizer(

@@ -1,0 +1,64 @@
+"""`shard_as_configured`: a model sharded as DeepSpeed's configuration says."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from zeropg.deepspeed.config import Config, sharding_arguments
+from zeropg.deepspeed.observation.trial import end_after_sizes
+from zeropg.deepspeed.zero.leaf_modules import mark_named, units_around_leaves
+from zeropg.sharding.fully_shard import fully_shard
+
+
+def shard_as_configured(model: nn.Module, settings: Config, group: dist.ProcessGroup) -> torch.device:
+    """Moves a model to this rank's device and shards it in place. All ranks of `group` must call.
+
+    Leaf modules that the configuration names are marked first. Returns the device. Raises as `fully_shard` does.
+    """
+    device = _device(group)
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    leaves = settings.zero_optimization.leaf_module
+    mark_named(model, leaves.classes, leaves.names, leaves.name_suffixes)
+    units = units_around_leaves(model)
+    end_after_sizes(model, units, group, device.type)
+    over = _sharded_over(group, settings.zero_optimization.mics_shard_size, device)
+    fully_shard(model, units=units, **over, **sharding_arguments(settings))
+    return device
+
+
+def local_rank() -> int:
+    """The number of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    if torch.cuda.is_available() and any(device.type == "cuda" for device in group._device_types):
+        return torch.device("cuda", local_rank() % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _sharded_over(group: dist.ProcessGroup, shards: int, device: torch.device) -> dict[str, Any]:
+    """The arguments of fully_shard that say over which ranks. `shards`: of each copy of the model; below 1: all."""
+    if shards < 1 or shards == group.size():
+        return {"process_group": group}
+    if group.size() % shards != 0:
+        raise ValueError(
+            f"[zeropg] initialize: zero_optimization.mics_shard_size is {shards}, and there are {group.size()} ranks; "
+            "expected a divisor of these, such as the ranks of a node"
+        )
+    if group.size() != dist.get_world_size():
+        raise NotImplementedError(
+            f"[zeropg] initialize: zero_optimization.mics_shard_size is {shards} with a data-parallel group of "
+            f"{group.size()} of {dist.get_world_size()} ranks; expected all of them: leave mpu out, or use "
+            "zeropg.fully_shard(mesh=) without an engine"
+        )
+    mesh = init_device_mesh(device.type, (group.size() // shards, shards), mesh_dim_names=("replicate", "shard"))
+    return {"mesh": mesh}
