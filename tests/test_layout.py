@@ -170,6 +170,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "export": {"_native", "rank_io", "sharding"},
     "checkpoint": {"_native", "compression", "rank_io", "sharding", "optim", "export"},
     "deepspeed": {"compression", "rank_io", "backend", "sharding", "optim", "checkpoint"},
+    "accelerate": {"sharding", "optim", "checkpoint"},
     "__init__": {
         "_native",
         "_notices",

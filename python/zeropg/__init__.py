@@ -3,11 +3,13 @@
 The backend: `torch.distributed.init_process_group("zeropg")`, also without importing this package.
 The sharded module: `fully_shard(model)` and `shard_optimizer(optimizer, model)`, over any c10d process group.
 DeepSpeed's calls: `initialize`, and `import zeropg.deepspeed as deepspeed`.
+Hugging Face: `zeropg.transformers.Trainer`, `zeropg.accelerate.prepare`. Lightning: `zeropg.lightning.ZeroPGStrategy`.
 Fewer bytes between ranks: `zeropg.compression`.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import _zeropg_register
@@ -43,7 +45,13 @@ if TYPE_CHECKING:
 _zeropg_register.register()
 
 
+# Not imported at once: they take their time, or need packages that an installation may lack.
+_LAZY_MODULES = ("accelerate", "deepspeed", "lightning", "transformers")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"zeropg.{name}")
     if name == "initialize":  # not at once: its models of DeepSpeed's configuration take a tenth of a second
         from zeropg.deepspeed.initialize import initialize
 
