@@ -171,6 +171,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "checkpoint": {"_native", "compression", "rank_io", "sharding", "optim", "export"},
     "deepspeed": {"compression", "rank_io", "backend", "sharding", "optim", "checkpoint"},
     "accelerate": {"sharding", "optim", "checkpoint"},
+    "transformers": {"accelerate", "rank_io", "sharding", "checkpoint", "deepspeed"},
     "__init__": {
         "_native",
         "_notices",

@@ -1,0 +1,206 @@
+"""zeropg.transformers.Trainer on real ranks, beside transformers' own Trainer under DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.spawn import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.transformers.training import arguments, differ, llama, losses, norms, texts
+
+
+def against_ddp(folder: str) -> list[str]:
+    """Losses, norms, evaluation and predictions in every stage. Returns what differs."""
+    import transformers
+
+    from zeropg.transformers import Trainer
+
+    data = {"train_dataset": texts(), "eval_dataset": texts(10, seed=5)}
+    plain = transformers.Trainer(llama(), arguments(folder), **data)
+    plain.train()
+    expected = plain.evaluate()["eval_loss"]
+    logits = plain.predict(texts(6, seed=6)).predictions
+    wrong = []
+    for stage in range(4):
+        for more in ({}, {"gradient_checkpointing": True}):
+            trainer = Trainer(llama(), arguments(folder, **more), zeropg={"stage": stage}, **data)
+            trainer.train()
+            if differ(losses(plain), losses(trainer)) or differ(norms(plain), norms(trainer), 1e-5):
+                wrong.append(f"stage {stage} {more}: {losses(trainer)} {norms(trainer)}")
+        if differ([expected], [trainer.evaluate()["eval_loss"]]):
+            wrong.append(f"stage {stage}: evaluate")
+        predicted = trainer.predict(texts(6, seed=6)).predictions
+        if not torch.allclose(torch.tensor(predicted), torch.tensor(logits), atol=1e-4):
+            wrong.append(f"stage {stage}: predict")
+    return [*wrong, *([] if len(losses(plain)) == 4 else ["the plain one did not train"])]
+
+
+def test_losses_norms_and_predictions_are_those_of_the_plain_trainer_under_ddp(tmp_path: Path) -> None:
+    assert run_ranks(2, against_ddp, str(tmp_path), timeout=240) == [[], []]
+
+
+def save(folder: str) -> list[Any]:
+    """Four steps with a checkpoint every second, in bf16 with fp32 masters; the weights at the end."""
+    import zeropg
+    from zeropg.transformers import Trainer
+
+    more = {"save_strategy": "steps", "save_steps": 2, "bf16": True}
+    trainer = Trainer(llama(), arguments(folder, **more), train_dataset=texts(), zeropg={"stage": 3})
+    trainer.train()
+    trainer.save_model(f"{folder}/final")
+    return [losses(trainer), zeropg.full_state_dict(trainer.model, rank0_only=False)]
+
+
+def resume(folder: str, batch: int) -> list[Any]:
+    """The same from the second step on, in another stage; `batch` keeps the samples of a step."""
+    import zeropg
+    from zeropg.transformers import Trainer
+
+    args = arguments(f"{folder}/again", per_device_train_batch_size=batch, bf16=True)
+    trainer = Trainer(llama(seed=9), args, train_dataset=texts(), zeropg={"stage": 1})
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return [losses(trainer), zeropg.full_state_dict(trainer.model, rank0_only=False)]
+
+
+def test_training_goes_on_from_a_checkpoint_at_the_same_and_at_other_world_sizes(tmp_path: Path) -> None:
+    import transformers
+
+    (expected, weights), _ = run_ranks(2, save, str(tmp_path), timeout=120)
+    for ranks, tolerance in ((2, 0.0), (1, 2e-3)):
+        for seen, restored in run_ranks(ranks, resume, str(tmp_path), 4 // ranks, timeout=120):
+            assert not differ(seen, expected, max(tolerance, 1e-9)), (ranks, seen, expected)
+            assert all(torch.allclose(restored[k], v, atol=10 * tolerance, rtol=0) for k, v in weights.items())
+    assert set(texts_of(tmp_path / "checkpoint-4")) >= {"zeropg", "config.json", "model.safetensors", "scheduler.pt"}
+    assert "optimizer.pt" not in texts_of(tmp_path / "checkpoint-4")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto")
+    assert loaded.dtype == torch.bfloat16 and loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert all(torch.equal(value, weights[name].to(torch.bfloat16)) for name, value in loaded.state_dict().items())
+
+
+def texts_of(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def best_and_plain(folder: str) -> list[str]:
+    """load_best_model_at_end, model_init, and a checkpoint of transformers' own Trainer. Returns what is wrong."""
+    import transformers
+
+    import zeropg
+    from zeropg.transformers import Trainer
+
+    wrong = []
+    more = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    for only in (False, True):
+        args = arguments(f"{folder}/best{only}", **more, **best, save_only_model=only)
+        trainer = Trainer(
+            model_init=lambda: llama(), args=args, train_dataset=texts(), eval_dataset=texts(6), zeropg={"stage": 3}
+        )
+        trainer.train()
+        history = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        if abs(trainer.evaluate()["eval_loss"] - max(history)) > 1e-6:
+            wrong.append(f"the best of {history} (save_only_model={only}) was not loaded")
+        again = losses(trainer)
+        trainer.train()
+        if losses(trainer) != again:
+            wrong.append(f"a second train() of model_init: {again} {losses(trainer)}")
+    plain = transformers.Trainer(
+        llama(), arguments(f"{folder}/plain", save_strategy="steps", save_steps=2), train_dataset=texts()
+    )
+    plain.train()
+    trainer = Trainer(llama(9), arguments(f"{folder}/on"), train_dataset=texts(), zeropg={"stage": 3})
+    trainer.train(resume_from_checkpoint=f"{folder}/plain/checkpoint-2")
+    if differ(losses(trainer), losses(plain)):
+        wrong.append(f"from the plain Trainer's checkpoint: {losses(trainer)}, expected {losses(plain)}")
+    evaluated = Trainer(llama(), arguments(folder), eval_dataset=texts(6), zeropg={"stage": 3})
+    evaluated.evaluate()
+    if not isinstance(evaluated.model, zeropg.FullyShardedModule):
+        wrong.append("evaluate alone does not shard")
+    return wrong
+
+
+def test_the_best_model_is_loaded_and_checkpoints_of_the_plain_trainer_too(tmp_path: Path) -> None:
+    assert run_ranks(2, best_and_plain, str(tmp_path), timeout=240) == [[], []]
+
+
+CONFIGURATION = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+}
+
+
+def configured(folder: str) -> list[Any]:
+    from zeropg.deepspeed.config import ConfigError
+    from zeropg.transformers import Trainer
+
+    trainer = Trainer(llama(), arguments(folder, deepspeed=CONFIGURATION), train_dataset=texts())
+    trainer.train()
+    stage = trainer.model._zeropg_state.core.stage
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    wrong = []
+    for config, more in (
+        ({**CONFIGURATION, "gradient_clipping": 3.0}, {}),
+        ({**CONFIGURATION, "zero_optimization": {"stage": 7}}, {}),
+        (CONFIGURATION, {"zeropg": {"stage": 1}}),
+    ):
+        try:
+            Trainer(llama(), arguments(folder, deepspeed=config), train_dataset=texts(), **more)
+            wrong.append(f"{config} {more} were accepted")
+        except (ConfigError, ValueError):
+            pass
+    for more, given in (({"bf16_full_eval": True}, {}), ({"auto_find_batch_size": True}, {}), ({}, {"stages": 3})):
+        try:
+            Trainer(llama(), arguments(folder, **more), train_dataset=texts(), zeropg=given)
+            wrong.append(f"{more} {given} were accepted")
+        except (NotImplementedError, TypeError) as error:
+            if "[zeropg] Trainer" not in str(error):
+                wrong.append(str(error))
+    half = Trainer(llama(), arguments(folder, fp16=True), train_dataset=texts(), zeropg={"stage": 3})
+    half.train()
+    return [stage, type(trainer.optimizer.optimizer).__name__, rates, wrong, losses(trainer), losses(half)]
+
+
+def test_a_configuration_of_deepspeed_says_stage_optimizer_and_schedule(tmp_path: Path) -> None:
+    for stage, optimizer, rates, wrong, seen, half in run_ranks(2, configured, str(tmp_path), timeout=120):
+        assert (stage, optimizer, wrong) == (2, "ShardedOptimizer", [])
+        assert rates == pytest.approx([0, 0, 1e-2, 1e-2])  # WarmupDecayLR's, whose first step is at 0
+        assert seen[-1] < seen[0] and half[-1] < half[0]
+
+
+def alone(folder: str) -> list[float]:
+    """Without torchrun's variables, as in a notebook: one process."""
+    import os
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    from zeropg.transformers import Trainer
+
+    trainer = Trainer(llama(), arguments(folder), train_dataset=texts())
+    trainer.train()
+    return losses(trainer)
+
+
+def test_one_process_without_a_group_trains_too(tmp_path: Path) -> None:
+    (seen,) = run_ranks(1, alone, str(tmp_path), backend=None)
+    assert len(seen) == 4 and seen[-1] < seen[0]
