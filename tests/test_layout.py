@@ -172,6 +172,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "deepspeed": {"compression", "rank_io", "backend", "sharding", "optim", "checkpoint"},
     "accelerate": {"sharding", "optim", "checkpoint"},
     "transformers": {"accelerate", "rank_io", "sharding", "checkpoint", "deepspeed"},
+    "lightning": {"sharding", "optim", "checkpoint"},
     "__init__": {
         "_native",
         "_notices",

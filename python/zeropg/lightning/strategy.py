@@ -1,0 +1,169 @@
+"""`ZeroPGStrategy`: Lightning's Trainer with models that `zeropg.fully_shard` has sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from torch import nn
+
+from zeropg.checkpoint.state_dict import full_optimizer_state_dict, full_state_dict
+from zeropg.lightning.precision import ShardedPrecision, sharded_precision
+from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
+from zeropg.sharding.access import no_sync
+from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard
+
+
+class ZeroPGStrategy(DDPStrategy):
+    """Shards the LightningModule in place, over the ranks that Lightning starts (or torchrun).
+
+        trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=ZeroPGStrategy(stage=3))
+
+    - `precision`: "32-true", or "bf16-mixed": computation in bf16 with fp32 masters.
+    - `gradient_clip_val`: of the averaged gradient of the whole model; by value, too.
+    - `accumulate_grad_batches`: stages 2 and 3 reduce at every micro-batch, so that gradients stay sharded.
+    - Checkpoints are Lightning's own, one file with whole weights and optimizer states: they load at any world size and
+      stage, and under other strategies. Rank 0 has them whole in host memory meanwhile. `zeropg.save_checkpoint` in a
+      callback writes shards in parallel.
+    - The module stays sharded after `fit`; a Trainer with another strategy needs a new one.
+
+    Args:
+        stage: what is sharded, as `zeropg.fully_shard` has it.
+        process_group_backend: for init_process_group, where there is no group yet.
+        timeout: of the group's operations.
+        options: further keyword arguments of `zeropg.fully_shard`. param_dtype goes before `precision`.
+
+    Raises NotImplementedError for another precision.
+    """
+
+    strategy_name = "zeropg"
+
+    def __init__(
+        self,
+        *,
+        stage: int = 3,
+        process_group_backend: str = "zeropg",
+        timeout: timedelta = timedelta(minutes=30),
+        **options: Any,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self._forward_redirection = _ForwardRedirection()
+        self._options = {"stage": stage, **options}
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """A `ShardedPrecision`."""
+        return sharded_precision(self._precision_plugin)
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else sharded_precision(precision_plugin)
+
+    # --- set-up ---
+
+    def setup(self, trainer: Any) -> None:
+        """As Lightning's general strategy: the model is sharded for evaluation, too."""
+        super(DDPStrategy, self).setup(trainer)
+
+    def model_to_device(self) -> None:
+        if not isinstance(self.model, FullyShardedModule):
+            super().model_to_device()
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        if not isinstance(model, FullyShardedModule):
+            precision = cast(ShardedPrecision, self.precision_plugin)
+            fully_shard(model, **{"param_dtype": precision.param_dtype, **self._options})
+        return model
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        assert self.model is not None  # as setup says
+        self.optimizers = [shard_optimizer(_unwrapped(one), self.model) for one in self.optimizers]
+
+    def teardown(self) -> None:
+        """Leaves the model sharded, where it is."""
+        assert self.cluster_environment is not None and self.accelerator is not None  # as set-up has made them
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    # --- steps: as calls of the module, so that its parameters are whole ---
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._call("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._call("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._call("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._call("predict_step", args, kwargs)
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.model is not None and self.lightning_module is not None  # as setup says
+        return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As Lightning's, which takes means of integers too; zeropg's groups do not, as they would have to round."""
+        if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+            total = super().reduce(tensor, group, "sum")
+            return total.copy_(total / dist.get_world_size(group))
+        return super().reduce(tensor, group, reduce_op)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """While gradients accumulate: without communication in stages 0 and 1; in stages 2 and 3 backwards reduce."""
+        assert isinstance(self.model, FullyShardedModule)  # as setup says
+        if self.model._zeropg_state.core.stage >= 2:
+            yield
+            return
+        with no_sync(self.model):
+            yield
+
+    # --- files: Lightning's own, with whole tensors ---
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole weights from the masters, on rank 0; {} elsewhere. All ranks must call."""
+        assert self.model is not None  # as setup says
+        return full_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole state in torch's layout, on rank 0; {} elsewhere. All ranks must call."""
+        inner = _unwrapped(optimizer)
+        assert isinstance(inner, ShardedOptimizer)  # as setup_optimizers makes them
+        return _with_numbers(full_optimizer_state_dict(inner))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.model is not None  # as setup says
+        self.model.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+
+def _with_numbers(named: dict[str, Any]) -> dict[str, Any]:
+    """A state dict under names as torch has it: parameters by number, in the order of the groups."""
+    if not named:
+        return {}
+    names = [name for group in named["param_groups"] for name in group["params"]]
+    number = {name: index for index, name in enumerate(names)}
+    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in named["param_groups"]]
+    return {"state": {number[name]: state for name, state in named["state"].items()}, "param_groups": groups}
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    return cast(torch.optim.Optimizer, getattr(optimizer, "_optimizer", optimizer))

@@ -1,0 +1,126 @@
+"""zeropg.lightning.ZeroPGStrategy on real ranks, beside Lightning's DDP."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.spawn import run_ranks
+
+pytest.importorskip("lightning")
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}  # Lightning starts processes itself otherwise
+
+
+def module(rate: float = 1e-2) -> Any:
+    import lightning
+
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in "ab")
+            self.head = nn.Linear(16, 4)
+            self.losses: list[float] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return self.head(x)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = self(batch[0]).float().square().mean()
+            self.losses.append(float(loss.detach()))
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val", self(batch[0]).float().square().mean(), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=rate)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+    return Net()
+
+
+def loader() -> Any:
+    data = torch.randn(32, 16, generator=torch.Generator().manual_seed(2))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=4)
+
+
+def trainer(folder: str, strategy: Any, epochs: int = 2, devices: int = 2, **more: Any) -> Any:
+    import lightning
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_epochs=epochs,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        **{**quiet, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2, **more},
+    )
+
+
+def fit(folder: str) -> list[str]:
+    import zeropg
+    from zeropg.lightning import ZeroPGStrategy
+
+    wrong = []
+    plain = module()
+    with_ddp = trainer(folder, "ddp")
+    with_ddp.fit(plain, loader())
+    with torch.no_grad():
+        expected = float(plain(loader().dataset.tensors[0]).square().mean())
+    for stage in range(4):
+        net = module()
+        with_zero = trainer(folder, ZeroPGStrategy(stage=stage))
+        with_zero.fit(net, loader(), loader())
+        if not all(math.isclose(a, b, rel_tol=2e-6) for a, b in zip(net.losses, plain.losses, strict=True)):
+            wrong.append(f"stage {stage}: {net.losses}, expected {plain.losses}")
+        (values,) = with_zero.validate(net, loader(), verbose=False)
+        if not math.isclose(values["val"], expected, rel_tol=2e-6):
+            wrong.append(f"stage {stage}: validate")
+        with_zero.save_checkpoint(f"{folder}/stage{stage}.ckpt")
+    half = module()
+    trainer(folder, ZeroPGStrategy(stage=3), precision="bf16-mixed", gradient_clip_algorithm="value").fit(
+        half, loader()
+    )
+    if half.head.weight.dtype != torch.bfloat16 or not half.losses[-1] < half.losses[0]:
+        wrong.append(f"bf16: {half.losses}")
+    try:
+        trainer(folder, ZeroPGStrategy(), precision="64-true")
+        wrong.append("64-true was accepted")
+    except NotImplementedError as error:
+        wrong += [] if "bf16-mixed" in str(error) else [str(error)]
+    # One epoch more than the checkpoint has, in another stage.
+    rest = [module() for _ in range(2)]
+    for net, strategy in zip(rest, ("ddp", ZeroPGStrategy(stage=1)), strict=True):
+        trainer(folder, strategy, epochs=3).fit(net, loader(), ckpt_path=f"{folder}/stage3.ckpt")
+    if not all(math.isclose(a, b, rel_tol=2e-6) for a, b in zip(rest[0].losses, rest[1].losses, strict=True)):
+        wrong.append(f"resumed: {rest[0].losses} {rest[1].losses}")
+    if len(rest[0].losses) != 4 or isinstance(rest[0], zeropg.FullyShardedModule):
+        wrong.append(f"{len(rest[0].losses)} steps in the epoch that was left")
+    return wrong
+
+
+def alone(folder: str) -> list[float]:
+    from zeropg.lightning import ZeroPGStrategy
+
+    net = module(rate=1.0)
+    trainer(folder, ZeroPGStrategy(stage=2), epochs=3, devices=1).fit(
+        net, loader(), ckpt_path=f"{folder}/stage3.ckpt", weights_only=False
+    )
+    return net.losses
+
+
+def test_fit_is_the_one_under_ddp_and_checkpoints_load_everywhere(tmp_path: Path) -> None:
+    assert run_ranks(2, fit, str(tmp_path), env=TORCHRUN, timeout=120) == [[], []]
+    (losses,) = run_ranks(1, alone, str(tmp_path), env=TORCHRUN, timeout=60)
+    assert len(losses) == 8 and losses[0] < 0.2
