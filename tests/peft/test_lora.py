@@ -1,0 +1,168 @@
+"""PEFT's LoRA under every stage: what trains, is kept, saved and merged, beside plain processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.spawn import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from tests.transformers.training import arguments, differ, llama, losses, texts
+
+
+def lora(seed: int = 1) -> Any:
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    torch.manual_seed(seed)
+    return peft.get_peft_model(llama(), config)
+
+
+def batches(rank: int, ranks: int) -> list[torch.Tensor]:
+    rows = torch.stack([row["input_ids"] for row in texts(32)])
+    return [rows[start : start + 8][rank::ranks] for start in range(0, 32, 8)]
+
+
+def step(model: Any, optimizer: Any, tokens: torch.Tensor) -> float:
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def adapters(model: Any) -> dict[str, torch.Tensor]:
+    import peft
+
+    return {name: value.detach().clone() for name, value in peft.get_peft_model_state_dict(model).items()}
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-5) -> bool:
+    return a.keys() == b.keys() and all(torch.allclose(a[k], b[k], atol=tolerance) for k in a)
+
+
+def by_hand(folder: str) -> list[str]:
+    """Returns what is wrong."""
+    import peft
+    import torch.distributed as dist
+    import transformers
+    from safetensors.torch import load_file
+
+    import zeropg
+
+    wrong: list[str] = []
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain = lora()
+    plain_optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    for tokens in batches(0, 1):
+        step(plain, plain_optimizer, tokens)
+    expected = adapters(plain)
+    for stage in range(4):
+        model = zeropg.fully_shard(lora(), stage=stage)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        optimizer = zeropg.shard_optimizer(torch.optim.AdamW(trainable, lr=1e-2), model)
+        for index, tokens in enumerate(batches(rank, ranks)):
+            if index == 2:
+                zeropg.save_checkpoint(f"{folder}/half{stage}", model, optimizer)
+            step(model, optimizer, tokens)
+        with zeropg.full_parameters(model):
+            if not close(adapters(model), expected):
+                wrong.append(f"stage {stage}: other adapters than one process has")
+            if rank == 0:
+                model.save_pretrained(f"{folder}/adapters{stage}")
+        held = {name for name, *_ in zeropg.local_shards(model) if ".lora_" not in name}
+        state = zeropg.full_optimizer_state_dict(optimizer, rank0_only=False)["state"]
+        if not held or not state or any(".lora_" not in name for name in state):
+            wrong.append(f"stage {stage}: state of {list(state)[:3]}")
+        if any(p.grad is not None for p in model.parameters() if not p.requires_grad):
+            wrong.append(f"stage {stage}: gradients of the base")
+
+        # Goes on from the middle, in another stage.
+        again = zeropg.fully_shard(lora(seed=5), stage=3 - stage)
+        other = zeropg.shard_optimizer(
+            torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=1.0), again
+        )
+        zeropg.load_checkpoint(f"{folder}/half{stage}", again, other)
+        for tokens in batches(rank, ranks)[2:]:
+            step(again, other, tokens)
+        with zeropg.full_parameters(again):
+            if not close(adapters(again), expected):
+                wrong.append(f"stage {stage} to {3 - stage}: resumed")
+
+        # Merged for export, and back.
+        before = zeropg.full_state_dict(model, rank0_only=False)
+        with zeropg.full_parameters(model, writable=True):
+            model.merge_adapter()
+        tokens = batches(0, 1)[0]
+        with torch.no_grad():
+            merged_logits = model(input_ids=tokens).logits
+        with zeropg.full_parameters(model, writable=True):
+            model.unmerge_adapter()
+        after = zeropg.full_state_dict(model, rank0_only=False)
+        if not close(before, after):
+            wrong.append(f"stage {stage}: merge_adapter and back")
+        base = lora()
+        base.load_state_dict(after)
+        if not torch.allclose(base(input_ids=tokens).logits, merged_logits, atol=1e-4):
+            wrong.append(f"stage {stage}: the merged model computes otherwise")
+        exported = zeropg.fully_shard(base.merge_and_unload(), stage=stage)
+        zeropg.save_16bit_weights(exported, f"{folder}/merged{stage}")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/merged{stage}", dtype=torch.float32)
+        if not torch.allclose(loaded(input_ids=tokens).logits, merged_logits, atol=0.1):
+            wrong.append(f"stage {stage}: the export computes otherwise")
+    dist.barrier()
+    if rank == 0:
+        for stage in range(4):
+            saved = load_file(f"{folder}/adapters{stage}/adapter_model.safetensors")
+            if not close(saved, expected):
+                wrong.append(f"stage {stage}: save_pretrained")
+        attached = peft.PeftModel.from_pretrained(llama(), f"{folder}/adapters3")
+        if not close(adapters(attached), expected):
+            wrong.append("PeftModel.from_pretrained")
+    return wrong
+
+
+def by_trainer(folder: str) -> list[str]:
+    import peft
+    import transformers
+    from safetensors.torch import load_file
+
+    import zeropg
+    from zeropg.transformers import Trainer
+
+    wrong = []
+    plain = transformers.Trainer(lora(), arguments(f"{folder}/plain"), train_dataset=texts())
+    plain.train()
+    for stage in range(4):
+        out = f"{folder}/{stage}"
+        args = arguments(out, save_strategy="steps", save_steps=2, gradient_checkpointing=stage == 3)
+        trainer = Trainer(lora(), args, train_dataset=texts(), zeropg={"stage": stage})
+        trainer.train()
+        if differ(losses(trainer), losses(plain), 1e-5):
+            wrong.append(f"stage {stage}: {losses(trainer)}, expected {losses(plain)}")
+        resumed = Trainer(lora(seed=4), arguments(f"{out}/on"), train_dataset=texts(), zeropg={"stage": 3 - stage})
+        resumed.train(resume_from_checkpoint=f"{out}/checkpoint-2")
+        if differ(losses(resumed), losses(plain), 1e-5):
+            wrong.append(f"stage {stage}: resumed {losses(resumed)}")
+        resumed.save_model(f"{out}/final")
+        zeropg_weights = zeropg.full_state_dict(resumed.model, rank0_only=False)
+        trainer.accelerator.wait_for_everyone()
+        saved = load_file(f"{out}/final/adapter_model.safetensors")
+        attached = peft.PeftModel.from_pretrained(llama(), f"{out}/final")
+        if any(".lora_" not in name for name in saved) or not close(attached.state_dict(), zeropg_weights, 0.0):
+            wrong.append(f"stage {stage}: save_model wrote {list(saved)[:3]}")
+    return wrong
+
+
+def test_lora_trains_saves_resumes_and_merges_as_in_one_process(tmp_path: Path) -> None:
+    assert run_ranks(2, by_hand, str(tmp_path), timeout=120) == [[], []]
+
+
+def test_lora_under_the_trainer_is_the_one_under_ddp(tmp_path: Path) -> None:
+    assert run_ranks(2, by_trainer, str(tmp_path), timeout=240) == [[], []]
