@@ -70,6 +70,12 @@ def test_the_program_for_deepspeed_runs(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step8"
 
 
+def test_the_program_for_the_trainer_runs(tmp_path: Path) -> None:
+    run_on_two_ranks(snippet("zeropg.transformers"), tmp_path)
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "runs/hf/final").iterdir()}
+    assert (tmp_path / "runs/hf/checkpoint-4/zeropg").is_dir()
+
+
 PLAIN_MODEL = """
 import torch
 import torch.distributed as dist
