@@ -120,6 +120,7 @@ def alone(folder: str) -> list[float]:
     return net.losses
 
 
+@pytest.mark.slow
 def test_fit_is_the_one_under_ddp_and_checkpoints_load_everywhere(tmp_path: Path) -> None:
     assert run_ranks(2, fit, str(tmp_path), env=TORCHRUN, timeout=120) == [[], []]
     (losses,) = run_ranks(1, alone, str(tmp_path), env=TORCHRUN, timeout=60)

@@ -160,9 +160,11 @@ def by_trainer(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_lora_trains_saves_resumes_and_merges_as_in_one_process(tmp_path: Path) -> None:
     assert run_ranks(2, by_hand, str(tmp_path), timeout=120) == [[], []]
 
 
+@pytest.mark.slow
 def test_lora_under_the_trainer_is_the_one_under_ddp(tmp_path: Path) -> None:
     assert run_ranks(2, by_trainer, str(tmp_path), timeout=240) == [[], []]

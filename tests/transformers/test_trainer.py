@@ -45,6 +45,7 @@ def against_ddp(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_losses_norms_and_predictions_are_those_of_the_plain_trainer_under_ddp(tmp_path: Path) -> None:
     assert run_ranks(2, against_ddp, str(tmp_path), timeout=240) == [[], []]
 
@@ -72,6 +73,7 @@ def resume(folder: str, batch: int) -> list[Any]:
     return [losses(trainer), zeropg.full_state_dict(trainer.model, rank0_only=False)]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_at_the_same_and_at_other_world_sizes(tmp_path: Path) -> None:
     import transformers
 
@@ -129,6 +131,7 @@ def best_and_plain(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_and_checkpoints_of_the_plain_trainer_too(tmp_path: Path) -> None:
     assert run_ranks(2, best_and_plain, str(tmp_path), timeout=240) == [[], []]
 
@@ -162,8 +165,12 @@ def configured(folder: str) -> list[Any]:
     trainer = Trainer(llama(), arguments(folder, deepspeed=CONFIGURATION), train_dataset=texts())
     trainer.train()
     stage = trainer.model._zeropg_state.core.stage
+    short = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
+    short["gradient_accumulation_steps"] = "auto"
+    in_bf16 = Trainer(llama(), arguments(folder, deepspeed=short, bf16=True, max_steps=1), train_dataset=texts())
+    in_bf16.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-    wrong = []
+    wrong = [] if in_bf16.model.dtype == torch.bfloat16 else [f"bf16=True computes in {in_bf16.model.dtype}"]
     for config, more in (
         ({**CONFIGURATION, "gradient_clipping": 3.0}, {}),
         ({**CONFIGURATION, "zero_optimization": {"stage": 7}}, {}),

@@ -50,7 +50,10 @@ class ConfiguredSharding:
 
     def __init__(self, config: Any, args: transformers.TrainingArguments, model: nn.Module | None) -> None:
         """Raises ConfigError where the configuration cannot be used, or contradicts the arguments."""
-        self._raw = load(config)
+        self._raw = dict(load(config))
+        for name in ("bf16", "fp16"):  # as accelerate does for DeepSpeed
+            if getattr(args, name):
+                self._raw.setdefault(name, {"enabled": True})
         self._args = args
         self._hidden_size = hidden_size_of(getattr(model, "config", None))
         self.settings = self._read(None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -21,8 +19,17 @@ def weights_to_save(model: nn.Module, *, rank0_only: bool) -> dict[str, torch.Te
     return full_state_dict(model, dtype=state_of(model, "save_model").param_dtype, rank0_only=rank0_only, only=wanted)
 
 
-def _saved_with_adapters(model: Any) -> set[str]:
-    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+def _saved_with_adapters(model: nn.Module) -> set[str]:
+    embeddings = [_embeddings(model, "get_input_embeddings"), _embeddings(model, "get_output_embeddings")]
     frozen = {id(p) for module in embeddings if module is not None for p in module.parameters()}
     named = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if parameter.requires_grad or id(parameter) in frozen}
+
+
+def _embeddings(model: nn.Module, getter: str) -> nn.Module | None:
+    """None where a model has none: some say so by an error."""
+    try:
+        found: nn.Module | None = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found
