@@ -605,6 +605,8 @@ def what_does_not_fit(directory: Path) -> dict[str, str]:
     errors["plain optimizer"] = attempt(zeropg.dcp_state_dict, model, adam(Net()))
     one_bit = sharded(0, 1, make_optimizer=lambda m: zeropg.optim.OneBitAdam(m.parameters(), warmup_steps=9))
     errors["momenta"] = attempt(zeropg.dcp_state_dict, *one_bit)
+    factored = sharded(0, 1, make_optimizer=lambda m: zeropg.optim.Adafactor(m.parameters()))
+    errors["factors"] = attempt(zeropg.dcp_state_dict, *factored)
     errors["deep"] = attempt(dcp.save, {"app": {"model": state["model"]}}, checkpoint_id=directory / "deep")
     errors["values"] = attempt(state["model"].load_state_dict, plain)
     errors["not loaded"] = attempt(state["model"].load_state_dict, state["model"].state_dict())
@@ -642,6 +644,7 @@ def test_what_does_not_fit_is_one_error_on_every_rank(rank_pool: Any, tmp_path: 
             "plain model": "dcp_state_dict: this Net is not a sharded model; call zeropg.fully_shard(model) first",
             "plain optimizer": "expected what zeropg.shard_optimizer returned",
             "momenta": "use zeropg.save_checkpoint",
+            "factors": "sums of rows and columns",
             "deep": "must stand at the top",
             "values": "expected what state_dict() of the same object returned",
             "not loaded": "nothing was read; give the dictionary to dcp.load first",

@@ -9,6 +9,7 @@ from zeropg.checkpoint.dcp.model_state import ModelState
 from zeropg.checkpoint.dcp.optimizer_state import OptimizerState
 from zeropg.checkpoint.manifest import ALONE
 from zeropg.checkpoint.optimizers import Optimizers, named_optimizers
+from zeropg.optim.adafactor import AdafactorRule
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
 
 
@@ -55,6 +56,11 @@ def dcp_state_dict(model: nn.Module, optimizer: Optimizers | None = None) -> dic
             raise NotImplementedError(
                 f"[zeropg] dcp_state_dict: {type(one._wrapped).__name__} keeps what ranks owe each other, which "
                 "torch.distributed.checkpoint cannot hold; use zeropg.save_checkpoint"
+            )
+        if isinstance(one._rule, AdafactorRule):
+            raise NotImplementedError(
+                f"[zeropg] dcp_state_dict: {type(one._wrapped).__name__} keeps sums of rows and columns, which are no part "
+                "of a tensor that torch.distributed.checkpoint could cut; use zeropg.save_checkpoint"
             )
         states["optimizer" if name == ALONE else f"optimizer.{name}"] = OptimizerState(one, name)
     return states
