@@ -117,9 +117,10 @@ class Partition(Place):
     Where ranks turn out to have different ones, as in data parallelism, each keeps its own whole: said once.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, parts: Place | None = None) -> None:
+        """parts: where the part of this rank waits; default: where it is."""
         self._group = group
-        self._here = Here()
+        self._here = parts or Here()
         self._is_same = True
 
     def keep(self, tensor: torch.Tensor) -> Restore:
@@ -132,19 +133,19 @@ class Partition(Place):
         mine = flat.new_zeros(part)
         own = flat[rank * part : (rank + 1) * part]
         mine[: own.numel()] = own
-        shape = tensor.shape
+        shape, kept = tensor.shape, self._here.keep(mine)
 
         def restore() -> torch.Tensor:
-            whole = mine.new_empty(size * part)
-            dist.all_gather_into_tensor(whole.view(torch.uint8), mine.view(torch.uint8), group=group)
+            own = kept()
+            whole = own.new_empty(size * part)
+            dist.all_gather_into_tensor(whole.view(torch.uint8), own.view(torch.uint8), group=group)
             return whole[: shape.numel()].view(shape)
 
         return restore
 
     def _check(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Whether all ranks have the same values: by their shape and a sum of their bits. Collective."""
-        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
-        bits = tensor.detach().contiguous().view(-1).view(width).sum(dtype=torch.int64)
+        """Whether all ranks have the same values: by their shape and a digest of their bits. Collective."""
+        bits = _digest(tensor)
         mine = torch.stack([bits, bits.new_tensor(hash(tuple(tensor.shape)))])
         everybodys = mine.new_empty(group.size() * 2)
         dist.all_gather_into_tensor(everybodys, mine, group=group)
@@ -156,6 +157,21 @@ class Partition(Place):
                 "group.",
             )
         return self._is_same
+
+
+_DIGEST_ELEMENTS = 1 << 20  # at a time, which bounds what it takes
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum of the bits, weighted by their places: the same samples in another order have another one. int64 []."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    bits = tensor.detach().contiguous().view(-1).view(width)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for begin in range(0, bits.numel(), _DIGEST_ELEMENTS):
+        part = bits[begin : begin + _DIGEST_ELEMENTS].long()
+        places = torch.arange(begin, begin + part.numel(), device=tensor.device)
+        total += (part * (places * 0x9E3779B97F4A7C1 + 1)).sum()
+    return total
 
 
 def check_unwritten(tensor: torch.Tensor, version: int) -> None:

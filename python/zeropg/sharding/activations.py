@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,8 +14,10 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 from zeropg.sharding.activation_places import File, Here, HostMemory, Partition, Place, Restore, check_unwritten
+from zeropg.sharding.running_statistics import unchanged_statistics
 from zeropg.sharding.units import UnitChoice, choose_units
 
+LOGGER = logging.getLogger("zeropg")
 _PLACES: dict[str, Callable[[], Place]] = {"recompute": Here, "cpu": HostMemory}
 _KEY = "_zeropg_activations"  # of a block: the place where its inputs wait
 
@@ -51,7 +54,8 @@ def checkpoint_activations(
     Raises:
         TypeError: `module` is no module.
         ValueError: a place or unit that does not exist, `group` with another place, or blocks that have it already.
-        NotImplementedError: a block whose `forward` was replaced on the instance.
+        NotImplementedError: a block whose `forward` was replaced on the instance; in a forward: a cache of keys and
+            values that is not empty. Empty ones (Hugging Face's use_cache) stay empty, which is said once.
         OSError: the directory takes no file; in a forward: it is full.
         RuntimeError: in a backward: an input was changed in place after the block had run.
     """
@@ -81,32 +85,50 @@ def checkpoint_activations(
 
 def run_checkpointed(place: Place, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns function(*args, **kwargs), which a backward runs again, with tensors from `place`."""
-    leaves, structure = _pytree.tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    rerun = _Rerun(place, function, leaves, structure)
-    # torch looks at tensors among the arguments for the device whose random numbers it must repeat.
-    marker = tensors[0].new_empty(0) if tensors else torch.empty(0)
-    return checkpoint(rerun, marker.detach(), use_reentrant=False)
+    # torch looks at tensors among the arguments for the device whose random numbers it must repeat beside the CPU's.
+    marker = torch.empty(0, device=_device_of(function, args, kwargs))
+    return checkpoint(_Rerun(place, function, args, kwargs), marker, use_reentrant=False)
+
+
+def _device_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Of the arguments, else of the parameters of modules among them, the first that is no CPU."""
+    leaves = _pytree.tree_leaves((args, kwargs))
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    devices += [next((p.device for p in m.parameters()), torch.device("cpu")) for m in _modules_in(function, leaves)]
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+
+
+def _modules_in(function: Callable[..., Any], leaves: Iterable[Any]) -> list[nn.Module]:
+    candidates = (function, getattr(function, "__self__", None), *leaves)
+    return [candidate for candidate in candidates if isinstance(candidate, nn.Module)]
 
 
 class _Rerun:
-    """Calls a function with what it was given the first time, and later with what a place has kept of that."""
+    """Calls a function with what it was given the first time, and later with what a place has kept of that.
 
-    def __init__(self, place: Place, function: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
+    The first time it is given the very containers of the caller, which may look for what the function puts into them
+    (a list, a cache); later it gets others, filled as they were before it ran.
+    """
+
+    def __init__(
+        self, place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._place = place
         self._function = function
-        self._first: list[Any] | None = leaves
-        self._structure = structure
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._kept: list[Callable[[], Any]] = []
+        self._structure: Any = None
 
     def __call__(self, _: torch.Tensor) -> Any:
         if self._first is not None:
-            leaves, self._first = self._first, None
+            (args, kwargs), self._first = self._first, None
+            leaves, self._structure = _pytree.tree_flatten((args, kwargs))
             self._kept = [self._keep(leaf) for leaf in leaves]
-        else:
-            leaves = [restore() for restore in self._kept]
+            return self._function(*args, **kwargs)
+        leaves = [restore() for restore in self._kept]
         args, kwargs = _pytree.tree_unflatten(leaves, self._structure)
-        return self._function(*args, **kwargs)
+        with unchanged_statistics(_modules_in(self._function, leaves)):
+            return self._function(*args, **kwargs)
 
     def _keep(self, leaf: Any) -> Callable[[], Any]:
         if not isinstance(leaf, torch.Tensor):
@@ -130,6 +152,35 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided
 
 
+_has_said_caches = False
+
+
+def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """None in place of Hugging Face's caches of keys and values, as its own checkpointing has it.
+
+    Training asks nothing of them, they would keep what a block need not, and a second run would fill them twice.
+    Raises NotImplementedError where one holds a prefix, whose values count.
+    """
+    global _has_said_caches
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not caches:
+        return args, kwargs
+    if any(cache.get_seq_length() for cache in caches):
+        raise NotImplementedError(
+            "[zeropg] checkpoint_activations: a block was given a cache that holds keys and values already, which a "
+            "second run of the block would fill twice; train without the prefix (use_cache=False), or leave out units"
+        )
+    if not _has_said_caches:
+        LOGGER.warning("checkpoint_activations: blocks that run again for a backward fill no cache (use_cache=False)")
+        _has_said_caches = True
+    kept = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+    return tuple(None if _is_cache(value) else value for value in args), kept
+
+
+def _is_cache(value: Any) -> bool:
+    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
+
+
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -140,6 +191,7 @@ def _checkpointed(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return cls.forward(self, *args, **kwargs)
+        args, kwargs = _without_caches(args, kwargs)
         return run_checkpointed(vars(self)[_KEY], cls.forward, self, *args, **kwargs)
 
     made = type(cls.__name__, (cls,), {"forward": forward, "__doc__": cls.__doc__})

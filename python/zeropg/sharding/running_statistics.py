@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,3 +35,17 @@ def broadcast_running_statistics(modules: list[nn.Module], group: dist.ProcessGr
     for buffer, piece in zip(buffers, pieces, strict=True):
         # A copy, since a piece may begin where its dtype must not.
         buffer.detach().copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
+
+
+@contextmanager
+def unchanged_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Gives the modules' statistics back the values that they have now: a batch that is seen again counts once."""
+    norms = [part for module in modules for part in module.modules() if isinstance(part, _NormBase)]
+    buffers = [buffer for norm in norms for name in _NAMES if (buffer := norm._buffers.get(name)) is not None]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)

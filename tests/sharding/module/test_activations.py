@@ -247,3 +247,76 @@ def test_hugging_face_models_keep_their_own_way() -> None:
             losses.append((loss.item(), model.model.layers[0].mlp.up_proj.weight.grad.clone()))
     assert losses[0][0] == losses[1][0] == losses[2][0]
     assert equal(losses[0][1], losses[2][1])
+
+
+class Remembering(nn.Module):
+    """Leaves something behind besides its output: statistics of its batch norm, an entry in the caller's list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        seen.append(x.detach().mean())
+        return x + self.layer(self.norm(x)) * len(seen)
+
+
+@on_ranks(2)
+def test_blocks_leave_behind_what_one_run_leaves(tmp_path: Path) -> None:
+    results = []
+    for to in (None, *PLACES):
+        torch.manual_seed(0)
+        model = nn.ModuleList(Remembering() for _ in range(2))
+        if to is not None:
+            zeropg.checkpoint_activations(model, to=tmp_path if to == "directory" else to)
+        x, seen = torch.randn(4, 16, requires_grad=True), []
+        y = x
+        for block in model:
+            y = block(y, seen)
+        y.square().sum().backward()
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        results.append((len(seen), [x.grad, *buffers, *(p.grad for p in model.parameters())]))
+    assert results[0][0] == 2
+    for count, tensors in results[1:]:
+        assert count == 2 and all(equal(mine, plain) for mine, plain in zip(tensors, results[0][1], strict=True))
+
+
+@on_ranks(2)
+def test_samples_in_another_order_are_not_the_same_activations() -> None:
+    x = torch.arange(12.0).view(2, 6).requires_grad_()
+    expected = 3 * x.detach().square()
+
+    class Cube(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.pow(3)
+
+    mine = (x.detach() if dist.get_rank() == 0 else x.detach().flip(0)).requires_grad_()
+    zeropg.checkpoint_activations(Cube(), to="partition")(mine).sum().backward()
+    assert equal(mine.grad, expected if dist.get_rank() == 0 else expected.flip(0))
+
+
+@on_ranks(1)
+def test_a_cache_that_hugging_face_fills_does_no_harm() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=36, intermediate_size=52, num_hidden_layers=3, num_attention_heads=6
+    )
+    tokens = make_batches(1)[0]
+    found = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).train()
+        if is_checkpointed:
+            zeropg.checkpoint_activations(model)
+        output = model(input_ids=tokens, labels=tokens)  # use_cache is on unless somebody turns it off
+        output.loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(equal(mine, plain) for mine, plain in zip(*found, strict=True))
+    assert output.past_key_values.get_seq_length() == 0  # as with Hugging Face's own
+    with torch.no_grad():
+        prefix = model(input_ids=tokens).past_key_values
+    assert prefix.get_seq_length() == tokens.shape[1]
+    with raises(NotImplementedError, "a cache that holds keys and values already"):
+        model(input_ids=tokens, past_key_values=prefix)
