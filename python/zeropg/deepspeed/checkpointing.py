@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from zeropg.deepspeed.config.blocks.activation import ActivationCheckpointing
 from zeropg.deepspeed.config.source import load
 from zeropg.sharding.activation_places import Here, HostMemory, Partition, Place
@@ -32,7 +34,7 @@ def configure(
         deepspeed_config: a path, a dictionary, or an object with that as its attribute; its block
             activation_checkpointing.
         partition_activations: each rank of the group keeps a part.
-        checkpoint_in_cpu: inputs wait in host memory. With partition_activations too, parts stay where they are.
+        checkpoint_in_cpu: inputs wait in host memory; with partition_activations their parts do.
         contiguous_checkpointing, num_checkpoints, synchronize, profile: have no effect here.
     """
     global _place
@@ -40,30 +42,30 @@ def configure(
     if deepspeed_config is not None:
         config = load(getattr(deepspeed_config, "deepspeed_config", deepspeed_config))
         block = ActivationCheckpointing.model_validate(config.get("activation_checkpointing", {}))
-    if _first(partition_activations, block.partition_activations):
-        _place = Partition(_group_of(mpu_))
-    elif _first(checkpoint_in_cpu, block.cpu_checkpointing):
-        _place = HostMemory()
-    else:
-        _place = Here()
+    whole: Place = HostMemory() if _first(checkpoint_in_cpu, block.cpu_checkpointing) else Here()
+    is_in_parts = _first(partition_activations, block.partition_activations)
+    _place = Partition(_group_of(mpu_), whole) if is_in_parts else whole
 
 
 def is_configured() -> bool:
-    """Whether `configure` has been called since the start, or since `reset`."""
+    """Whether `configure` has been called."""
     return _place is not None
 
 
 def reset() -> None:
-    """Forgets what `configure` has chosen. DeepSpeed frees its buffers here; there are none."""
-    global _place
-    _place = None
+    """Does nothing: programs call it between forwards without backward, for DeepSpeed's buffers, and there are none.
+
+    What `configure` has chosen stays, as with DeepSpeed.
+    """
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """Returns function(*args), which a backward runs again; see `zeropg.checkpoint_activations`. Not collective.
 
-    But with partition_activations: the ranks of the group then call it alike.
+    But with partition_activations: the ranks of the group then call it alike. Without gradients `function` just runs.
     """
+    if not torch.is_grad_enabled():
+        return function(*args)
     return run_checkpointed(_place or Here(), function, *args)
 
 
