@@ -59,8 +59,8 @@ def dcp_state_dict(model: nn.Module, optimizer: Optimizers | None = None) -> dic
             )
         if isinstance(one._rule, AdafactorRule):
             raise NotImplementedError(
-                f"[zeropg] dcp_state_dict: {type(one._wrapped).__name__} keeps sums of rows and columns, which are no part "
-                "of a tensor that torch.distributed.checkpoint could cut; use zeropg.save_checkpoint"
+                f"[zeropg] dcp_state_dict: {type(one._wrapped).__name__} keeps sums of rows and columns, which are no "
+                "part of a tensor that torch.distributed.checkpoint could cut; use zeropg.save_checkpoint"
             )
         states["optimizer" if name == ALONE else f"optimizer.{name}"] = OptimizerState(one, name)
     return states
