@@ -17,6 +17,12 @@ def held_bytes() -> int:
     return _bytes_of("Anonymous", "Pss_Shmem")
 
 
+def used_bytes() -> int:
+    """held_bytes without what was freed and the allocator has kept."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return held_bytes()
+
+
 def _bytes_of(*kinds: str) -> int:
     with open("/proc/self/smaps_rollup") as file:
         memory = dict(line.split(":") for line in file if line.endswith("kB\n"))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropg
-from tests.memory import held_bytes
+from tests.memory import used_bytes
 from tests.sharding.ranks import BACKENDS, STAGES, equal, on_ranks, raises
 
 WIDTH = 1024
@@ -35,11 +35,11 @@ def test_ranks_hold_a_piece_beside_their_shards(stage: int) -> None:
     send = dist.broadcast
 
     def note(*args: Any, **kwargs: Any) -> Any:
-        held.append(held_bytes())
+        held.append(used_bytes())
         return send(*args, **kwargs)
 
     send(torch.zeros(WIDTH, WIDTH), 0)  # the group's own memory is there
-    before = held_bytes()
+    before = used_bytes()
     with mock.patch.object(dist, "broadcast", note):
         zeropg.load_full_state_dict(model, whole, broadcast_from_rank0=True)
     assert max(held) - before < 20 << 20, [(h - before) >> 20 for h in held]
