@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropg
-from tests.memory import used_bytes
+from tests.memory import held_bytes
 from tests.sharding.ranks import equal, raises
 from tests.small_gpt import make_optimizer
 
@@ -23,7 +23,7 @@ class Block(nn.Linear):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        held.append(used_bytes())
+        held.append(held_bytes())
 
 
 class Model(nn.Module):
@@ -49,12 +49,12 @@ def shard_a_large_model(stage: int) -> None:
         model = Model()
     dist.broadcast(torch.zeros(WIDTH, WIDTH), 0)  # the group's own memory is there
     held.clear()
-    before = used_bytes()
+    before = held_bytes()
     zeropg.fully_shard(model, stage=stage, device="cpu")
     shard = BLOCKS * BLOCK_BYTES / (dist.get_world_size() if stage == 3 else 1)
     # A block twice, while it is taken over; and what allocator and interpreter keep.
     assert max(held) - before < shard + 3 * BLOCK_BYTES + (4 << 20), [(h - before) >> 20 for h in held]
-    assert used_bytes() - before < shard + 2 * BLOCK_BYTES + (4 << 20)
+    assert held_bytes() - before < shard + 2 * BLOCK_BYTES + (4 << 20)
 
 
 @pytest.mark.parametrize("backend", ["zeropg", "gloo"])
