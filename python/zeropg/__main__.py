@@ -18,7 +18,7 @@ COMMANDS = {
     "config": ("zeropg.tools.config", "say what becomes of each key of a DeepSpeed configuration"),
     "doctor": ("zeropg.tools.doctor.command", "show what is built, what this machine can use, and why not"),
     "export": ("zeropg.tools.export.command", "make safetensors of a checkpoint, ours or DeepSpeed's"),
-    "logs": ("zeropg.tools.logs.command", "show what all ranks of a run said, shared lines once, and who failed first"),
+    "logs": ("zeropg.tools.logs.command", "show the logs of all ranks as one text, and which rank failed first"),
     "plan": ("zeropg.tools.plan.command", "compute memory and traffic of a run per rank, before anything is allocated"),
     "run": ("zeropg.tools.run.command", "start a program on all ranks of one or several hosts, as deepspeed does"),
     "simulate": ("zeropg.tools.simulate", "compute time and bytes of a collective on nodes that need not exist"),
@@ -45,7 +45,7 @@ examples:
   python -m zeropg tune train.py --deepspeed_config ds_config.json       the fastest stage and micro-batch for a script
   python -m zeropg simulate --ranks 8 --nodes 2 --size 64M               what an all-reduce would cost on two nodes
   python -m zeropg run --hostfile hosts train.py                         all ranks of all hosts, as deepspeed does
-  python -m zeropg logs logs                                             what its ranks said, with run --log_dir logs
+  python -m zeropg logs logs --failure                                   which rank failed first, and its last lines
   torchrun --standalone --nproc-per-node 4 -m zeropg topo --measure      latency and bandwidth between four ranks
   python -m zeropg bench collectives -n 2                                all-reduce from 8 B to 64 MiB, beside gloo
   torchrun --standalone --nproc-per-node 2 -m zeropg train               ZeRO-3 on two processes of this machine

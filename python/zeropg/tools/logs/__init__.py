@@ -1,1 +1,1 @@
-"""`python -m zeropg logs`."""
+"""`python -m zeropg logs`: the logs of all ranks of a run as one text."""

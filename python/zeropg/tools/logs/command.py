@@ -1,131 +1,170 @@
-"""`python -m zeropg logs`: what all ranks of a run have written, in one text."""
+"""`python -m zeropg logs`: shows what the ranks of `python -m zeropg run --log_dir` wrote, as one text."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zeropg.tools.command_line import make_parser
-from zeropg.tools.logs.failure import first_traceback
-from zeropg.tools.logs.folder import Growing, LogError, lines_of, logs_in
-from zeropg.tools.logs.merge import Line, merged, shown_ranks
-from zeropg.tools.run.cores import parse_cpu_list
+from zeropg.tools.logs.failure import LAST_LINES, report, symptoms
+from zeropg.tools.logs.files import Line, RankFile, format_ranks, parse_ranks, rank_files
+from zeropg.tools.logs.merge import SIGHT, merge
+from zeropg.tools.run.rank_output import go_on_without
+from zeropg.tools.run.record import read_record
 
-_DESCRIPTION = """
-Shows the logs of all ranks of a run as one text: what `python -m zeropg run --log_dir DIR` has written, DIR/rank0.log
-and so on. A line that several ranks say is shown once, with these ranks in front; below them stands the traceback of
-the rank that failed first.
+_POLL_SECONDS = 0.2
+
+_DESCRIPTION = f"""
+Shows the logs of all ranks as one text, from the folder that `python -m zeropg run --log_dir DIR` wrote. A line that
+several ranks wrote is shown once, with their numbers in front:
+
+  [0-3] epoch 1
+  [0] loss 1.2
+  [1] loss 1.3
+
+Logs have no times. Lines of one rank stay in their order; those of different ranks are put together where they are
+equal, if fewer than {SIGHT} lines lie between; else ranks take turns. It is one pass in little memory, of any size.
 """
 _EXAMPLES = """
 examples:
-  python -m zeropg run --num_gpus 4 --log_dir logs train.py      a run that writes logs
-  python -m zeropg logs logs                                     all that its ranks said, and who failed first
-  python -m zeropg logs logs --failure                           only that
-  python -m zeropg logs logs --tail 20 --rank 0,2-3              the last lines of three ranks
-  python -m zeropg logs logs --grep 'loss|nan'                   lines that match a regular expression of Python's
-  python -m zeropg logs logs --follow                            go on with what comes, until Ctrl-C
+  python -m zeropg run --num_gpus 4 --log_dir logs train.py    writes the logs
+  python -m zeropg logs logs                                   all ranks as one text
+  python -m zeropg logs logs --rank 0,2-3 --tail 20            the last 20 lines of three ranks
+  python -m zeropg logs logs --grep 'loss|grad_norm'           lines that a regular expression of Python's finds
+  python -m zeropg logs logs --follow --tail 0                 what is written from now on, until Ctrl-C
+  python -m zeropg logs logs --failure                         who failed first, why, and its last lines
 
-what it looks like:
-  [0-3] step 10
-  [0]   loss 2.31
-  [2]   Traceback (most recent call last):
+--failure goes by what the run noted in DIR/run.json. Where that is missing, or the run was killed, it is the rank with
+a traceback or a fatal signal whose log was the first to end; copy logs with their times (cp -p).
 
-Lines carry no times. Each rank's stay in their order; between ranks the lines that they share say what came when. Who
-failed first goes by the times of the files: the rank with a traceback whose log ended first. A rank that was killed has
-no traceback; python -m zeropg run names it at its end.
-
-status: 0 shown; 1 nothing that can be shown; 2 wrong options
+status: 0 shown; 1 --failure found one; 2 wrong options, or nothing to show; 130 Ctrl-C
 """
-_POLL_SECONDS = 0.3
 
 
 def main(arguments: list[str]) -> int:
     """Show what `arguments` ask for; returns the exit status."""
-    options = _parse(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.failure and (options.ranks is not None or options.pattern is not None):
+        parser.error("--failure looks at all ranks and lines; leave out --rank and --grep")
+    _allow_a_file_for_each_rank()
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot show all letters
     try:
-        logs = logs_in(options.directory, options.rank)
-        if options.follow:
-            _follow(logs, options)
-            return 0
-        if not options.failure:
-            _print(
-                _last(merged({rank: _matching(lines_of(path), options) for rank, path in logs.items()}), options), logs
-            )
-        if options.failure or options.grep is None:
-            _print_failure(logs, options.failure)
-    except LogError as error:
-        print(f"zeropg logs: {error}.", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # `| head`
-        sys.stderr.close()
-        return 0
+        files = _files(options)
+        if options.failure:
+            return _show_failure(options, files)
+        _show(options, files)
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        return 0 if options.follow else 130
+        go_on_without(sys.stdout)  # of lines that still wait nobody wants more
+        return 130
+    except BrokenPipeError:
+        go_on_without(sys.stdout)  # whoever read has enough: `| head`
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     return 0
 
 
-def _follow(logs: dict[int, Path], options: argparse.Namespace) -> None:
-    growing = {rank: Growing(path) for rank, path in logs.items()}
-    is_first = True
-    while True:
-        lines = merged({rank: list(_matching(file.new_lines(), options)) for rank, file in growing.items()})
-        _print(_last(lines, options) if is_first else lines, logs)
+def _files(options: argparse.Namespace) -> list[RankFile]:
+    """Of the ranks that are asked for. Raises ValueError where there are none, OSError where they cannot be read."""
+    folder: Path = options.folder
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; expected the one that zeropg run --log_dir wrote")
+    found = rank_files(folder, read_record(folder))
+    if options.follow:
+        return [file for file in found if options.ranks is None or file.rank in options.ranks]
+    if not found:
+        raise ValueError(f"{folder} has no logs (rank0.log ...); expected the folder that zeropg run --log_dir wrote")
+    missing = sorted((options.ranks or set()) - {file.rank for file in found})
+    if missing:
+        ranks = format_ranks([file.rank for file in found])
+        raise ValueError(f"{folder} has no log of rank {format_ranks(missing)}; it has those of {ranks}")
+    return [file for file in found if options.ranks is None or file.rank in options.ranks]
+
+
+def _allow_a_file_for_each_rank() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _show_failure(options: argparse.Namespace, files: Sequence[RankFile]) -> int:
+    lines = LAST_LINES if options.tail is None else options.tail
+    has_failed, said = report(read_record(options.folder), [symptoms(file, lines) for file in files])
+    try:
+        print("\n".join(said), flush=True)
+    except BrokenPipeError:
+        go_on_without(sys.stdout)
+    return int(has_failed)
+
+
+def _show(options: argparse.Namespace, files: Sequence[RankFile]) -> None:
+    _print_merged(options, files, is_final=not options.follow, last=options.tail)
+    known = {file.rank: file for file in files}
+    try:
+        while options.follow:
+            time.sleep(_POLL_SECONDS)
+            for file in _files(options):
+                known.setdefault(file.rank, file)
+            # One that is gone may come again.
+            _print_merged(options, [file for file in known.values() if file.path.exists()], is_final=False, last=None)
+    except KeyboardInterrupt:
+        _print_merged(options, list(known.values()), is_final=True, last=None)
+        raise
+
+
+def _print_merged(options: argparse.Namespace, files: Sequence[RankFile], *, is_final: bool, last: int | None) -> None:
+    texts = [(file.rank, _wanted(file.lines(is_final), options.pattern, last)) for file in files]
+    for ranks, line in merge(texts):
+        sys.stdout.write(f"[{format_ranks(ranks)}] {line}\n")
+    if options.follow:
         sys.stdout.flush()
-        is_first = False
-        time.sleep(_POLL_SECONDS)
 
 
-def _matching(lines: Iterable[str], options: argparse.Namespace) -> Iterator[str]:
-    return (line for line in lines if options.grep is None or options.grep.search(line))
+def _wanted(lines: Iterator[Line], pattern: re.Pattern[str] | None, last: int | None) -> Iterator[Line]:
+    """Those that the pattern finds, and of these the last ones."""
+    found = lines if pattern is None else (line for line in lines if pattern.search(line.text))
+    return found if last is None else iter(deque(found, maxlen=last))
 
 
-def _last(lines: Iterable[Line], options: argparse.Namespace) -> Iterable[Line]:
-    return lines if options.tail is None else deque(lines, maxlen=options.tail)
-
-
-def _print(lines: Iterable[Line], logs: Iterable[int]) -> None:
-    width = len(shown_ranks(logs)) + 2
-    for line in lines:
-        print(f"{f'[{shown_ranks(line.ranks)}]':{width}} {line.text}")
-
-
-def _print_failure(logs: dict[int, Path], is_asked_for: bool) -> None:
-    found = first_traceback(logs)
-    if found is not None:
-        print(("" if is_asked_for else "\n") + f"rank {found.rank} failed first ({logs[found.rank]}):")
-        left_out = len(found.lines) - len(found.last_lines)
-        if left_out:
-            print(f"  ... {left_out} lines above")
-        for line in found.last_lines:
-            print(f"  {line}")
-    elif is_asked_for:
-        raise LogError(f"no traceback of rank {shown_ranks(logs)}; a rank that was killed leaves none")
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = make_parser("logs", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="what --log_dir was")
-    parser.add_argument("--rank", metavar="LIST", help="only these ranks: 0,2 or 4-7 (default: all)")
-    parser.add_argument("--grep", metavar="REGEX", help="only lines in which this is found")
-    parser.add_argument("--tail", type=int, metavar="N", help="only the last N lines of what would be shown")
-    parser.add_argument("--follow", action="store_true", help="go on with what comes, until Ctrl-C")
-    parser.add_argument("--failure", action="store_true", help="only which rank failed first, and its traceback")
-    options = parser.parse_args(arguments)
-    if options.tail is not None and options.tail < 1:
-        parser.error(f"--tail is {options.tail}, expected at least 1")
-    if options.failure and (options.follow or options.tail is not None or options.grep is not None):
-        parser.error("--failure goes with --rank only")
+def _regex(text: str) -> re.Pattern[str]:
     try:
-        options.rank = None if options.rank is None else parse_cpu_list(options.rank)
-    except ValueError:
-        parser.error(f"--rank is {options.rank!r}; expected ranks like 0,2 or ranges like 4-7, each once")
-    try:
-        options.grep = None if options.grep is None else re.compile(options.grep)
+        return re.compile(text)
     except re.error as error:
-        parser.error(f"--grep is {options.grep!r}, no regular expression: {error}")
-    return options
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+
+
+def _ranks(text: str) -> set[int]:
+    try:
+        return parse_ranks(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines; expected 0 or more")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("logs", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what zeropg run --log_dir wrote")
+    parser.add_argument("--rank", dest="ranks", type=_ranks, metavar="LIST", help="only these ranks: 0,2-3")
+    parser.add_argument(
+        "--grep", dest="pattern", type=_regex, metavar="REGEX", help="only lines in which this is found"
+    )
+    parser.add_argument(
+        "--tail", type=_count, metavar="N", help="only the last N lines of each rank, of those that --grep leaves"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("-f", "--follow", action="store_true", help="go on with what is written, by new ranks too")
+    how.add_argument(
+        "--failure", action="store_true", help=f"who failed first, and its last lines ({LAST_LINES}, or --tail)"
+    )
+    return parser

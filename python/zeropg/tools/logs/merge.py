@@ -1,77 +1,98 @@
-"""`merged`: the lines of all ranks in one order, what several of them say once."""
+"""Several texts as one: lines that ranks have in common are shown once.
+
+A greedy alignment of what is in sight, in one pass and in bounded memory. A longest common subsequence would group a
+few lines more, for time that grows with the square of their number.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+
+from zeropg.tools.logs.files import Line
+
+SIGHT = 256  # lines of each rank that are looked at ahead
+_INDENTED = re.compile(r"(\[rank\d+\]: )?\s")  # torch puts a rank before the lines of a traceback
 
 
-class Line(NamedTuple):
-    """A line, and the ranks that say it at this place, ascending."""
+class _Text:
+    """A rank's lines: the next SIGHT ones, and where in the text each of them comes next.
 
-    ranks: tuple[int, ...]
-    text: str
-
-
-class _Reader:
-    """One rank's lines, of which the next `window` are looked at."""
-
-    def __init__(self, rank: int, lines: Iterable[str], window: int, ahead: dict[str, dict[int, int]]) -> None:
-        self.rank = rank
-        self._source = iter(lines)
-        self._next: deque[str] = deque()
-        self._ahead = ahead
-        for _ in range(window):
-            self._read()
-
-    @property
-    def head(self) -> str | None:
-        return self._next[0] if self._next else None
-
-    def advance(self) -> None:
-        text = self._next.popleft()
-        counts = self._ahead[text]
-        counts[self.rank] -= 1
-        if counts[self.rank] == 0:
-            del counts[self.rank]
-            if not counts:
-                del self._ahead[text]
-        self._read()
-
-    def _read(self) -> None:
-        for text in self._source:
-            self._next.append(text)
-            counts = self._ahead.setdefault(text, {})
-            counts[self.rank] = counts.get(self.rank, 0) + 1
-            return
-
-
-def merged(logs: Mapping[int, Iterable[str]], window: int = 1000) -> Iterator[Line]:
-    """Yields each line of each rank once, in the order of its rank, and a line that several ranks say once for all.
-
-    Lines carry no times. So a line waits while another rank says the same one within its next `window` lines: what that
-    rank says before comes first. Where ranks say two lines in opposite orders, that of the lowest rank counts.
+    alone: lines since the last one that other ranks wrote, too. was_indented: the line before the next one.
     """
-    ahead: dict[str, dict[int, int]] = {}  # line: how often each rank says it within its window
-    readers = [_Reader(rank, logs[rank], window, ahead) for rank in sorted(logs)]
-    while waiting := [reader for reader in readers if reader.head is not None]:
-        heads: dict[str, list[_Reader]] = {}
-        for reader in waiting:
-            heads.setdefault(str(reader.head), []).append(reader)
-        ready = (text for text, having in heads.items() if len(having) == len(ahead[text]))
-        text = next(ready, str(waiting[0].head))
-        yield Line(tuple(reader.rank for reader in heads[text]), text)
-        for reader in heads[text]:
-            reader.advance()
+
+    def __init__(self, rank: int, lines: Iterator[Line]) -> None:
+        self.rank = rank
+        self.ahead: deque[Line] = deque()
+        self.alone = 0
+        self.was_indented = False
+        self._lines = lines
+        self._taken = 0
+        self._places: dict[str, deque[int]] = {}
+        self._fill()
+
+    def take(self, is_shared: bool) -> None:
+        """Goes to the next line."""
+        text = self.ahead.popleft().text
+        self.alone = 0 if is_shared else self.alone + 1
+        self.was_indented = _INDENTED.match(text) is not None
+        places = self._places[text]
+        places.popleft()
+        if not places:
+            del self._places[text]
+        self._taken += 1
+        self._fill()
+
+    def distance(self, text: str) -> int:
+        """Lines before the next one that reads so; -1: none in sight does."""
+        places = self._places.get(text)
+        return places[0] - self._taken if places else -1
+
+    def _fill(self) -> None:
+        while len(self.ahead) < SIGHT:
+            line = next(self._lines, None)
+            if line is None:
+                return
+            self._places.setdefault(line.text, deque()).append(self._taken + len(self.ahead))
+            self.ahead.append(line)
 
 
-def shown_ranks(ranks: Iterable[int]) -> str:
-    """(0, 1, 2, 5) -> "0-2,5"; ascending."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+def merge(texts: Sequence[tuple[int, Iterator[Line]]]) -> Iterator[tuple[list[int], str]]:
+    """Yields each line with the ranks that wrote it, ascending. Every rank's own order stays.
+
+    texts: (rank, its lines). A line waits while another rank has the same one in sight, so that both are shown as one.
+    Lines that need not wait take turns, in the order of ranks; where ranks have had nothing in common for long, the one
+    at the smallest part of its text comes first. Indented lines stay with those around them. Where lines wait for each
+    other the one that is farthest from its like goes alone.
+    """
+    open_texts = [text for text in (_Text(rank, lines) for rank, lines in sorted(texts, key=_rank)) if text.ahead]
+    last: _Text | None = None
+    while open_texts:
+        heads: dict[str, list[_Text]] = {}
+        for text in open_texts:
+            heads.setdefault(text.ahead[0].text, []).append(text)
+        line = next(iter(heads)) if len(heads) == 1 else _next(heads, open_texts, last)
+        holders = heads[line]
+        yield [text.rank for text in holders], line
+        for text in holders:
+            text.take(len(holders) > 1)
+        last = holders[0]
+        open_texts = [text for text in open_texts if text.ahead]
+
+
+def _next(heads: dict[str, list[_Text]], texts: list[_Text], last: _Text | None) -> str:
+    distances = {line: max(text.distance(line) for text in texts) for line in heads}
+    free = [line for line, distance in distances.items() if distance == 0]  # no other rank has it later
+    if not free:
+        return max(distances, key=distances.__getitem__)
+    for line in free:
+        if heads[line][0] is last and (last.was_indented or _INDENTED.match(line)):
+            return line
+    if any(heads[line][0].alone >= SIGHT for line in free):
+        return min(free, key=lambda line: heads[line][0].ahead[0].place)
+    return min(free, key=lambda line: heads[line][0].alone)
+
+
+def _rank(entry: tuple[int, Iterator[Line]]) -> int:
+    return entry[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from zeropg.tools.command_line import make_parser
@@ -15,6 +17,7 @@ from zeropg.tools.run.job import Failure, Job, Node, Stopped, Unreachable, say
 from zeropg.tools.run.launchers import LAUNCHERS, address_of_name, choose, slurm_hosts
 from zeropg.tools.run.messages import Plan
 from zeropg.tools.run.rank_output import RankOutput
+from zeropg.tools.run.record import NAME, RankFailure, Record, write_record
 
 _DEEPSPEEDS_HOSTFILE = Path("/job/hostfile")
 _PORT = 29500
@@ -58,22 +61,40 @@ def main(arguments: list[str]) -> int:
         environment = (to_pass(os.environ) if launcher != "local" else {}) | _from_files(options)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    record: Record | None = None
     try:
         start = LAUNCHERS[launcher].command
         with Job(hosts, lambda host: start(host, options.rsh, dict(os.environ))) as job:
             job.reach(options.connect_timeout)
             plans = [_plan(job.nodes, index, launcher, options, environment) for index in range(len(hosts))]
             output = RankOutput(sum(len(host.slots) for host in hosts), options.log_dir)
+            record = Record([host.name for host in hosts for _ in host.slots])
+            _note(options.log_dir, record)
             failures = job.run(plans, output)
     except Unreachable as error:
         say(f"zeropg run: {error}; nothing is started")
         return 1
     except Stopped as stopped:
+        if record is not None:
+            _note(options.log_dir, replace(record, failures=[], stopped=str(stopped)))
         say(f"zeropg run: {stopped}: all ranks are stopped")
         return 128 + stopped.number
     for line in _report(failures, output):
         say(line)
+    ends = [RankFailure(failure.rank, failure.node.host.name, _how(failure)) for failure in failures]
+    _note(options.log_dir, replace(record, failures=ends))
     return 1 if failures else 0
+
+
+def _note(folder: Path | None, record: Record) -> None:
+    """For `python -m zeropg logs`, which does without it where the disk is full; an old one would mislead it."""
+    if folder is None:
+        return
+    try:
+        write_record(folder, record)
+    except OSError:
+        with suppress(OSError):
+            (folder / NAME).unlink()
 
 
 def _hosts(options: argparse.Namespace) -> list[Host]:
@@ -244,7 +265,10 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--bind_core_list", metavar="LIST", help="bind to these CPUs of each host alone: 0-15,32-47")
     group.add_argument(
-        "--log_dir", type=Path, metavar="DIR", help="also write what each rank says to DIR/rank0.log ..."
+        "--log_dir",
+        type=Path,
+        metavar="DIR",
+        help="also write what each rank says to DIR/rank0.log ..., for zeropg logs",
     )
     group.add_argument(
         "--environment_file", type=Path, metavar="FILE", help="instead of .deepspeed_env: variables for all ranks"
