@@ -55,11 +55,30 @@ Units::Units(Communicator& communicator, const ShardingOptions& options, const M
   }
 }
 
+std::vector<at::Tensor> Units::take_together(const ModelSource& source, int64_t index) {
+  std::vector<at::Tensor> parameters;
+  std::exception_ptr failure;
+  try {
+    parameters = source.take(index);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  if (communicator_.world_size() > 1 && !units_[index].flats.empty()) {  // before anybody waits for the values
+    const at::Tensor failed =
+        communicator_.gather_values({failure == nullptr ? 0 : 1}, units_[index].flats.front()->device());
+    TORCH_CHECK(failure != nullptr || failed.sum().item<int64_t>() == 0, communicator_.context("fully_shard"), "rank ",
+                failed.argmax().item<int64_t>(), " could not make the parameters of unit '", units_[index].name,
+                "' and says why; the model is sharded in part now: build it again.");
+  }
+  if (failure != nullptr) std::rethrow_exception(failure);
+  return parameters;
+}
+
 void Units::adopt(const ModelSource& source, std::function<WriteLedger::Answer()> answer) {
   fetch_ = make_fetch(communicator_, options_, flat_pointers());
   ledger_ = std::make_unique<WriteLedger>(communicator_, std::move(answer));
   for (const int64_t index : source.order) {
-    const std::vector<at::Tensor> parameters = source.take(index);
+    const std::vector<at::Tensor> parameters = take_together(source, index);
     for (FlatParameter* flat : units_.at(index).flats) {
       flat->take_over(parameters);
       ledger_->watch(*flat);

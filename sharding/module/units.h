@@ -79,6 +79,8 @@ class Units {
   bool is_updating() const { return is_updating_; }
 
  private:
+  // What source.take gives; where that throws on one rank, it is an error on all. Collective.
+  std::vector<at::Tensor> take_together(const ModelSource& source, int64_t index);
   int64_t index_of(const Unit& unit) const { return &unit - units_.data(); }
   void gather(Unit& unit, Fetch::Use use);
   void prefetch(Unit& unit);

@@ -22,6 +22,7 @@ from zeropg.compression.auto import choose, say
 from zeropg.compression.codec import Codec
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 from zeropg.compression.state import backend_of
+from zeropg.rank_io.agreement import together
 from zeropg.sharding.load_state_dict import load_into
 from zeropg.sharding.materialize import Materializer
 from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_memory, offload_of, open_offload
@@ -244,7 +245,7 @@ def fully_shard(
         prefetch_numel=prefetch_numel,
         optimizer_offload=tier,
     )
-    values.finish()
+    together(group, "fully_shard", values.finish)
     _prepare_buffers(module, buffer_dtype, group)
     vars(module).update(_zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype))
     for unit in plans:

@@ -106,3 +106,105 @@ def devices_that_cannot_be() -> None:
 
 def test_devices_that_cannot_be_used_are_refused(rank_pool) -> None:
     rank_pool(2, "zeropg").run(devices_that_cannot_be)
+
+
+class Parent(nn.Module):
+    """Sets what its child has, after the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 2.0)
+        nn.init.constant_(self.child.weight, 3.0)
+
+
+class Counting(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("ids", torch.arange(4))
+
+
+def parts_keep_their_values() -> None:
+    # What was loaded before stays, and so does a tied weight that another owner would set again.
+    loaded = nn.Linear(4, 4)
+    with torch.no_grad():
+        loaded.weight.fill_(7)
+    loaded.bias = nn.Parameter(torch.empty(4, device="meta"))
+    model = zeropg.fully_shard(nn.Sequential(loaded))
+    state = zeropg.full_state_dict(model, rank0_only=False)
+    assert (state["0.weight"] == 7).all() and (state["0.bias"] != 0).all()
+    with torch.device("meta"):
+        tied = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64))
+        tied[1].weight = tied[0].weight
+    zeropg.fully_shard(tied)
+    assert zeropg.full_state_dict(tied, rank0_only=False)["0.weight"].std() > 0.8  # the embedding's, as torch builds it
+    # Parents come after their children; a buffer that two modules share stays one.
+    with torch.device("meta"):
+        parent = Parent()
+    state = zeropg.full_state_dict(zeropg.fully_shard(parent), rank0_only=False)
+    assert (state["child.weight"] == 3).all() and (state["scale"] == 2).all()
+    with torch.device("meta"):
+        norms = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+        norms[1].running_mean = norms[0].running_mean
+    zeropg.fully_shard(norms)
+    assert norms[0].running_mean is norms[1].running_mean
+    # Values that nobody gives, of whole numbers too.
+    with torch.device("meta"):
+        counting = nn.Sequential(Counting())
+    with raises(ValueError, "0.ids was on the meta device", "reset_parameters"):
+        zeropg.fully_shard(counting)
+
+
+def test_what_has_values_keeps_them(rank_pool) -> None:
+    rank_pool(2, "zeropg").run(parts_keep_their_values)
+
+
+def models_of_hugging_face_use_their_own_values() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=211, n_positions=32)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    zeropg.fully_shard(model)
+    state = zeropg.full_state_dict(model, rank0_only=False)
+    assert abs(state["transformer.wte.weight"].std() - config.initializer_range) < 0.002
+    assert model.lm_head.weight is model.transformer.wte.weight
+    tokens = torch.arange(16).view(2, 8)
+    assert model(input_ids=tokens, labels=tokens).loss.isfinite()
+
+
+def test_models_of_hugging_face_get_their_own_values(rank_pool) -> None:
+    rank_pool(2, "zeropg").run(models_of_hugging_face_use_their_own_values)
+
+
+class Failing(nn.Linear):
+    def reset_parameters(self) -> None:
+        if self.weight.is_meta:
+            return
+        if dist.get_rank() == 1:
+            raise OSError("the disk is gone")
+        super().reset_parameters()
+
+
+def one_rank_fails() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Sequential(Failing(3, 3)))
+    if dist.get_rank() == 1:
+        with raises(
+            RuntimeError, "Failing.reset_parameters() of '1.0' raised OSError: the disk is gone", "build it again"
+        ):
+            zeropg.fully_shard(model, units=["0", "1"])
+    else:
+        with raises(RuntimeError, "rank 1 could not make the parameters of unit '1'", "build it again"):
+            zeropg.fully_shard(model, units=["0", "1"])
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    assert ones == 2
+
+
+@pytest.mark.parametrize("backend", ["zeropg", "gloo"])
+def test_what_one_rank_raises_is_an_error_on_all(rank_pool, backend: str) -> None:
+    rank_pool(2, backend).run(one_rank_fails)
