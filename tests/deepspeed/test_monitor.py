@@ -168,3 +168,24 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     found = read_events(tmp_path / "job")
     assert list(found) == ["Train/Samples/train_loss", "Train/Samples/lr"]
     assert [step for step, _ in found["Train/Samples/lr"]] == [16, 32]
+
+
+@on_ranks(2)
+def test_a_monitor_that_cannot_write_stops_and_training_goes_on() -> None:
+    with shared_folder() as folder:
+        engine = make_engine(1, csv_monitor={"enabled": True, "output_path": folder, "job_name": "job"})
+
+        class Full:
+            def write(self, events: Any) -> None:
+                raise OSError(28, "No space left on device")
+
+        if dist.get_rank() == 0:
+            engine.monitor._monitors.insert(0, Full())
+        train(engine, batches()[:2])
+        dist.barrier()
+        assert [row[0] for row in files_of(folder)["Train_Samples_lr.csv"]] == ["step", "16", "32"]
+        if dist.get_rank() == 0:
+            assert len(engine.monitor._monitors) == 1
+            engine.monitor._monitors.insert(0, Full())
+            with raises(OSError, "No space left"):
+                engine.monitor.write_events([("mine", 1, 1)])

@@ -647,7 +647,7 @@ def test_what_does_not_fit_is_one_error_on_every_rank(rank_pool: Any, tmp_path: 
             "factors": "sums of rows and columns",
             "deep": "must stand at the top",
             "values": "expected what state_dict() of the same object returned",
-            "not loaded": "nothing was read; give the dictionary to dcp.load first",
+            "not loaded": "the dictionary was not given to dcp.load",
             "arithmetic": "'conv.bias' is a handle for torch.distributed.checkpoint, which has no values",
             "torch.save": "cannot be pickled",
             "replaced": "rank 1/2] dcp_state_dict: 'conv.weight' changed after fully_shard",

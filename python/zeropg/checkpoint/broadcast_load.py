@@ -82,6 +82,9 @@ def _described(key: str, value: Any) -> tuple[str, list[int], str]:
             f"'{key}' is a {type(value).__name__}; with broadcast_from_rank0 every entry must be a tensor: give each "
             "rank the whole dict instead"
         )
+    if value.is_meta or value.layout != torch.strided:
+        what = "on the meta device" if value.is_meta else f"{value.layout}"
+        raise TypeError(f"'{key}' is {what}; with broadcast_from_rank0 every entry must be a dense tensor with values")
     return key, list(value.shape), dtype_name(value.dtype)
 
 

@@ -142,6 +142,8 @@ class LayerwiseUpdater:
     def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:
         copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in numbers.items()}
         self._check_factors(self.segments[index], copies)
+        for key in copies.keys() & FACTORS:  # a checkpoint's are on the CPU, and of the dtype that it was saved in
+            copies[key] = copies[key].to(in_memory(self._own[index].flat))
         self._state[self.segments[index].parameter].update(copies)
 
     def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:

@@ -34,7 +34,7 @@ class Here(Place):
     """The tensor itself, which nobody may write to meanwhile."""
 
     def keep(self, tensor: torch.Tensor) -> Restore:
-        version = tensor._version
+        version = version_of(tensor)
         kept = tensor.detach()
 
         def restore() -> torch.Tensor:
@@ -79,9 +79,10 @@ class File(Place):
     def keep(self, tensor: torch.Tensor) -> Restore:
         values = tensor.detach().cpu().contiguous()
         count = values.nbytes
-        free = self._free.setdefault(count, [])
+        room = _room_for(count)
+        free = self._free.setdefault(room, [])
         offset = free.pop() if free else self._end
-        self._end = max(self._end, offset + count)
+        self._end = max(self._end, offset + room)
         try:
             data = values.view(-1).view(torch.uint8).numpy().data
             done = 0
@@ -174,10 +175,21 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_unwritten(tensor: torch.Tensor, version: int) -> None:
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often the tensor was written to; None for one of inference mode, which nobody counts."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def check_unwritten(tensor: torch.Tensor, version: int | None) -> None:
     """Raises RuntimeError where somebody has written to an input since the block ran, which its backward needs."""
-    if tensor._version != version:
+    if version_of(tensor) != version:
         raise RuntimeError(
             f"[zeropg] checkpoint_activations: an input of shape {list(tensor.shape)} was changed in place after its "
             "block had run, so the block cannot be run again for its backward; change a copy (x = x + y, not x += y)"
         )
+
+
+def _room_for(count: int) -> int:
+    """At most an eighth more than `count` bytes: of few sizes, so that space serves tensors of other lengths again."""
+    step = max(4096, 1 << max(0, count.bit_length() - 4))
+    return -(-count // step) * step

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,16 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
-from zeropg.sharding.activation_places import File, Here, HostMemory, Partition, Place, Restore, check_unwritten
+from zeropg.sharding.activation_places import (
+    File,
+    Here,
+    HostMemory,
+    Partition,
+    Place,
+    Restore,
+    check_unwritten,
+    version_of,
+)
 from zeropg.sharding.running_statistics import unchanged_statistics
 from zeropg.sharding.units import UnitChoice, choose_units
 
@@ -33,7 +43,9 @@ def checkpoint_activations(
 
     Works before and after `fully_shard`, in every stage, and without it. Gradients are those of the plain module, to
     the bit where its operations are deterministic; dropout draws the same numbers again. Without gradients (eval under
-    torch.no_grad) blocks run as they are. Method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost";
+    torch.no_grad) blocks run as they are. What a block does beside computing it does twice (a counter, an average that
+    it keeps), but for the statistics of batch norms. Modules are copied, and saved as state dicts, as before; pickling
+    them whole is not available. Method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost";
     for places other than memory Rajbhandari et al. 2019, "ZeRO", section 6.1.
 
     Args:
@@ -135,7 +147,7 @@ class _Rerun:
             return lambda: leaf
         if leaf.requires_grad and leaf.is_floating_point() and type(leaf) is torch.Tensor and _is_dense(leaf):
             return _with_gradient(self._place.keep(leaf))
-        version = leaf._version  # masks, positions: most are every block's, so they stay where they are
+        version = version_of(leaf)  # masks, positions: most are every block's, so they stay where they are
 
         def restore() -> torch.Tensor:
             check_unwritten(leaf, version)
@@ -181,12 +193,12 @@ def _is_cache(value: Any) -> bool:
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_CLASSES: WeakValueDictionary[type[nn.Module], type[nn.Module]] = WeakValueDictionary()
 
 
 def _checkpointed(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls in _CLASSES:
-        return _CLASSES[cls]
+    if (known := _CLASSES.get(cls)) is not None:
+        return known
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

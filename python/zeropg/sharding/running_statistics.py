@@ -40,7 +40,7 @@ def broadcast_running_statistics(modules: list[nn.Module], group: dist.ProcessGr
 @contextmanager
 def unchanged_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Gives the modules' statistics back the values that they have now: a batch that is seen again counts once."""
-    norms = [part for module in modules for part in module.modules() if isinstance(part, _NormBase)]
+    norms = [part for module in modules for part in module.modules() if isinstance(part, _NormBase) and part.training]
     buffers = [buffer for norm in norms for name in _NAMES if (buffer := norm._buffers.get(name)) is not None]
     before = [buffer.clone() for buffer in buffers]
     try:

@@ -321,3 +321,34 @@ def test_a_cache_that_hugging_face_fills_does_no_harm() -> None:
     assert prefix.get_seq_length() == tokens.shape[1]
     with raises(NotImplementedError, "a cache that holds keys and values already"):
         model(input_ids=tokens, past_key_values=prefix)
+
+
+@on_ranks(1)
+def test_norms_that_do_not_train_and_inputs_of_inference_mode() -> None:
+    norm = nn.BatchNorm1d(4).eval()
+    block = zeropg.checkpoint_activations(nn.Sequential(nn.Linear(4, 4), norm))
+    x = torch.randn(3, 4, requires_grad=True)
+    block(norm(x)).sum().backward()  # the norm is used outside of the block, too
+    with torch.inference_mode():
+        mask = torch.ones(3, 4)
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + mask
+
+    masked = zeropg.checkpoint_activations(Masked())
+    masked(x, mask).sum().backward()
+    assert masked.layer.weight.grad is not None
+
+
+@on_ranks(1)
+def test_a_file_serves_lengths_that_change(tmp_path: Path) -> None:
+    model = zeropg.checkpoint_activations(nn.Sequential(nn.Linear(64, 64)), to=tmp_path)
+    place = vars(model)["_zeropg_activations"]
+    for rows in range(1, 200):
+        model(torch.ones(rows, 64, requires_grad=True)).sum().backward()
+    assert os.fstat(place._file.fileno()).st_size < 10 * 200 * 64 * 4

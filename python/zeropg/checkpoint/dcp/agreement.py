@@ -33,8 +33,8 @@ def check_read_alike(
     context = f"[zeropg rank {core.rank}/{core.world_size}] {operation}:"
     if was_missed.any() and not was_read.any():
         raise ValueError(
-            f"{context} nothing was read; give the dictionary to dcp.load first, which calls load_state_dict itself "
-            "for what stands at its top"
+            f"{context} nothing was read: the checkpoint has nothing of this, or the dictionary was not given to "
+            "dcp.load, which calls load_state_dict itself for what stands at its top; leave out what was not saved"
         )
     if torn := [names[index] for index in (was_read & was_missed).nonzero().flatten().tolist()]:
         more = f" and {len(torn) - _LISTED} more" if len(torn) > _LISTED else ""

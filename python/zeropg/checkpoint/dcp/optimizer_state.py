@@ -62,7 +62,8 @@ class OptimizerState:
         """Sets state and param groups from what DCP has read into `state_dict`. All ranks must call.
 
         foreach, fused, capturable and differentiable stay as they are. Parameters of which DCP found no state, which
-        DefaultLoadPlanner(allow_partial_load=True) allows, have none afterwards, as before their first step.
+        DefaultLoadPlanner(allow_partial_load=True) allows, have none afterwards, as before their first step; but some
+        state must be there.
 
         Raises ValueError, on every rank, for the state of another optimizer; this one is then as it was.
         """
@@ -73,9 +74,14 @@ class OptimizerState:
             state.check_modules(LOAD)
             loading.append(_Loading(self._optimizer, self._name, plan_model(state), state_dict))
 
-        together(state.core.process_group, LOAD, check)
-        (opened,) = loading
-        check_read_alike(state.core, LOAD, opened.names, opened.wanted, opened.read)
+        try:
+            together(state.core.process_group, LOAD, check)
+            (opened,) = loading
+            check_read_alike(state.core, LOAD, opened.names, opened.wanted, opened.read)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; what stands before the optimizer in the dictionary, such as the model, is loaded already"
+            ) from error
         together(state.core.process_group, LOAD, opened.set)
 
     def _groups(self, plan: ModelPlan) -> list[dict[str, Any]]:

@@ -26,8 +26,8 @@ def dcp_state_dict(model: nn.Module, optimizer: Optimizers | None = None) -> dic
     - Parameters are the masters, in their precision. Tied ones stand under each of their names. Other floating dtypes
       are cast, other kinds of dtypes are refused.
     - The optimizer's state has the layout of torch's get_optimizer_state_dict, by parameter names.
-    - A load holds this rank's elements twice until every rank has read its own, so one that fails leaves model and
-      optimizer as they were.
+    - A load holds this rank's elements twice until every rank has read its own, so one that fails leaves what it was
+      reading (model or optimizer) as it was; what stands before that in the dictionary is loaded by then.
     - dcp.async_save copies this rank's elements, then writes: with its default stager, in threads, over another group
       than the model's (`process_group=dist.new_group()`).
     - Give each save a folder of its own: DCP writes over an older checkpoint in place.

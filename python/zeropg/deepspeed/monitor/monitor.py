@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ class MonitorMaster:
     def __init__(self, monitors: Sequence[Monitor], *, enabled: bool) -> None:
         """monitors: none but on rank 0."""
         self.enabled = enabled
-        self._monitors = tuple(monitors)
+        self._monitors = list(monitors)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Writes (tag, value, x) events; on ranks other than 0 nothing happens. Does not communicate.
@@ -40,6 +41,23 @@ class MonitorMaster:
         events = [(tag, float(value), int(x)) for tag, value, x in event_list]
         for monitor in self._monitors:
             monitor.write(events)
+
+    def note(self, event_list: Sequence[Event]) -> None:
+        """write_events, for a training step: an error must not stop rank 0 alone, so it is logged, once.
+
+        The monitor that raised is given no more events.
+        """
+        for monitor in [*self._monitors]:
+            try:
+                monitor.write([(tag, float(value), int(x)) for tag, value, x in event_list])
+            except Exception as error:
+                self._monitors.remove(monitor)
+                logging.getLogger("zeropg").warning(
+                    "%s stops: it could not write (%s: %s). Training goes on without it.",
+                    type(monitor).__name__,
+                    type(error).__name__,
+                    error,
+                )
 
 
 def make_monitor(config: Config, group: dist.ProcessGroup) -> MonitorMaster:

@@ -22,4 +22,4 @@ class EventWriter(Observer):
 def write_samples(monitor: MonitorMaster, values: Mapping[str, object], samples: int) -> None:
     """Writes what is not None as `Train/Samples/...`."""
     known = {name: value for name, value in values.items() if value is not None}
-    monitor.write_events([(f"Train/Samples/{name}", value, samples) for name, value in known.items()])
+    monitor.note([(f"Train/Samples/{name}", value, samples) for name, value in known.items()])
