@@ -30,7 +30,8 @@ def full_state_dict(
 
     Args:
         model: a module that `fully_shard` has sharded, in any stage.
-        dtype: floating tensors, also buffers, are cast to it; default: the masters' dtypes, and the buffers' own.
+        dtype: floating parameters that are sharded are cast to it; default: the masters' dtypes. Buffers and ignored
+            parameters keep their own, in which the model computes with them.
         rank0_only: True: all ranks but rank 0 of the group return {}. False: every rank returns everything.
         only: names of parameters, the same on every rank; other parameters are neither gathered nor returned (LoRA's
             frozen base, say). Flat parameters that hold one of them are gathered whole. Default: all.
@@ -50,7 +51,8 @@ def full_state_dict(
             assert whole is not None
             left_out.difference_update(names)
             value = whole[offset : offset + numel].view(parameter.shape)
-            value = value.to(device="cpu", dtype=_target(value, dtype), copy=True)
+            target = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            value = value.to(device="cpu", dtype=target, copy=True)
             values.update(dict.fromkeys(names, value))
     if not keeps:
         return {}
@@ -61,14 +63,10 @@ def full_state_dict(
         if key in values:
             result[key] = values[key]
         elif isinstance(value, torch.Tensor):  # buffers and ignored parameters
-            result[key] = value.detach().to(device="cpu", dtype=_target(value, dtype), copy=True)
+            result[key] = value.detach().to(device="cpu", copy=True)
         else:  # what a module's get_extra_state returned
             result[key] = value
     return result
-
-
-def _target(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and value.is_floating_point() else value.dtype
 
 
 def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:

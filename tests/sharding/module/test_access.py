@@ -183,6 +183,19 @@ def test_full_state_dict(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
+def test_full_state_dict_casts_parameters_and_leaves_buffers_and_ignored_parameters(stage: int) -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("positions", torch.tensor([100001.5, 1.0]))
+    model.ignored = nn.Parameter(torch.tensor([100001.5]))
+    zeropg.fully_shard(model, stage=stage, param_dtype=BF16, ignored_params=[model.ignored])
+    half = zeropg.full_state_dict(model, dtype=torch.float16, rank0_only=False)
+    assert half["weight"].dtype == half["bias"].dtype == torch.float16
+    assert equal(half["positions"], torch.tensor([100001.5, 1.0]))
+    assert equal(half["ignored"], torch.tensor([100001.5]))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
 def test_load_full_state_dict_keeps_every_bit(stage: int) -> None:
     wanted = make_model(seed=7).state_dict()
     for options in ({}, {"param_dtype": BF16}):
