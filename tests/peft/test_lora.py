@@ -160,6 +160,48 @@ def by_trainer(folder: str) -> list[str]:
     return wrong
 
 
+def two_adapters(folder: str) -> list[str]:
+    """A frozen second adapter, as DPO's reference, and a buffer that has no short form. Returns what is wrong."""
+    import peft
+    from safetensors.torch import load_file
+
+    from zeropg.transformers import Trainer
+
+    wrong = []
+    model = lora()
+    model.add_adapter("reference", peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".reference." in name:
+                parameter.fill_(0.5)
+    model.set_adapter("default")
+    trainer = Trainer(model, arguments(folder, max_steps=1, bf16=True), train_dataset=texts(), zeropg={"stage": 3})
+    trainer.train()
+    trainer.save_model(f"{folder}/two")
+    trainer.accelerator.wait_for_everyone()
+    reference = load_file(f"{folder}/two/reference/adapter_model.safetensors")
+    if len(reference) != 4 or any(bool((value != 0.5).any()) for value in reference.values()):
+        wrong.append(f"the frozen adapter was saved as {list(reference)}")
+    trained = load_file(f"{folder}/two/adapter_model.safetensors")
+    if len(trained) != 12 or any(".lora_" not in name for name in trained):
+        wrong.append(f"the adapter that trains was saved as {list(trained)}")
+
+    whole = llama()
+    whole.register_buffer("positions", torch.tensor([100001.5]))
+    trainer = Trainer(whole, arguments(folder, max_steps=1, bf16=True), train_dataset=texts(), zeropg={"stage": 3})
+    trainer.train()
+    trainer.save_model(f"{folder}/whole")
+    trainer.accelerator.wait_for_everyone()
+    saved = load_file(f"{folder}/whole/model.safetensors")
+    if float(saved["positions"]) != 100001.5 or saved["model.embed_tokens.weight"].dtype != torch.bfloat16:
+        wrong.append(f"a buffer of fp32 was saved as {saved['positions']}")
+    return wrong
+
+
+def test_the_trainer_saves_every_adapter_and_buffers_in_their_own_dtype(tmp_path: Path) -> None:
+    assert run_ranks(2, two_adapters, str(tmp_path), timeout=120) == [[], []]
+
+
 @pytest.mark.slow
 def test_lora_trains_saves_resumes_and_merges_as_in_one_process(tmp_path: Path) -> None:
     assert run_ranks(2, by_hand, str(tmp_path), timeout=120) == [[], []]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import nn
 
@@ -12,18 +14,39 @@ from zeropg.sharding.state import state_of
 def weights_to_save(model: nn.Module, *, rank0_only: bool) -> dict[str, torch.Tensor]:
     """Returns whole weights of a sharded model in the dtype that it computes in, on the CPU. All ranks must call.
 
-    rank0_only: {} on all ranks but rank 0. Of a PEFT model the frozen base is left out, but for its embeddings, which
-    PEFT saves where their size has changed.
+    Buffers keep their own dtypes. rank0_only: {} on all ranks but rank 0. Of a PEFT model the frozen base is left out,
+    but for what PEFT saves of it; every adapter is there, whether it trains or not.
     """
     wanted = _saved_with_adapters(model) if hasattr(model, "peft_config") else None
     return full_state_dict(model, dtype=state_of(model, "save_model").param_dtype, rank0_only=rank0_only, only=wanted)
 
 
 def _saved_with_adapters(model: nn.Module) -> set[str]:
+    """Names of the parameters that PEFT's save_pretrained may write, which saves every adapter of the model."""
     embeddings = [_embeddings(model, "get_input_embeddings"), _embeddings(model, "get_output_embeddings")]
     frozen = {id(p) for module in embeddings if module is not None for p in module.parameters()}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if parameter.requires_grad or id(parameter) in frozen}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    wanted = {name for name, parameter in named.items() if parameter.requires_grad or id(parameter) in frozen}
+    for adapter, config in cast(Any, model).peft_config.items():
+        # Also what PEFT derives its values from: pruned ranks, top-k weights, prompts.
+        wanted.update(name for name in named if f".{adapter}." in f"{name}.")
+        if not config.is_prompt_learning:  # whose prompts have the adapter's name
+            wanted.update(_asked_for(model, adapter))
+    return wanted & named.keys()
+
+
+def _asked_for(model: nn.Module, adapter: str) -> set[str]:
+    """Names of what PEFT picks from a state dict, asked with one of the same shapes that takes no memory."""
+    from peft import get_peft_model_state_dict
+
+    tensors = {
+        name: torch.zeros((), dtype=value.dtype).expand(value.shape)
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+    }
+    asked = get_peft_model_state_dict(model, tensors, adapter_name=adapter, save_embedding_layers=False)
+    picked = {id(value) for value in asked.values()}
+    return {name for name, value in tensors.items() if id(value) in picked}
 
 
 def _embeddings(model: nn.Module, getter: str) -> nn.Module | None:
