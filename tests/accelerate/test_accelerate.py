@@ -132,6 +132,31 @@ def precision_and_errors(folder: str) -> list[str]:
     return wrong
 
 
+def two_schedules() -> list[Any]:
+    """The gradients of one model overflow in fp16, those of another do not. Returns the learning rates."""
+    from accelerate import Accelerator
+
+    import zeropg
+
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    (one, first, _, schedule), (other, second, _, follower) = parts(), parts()
+    names = (one, other, first, second, schedule, follower)
+    one, other, first, second, schedule, follower = zeropg.accelerate.prepare(accelerator, *names, stage=3)
+    x = torch.ones(2, 16)
+    for model, optimizer, scheduler, scale in ((one, first, schedule, 1e30), (other, second, follower, 1e-3)):
+        accelerator.backward(model(x).square().mean() * scale)
+        optimizer.step()
+        scheduler.step()
+    skipped = (first.step_was_skipped, second.step_was_skipped)
+    return [skipped, schedule.get_last_lr()[0], follower.get_last_lr()[0]]
+
+
+def test_each_scheduler_follows_its_own_optimizer() -> None:
+    for skipped, first, second in run_ranks(2, two_schedules):
+        assert skipped == (True, False)
+        assert (first, second) == pytest.approx((1e-2, 1e-2 * 0.95**2))  # accelerate steps once per process
+
+
 def go_on(folder: str) -> float:
     """The state of two ranks, on one."""
     from accelerate import Accelerator

@@ -96,6 +96,15 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         self._optimizers.append(prepared)
         return cast(torch.optim.Optimizer, prepared)
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As accelerate's, which knows a scheduler's optimizer by identity: ours stands in for the one it was made of."""
+        prepared = super().prepare_scheduler(scheduler)
+        inner = getattr(getattr(prepared, "scheduler", None), "optimizer", None)
+        own = [one for one in self._optimizers if getattr(one.optimizer, "_wrapped", None) is inner]
+        if inner is not None and own:
+            prepared.optimizers = own
+        return prepared
+
     def _shard(self, model: nn.Module) -> None:
         assert self._zeropg_shard is not None  # as prepare_model says
         keywords = getattr(self._zeropg_shard, "keywords", {})
