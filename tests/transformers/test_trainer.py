@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.spawn import run_ranks
 
@@ -203,6 +204,55 @@ def test_a_configuration_of_deepspeed_says_stage_optimizer_and_schedule(tmp_path
         assert (stage, optimizer, wrong) == (2, "ShardedOptimizer", [])
         assert rates == pytest.approx([0, 0, 1e-2, 1e-2])  # WarmupDecayLR's, whose first step is at 0
         assert seen[-1] < seen[0] and half[-1] < half[0]
+
+
+class Regression(nn.Module):
+    """Two layers, a batch norm where asked for, and the dtypes that a forward gets."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+        self.last = nn.Linear(8, 1)
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen.append((x.dtype, labels.dtype, target.dtype, bool((labels == 1.001).all())))
+        logits = self.last(self.norm(self.first(x))).squeeze(-1)
+        return {"loss": nn.functional.mse_loss(logits, labels) + (logits - target).square().mean(), "logits": logits}
+
+
+def regression(folder: str) -> list[str]:
+    import transformers
+
+    from zeropg.transformers import Trainer
+
+    wrong = []
+    rows = [{"x": torch.randn(8), "labels": torch.tensor(1.001), "target": torch.tensor(1.001)} for _ in range(16)]
+    more = {"bf16": True, "label_names": ["labels", "target"], "max_grad_norm": 0.0}
+    plain = transformers.Trainer(Regression(), arguments(folder, **more), train_dataset=rows)
+    plain.train()
+    for given in ({"stage": 1}, {"stage": 3}):
+        trainer = Trainer(Regression(), arguments(folder, **more), train_dataset=rows, zeropg=given)
+        trainer.train()
+        expected = (torch.bfloat16, torch.float32, torch.float32, True)
+        if set(trainer.model.seen) != {expected} or differ(losses(trainer), losses(plain), 2e-2):
+            wrong.append(f"{given}: {set(trainer.model.seen)} {losses(trainer)}, under DDP {losses(plain)}")
+    try:
+        Trainer(Regression(norm=True), arguments(folder, **more), train_dataset=rows).train()
+        wrong.append("a batch norm with statistics in fp32 was accepted")
+    except ValueError as error:
+        wrong += [] if "buffer_dtype=torch.bfloat16" in str(error) else [str(error)]
+    given = {"stage": 3, "buffer_dtype": torch.bfloat16}
+    trainer = Trainer(Regression(norm=True), arguments(folder, **more), train_dataset=rows, zeropg=given)
+    trainer.train()
+    wrong += [] if len(losses(trainer)) == 4 else ["buffer_dtype= does not train a batch norm"]
+    return wrong
+
+
+def test_labels_keep_their_dtype_and_batch_norms_in_two_dtypes_are_refused(tmp_path: Path) -> None:
+    assert run_ranks(2, regression, str(tmp_path), timeout=120) == [[], []]
 
 
 def alone(folder: str) -> list[float]:

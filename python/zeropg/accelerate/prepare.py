@@ -15,6 +15,7 @@ from zeropg.sharding.fully_shard import fully_shard
 def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None, **options: Any) -> Any:
     """Prepares objects as `accelerator.prepare` does, with models sharded by `zeropg.fully_shard`. All ranks must call.
 
+        dist.init_process_group("zeropg")  # else the accelerator makes a group of gloo or NCCL
         accelerator = Accelerator(cpu=True)
         model, optimizer, loader = zeropg.accelerate.prepare(accelerator, model, optimizer, loader, stage=3)
 
@@ -27,14 +28,16 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
         objects: models, optimizers, loaders, schedulers, in any order; an optimizer comes with its model, or after it.
         device_placement: as accelerate's.
         options: of `zeropg.fully_shard`: stage=3, param_dtype=... The accelerator's mixed_precision "bf16" or "fp16" is
-            the default of param_dtype; masters are fp32 then, and what the model returns is cast to fp32.
+            the default of param_dtype; masters are fp32 then, and what the model returns is cast to fp32. Floating
+            inputs are cast to param_dtype, but for keyword arguments with "label" in their names.
 
     Returns:
         The prepared objects in their order; a single one by itself.
 
     Raises:
         TypeError: the accelerator is none, or an option is not one of `fully_shard`.
-        ValueError: accelerate counts other processes than the process group has.
+        ValueError: accelerate counts other processes than the process group has, or a batch norm would compute in
+            another dtype than that of its running statistics.
         NotImplementedError: the accelerator has a plugin that shards by itself, or fp8.
     """
     if not isinstance(accelerator, Accelerator):

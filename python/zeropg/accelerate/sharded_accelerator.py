@@ -22,7 +22,8 @@ from zeropg.optim.grad_scaler import GradScaler
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
 from zeropg.sharding.access import clip_grad_norm_, full_gradients, no_sync
 from zeropg.sharding.fully_shard import FullyShardedModule
-from zeropg.sharding.state import state_of
+from zeropg.sharding.running_statistics import check_statistics_dtype
+from zeropg.sharding.state import names_label, state_of
 
 Shard = Callable[..., Any]  # of a model, in place; takes param_dtype=
 
@@ -51,6 +52,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
     _optimizers: list[Any]
 
     _zeropg_shard: Shard | None = None  # what `prepare` does with models; None: accelerate's own way
+    _zeropg_is_label: Callable[[str], bool] = staticmethod(names_label)  # keyword arguments that keep their dtype
 
     # --- prepare ---
 
@@ -97,7 +99,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return cast(torch.optim.Optimizer, prepared)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As accelerate's, which knows a scheduler's optimizer by identity: ours stands in for the one it was made of."""
+        """As accelerate's, which knows a scheduler's optimizer by identity, while ours stands in for the user's own."""
         prepared = super().prepare_scheduler(scheduler)
         inner = getattr(getattr(prepared, "scheduler", None), "optimizer", None)
         own = [one for one in self._optimizers if getattr(one.optimizer, "_wrapped", None) is inner]
@@ -110,6 +112,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         keywords = getattr(self._zeropg_shard, "keywords", {})
         default = {} if "param_dtype" in keywords else {"param_dtype": _DTYPES.get(self.mixed_precision)}
         self._zeropg_shard(model, **default)
+        state = state_of(model, "accelerate.prepare")
+        state.is_label = self._zeropg_is_label
+        check_statistics_dtype(state.with_statistics, "accelerate.prepare")
         if self.mixed_precision == "fp16" and not isinstance(self.scaler, GradScaler):
             handler = self.scaler_handler
             self.scaler = GradScaler(**({} if handler is None else handler.to_kwargs()))

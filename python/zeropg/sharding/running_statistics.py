@@ -20,6 +20,21 @@ def modules_with_statistics(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, _NormBase) and not isinstance(m, nn.SyncBatchNorm)]
 
 
+def check_statistics_dtype(modules: Iterable[nn.Module], what: str) -> None:
+    """Raises ValueError where a batch norm computes in another dtype than it keeps its statistics in, as torch would.
+
+    modules: those of a sharded model that have statistics. what: what asks, for the error.
+    """
+    for module in modules:
+        weight, mean = module._parameters.get("weight"), module._buffers.get("running_mean")
+        if weight is not None and mean is not None and weight.dtype != mean.dtype:
+            raise ValueError(
+                f"[zeropg] {what}: a {type(module).__name__} computes in {weight.dtype} and keeps its statistics in "
+                f"{mean.dtype}, which torch cannot mix; expected one dtype: shard with buffer_dtype={weight.dtype}, "
+                "which rounds all floating buffers to it, train in fp32, or use a norm without running statistics"
+            )
+
+
 def broadcast_running_statistics(modules: list[nn.Module], group: dist.ProcessGroup) -> None:
     """Gives all ranks the statistics of rank 0, in one broadcast. All ranks must call; without any nothing is sent."""
     buffers = [buffer for module in modules for name in _NAMES if (buffer := module._buffers.get(name)) is not None]

@@ -40,6 +40,7 @@ class ShardedState:
     full_gradients_depth: int = 0  # of `with zeropg.full_gradients`
     is_loading: bool = False  # inside load_state_dict
     is_writing_shards: bool = False  # inside `with zeropg.writable_shards`
+    is_label: Callable[[str], bool] | None = None  # which keyword arguments of the root keep their dtype
     has_average: bool = False  # in place of its own weights: inside `average_parameters` of a zeropg.ema
     trace: TraceRecorder | None = None  # until all that is to be recorded has been
     _is_functional: bool = False
@@ -53,8 +54,19 @@ class ShardedState:
         for index, plan in enumerate(self.plans):
             vars(plan.module)["_zeropg_unit"] = (self, index)
 
-    def run(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a unit with its parameters whole: around its hooks, and around what torch.compile made of it."""
+    def run(
+        self,
+        index: int,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        casts_inputs: bool = True,
+    ) -> Any:
+        """Calls a unit with its parameters whole: around its hooks, and around what torch.compile made of it.
+
+        casts_inputs: whether the root's floating inputs are cast to param_dtype, but for what `is_label` names.
+        """
         is_root = index == len(self.plans) - 1
         if is_root and self.trace is not None and not self.trace.next_forward():
             self.trace = None
@@ -62,10 +74,13 @@ class ShardedState:
             return self._run_functional(call, args, kwargs)
         replaced: list[Replacement] = []
         try:
-            if is_root and self.param_dtype is not None:
-                floating = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
-                replaced.append(_replace((args, kwargs), floating, [t.to(self.param_dtype) for t in floating]))
+            if is_root and self.param_dtype is not None and casts_inputs:
+                labels = {key: value for key, value in kwargs.items() if self.is_label and self.is_label(key)}
+                inputs = (args, {key: value for key, value in kwargs.items() if key not in labels})
+                floating = [tensor for tensor in tensors_in(inputs) if tensor.is_floating_point()]
+                replaced.append(_replace(inputs, floating, [t.to(self.param_dtype) for t in floating]))
                 args, kwargs = replaced[-1].value
+                kwargs = {**kwargs, **labels}
             if (aliased := self._before(index, args, kwargs)) is not None:
                 replaced.append(aliased)
                 args, kwargs = aliased.value
@@ -180,6 +195,11 @@ class ShardedState:
 
 def _replace(value: Any, tensors: list[torch.Tensor], new: Sequence[torch.Tensor]) -> Replacement:
     return Replacement(value, {id(old): other for old, other in zip(tensors, new, strict=True)})
+
+
+def names_label(argument: str) -> bool:
+    """Whether a keyword argument of a model is taken by its loss and by none of its layers: Hugging Face's rule."""
+    return "label" in argument
 
 
 def _is_in_functional_call() -> bool:

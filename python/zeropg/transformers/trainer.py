@@ -19,6 +19,7 @@ from zeropg.deepspeed.config import optimizer_of, scheduler_of
 from zeropg.deepspeed.engine import make_scaler
 from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.fully_shard import FullyShardedModule
+from zeropg.sharding.state import names_label
 from zeropg.transformers.sharding import ConfiguredSharding, sharding_of
 from zeropg.transformers.weights import weights_to_save
 
@@ -34,7 +35,8 @@ class Trainer(transformers.Trainer):
     Start one process per device by torchrun. All ranks must make it and call its methods alike, `save_model` too. The
     model is sharded in place when `train`, `evaluate` or `predict` is called first.
 
-    - `bf16` and `fp16` mean that the model computes in that dtype and keeps fp32 masters.
+    - `bf16` and `fp16` mean that the model computes in that dtype and keeps fp32 masters. Floating inputs are cast to
+      it, but for labels: arguments with "label" in their names, and those that `label_names` has.
     - With gradient accumulation, stages 2 and 3 reduce at every micro-batch, so that gradients stay sharded.
     - A checkpoint has, beside the Trainer's own files, a folder of `zeropg.save_checkpoint`: training goes on from it
       at any world size and stage, and `load_best_model_at_end` takes the masters from it. It holds the whole model,
@@ -49,7 +51,8 @@ class Trainer(transformers.Trainer):
             "auto" is filled as transformers does, and its `optimizer` and `scheduler` are used where it has them.
 
     Raises:
-        ValueError: transformers counts other processes than the process group has, or several devices in one process.
+        ValueError: transformers counts other processes than the process group has, or several devices in one process;
+            when the model is sharded: a batch norm would compute in another dtype than that of its running statistics.
         TypeError, zeropg.deepspeed.config.ConfigError: what is said about sharding cannot be used.
         NotImplementedError: an argument does not go with sharded models; the message says what to use instead.
     """
@@ -70,8 +73,12 @@ class Trainer(transformers.Trainer):
         accelerator = adopt(self.accelerator)
         self._sharding = sharding_of(self._zeropg_options, self.args, self.model)
         accelerator._zeropg_shard = self._sharding.shard
+        accelerator._zeropg_is_label = self._is_label
         if isinstance(self._sharding, ConfiguredSharding) and self._sharding.settings.fp16.enabled:
             accelerator.scaler = make_scaler(self._sharding.settings)
+
+    def _is_label(self, name: str) -> bool:
+        return names_label(name) or name in self.label_names
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As transformers'; the configuration's optimizer where it has one, over all trainable parameters."""
