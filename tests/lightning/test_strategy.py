@@ -110,6 +110,91 @@ def fit(folder: str) -> list[str]:
     return wrong
 
 
+def stepping(steps: str, norm: bool = False) -> Any:
+    """A module whose step calls layers by themselves ("layers"), or optimizers by itself ("manual")."""
+    import lightning
+
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.automatic_optimization = steps != "manual"
+            self.first = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU())
+            self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
+            self.last = nn.Linear(16, 16)
+            self.loss = nn.HuberLoss()
+            self.losses: list[float] = []
+            self.got: set[Any] = set()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.norm(self.first(x)))
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.got.add((batch[0].dtype, float(batch[0][0, 0])))
+            if not self.automatic_optimization:
+                return self.step_each()(batch[0])
+            loss = self.loss(self.last(self.norm(self.first(batch[0]))), 2 * batch[0])
+            self.losses.append(float(loss.detach()))
+            return loss
+
+        def step_each(self) -> Any:
+            def step(x: torch.Tensor) -> None:
+                for optimizer in self.optimizers():
+                    optimizer.zero_grad()
+                    loss = self.loss(self(x), 2 * x)
+                    self.manual_backward(loss)
+                    optimizer.step()
+                    self.losses.append(float(loss.detach()))
+
+            return step
+
+        def configure_optimizers(self) -> Any:
+            if self.automatic_optimization:
+                return torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.first, self.last)]
+
+    return Net()
+
+
+def steps(folder: str) -> list[str]:
+    """What a step gets and may do, beside DDP. Returns what is wrong."""
+    from zeropg.lightning import ZeroPGStrategy
+
+    wrong = []
+    data = torch.full((8, 16), 1.001)
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=2)
+    once = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+    for kind, precision, tolerance in (("layers", "bf16-mixed", 2e-2), ("manual", "32-true", 2e-6)):
+        plain = stepping(kind)
+        trainer(folder, "ddp_find_unused_parameters_true", precision=precision, **once).fit(plain, batches)
+        for stage in (2, 3):
+            net = stepping(kind)
+            trainer(folder, ZeroPGStrategy(stage=stage), precision=precision, **once).fit(net, batches)
+            if net.got != plain.got or len(net.got) != 1:
+                wrong.append(f"{kind}, stage {stage}: the step gets {net.got}, expected {plain.got}")
+            pairs = zip(net.losses, plain.losses, strict=True)
+            if not all(math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance / 100) for a, b in pairs):
+                wrong.append(f"{kind}, stage {stage}: {net.losses}, expected {plain.losses}")
+    for more, words in (({"sync_batchnorm": True}, "SyncBatchNorm"), ({"precision": "bf16-mixed"}, "buffer_dtype=")):
+        try:
+            trainer(folder, ZeroPGStrategy(), **once, **more).fit(stepping("layers", norm=True), batches)
+            wrong.append(f"{more} was ignored")
+        except ValueError as error:
+            wrong += [] if words in str(error) else [str(error)]
+    net = stepping("layers", norm=True)
+    trainer(folder, ZeroPGStrategy(), **once).fit(net, batches)
+    try:
+        trainer(folder, ZeroPGStrategy(), **once, sync_batchnorm=True).fit(net, batches)
+        wrong.append("sync_batchnorm was ignored where the module is sharded already")
+    except ValueError as error:
+        wrong += [] if "expected a new module" in str(error) else [str(error)]
+    return wrong
+
+
+def test_steps_get_their_batch_as_it_is_and_may_call_optimizers(tmp_path: Path) -> None:
+    assert run_ranks(2, steps, str(tmp_path), env=TORCHRUN, timeout=120) == [[], []]
+
+
 def alone(folder: str) -> list[float]:
     from zeropg.lightning import ZeroPGStrategy
 

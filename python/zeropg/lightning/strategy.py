@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch import nn
 
 from zeropg.checkpoint.state_dict import full_optimizer_state_dict, full_state_dict
+from zeropg.lightning.layers import compute_layers_in
 from zeropg.lightning.precision import ShardedPrecision, sharded_precision
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
 from zeropg.sharding.access import no_sync
 from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard
+from zeropg.sharding.running_statistics import check_statistics_dtype
+from zeropg.sharding.state import names_label, state_of
 
 
 class ZeroPGStrategy(DDPStrategy):
@@ -26,7 +28,11 @@ class ZeroPGStrategy(DDPStrategy):
 
         trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=ZeroPGStrategy(stage=3))
 
-    - `precision`: "32-true", or "bf16-mixed": computation in bf16 with fp32 masters.
+    - `precision`: "32-true", or "bf16-mixed": layers compute in bf16 with fp32 masters, and the rest of a step under
+      autocast. Steps get their batch as it is; layers, and the module where a step calls it, cast floating inputs.
+    - `sync_batchnorm`: as under DDP, before the model is sharded.
+    - Manual optimization in stage 3: the step calls layers by the module itself (`self(x)`) or as units, since it is no
+      forward of its own; then any number of backwards and optimizer steps may follow.
     - `gradient_clip_val`: of the averaged gradient of the whole model; by value, too.
     - `accumulate_grad_batches`: stages 2 and 3 reduce at every micro-batch, so that gradients stay sharded.
     - Checkpoints are Lightning's own, one file with whole weights and optimizer states: they load at any world size and
@@ -40,7 +46,8 @@ class ZeroPGStrategy(DDPStrategy):
         timeout: of the group's operations.
         options: further keyword arguments of `zeropg.fully_shard`. param_dtype goes before `precision`.
 
-    Raises NotImplementedError for another precision.
+    Raises NotImplementedError for another precision; ValueError where a batch norm would compute in another dtype than
+    that of its running statistics, or is to synchronize in a module that is sharded already.
     """
 
     strategy_name = "zeropg"
@@ -54,7 +61,6 @@ class ZeroPGStrategy(DDPStrategy):
         **options: Any,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self._forward_redirection = _ForwardRedirection()
         self._options = {"stage": stage, **options}
 
     @property
@@ -69,7 +75,15 @@ class ZeroPGStrategy(DDPStrategy):
     # --- set-up ---
 
     def setup(self, trainer: Any) -> None:
-        """As Lightning's general strategy: the model is sharded for evaluation, too."""
+        """As Lightning's general strategy: the model is sharded for evaluation, too, as are batch norms made one."""
+        assert self.model is not None  # as Lightning has connected it
+        if self._layer_sync is not None and not isinstance(self.model, FullyShardedModule):
+            self.model = cast(Any, self._layer_sync.apply(self.model))
+        elif self._layer_sync is not None and any(map(_is_plain_batch_norm, self.model.modules())):
+            raise ValueError(
+                "[zeropg] ZeroPGStrategy: sync_batchnorm=True, but the module is sharded already, with batch norms of "
+                "another Trainer's that do not synchronize; expected a new module"
+            )
         super(DDPStrategy, self).setup(trainer)
 
     def model_to_device(self) -> None:
@@ -80,6 +94,11 @@ class ZeroPGStrategy(DDPStrategy):
         if not isinstance(model, FullyShardedModule):
             precision = cast(ShardedPrecision, self.precision_plugin)
             fully_shard(model, **{"param_dtype": precision.param_dtype, **self._options})
+            state = state_of(model, "ZeroPGStrategy")
+            check_statistics_dtype(state.with_statistics, "ZeroPGStrategy")
+            state.is_label = names_label
+            if state.param_dtype is not None:
+                compute_layers_in(state.param_dtype, model)
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -97,8 +116,11 @@ class ZeroPGStrategy(DDPStrategy):
     # --- steps: as calls of the module, so that its parameters are whole ---
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """In stage 3 a step that calls optimizers itself is no forward: its calls of the module are, one by one."""
+        assert isinstance(self.model, FullyShardedModule) and self.lightning_module is not None  # as setup says
+        is_forward = self.lightning_module.automatic_optimization or self.model._zeropg_state.core.stage < 3
         with self.precision_plugin.train_step_context():
-            return self._call("training_step", args, kwargs)
+            return self._call("training_step", args, kwargs, is_forward=is_forward)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
@@ -112,9 +134,15 @@ class ZeroPGStrategy(DDPStrategy):
         with self.precision_plugin.predict_step_context():
             return self._call("predict_step", args, kwargs)
 
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_forward: bool = True) -> Any:
         assert self.model is not None and self.lightning_module is not None  # as setup says
-        return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+        state, index = vars(self.model)["_zeropg_unit"]
+        step = getattr(self.lightning_module, name)
+        is_low = state.param_dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast(self.root_device.type, dtype=state.param_dtype) if is_low else nullcontext():
+            if is_forward:
+                return state.run(index, step, args, kwargs, casts_inputs=False)
+            return step(*args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As Lightning's, which takes means of integers too; zeropg's groups do not, as they would have to round."""
@@ -163,6 +191,10 @@ def _with_numbers(named: dict[str, Any]) -> dict[str, Any]:
     number = {name: index for index, name in enumerate(names)}
     groups = [{**group, "params": [number[name] for name in group["params"]]} for group in named["param_groups"]]
     return {"state": {number[name]: state for name, state in named["state"].items()}, "param_groups": groups}
+
+
+def _is_plain_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
