@@ -74,8 +74,7 @@ def by_hand(folder: str) -> list[str]:
         with zeropg.full_parameters(model):
             if not close(adapters(model), expected):
                 wrong.append(f"stage {stage}: other adapters than one process has")
-            if rank == 0:
-                model.save_pretrained(f"{folder}/adapters{stage}")
+            model.save_pretrained(f"{folder}/adapters{stage}", is_main_process=rank == 0)
         held = {name for name, *_ in zeropg.local_shards(model) if ".lora_" not in name}
         state = zeropg.full_optimizer_state_dict(optimizer, rank0_only=False)["state"]
         if not held or not state or any(".lora_" not in name for name in state):
