@@ -195,7 +195,10 @@ def until(is_true: Callable[[], bool]) -> None:
 def test_follow_shows_what_comes_also_of_new_ranks_until_ctrl_c(tmp_path: Path) -> None:
     logs, output = written(tmp_path / "logs", "before\nlast\n"), tmp_path / "output"
     command = [*LOGS, str(logs), "--follow", "--tail", "1"]
+    # A shell that runs the tests in the background has them ignore Ctrl-C, and what they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with output.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process:
+        signal.signal(signal.SIGINT, before)
 
         def said(text: str) -> None:
             until(lambda: text in output.read_text() or process.poll() is not None)
