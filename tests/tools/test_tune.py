@@ -87,14 +87,14 @@ def time_whole_steps(folder: Path) -> None:
     run.begin("forward", [])
     with pytest.raises(SystemExit):
         for step, skipped in enumerate((1, 2, 2, 2, 3, 3), 1):
-            run.updated(Facts(step, skipped, 8, 4, [], []))
+            run.updated(Facts(step, skipped, 8, 4, [], [], 8 * step, None, None))
     # The third update warms up; the fourth and the sixth are timed.
     assert json.loads((folder / "report").read_text())["seconds"] == [4.0, 6.0]
     endless = TrialRun(Trial(str(folder / "none"), 0, 1), group, Ticks())
     endless.begin("forward", [])
     with pytest.raises(SystemExit, match="101 steps had gradients that are not finite"):
         for step in range(1, 200):
-            endless.updated(Facts(step, step, 8, 4, [], []))
+            endless.updated(Facts(step, step, 8, 4, [], [], 8 * step, None, None))
 
 
 def test_steps_that_the_loss_scale_leaves_out_are_not_timed(tmp_path: Path) -> None:
