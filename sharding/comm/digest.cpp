@@ -37,4 +37,9 @@ uint64_t digest(std::span<const std::byte> bytes, uint64_t seed) {
   return result;
 }
 
+uint64_t digest_of(const at::Tensor& values, uint64_t seed) {
+  const at::Tensor here = values.cpu().contiguous();
+  return digest({static_cast<const std::byte*>(here.const_data_ptr()), here.nbytes()}, seed);
+}
+
 }  // namespace zeropg

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <map>
-#include <span>
 
 #include "sharding/comm/digest.h"
 #include "sharding/parameters/master.h"
@@ -57,11 +56,6 @@ struct Told {
     return is_same;
   }
 };
-
-uint64_t digest_of(const at::Tensor& values, uint64_t seed) {
-  const at::Tensor here = values.cpu().contiguous();
-  return digest({static_cast<const std::byte*>(here.const_data_ptr()), here.nbytes()}, seed);
-}
 
 }  // namespace
 

@@ -46,11 +46,6 @@ at::Tensor bits_of(const at::Tensor& tensor) {
   }
 }
 
-uint64_t digest_of(const at::Tensor& tensor, uint64_t seed) {
-  const at::Tensor here = tensor.cpu().contiguous();
-  return zeropg::digest({static_cast<const std::byte*>(here.const_data_ptr()), here.nbytes()}, seed);
-}
-
 std::string refusal(const std::string& name) {
   return c10::str(
       "[zeropg] full_parameters: write access to parameter '", name,

@@ -49,7 +49,7 @@ def load_from_rank0(state: ShardedState, state_dict: Mapping[str, torch.Tensor],
     state.check_has_own_weights(_OPERATION)
     here = dict(named_tensors(state.model))
     names = _compare(state.model, here, entries, strict)
-    own_bytes = sum(entry.numel * entry.dtype.itemsize for entry in entries) // max(1, state.core.shards)
+    own_bytes = sum(entry.numel * entry.dtype.itemsize for entry in entries) // state.core.shards
 
     def read(advance: Advance) -> None:
         _set_values(state, state_dict, here, entries, advance)
@@ -155,7 +155,7 @@ def _set_values(
                 group.load(slot, piece, start)
             else:
                 put_whole(value.detach(), start, piece)
-            advance(piece.nbytes // max(1, state.core.shards))
+            advance(piece.nbytes // state.core.shards)
 
 
 def _receive(

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from zeropg.optim.checked_groups import check_numbers
-from zeropg.optim.layerwise import LayerwiseOptimizer, squares
+from zeropg.optim.layerwise import LayerwiseOptimizer, LayerwiseRule, squares
 from zeropg.optim.peers import Peers, Piece
 from zeropg.optim.row_spans import row_spans, sums_of_squares
 
 
-class AdafactorRule:
+class AdafactorRule(LayerwiseRule):
     """Every parameter: what it needs of the others are sums. Reads torch.optim.Adafactor's param groups, too.
 
     What is computed for each element is a sequence of single operations, each correctly rounded, so that an element's
@@ -23,13 +23,6 @@ class AdafactorRule:
     """
 
     tensor_state = frozenset({"variance"})
-    others_kernel = ""
-
-    def takes(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> bool:
-        return True
-
-    def others_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {}
 
     def factor_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
         if parameter.ndim < 2:

@@ -9,7 +9,7 @@ import torch
 
 from zeropg.optim.adam_rule import begin, learn
 from zeropg.optim.checked_groups import check_numbers
-from zeropg.optim.layerwise import LayerwiseOptimizer, squares
+from zeropg.optim.layerwise import LayerwiseOptimizer, LayerwiseRule, squares
 from zeropg.optim.part import Part
 from zeropg.optim.peers import Peers, Piece
 
@@ -17,20 +17,10 @@ from zeropg.optim.peers import Peers, Piece
 _BOUNDS = (0.01, 10.0)
 
 
-class LambRule:
+class LambRule(LayerwiseRule):
     """Every parameter: what LAMB needs of the others is two sums."""
 
     tensor_state = frozenset({"exp_avg", "exp_avg_sq"})
-    others_kernel = ""
-
-    def takes(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> bool:
-        return True
-
-    def others_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {}
-
-    def factor_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
-        return {}
 
     def update_(self, pieces: Sequence[Piece], peers: Peers) -> None:
         updates = []

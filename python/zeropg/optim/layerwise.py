@@ -14,21 +14,27 @@ Group = dict[str, Any]
 
 
 class LayerwiseRule(Protocol):
-    """How one kind of optimizer steps. It holds no state of a training run."""
+    """How one kind of optimizer steps. It holds no state of a training run.
+
+    Where a rule says nothing else, it takes every parameter and keeps no factors.
+    """
 
     # Keys of a parameter's state that have a value for each element.
     tensor_state: frozenset[str]
     # The fused kernel for the parameters that the rule does not take; "" where it takes all.
-    others_kernel: str
+    others_kernel: str = ""
 
     def factor_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
         """Shapes of the state, by key, that each rank with a part of the parameter keeps whole (see `FACTORS`)."""
+        return {}
 
     def takes(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> bool:
         """Whether the rule needs this parameter whole; it is stepped element by element otherwise."""
+        return True
 
     def others_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What `others_kernel` reads of a param group."""
+        return {}
 
     def update_(self, pieces: Sequence[Piece], peers: Peers) -> None:
         """Steps weights and state in place, also of pieces that it does not take. All ranks call."""

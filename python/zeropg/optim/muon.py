@@ -11,7 +11,7 @@ import torch
 
 from zeropg.optim.adam_rule import adamw_, begin
 from zeropg.optim.checked_groups import check_numbers
-from zeropg.optim.layerwise import LayerwiseOptimizer
+from zeropg.optim.layerwise import LayerwiseOptimizer, LayerwiseRule
 from zeropg.optim.peers import Peers, Piece
 
 _ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {  # of lr, by (rows, columns)
@@ -22,7 +22,7 @@ _ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {  # of lr, by (rows, col
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
-class MuonRule:
+class MuonRule(LayerwiseRule):
     """Matrices; what else an optimizer holds is stepped by AdamW. Reads torch.optim.Muon's param groups, too."""
 
     tensor_state = frozenset({"momentum_buffer"})
@@ -34,9 +34,6 @@ class MuonRule:
 
     def others_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {**group, "eps": group["adamw_eps"], "amsgrad": False, "maximize": False}
-
-    def factor_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
-        return {}
 
     def update_(self, pieces: Sequence[Piece], peers: Peers) -> None:
         matrices: dict[str, list[Piece]] = {}

@@ -25,6 +25,7 @@ from zeropg.sharding.activation_places import (
     version_of,
 )
 from zeropg.sharding.running_statistics import unchanged_statistics
+from zeropg.sharding.subclass import subclass_of
 from zeropg.sharding.units import UnitChoice, choose_units
 
 LOGGER = logging.getLogger("zeropg")
@@ -206,7 +207,4 @@ def _checkpointed(cls: type[nn.Module]) -> type[nn.Module]:
         args, kwargs = _without_caches(args, kwargs)
         return run_checkpointed(vars(self)[_KEY], cls.forward, self, *args, **kwargs)
 
-    made = type(cls.__name__, (cls,), {"forward": forward, "__doc__": cls.__doc__})
-    made.__qualname__, made.__module__ = cls.__qualname__, cls.__module__
-    _CLASSES[cls] = made
-    return made
+    return _CLASSES.setdefault(cls, subclass_of(cls, forward=forward))

@@ -29,6 +29,7 @@ from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_me
 from zeropg.sharding.rank_groups import check_mesh, described, groups_of, reduction_groups
 from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
+from zeropg.sharding.subclass import subclass_of
 from zeropg.sharding.trace import requested_trace
 from zeropg.sharding.units import UnitChoice, UnitPlan, plan_units, renormalized_parameters
 
@@ -538,14 +539,9 @@ _SHARDED_CLASSES: WeakValueDictionary[type[nn.Module], type[nn.Module]] = WeakVa
 def _swap_class(module: nn.Module) -> None:
     cls = type(module)
     if not issubclass(cls, FullyShardedModule):
-        module.__class__ = _SHARDED_CLASSES.get(cls) or _SHARDED_CLASSES.setdefault(cls, _sharded_class(cls))
-
-
-def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    sharded = type(cls.__name__, (FullyShardedModule, cls), {"__doc__": cls.__doc__})
-    sharded.__qualname__ = cls.__qualname__
-    sharded.__module__ = cls.__module__
-    return sharded
+        module.__class__ = _SHARDED_CLASSES.get(cls) or _SHARDED_CLASSES.setdefault(
+            cls, subclass_of(cls, FullyShardedModule)
+        )
 
 
 def _summary(

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from zeropg._native import _C
+from zeropg.checkpoint.match import listed
 from zeropg.rank_io.agreement import collective_device, peers_needed
-
-_LISTED = 5  # names in an error; the rest is counted
 
 
 def check_read_alike(
@@ -37,8 +36,7 @@ def check_read_alike(
             "dcp.load, which calls load_state_dict itself for what stands at its top; leave out what was not saved"
         )
     if torn := [names[index] for index in (was_read & was_missed).nonzero().flatten().tolist()]:
-        more = f" and {len(torn) - _LISTED} more" if len(torn) > _LISTED else ""
         raise ValueError(
-            f"{context} the checkpoint holds only a part of {', '.join(map(repr, torn[:_LISTED]))}{more}; expected "
+            f"{context} the checkpoint holds only a part of {listed([repr(name) for name in torn])}; expected "
             "every element. What was saved with use_collectives=False does not load into a sharded model"
         )
