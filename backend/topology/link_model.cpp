@@ -126,7 +126,8 @@ std::vector<double> uplinks_of(const std::vector<std::vector<int32_t>>& racks, c
     const Range inside = range_of(mean(seen[rack].inside, seen[rack].inside_count));
     const bool is_limit = seen[rack].across_count > 0 && is_slower(across, inside);
     is_one_a_limit |= is_limit;
-    const double crossing = with_two_digits(range_of(slower(seen[rack].out, seen[rack].in)).middle);
+    // A pause of any of many processes shows in one direction's windows: each has its own middle.
+    const double crossing = with_two_digits(std::min(range_of(seen[rack].out).middle, range_of(seen[rack].in).middle));
     uplinks.push_back(is_limit && crossing > 0 ? crossing : together);
   }
   return is_one_a_limit ? uplinks : std::vector<double>();

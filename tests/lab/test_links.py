@@ -24,33 +24,46 @@ def measured() -> tuple[list[float], list[float]]:
     return topology.links, topology.uplinks
 
 
-def links_of(rates: Sequence[str | None], per_host: int = 1) -> list[float]:
-    with Lab(hosts=len(rates), rate=rates) as lab:
-        answers = run_ranks(len(rates) * per_host, measured, place=HostsPlace(lab, per_host))
-    assert all(answer == answers[0] for answer in answers)
-    return answers[0][0]
+ATTEMPTS = 4
+
+
+def expect_links(lab: Lab, links: Sequence[float], uplinks: Sequence[float] = (), *, within: float) -> list[float]:
+    """Returns what a group measures, which is `links` and `uplinks`, as a share `within` of them.
+
+    Other programs on these processors make links look slower, never faster: no group sees them too fast, and one of a
+    few sees them right.
+    """
+    expected = [*links, *uplinks]
+    for _ in range(ATTEMPTS):
+        answers = run_ranks(len(links), measured, place=HostsPlace(lab, per_host=1))
+        assert all(answer == answers[0] for answer in answers)
+        found = [*answers[0][0], *answers[0][1]]
+        assert all(one < (1 + within) * other for one, other in zip(found, expected, strict=True)), found
+        if found == pytest.approx(expected, rel=within):
+            return answers[0][0]
+    raise AssertionError(f"{found}, expected {expected}")
 
 
 def test_a_link_at_half_speed_is_found_though_buckets_are_full() -> None:
-    links = links_of(["200mbit", "200mbit", "100mbit", "200mbit"])
-    assert links[0] == links[1] == links[3] == pytest.approx(200 * MBIT, rel=0.15)
-    assert links[2] == pytest.approx(100 * MBIT, rel=0.15)
+    rates = [200, 200, 100, 200]
+    with Lab(hosts=4, rate=[f"{rate}mbit" for rate in rates]) as lab:
+        links = expect_links(lab, [rate * MBIT for rate in rates], within=0.15)
+    assert links[0] == links[1] == links[3]
 
 
 def test_links_that_are_alike_count_as_equal() -> None:
-    links = links_of(["100mbit"] * 3, per_host=2)
-    assert len(set(links)) == 1 and len(links) == 3
-    # Where the processors are the limit, so little may come that nothing is known, which counts as equal too.
-    assert len(set(links_of([None] * 4))) <= 1
+    for rate, hosts, per_host in (("100mbit", 3, 2), (None, 4, 1)):
+        with Lab(hosts=hosts, rate=rate) as lab:
+            answers = run_ranks(hosts * per_host, measured, place=HostsPlace(lab, per_host))
+        assert all(answer == answers[0] for answer in answers)
+        links, _ = answers[0]
+        # Where the processors are the limit, so little may come that nothing is known, which counts as equal too.
+        assert (len(links) == hosts and len(set(links)) == 1) or (rate is None and not links)
 
 
 def test_an_uplink_that_is_slower_than_its_nodes_is_found() -> None:
     with Lab(hosts=4, rate="200mbit", racks=2, uplink="50mbit") as lab:
-        answers = run_ranks(4, measured, place=HostsPlace(lab, per_host=1))
-    links, uplinks = answers[0]
-    assert all(answer == answers[0] for answer in answers)
-    assert links == [pytest.approx(200 * MBIT, rel=0.2)] * 4
-    assert uplinks == [pytest.approx(50 * MBIT, rel=0.2)] * 2
+        expect_links(lab, [200 * MBIT] * 4, [50 * MBIT] * 2, within=0.2)
 
 
 SIZE = 3 << 20
