@@ -340,7 +340,7 @@ class Seen:
 def test_gathered_units_compute_with_decoded_weights(hosts: str, param_dtype: torch.dtype | None) -> None:
     group = group_on_hosts(hosts)
     model, optimizer = make_sharded(INT8, 3, process_group=group, param_dtype=param_dtype)
-    assert model._zeropg.fetch_name == "gathered"  # type: ignore[union-attr]
+    assert model._zeropg.fetch_name.startswith("gathered")  # type: ignore[union-attr]
     seen = Seen(model)
     for batch in make_batches(3):
         exact = masters(model)

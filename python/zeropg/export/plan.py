@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zeropg._native import _C
+from zeropg.quantization.packed_layer import PackedLayer
 
 _EXPORT_DTYPES = (torch.bfloat16, torch.float16)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B|B?)\s*", re.IGNORECASE)
@@ -30,6 +31,7 @@ class ExportTensor:
     name: str  # in the file
     value: torch.Tensor  # the parameter (maybe only a handle) or the buffer
     dtype: torch.dtype  # in the file
+    packed: PackedLayer | None = None  # the layer that has only its bytes
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ def _collect(model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[ExportTen
         values[id(value)] = value
     tied_patterns = _tied_patterns(model)
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    packed = {id(m.packed_weight): m for m in model.modules() if isinstance(m, PackedLayer)}
     tensors = []
     aliases: dict[str, str] = {}
     for key, names in names_of.items():
@@ -142,6 +145,10 @@ def _collect(model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[ExportTen
             continue
         # transformers ties the declared names to the other one when it loads.
         written = next((name for name in names if not any(p.search(name) for p in tied_patterns)), names[0])
+        if key in packed:  # what takes its place: written with the values that the bytes stand for
+            written = written.removesuffix("packed_weight") + "weight"
+            tensors.append(ExportTensor(written, packed[key].weight, dtype, packed[key]))
+            continue
         tensors.append(ExportTensor(written, values[key], _export_dtype(written, values[key], dtype)))
         aliases |= {name: written for name in names if name != written}
     return tensors, aliases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from zeropg._native import _C
 from zeropg.export.plan import ExportPlan, companion_files, index_json, make_plan
+from zeropg.quantization.packed_layer import PackedLayer
 from zeropg.rank_io.agreement import check_same, collective_device, peers_needed, together
 from zeropg.rank_io.commit import INDEX_NAME
 from zeropg.rank_io.parallel_files import ByteRange
@@ -37,6 +39,9 @@ def save_16bit_weights(
     buffers (rank 0's) cast to nearest even, other tensors as they are. Tied tensors are written once; their other names
     stand in the files' metadata, and `safetensors.torch.load_model` ties them again. A Hugging Face model also gets
     `config.json` and `generation_config.json`, so that `from_pretrained(directory)` loads it.
+
+    A weight that `quantize_frozen` has packed is written under its own name, with the values that its bytes stand for,
+    so that plain models load it; such weights are gathered packed, and unpacked one at a time.
 
     Every rank writes its own byte ranges (on a mesh that replicates, those of the first replica do); none needs more
     memory than its shard and 4 MiB. Ranks that do not see the directory (no shared file system) send their part to rank
@@ -87,6 +92,7 @@ class _Export:
     def __init__(self, model: torch.nn.Module, core: _C.ShardedModule, plan: ExportPlan, files: StagedFiles) -> None:
         self.is_committed = False
         self._model = model
+        self._core = core
         self._group: dist.ProcessGroup = core.process_group
         self._is_in_first_replica = core.replica == 0
         self._plan = plan
@@ -105,6 +111,7 @@ class _Export:
             for rank, sees in enumerate(sees_files):
                 if not sees:
                     stream_to_first(self._group, _OPERATION, rank, self._own_ranges, self._files.write)
+            self._write_packed([rank for rank, sees in enumerate(sees_files) if sees])
             totals = self._sum_written()
             self._together(lambda: self._finish(totals))
         self._together(lambda: self._files.commit() if is_first else None)
@@ -144,6 +151,31 @@ class _Export:
     def _write_own(self) -> None:
         for part in self._own_ranges():
             self._write(part)
+
+    def _write_packed(self, writers: list[int]) -> None:
+        """Gathers the bytes of packed weights, one flat parameter at a time; the ranks that write share the weights."""
+        packed = {id(t.packed.packed_weight): at for at, t in enumerate(self._plan.tensors) if t.packed is not None}
+        flat_groups: list[Any] = self._core.flat_groups if packed else []
+        for group in flat_groups:
+            slots = [(packed.pop(id(p)), at, numel) for _, p, at, numel in group.slots if id(p) in packed]
+            if slots:
+                whole = group.gather_master()
+                parts = [(index, whole[at : at + numel]) for index, at, numel in slots]
+                self._together(functools.partial(self._write_unpacked, parts, writers))
+        ignored = [(index, self._packed_layer(index).packed_weight.detach()) for index in packed.values()]
+        self._together(functools.partial(self._write_unpacked, ignored, [0]))
+
+    def _write_unpacked(self, parts: list[tuple[int, torch.Tensor]], writers: list[int]) -> None:
+        for number, (index, packed) in enumerate(parts):
+            if writers[number % len(writers)] == self._group.rank():
+                values = self._packed_layer(index).unpacked(packed, self._plan.tensors[index].dtype).view(-1)
+                self._write(self._range(index, 0, values))
+                self._written[index] += values.numel()
+
+    def _packed_layer(self, index: int) -> PackedLayer:
+        layer = self._plan.tensors[index].packed
+        assert layer is not None
+        return layer
 
     def _write(self, part: ByteRange) -> None:
         self._files.write(part)

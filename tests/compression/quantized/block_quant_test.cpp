@@ -1,5 +1,6 @@
 #include "compression/quantized/block_quant.h"
 
+#include "tests/compression/any_floats.h"
 #include "tests/compression/compressor_suite.h"
 
 namespace zeropg {
@@ -18,18 +19,6 @@ const std::vector<CompressorCase> kCases = {
     {"Int4Block4096", "block_quant", {{"bits", 4}, {"block", 4096}}, 0.501, bound<7>},
 };
 INSTANTIATE_TEST_SUITE_P(BlockQuant, CompressorSuite, testing::ValuesIn(kCases), case_name);
-
-// Everything that a float can be, finite or not, many in a block.
-std::vector<float> any_floats(size_t count, uint32_t seed) {
-  std::mt19937 random(seed);
-  std::vector<float> values(count);
-  for (size_t i = 0; i < count; ++i) {
-    uint32_t bits = random();
-    if (i / 64 % 3 != 0) bits = (bits & 0x807fffff) | ((100 + bits % 40) << 23);  // mostly of one size
-    values[i] = std::bit_cast<float>(bits);
-  }
-  return values;
-}
 
 TEST(BlockQuantTest, EveryInstructionSetGivesTheSameBits) {
   for (const int64_t bits : {4, 8}) {
