@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zeropg.tools.command_line import make_parser
 from zeropg.tools.run.cores import parse_cpu_list
-from zeropg.tools.run.environment import environment_files, read_environment_files, to_pass
+from zeropg.tools.run.environment import environment_files, of_launchers, read_environment_files, to_pass
 from zeropg.tools.run.hosts import Host, first, read_hostfile, select
 from zeropg.tools.run.job import Failure, Job, Node, Stopped, Unreachable, say
 from zeropg.tools.run.launchers import LAUNCHERS, address_of_name, choose, slurm_hosts
@@ -35,6 +35,7 @@ a hostfile has a line for each host; a slot is a rank, and on a host with GPUs t
 CUDA_VISIBLE_DEVICES that a scheduler has set there:
   worker-0 slots=4      # a comment
   worker-1 slots=4
+  me@worker-2:2222 slots=4      # which is worker-2 in --include; ssh's own configuration counts, too
 
 what the other hosts need: this Python and zeropg at the same path, and the script in the same folder. The variables
 ZEROPG_*, NCCL_*, GLOO_*, UCX_*, TORCH*, PYTHON*, OMP_*, MKL_*, HF_*, MLFLOW*, PATH and LD_LIBRARY_PATH are passed on;
@@ -64,10 +65,11 @@ def main(arguments: list[str]) -> int:
     record: Record | None = None
     try:
         start = LAUNCHERS[launcher].command
-        with Job(hosts, lambda host: start(host, options.rsh, dict(os.environ))) as job:
+        own = dict(os.environ) if launcher == "local" else of_launchers(os.environ)
+        with Job(hosts, lambda host: start(host, options.rsh, own), own) as job:
             job.reach(options.connect_timeout)
             plans = [_plan(job.nodes, index, launcher, options, environment) for index in range(len(hosts))]
-            output = RankOutput(sum(len(host.slots) for host in hosts), options.log_dir)
+            output = _open_output(hosts, options.log_dir)
             record = Record([host.name for host in hosts for _ in host.slots])
             _note(options.log_dir, record)
             failures = job.run(plans, output)
@@ -84,6 +86,14 @@ def main(arguments: list[str]) -> int:
     ends = [RankFailure(failure.rank, failure.node.host.name, _how(failure)) for failure in failures]
     _note(options.log_dir, replace(record, failures=ends))
     return 1 if failures else 0
+
+
+def _open_output(hosts: list[Host], folder: Path | None) -> RankOutput:
+    """Raises Unreachable where there can be no logs."""
+    try:
+        return RankOutput(sum(len(host.slots) for host in hosts), folder)
+    except OSError as error:
+        raise Unreachable(f"--log_dir: {error}") from None
 
 
 def _note(folder: Path | None, record: Record) -> None:
@@ -113,6 +123,8 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
     else:
         hosts = [Host("localhost", tuple(range(options.num_gpus or _gpus() or 1)))]
     hosts = select(hosts, options.include, options.exclude)
+    if options.ssh_port is not None:
+        hosts = [replace(host, port=host.port or options.ssh_port) for host in hosts]
     return first(hosts, options.num_nodes, options.num_gpus)
 
 
@@ -250,6 +262,12 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rsh", default="", metavar="CMD", help="instead of ssh: is called with a host and a command for its shell"
+    )
+    group.add_argument(
+        "--ssh_port",
+        type=int,
+        metavar="PORT",
+        help="for ssh to hosts without a port in the hostfile (default: its own)",
     )
     group.add_argument(
         "--connect_timeout", type=float, default=120, metavar="S", help="seconds for all hosts to answer (default 120)"

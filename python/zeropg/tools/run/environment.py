@@ -23,6 +23,8 @@ PASSED = (
 )
 # They say what one host is: with the same value on all of them, zeropg would take them for one.
 OF_ONE_HOST = ("ZEROPG_HOST_ID", "ZEROPG_RACK_ID", "ZEROPG_DOMAIN_ID")
+# How somebody reached the launcher, which is not how the launcher reached a host.
+_OF_A_CONNECTION = ("SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY")
 # torchrun's own, of a run that this one may have been started in.
 _OF_ANOTHER_RUN = "TORCHELASTIC_"
 _NO_GPUS = ("", "-1", "NoDevFiles")  # in CUDA_VISIBLE_DEVICES; the last is slurm's
@@ -37,6 +39,11 @@ def to_pass(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name.startswith(PASSED) and name not in OF_ONE_HOST and not name.startswith(_OF_ANOTHER_RUN)
     }
+
+
+def of_launchers(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables for a program that reaches a host: srun hands all of its own on."""
+    return {name: value for name, value in environment.items() if name not in (*OF_ONE_HOST, *_OF_A_CONNECTION)}
 
 
 def environment_files(environment: Mapping[str, str]) -> list[Path]:

@@ -8,20 +8,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(#.*)?")
+_PLACE = re.compile(r"(?:(?P<user>[^@]+)@)?(?:(?P<name>[^@:]+|\[[^@\]]+\])(?::(?P<port>\d+))?|(?P<address>[^@]*))")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host and its slots, one per rank; on a host with GPUs the number of a slot is a GPU's."""
+    """A host and its slots, one per rank; on a host with GPUs the number of a slot is a GPU's.
+
+    user, port: for ssh; "" and None: its own choice.
+    """
 
     name: str
     slots: tuple[int, ...]
+    user: str = ""
+    port: int | None = None
 
 
 def read_hostfile(path: Path) -> list[Host]:
     """Returns the hosts of a file in DeepSpeed's format: a line `NAME slots=N` each, and comments after `#`.
 
-    Raises ValueError with the line, where one is something else, where a host is named twice, and without any host.
+    A name may be written as for ssh, USER@NAME, and with a port, USER@NAME:PORT or [ADDRESS]:PORT. Raises ValueError
+    with the line, where one is something else, where a host is named twice, and without any host.
     """
     hosts: dict[str, Host] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -31,12 +38,16 @@ def read_hostfile(path: Path) -> list[Host]:
         found = _LINE.fullmatch(text)
         if found is None or int(found[2]) < 1:
             raise ValueError(f"{path}, line {number}: {text!r}; expected NAME slots=N, with N at least 1")
-        name = found[1]
+        place = _PLACE.fullmatch(found[1])
+        name = (place["name"] or place["address"]).strip("[]") if place is not None else ""
+        if place is None or not name:
+            raise ValueError(f"{path}, line {number}: {found[1]!r}; expected NAME, USER@NAME or USER@NAME:PORT")
         if name in hosts:
             raise ValueError(f"{path}, line {number}: {name} is there twice; give all its slots in one line")
-        if name.startswith("-"):
-            raise ValueError(f"{path}, line {number}: {name!r} is no name of a host, but would be an option of ssh")
-        hosts[name] = Host(name, tuple(range(int(found[2]))))
+        if found[1].startswith("-") or name.startswith("-"):
+            raise ValueError(f"{path}, line {number}: {found[1]!r} is no name of a host, but would be an option of ssh")
+        port = int(place["port"]) if place["port"] else None
+        hosts[name] = Host(name, tuple(range(int(found[2]))), place["user"] or "", port)
     if not hosts:
         raise ValueError(f"{path} names no host; expected lines like: worker-0 slots=4")
     return list(hosts.values())

@@ -11,17 +11,19 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 from zeropg.tools.run.hosts import Host
+from zeropg.tools.run.launchers import remedy
 from zeropg.tools.run.messages import BEAT_SECONDS, Done, Failed, Hello, Output, Plan, from_line, to_line
 from zeropg.tools.run.rank_output import RankOutput, go_on_without
 
 _GATHER_SECONDS = 1.5  # for other hosts to say that they failed, too: maybe earlier
 _STOP_SECONDS = 45.0  # longer than hosts take to kill what ignores SIGTERM
 _CLOSE_SECONDS = 2.0  # for a process to end after SIGTERM
+_WORDS_SECONDS = 1.0  # for the last words of a process that has ended; a master of ssh's may keep the pipe
 _SAID_LINES = 20
 _MOST_EVENTS = 1000  # that wait for their turn
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -80,8 +82,10 @@ class Stopped(Exception):
 class Job:
     """The processes of a run. Leaving the `with` ends all of them."""
 
-    def __init__(self, hosts: Sequence[Host], command: Callable[[Host], list[str]]) -> None:
-        """command: how to start the process on a host."""
+    def __init__(
+        self, hosts: Sequence[Host], command: Callable[[Host], list[str]], environment: Mapping[str, str]
+    ) -> None:
+        """command: how to start the process on a host. environment: of the processes here that do it."""
         # A SimpleQueue, since a signal may come while this thread holds the lock of another kind.
         self._events: queue.SimpleQueue[tuple[Node | None, Any]] = queue.SimpleQueue()
         self._room = threading.Semaphore(_MOST_EVENTS)  # a console that is slow makes ranks wait, not memory grow
@@ -89,6 +93,7 @@ class Job:
         self._has_stopped = threading.Event()
         self._hosts = hosts
         self._command = command
+        self._environment = environment
 
     def __enter__(self) -> Job:
         # What is ignored stays so: SIGHUP under nohup, SIGINT in the background of a script.
@@ -99,12 +104,16 @@ class Job:
             for host in self._hosts:
                 # In a session of its own: Ctrl-C is for this process, which then ends the others in order.
                 pipe, command = subprocess.PIPE, self._command(host)
-                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+                process = subprocess.Popen(
+                    command, stdin=pipe, stdout=pipe, stderr=pipe, env=self._environment, start_new_session=True
+                )
                 node = Node(host, first_rank, command[0], process)
                 self.nodes.append(node)
                 first_rank += len(host.slots)
-                for follow in (self._follow_messages, self._follow_words):
-                    threading.Thread(target=follow, args=(node,), daemon=True).start()
+                words = threading.Thread(target=self._follow_words, args=(node,), daemon=True)
+                messages = threading.Thread(target=self._follow_messages, args=(node, words), daemon=True)
+                words.start()
+                messages.start()
         except OSError as error:
             self.close()
             raise Unreachable(f"{host.name} cannot be reached: {error.filename}: {error.strerror}") from None
@@ -130,16 +139,20 @@ class Job:
         """Waits until all hosts have said hello. Raises Unreachable with a sentence for each that has not."""
         self._greet(time.monotonic() + seconds)
         if any(node.has_ended for node in self.nodes):
-            self._greet(time.monotonic() + _GATHER_SECONDS)  # maybe others cannot be reached, either
+            deadline = time.monotonic() + _GATHER_SECONDS  # maybe others cannot be reached, either
+            while time.monotonic() < deadline and not all(node.has_ended or node.hello for node in self.nodes):
+                self._greet(deadline)
         lost = [f"{node.host.name} cannot be reached: {_how_it_ended(node)}" for node in self.nodes if node.has_ended]
         late = [node.host.name for node in self.nodes if node.hello is None]
         if lost or late:
             slow = f"{late[0]} did not answer within {seconds:g} s (--connect_timeout)" if late else ""
             raise Unreachable("; ".join(lost) or slow)
-        kinds = {node.hello.torch: node for node in reversed(self.nodes) if node.hello}
-        if len(kinds) > 1:
-            found = " and ".join(f"{version} on {node.host.name}" for version, node in kinds.items())
-            raise Unreachable(f"hosts have different versions of torch: {found}; install one on all of them")
+        hellos = [(node, node.hello) for node in self.nodes if node.hello is not None]
+        for name in dict.fromkeys(name for _, hello in hellos for name in hello.versions):
+            kinds = {hello.versions[name]: node for node, hello in reversed(hellos) if name in hello.versions}
+            if len(kinds) > 1:
+                found = " and ".join(f"{version} on {node.host.name}" for version, node in kinds.items())
+                raise Unreachable(f"hosts have different versions of {name}: {found}; install one on all of them")
 
     def _greet(self, deadline: float) -> None:
         """Takes hellos until all hosts have said it, or the next one has ended without."""
@@ -233,18 +246,22 @@ class Job:
     def _on_signal(self, number: int, frame: object) -> None:
         self._events.put((None, Signalled(number)))
 
-    def _follow_messages(self, node: Node) -> None:
-        pipe = _opened(node.process.stdout)
-        for line in pipe:
+    def _follow_messages(self, node: Node, words: threading.Thread) -> None:
+        shown: deque[str] = deque(maxlen=_SAID_LINES)
+        for line in _opened(node.process.stdout):
             try:
                 event = from_line(line)
             except ValueError:  # of the shell there, such as a greeting
-                node.said.append(line.decode(errors="replace").rstrip())
+                shown.append(line.decode(errors="replace").rstrip())
                 continue
             self._room.acquire()
             self._events.put((node, event))
+        exit_code = node.process.wait()
+        words.join(_WORDS_SECONDS)
+        if not node.said:
+            node.said.extend(line for line in shown if line)
         self._room.acquire()
-        self._events.put((node, Gone(node.process.wait())))
+        self._events.put((node, Gone(exit_code)))
 
     def _follow_words(self, node: Node) -> None:
         """torchrun's own words, and those of the shell."""
@@ -284,5 +301,9 @@ def _failure(node: Node, event: Failed) -> Failure:
 
 
 def _how_it_ended(node: Node) -> str:
-    last = next((line for line in reversed(node.said) if line.strip()), "")
-    return f"{node.program} ended with {node.process.poll()}" + (f" and said: {last}" if last else "")
+    said = [line for line in node.said if line.strip()]
+    # srun ends with a line about the exit code; before it stands why.
+    last = next((line for line in reversed(said) if not line.startswith("srun: ")), said[-1] if said else "")
+    ended = f"{node.program} ended with {node.process.poll()}" + (f" and said: {last}" if last else "")
+    helps = remedy(node.host, last)
+    return f"{ended} ({helps})" if helps else ended

@@ -43,11 +43,11 @@ class Plan:
 class Hello:
     """address: at which others reach this host; "" where it does not know. is_sure: whether ssh came in at it.
     launcher: at which this host sees the launcher's; "" where it does not know. is_beside_launcher: ssh came in from
-    the host itself. clock: seconds since the epoch.
+    the host itself. versions: of what must be alike on all hosts, by name. clock: seconds since the epoch.
     """
 
     address: str
-    torch: str
+    versions: dict[str, str]
     clock: float
     is_sure: bool = False
     launcher: str = ""

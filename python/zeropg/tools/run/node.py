@@ -21,10 +21,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, NoReturn
 
 import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistNetworkError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -32,6 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from zeropg.tools.run.cores import cores_of_this_host, divide, parse_cpu_list
 from zeropg.tools.run.environment import visible_gpus
 from zeropg.tools.run.launchers import is_loopback
+from zeropg.tools.run.leftovers import MARK, kill_marked
 from zeropg.tools.run.messages import Done, Failed, Hello, Message, Output, Plan, from_line, to_line
 
 _POLL_SECONDS = 0.05
@@ -46,6 +50,10 @@ _BIND = Path(__file__).with_name("bind.py")
 
 class Stopped(BaseException):
     """The launcher is gone, or wants the end."""
+
+
+class _NoMeetingPoint(Exception):
+    """The address or the port cannot serve."""
 
 
 class Replies:
@@ -64,6 +72,7 @@ class Replies:
 def main() -> int:
     """Run what comes; returns the exit status."""
     commands, pipe = _take_pipes()
+    pipe.write(b"\n")  # the shell here may have begun a line, a greeting without an end
     replies = Replies(pipe)
     replies.send(_hello())
     line = commands.readline()
@@ -72,11 +81,17 @@ def main() -> int:
     plan: Plan = from_line(line)
     signal.signal(signal.SIGTERM, _stop)
     with tempfile.TemporaryDirectory(prefix="zeropg-run-", ignore_cleanup_errors=True) as folder:
-        threading.Thread(target=_end_with, args=(commands, plan.silence), daemon=True).start()
+        is_over = threading.Event()
+        threading.Thread(target=_end_with, args=(commands, plan.silence, folder, is_over), daemon=True).start()
+        stores: list[TCPStore] = []
         with following(Path(folder), plan, replies):
-            last_word = _run(plan, folder)
+            last_word = _run(plan, folder, stores)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end that follows a last word is no reason to stop
+        if not isinstance(last_word, Done):
+            kill_marked(folder)
         replies.send(last_word)
+        if stores:
+            is_over.wait()  # other hosts still use the store, and would complain of its end
     return 0 if isinstance(last_word, Done) else 1
 
 
@@ -90,13 +105,19 @@ def _take_pipes() -> tuple[IO[bytes], IO[bytes]]:
     return commands, replies
 
 
-def _run(plan: Plan, folder: str) -> Failed | Done:
+def _run(plan: Plan, folder: str, stores: list[TCPStore]) -> Failed | Done:
+    """Runs torchrun to its end. stores: gets the one in which all hosts meet, if it is here."""
     try:
         os.environ.update(plan.environment)
+        os.environ[MARK] = folder
         os.environ.setdefault("PYTHONUNBUFFERED", "1")  # else a rank that is killed loses its last words
         if plan.slots is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), plan.slots)
+        if plan.node_rank == 0 and plan.nodes > 1:
+            stores.append(_meeting_point(plan))
         torchrun.run(torchrun.parse_args(torchrun_arguments(plan, folder)))
+    except _NoMeetingPoint as error:
+        return Failed(None, 1, time.time(), str(error))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         since = _last_words(Path(folder), failure.local_rank) or time.time()
@@ -106,6 +127,17 @@ def _run(plan: Plan, folder: str) -> Failed | Done:
     except Exception as error:
         return Failed(None, 1, time.time(), f"{type(error).__name__}: {error}")
     return Done()
+
+
+def _meeting_point(plan: Plan) -> TCPStore:
+    """The store of all hosts. torchrun's own is the same one, of which this process then holds a second end."""
+    try:
+        return TCPStore(plan.master_addr, plan.master_port, None, True, wait_for_workers=False, multi_tenant=True)
+    except DistNetworkError as error:
+        raise _NoMeetingPoint(
+            f"the hosts cannot meet at {plan.master_addr}:{plan.master_port} here ({str(error).splitlines()[0]}); "
+            "choose another port with --master_port, or another address of this host with --master_addr"
+        ) from None
 
 
 def torchrun_arguments(plan: Plan, folder: str) -> list[str]:
@@ -195,12 +227,13 @@ def _stop(number: int, frame: object) -> NoReturn:
     raise Stopped
 
 
-def _end_with(commands: IO[bytes], silence: float) -> None:
+def _end_with(commands: IO[bytes], silence: float, folder: str, is_over: threading.Event) -> None:
     """Waits for the end of the input, or `silence` s without any, then ends this process and its ranks, whatever they
-    do."""
+    do. Sets `is_over` before."""
     number = commands.fileno()
     while select.select([number], [], [], silence or None)[0] and os.read(number, _CHUNK):
         pass
+    is_over.set()
     os.kill(os.getpid(), signal.SIGTERM)
     start = time.monotonic()
     while time.monotonic() - start < _GRACE_SECONDS:
@@ -210,6 +243,7 @@ def _end_with(commands: IO[bytes], silence: float) -> None:
     for child in _children():
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
+    kill_marked(folder)
     os._exit(1)
 
 
@@ -225,7 +259,14 @@ def _hello() -> Hello:
     is_beside_launcher = is_known and is_loopback(connection[2])
     is_sure = is_known and not is_beside_launcher
     address, launcher = (connection[2], connection[0]) if is_sure else (_address(), "")
-    return Hello(address, torch.__version__, time.time(), is_sure, launcher, is_beside_launcher)
+    return Hello(address, _versions(), time.time(), is_sure, launcher, is_beside_launcher)
+
+
+def _versions() -> dict[str, str]:
+    found = {"torch": torch.__version__, "Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    with suppress(PackageNotFoundError):  # of a build that is not installed
+        found["zeropg"] = version("zeropg")
+    return found
 
 
 def _address() -> str:

@@ -80,8 +80,12 @@ class RankOutput:
             return
         if self._open_lines[rank] not in (None, is_error):
             self._files[rank].write("\n")
-        self._files[rank].write(text)
-        self._files[rank].flush()
+        try:
+            self._files[rank].write(text)
+            self._files[rank].flush()
+        except OSError as error:  # a full disk is no reason to stop ranks
+            go_on_without(self._files[rank])
+            self._say(f"zeropg run: {self._paths[rank]} ends here: {error}\n", True)
         self._open_lines[rank] = None if text.endswith("\n") else is_error
 
     def _line(self, rank: int, line: str, is_error: bool) -> None:
@@ -103,7 +107,7 @@ class RankOutput:
 
 
 def go_on_without(console: IO[str]) -> None:
-    """Lets what is written to it vanish from now on, also what waits in its buffer."""
+    """Lets what is written to this console or file vanish from now on, also what waits in its buffer."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, console.fileno())
     os.close(nothing)
