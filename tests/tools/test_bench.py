@@ -19,6 +19,7 @@ from zeropg.tools import machine
 from zeropg.tools.bench import collectives, groups, harness
 from zeropg.tools.bench.cases import CASES, DTYPES, REDUCTIONS, Shape, empty_on_heap, pattern, reduced
 from zeropg.tools.bench.compression import codecs
+from zeropg.tools.bench.deepspeed.command import Case, disagreement
 from zeropg.tools.bench.results import Row, Spread, read_results, write_results
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -248,6 +249,37 @@ def test_train_measures_an_implementation_beside_the_baseline(tmp_path):
     assert ours.median("step_ms") > 0 and ours.median("memory_bytes_per_parameter") > 0
 
 
+def test_the_script_beside_deepspeed_trains_by_the_changed_line(tmp_path):
+    job, result = tmp_path / "job.json", tmp_path / "result.json"
+    shape = {"layers": 1, "width": 64, "context": 16, "steps": 2, "warm_up": 1}
+    for case in (Case.parse("0"), Case.parse("3x2:fp16")):
+        job.write_text(json.dumps(shape | {"config": case.config(micro_batch=1)}))
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        words += ["-m", "zeropg.tools.bench.deepspeed.script", "zeropg.deepspeed", str(job), str(result)]
+        done = run_program(words, timeout=150, env=ENVIRONMENT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads(result.read_text())
+        assert found["losses"][-1] < found["losses"][0] and len(found["losses"]) == 3
+        assert found["loss_scales"] == ([65536.0] * 3 if case.dtype == "fp16" else [1.0] * 3)
+        assert 0 < found["memory_bytes"] < found["process_bytes"]
+
+
+def test_figures_beside_deepspeed_want_the_same_losses():
+    case = Case.parse("2x4:fp16")
+    assert (case.stage, case.micro_batches, str(case)) == (2, 4, "stage 2, fp16, 4 micro-batches")
+    right = {"losses": [5.0, 4.0], "loss_scales": [2.0, 1.0]}
+    assert not disagreement(case, {"deepspeed": [right], "zeropg": [right]})
+    scales = disagreement(case, {"deepspeed": [right], "zeropg": [right, right | {"loss_scales": [2.0, 2.0]}]})
+    assert scales == "loss scales of zeropg are [2.0, 2.0], expected [2.0, 1.0]"
+    apart = disagreement(Case.parse("1"), {"deepspeed": [right], "zeropg": [right | {"losses": [5.0, 4.0001]}]})
+    assert "losses of zeropg differ by 2.5e-05" in apart
+
+
+def test_deepspeed_must_be_there_to_stand_beside(capsys):
+    assert program.main(["bench", "deepspeed", "--python", "/no/such/python"]) == 2
+    assert "/no/such/python cannot import deepspeed and zeropg" in capsys.readouterr().err
+
+
 def test_optimizer_steps_agree_and_are_timed(tmp_path):
     file = tmp_path / "optimizer.json"
     for name in ("adamw", "sgd"):
@@ -327,6 +359,7 @@ def test_others_load_does_not_count_ones_own_work():
         (["bench", "collectives", "--beside", "-1"], "--beside not negative"),
         (["bench", "compression", "--codec", "int3"], "no int3; there is all, int8, int4"),
         (["bench", "train", "--width", "100"], "no multiple of 64"),
+        (["bench", "deepspeed", "--case", "4"], "'4' is no list of STAGE[xMICRO_BATCHES][:DTYPE]"),
         (["bench", "train", "--rounds", "0"], "--rounds must be positive"),
     ],
 )

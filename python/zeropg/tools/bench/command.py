@@ -18,6 +18,10 @@ SUITES = {
     ),
     "offload": ("zeropg.tools.bench.offload", "a file tier's bandwidth, and a step through it beside one in memory"),
     "compression": ("zeropg.tools.bench.compression", "what codecs cost, lose and save, beside torch's operations"),
+    "deepspeed": (
+        "zeropg.tools.bench.deepspeed.command",
+        "one training script under DeepSpeed and, with one line changed, under zeropg",
+    ),
     "nodes": ("zeropg.tools.bench.nodes.command", "collectives between nodes, beside gloo and what the links carry"),
     "loss": ("zeropg.tools.bench.loss.command", "the loss, and the time to it over slow links, for each codec"),
     "table": ("zeropg.tools.bench.table", "what the files of the suites say, as Markdown"),
@@ -37,6 +41,7 @@ examples:
   python -m zeropg bench offload --path /mnt/nvme               a disk, and a step whose state lies there
   python -m zeropg bench compression                            what every codec costs, loses and saves
   python -m zeropg bench train --rounds 3                       stages 0 to 3 beside DDP and FSDP2
+  python -m zeropg bench deepspeed --python ds/bin/python       one script under DeepSpeed and under zeropg
   python -m zeropg bench nodes --case 2x2,racks                 simulated nodes, slow and unequal links
   python -m zeropg bench loss --quick                           codecs on simulated hosts, beside torch's hooks
   python -m zeropg bench table                                  the figures in benchmarks/results, as Markdown

@@ -95,6 +95,19 @@ def plot_train(header: dict[str, Any], rows: list[Row], file: Path) -> None:
     _save(figure, header, f"{header['ranks']} ranks", file)
 
 
+def plot_deepspeed(header: dict[str, Any], rows: list[Row], file: Path) -> None:
+    """Bars: the step and the memory beside DeepSpeed's in the same case, where ratios are claimed."""
+    keys = {"step_over_deepspeed": "step", "memory_over_deepspeed": "memory of a rank"}
+    ours = [row for row in rows if all(key in row.figures for key in keys) and row.peer == "zeropg"]
+    figure, panels = _figure(len(keys), _bars_height(len(ours)))
+    for (key, title), axes in zip(keys.items(), panels, strict=True):
+        _bars(axes, {row.case: row.figures[key] for row in ours}, "times DeepSpeed's", ours="stage")
+        axes.axvline(1, color=_GRAY, linestyle="--", linewidth=1)
+        axes.set_title(title, fontsize=9)
+    panels[1].tick_params(labelleft=False)
+    _save(figure, header, f"{header['ranks']} ranks, DeepSpeed {header['deepspeed']}", file)
+
+
 def plot_optimizer(header: dict[str, Any], rows: list[Row], file: Path) -> None:
     """Bars per dtype: bytes per second of each contestant, and what the memory allows as a line."""
     dtypes = list(dict.fromkeys(row.parameters["dtype"] for row in rows))

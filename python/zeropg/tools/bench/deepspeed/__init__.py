@@ -1,0 +1,1 @@
+"""A script of DeepSpeed's users under DeepSpeed and under `zeropg.deepspeed`: `python -m zeropg bench deepspeed`."""
