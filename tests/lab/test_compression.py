@@ -188,7 +188,7 @@ def step_stage_3(is_encoded: bool) -> None:
             reduce_dtype=None if is_encoded else torch.bfloat16,
             compression=plan,
         )
-        assert model._zeropg.fetch_name == "gathered"
+        assert model._zeropg.fetch_name == "gathered per node"
         optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         prepared[:] = [Step(model, torch.zeros(()), optimizer)]
     step = prepared[0]

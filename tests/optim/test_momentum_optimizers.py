@@ -26,6 +26,10 @@ def one_bit_adam(model: nn.Module, **options: Any) -> OneBitAdam:
     return OneBitAdam(model.parameters(), LEARNING_RATE, **{"warmup_steps": WARMUP_STEPS, **ADAM, **options})
 
 
+def zero_one_adam(model: nn.Module, **options: Any) -> OneBitAdam:
+    return one_bit_adam(model, **{"variance_interval": 3, **options})
+
+
 def one_bit_lamb(model: nn.Module, **options: Any) -> OneBitLamb:
     return OneBitLamb(model.parameters(), 2e-2, **{"warmup_steps": WARMUP_STEPS, **ADAM, **options})
 
@@ -35,7 +39,7 @@ def dgc(model: nn.Module, **options: Any) -> DGC:
 
 
 Make = Callable[..., MomentumOptimizer]
-each_optimizer = pytest.mark.parametrize("make", [one_bit_adam, one_bit_lamb, dgc])
+each_optimizer = pytest.mark.parametrize("make", [one_bit_adam, zero_one_adam, one_bit_lamb, dgc])
 
 
 def make_ddp(make: Make, **options: Any) -> tuple[DDP, MomentumOptimizer]:
@@ -96,6 +100,42 @@ def test_one_bit_adam_learns_about_as_adamw_does() -> None:
     assert losses[:15] == expected[:15]
     end, expected_end = sum(losses[-10:]) / 10, sum(expected[-10:]) / 10
     assert end < 1.05 * expected_end, (losses, expected)
+
+
+@on_ranks(2)
+def test_between_frozen_steps_the_variance_learns_from_averaged_gradients() -> None:
+    """Beside Adam written out; the model is so small that its momenta travel in fp32."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    beta1, beta2, interval, warmup = 0.9, 0.8, 3, 4
+    options = {"betas": (beta1, beta2), "weight_decay": 0.0, "eps": 1e-8}
+    optimizer = OneBitAdam(model.parameters(), 0.05, warmup_steps=warmup, variance_interval=interval, **options)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    ddp = DDP(model)
+    optimizer.attach(ddp)
+    inputs = torch.randn(2, 14, 5, 8)
+    momenta, variances = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+    for step in range(14):
+        of_ranks = []
+        for rank in range(2):
+            copies = [weight.clone().requires_grad_() for weight in weights]
+            nn.functional.linear(inputs[rank, step], *copies).square().sum().backward()
+            of_ranks.append([weight.grad for weight in copies])
+        optimizer.zero_grad()
+        ddp(inputs[dist.get_rank(), step]).square().sum().backward()
+        optimizer.step()
+        learns = step < warmup or (step + 1 - warmup) % interval == 0
+        share = 1 - (beta2 if step < warmup else beta2**interval)
+        for index, weight in enumerate(weights):
+            gradient = (of_ranks[0][index] + of_ranks[1][index]) / 2
+            momenta[index].lerp_(gradient, 1 - beta1)
+            if learns:
+                variances[index].mul_(1 - share).addcmul_(gradient, gradient, value=share)
+            bias = 1 - beta2 ** (step + 1) if step < warmup else 1.0
+            weight -= 0.05 / (1 - beta1 ** (step + 1)) * momenta[index] / ((variances[index] / bias).sqrt() + 1e-8)
+            if step + 1 == warmup:
+                variances[index] /= 1 - beta2**warmup
+        torch.testing.assert_close(flat(ddp), torch.cat([weight.flatten() for weight in weights]), rtol=1e-4, atol=1e-5)
 
 
 @each_optimizer
@@ -280,6 +320,13 @@ def test_bad_use_is_named(make: Make) -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with raises(ValueError, "warmup_steps"):
         make(model, warmup_steps=-1)
+    if make is one_bit_adam:
+        for wrong in (-1, 2.5, True):
+            with raises(ValueError, f"variance_interval is {wrong!r}", "such as 10"):
+                make(model, variance_interval=wrong)
+        alike = make(model)
+        with raises(ValueError, "variance_interval 0 and 5", "one for all"):
+            alike.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "variance_interval": 5})
     with raises(ValueError, "clip is -1"):
         make(model, clip=-1)
     gloo = dist.new_group(backend="gloo")

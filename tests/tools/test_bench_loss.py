@@ -56,8 +56,8 @@ def test_a_curve_that_is_not_a_number_reaches_nothing() -> None:
     assert steps_to([(10, 3.0), (20, math.nan), (30, math.nan)], 1.0) == math.inf
 
 
-def test_steps_before_compression_take_their_own_time() -> None:
-    pace = Pace(each=1.0, plain=10.0, plain_steps=3)
+def test_steps_of_a_warm_up_take_their_own_time() -> None:
+    pace = Pace(each=1.0, warm_up=10.0, warm_up_steps=3)
     assert [pace.at(step) for step in (0, 2, 3, 5)] == [0, 20, 30, 32]
     assert Pace(each=0.5).at(4) == 2
 
@@ -82,8 +82,8 @@ def test_a_journal_gives_back_what_ran_at_the_same_place_and_nothing_that_was_cu
 def test_every_arm_trains_tasks_that_exist_and_has_one_that_does_not_compress_beside_it() -> None:
     for name, arm in ARMS.items():
         assert set(arm.tasks) <= set(TASKS), name
-        assert PLAIN[arm.backend] in ARMS, name
-        assert arm.plain_steps(0) in (0, 2), name
+        assert {PLAIN[arm.backend], arm.warms_up_as} <= set(ARMS), name
+        assert arm.warm_up_steps(0) in (0, 2), name
     assert {ARMS[name].backend for name in PLAIN.values()} == {"gloo", "zeropg"}
     assert next(iter(ARMS)) == BASELINE
 

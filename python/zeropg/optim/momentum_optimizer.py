@@ -4,7 +4,7 @@
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -45,6 +45,7 @@ class MomentumOptimizer(CheckedOptimizer):
     tensor_state: frozenset[str]
     whole_state: frozenset[str]
     own_state: frozenset[str] = frozenset()
+    common_options: tuple[str, ...] = ("warmup_steps",)  # one value in all param groups: what decides the phase
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, codec: Codec, warmup_codec: Codec | None, clip: float | None
@@ -65,11 +66,11 @@ class MomentumOptimizer(CheckedOptimizer):
         super().__init__(params, {**defaults, "steps": 0})
 
     def averages_gradients(self) -> bool:
-        """Whether the next step wants averaged gradients: during warm-up."""
+        """Whether the next step wants averaged gradients: during warm-up at least. The same on all ranks."""
         return self._is_warming_up(self.param_groups[0])
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        """Takes over the communication of `ddp`: averages gradients during warm-up, and leaves them alone afterwards.
+        """Takes over the communication of `ddp`: averages gradients where `averages_gradients`, leaves them alone else.
 
         Once, before the first backward. The optimizer must hold all trainable parameters of `ddp`, since nobody
         averages the others' gradients.
@@ -124,27 +125,21 @@ class MomentumOptimizer(CheckedOptimizer):
         self._check_alike(groups)
         if self.gradients_are_local and self.averages_gradients():
             raise RuntimeError(
-                f"[zeropg] {type(self).__name__}.step: warm-up goes on by warmup_steps of the param groups, but it was "
-                "over when backward left these gradients to each rank; change warmup_steps before warm-up ends, and "
-                "not between backward and step"
+                f"[zeropg] {type(self).__name__}.step: by {' and '.join(self.common_options)} of the param groups this "
+                "step wants averaged gradients, but backward left them to each rank; change these options before "
+                "warm-up ends, and not between backward and step"
             )
 
     def _check_alike(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        if len(lengths := {group["warmup_steps"] for group in groups}) > 1:
-            raise ValueError(
-                f"[zeropg] {type(self).__name__}: param groups have warmup_steps "
-                f"{' and '.join(map(str, sorted(lengths)))}; expected one for all, since gradients are averaged "
-                "together"
-            )
+        for option in self.common_options:
+            if len(values := {group.get(option, 0) for group in groups}) > 1:
+                raise ValueError(
+                    f"[zeropg] {type(self).__name__}: param groups have {option} "
+                    f"{' and '.join(map(str, sorted(values)))}; expected one for all, since gradients are averaged "
+                    "together"
+                )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient. All ranks must call. Returns what `closure` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.check_before_step(self.param_groups)
+    def update_all(self) -> None:
         factor, self.gradient_factor = self.gradient_factor, 1.0
         if self.exchange is None:
             raise RuntimeError(
@@ -162,7 +157,6 @@ class MomentumOptimizer(CheckedOptimizer):
             factor,
             self.exchange,
         )
-        return loss
 
     def update(self, parts: Sequence[Part], gradient_factor: float, exchange: MomentumExchange) -> None:
         """One step over `parts`. Collective."""

@@ -18,7 +18,8 @@ from zeropg.compression.codec import CODECS, BlockQuant, Codec
 from zeropg.tools.bench.loss.tasks import Task
 
 BASELINE = "ddp gloo fp32"
-PLAIN = {"gloo": BASELINE, "zeropg": "ddp zeropg fp32"}  # what an arm is before it begins to compress
+_VARIANCE_INTERVAL = 10  # of 1-bit Adam
+PLAIN = {"gloo": BASELINE, "zeropg": "ddp zeropg fp32"}  # of each backend, the arm that encodes nothing
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Setup:
     model: nn.Module
     group: Any
     lr: float
-    plain_steps: int
+    warm_up_steps: int
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,32 @@ class Trainer:
 class Arm:
     """One way to train over one kind of group.
 
-    plain_share: of the steps, in which it does not compress yet.
+    warm_up_share: of the steps. In them the arm trains as `warm_up` does, an arm of its own; "": as PLAIN.
+    cycle: steps after which their kinds repeat.
     tasks: those it can train.
     missing: why it cannot run here; empty where it can.
     """
 
     backend: str
     make: Callable[[Setup], Trainer]
-    plain_share: float = 0.0
+    warm_up_share: float = 0.0
+    warm_up: str = ""
+    cycle: int = 1
     tasks: tuple[str, ...] = ("text", "digits")
     missing: Callable[[], str] = lambda: ""
 
-    def plain_steps(self, steps: int) -> int:
+    def warm_up_steps(self, steps: int) -> int:
         """At least 2, which PowerSGD and the second moments need, where there are any."""
-        return max(2, round(self.plain_share * steps)) if self.plain_share else 0
+        return max(2, round(self.warm_up_share * steps)) if self.warm_up_share else 0
+
+    def whole_cycles(self, steps: int) -> int:
+        """So many steps or a few more, in which each kind comes equally often."""
+        return -(-steps // self.cycle) * self.cycle
+
+    @property
+    def warms_up_as(self) -> str:
+        """The arm whose steps its first ones are like."""
+        return self.warm_up or PLAIN[self.backend]
 
 
 def _ddp(setup: Setup) -> DistributedDataParallel:
@@ -97,7 +110,7 @@ def _power_sgd(rank: int) -> Callable[[Setup], Trainer]:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
         ddp = _in_one_bucket(setup)
-        state = PowerSGDState(setup.group, matrix_approximation_rank=rank, start_powerSGD_iter=setup.plain_steps)
+        state = PowerSGDState(setup.group, matrix_approximation_rank=rank, start_powerSGD_iter=setup.warm_up_steps)
         ddp.register_comm_hook(state, powerSGD_hook)
         return _trainer(setup, ddp)
 
@@ -136,7 +149,9 @@ def _one_bit_adam(setup: Setup) -> Trainer:
         [{"params": each["params"], "weight_decay": each["weight_decay"]} for each in groups],
         lr=setup.lr,
         betas=groups[0]["betas"],
-        warmup_steps=setup.plain_steps,
+        warmup_steps=setup.warm_up_steps,
+        warmup_codec=BlockQuant(4),
+        variance_interval=_VARIANCE_INTERVAL,
         clip=setup.task.clip,
     )
     ddp = _ddp(setup)
@@ -182,8 +197,8 @@ def _no_plans() -> str:
 ARMS: dict[str, Arm] = {
     BASELINE: Arm("gloo", _plain),
     "ddp gloo bf16": Arm("gloo", _bf16),
-    "ddp gloo powersgd 1": Arm("gloo", _power_sgd(1), plain_share=0.1),
-    "ddp gloo powersgd 4": Arm("gloo", _power_sgd(4), plain_share=0.1),
+    "ddp gloo powersgd 1": Arm("gloo", _power_sgd(1), warm_up_share=0.1),
+    "ddp gloo powersgd 4": Arm("gloo", _power_sgd(4), warm_up_share=0.1),
     "ddp gloo torch int8": Arm("gloo", _torch_quantization),
     PLAIN["zeropg"]: Arm("zeropg", _plain),
     "ddp zeropg auto": Arm("zeropg", _auto),
@@ -195,7 +210,13 @@ ARMS: dict[str, Arm] = {
     "ddp zeropg one_bit rotated": _arm_of("one_bit", rotate=True),
     "ddp zeropg top_k 1%": _arm_of("top_k", ratio=0.01),
     "ddp zeropg 1-bit adam": Arm(
-        "zeropg", _one_bit_adam, plain_share=0.2, tasks=("text",), missing=_no_such_optimizer("OneBitAdam")
+        "zeropg",
+        _one_bit_adam,
+        warm_up_share=0.1,
+        warm_up="ddp zeropg int4",
+        cycle=_VARIANCE_INTERVAL,
+        tasks=("text",),
+        missing=_no_such_optimizer("OneBitAdam"),
     ),
     "ddp zeropg dgc 1%": Arm("zeropg", _dgc, tasks=("digits",), missing=_no_such_optimizer("DGC")),
     "stage 2 fp32": Arm("zeropg", _sharded(lambda: None)),

@@ -24,7 +24,6 @@ from zeropg.tools.lab.lab import Lab, missing
 
 SWEEP = (0.5, 1.0, 2.0)  # factors of a task's learning rate
 _VALIDATIONS = 12  # points of a curve
-_SWEEP_SHARE = 0.3  # of the steps
 _UNLIMITED = "unlimited"
 _SAME_LOSS = 0.02  # relative, of arms that send fp32, at the first validation
 
@@ -71,7 +70,9 @@ def main(arguments: list[str]) -> int:
     load, own = machine.OthersLoad(), harness.own_cpu_seconds()
     arms = _choose_arms(options)
     try:
-        studies = [study for task in options.task for study in _studies(task, arms[task], options)]
+        with tempfile.TemporaryDirectory() as folder:
+            journal = Journal((options.keep or Path(folder) / "journal.jsonl").resolve())
+            studies = [study for task in options.task for study in _studies(task, arms[task], journal, options)]
     except RuntimeError as error:
         print(f"zeropg bench: {error}; nothing is measured", file=sys.stderr)
         return harness.WRONG
@@ -101,7 +102,9 @@ def _choose_arms(options: argparse.Namespace) -> dict[str, Any]:
         if why:
             chosen["absent"].append(f"{name}: {why}")
             options.task.remove(name)
-    wanted = [name for name in ARMS if not options.arm or name in options.arm or name in PLAIN.values()]
+    asked = [name for name in ARMS if not options.arm or name in options.arm]
+    needed = {*asked, *PLAIN.values(), *(ARMS[name].warms_up_as for name in asked)}
+    wanted = [name for name in ARMS if name in needed]
     for name in list(wanted):
         why = ARMS[name].missing()
         if why:
@@ -112,34 +115,37 @@ def _choose_arms(options: argparse.Namespace) -> dict[str, Any]:
     return chosen | {task: [name for name in wanted if task in ARMS[name].tasks] for task in options.task}
 
 
-def _studies(task: str, arms: list[str], options: argparse.Namespace) -> list[Study]:
+def _studies(task: str, arms: list[str], journal: Journal, options: argparse.Namespace) -> list[Study]:
     """One for each link."""
-    factors = _sweep(task, arms, options)
     every = math.ceil(options.steps / _VALIDATIONS)
+    factors = _sweep(task, arms, every, journal, options)
     runs = [Job(task, arm, factors[arm], seed, options.steps, every) for arm in arms for seed in range(options.seeds)]
     studies = []
     outcomes: list[Outcome] = []
     if not options.end_to_end:
-        outcomes = _run(runs, None, options)
+        outcomes = _run(runs, None, journal, options)
         _check(runs, outcomes)
     for link in options.links:
         timed = []
         if options.end_to_end:
-            outcomes = _run(runs, link, options)
+            outcomes = _run(runs, link, journal, options)
             _check(runs, outcomes)
         else:
-            jobs = [Job(task, arm, factors[arm], 0, options.timed_steps, timed=True) for arm in arms]
-            timed = _run(jobs, link, options)
+            steps = {arm: ARMS[arm].whole_cycles(options.timed_steps) for arm in arms}
+            jobs = [Job(task, arm, factors[arm], 0, steps[arm], timed=True) for arm in arms]
+            timed = _run(jobs, link, journal, options)
         by_arm = {arm: [outcome for job, outcome in zip(runs, outcomes, strict=True) if job.arm == arm] for arm in arms}
         studies.append(Study(task, link, options.steps, factors, by_arm, dict(zip(arms, timed, strict=False))))
     return studies
 
 
-def _sweep(task: str, arms: list[str], options: argparse.Namespace) -> dict[str, float]:
-    """The factor of the learning rate with the lowest loss on seed 0, for each arm."""
-    steps = max(2, round(_SWEEP_SHARE * options.steps))
-    jobs = [Job(task, arm, factor, 0, steps, steps) for arm in arms for factor in SWEEP]
-    losses = dict(zip(jobs, (outcome.curve[-1][1] for outcome in _run(jobs, None, options)), strict=True))
+def _sweep(task: str, arms: list[str], every: int, journal: Journal, options: argparse.Namespace) -> dict[str, float]:
+    """The factor of the learning rate with the lowest loss on seed 0, for each arm.
+
+    In whole runs: in shorter ones a warm-up would be shorter than the rise of the learning rate.
+    """
+    jobs = [Job(task, arm, factor, 0, options.steps, every) for arm in arms for factor in SWEEP]
+    losses = dict(zip(jobs, (outcome.curve[-1][1] for outcome in _run(jobs, None, journal, options)), strict=True))
     finite = {job: loss if math.isfinite(loss) else math.inf for job, loss in losses.items()}
     return {arm: min((job for job in jobs if job.arm == arm), key=lambda job: finite[job]).lr_factor for arm in arms}
 
@@ -153,11 +159,10 @@ def _check(jobs: list[Job], outcomes: list[Outcome]) -> None:
             raise RuntimeError(f"{arm} comes to loss {loss} where {BASELINE} comes to {truth}")
 
 
-def _run(jobs: list[Job], link: str | None, options: argparse.Namespace) -> list[Outcome]:
+def _run(jobs: list[Job], link: str | None, journal: Journal, options: argparse.Namespace) -> list[Outcome]:
     """On hosts of their own, but for those in the journal. Raises RuntimeError with what a failed rank printed."""
     place = Place(link, options.hosts, options.ranks_per_host, machine.commit())
     with tempfile.TemporaryDirectory() as folder:
-        journal = Journal((options.keep or Path(folder) / "journal.jsonl").resolve())
         wanted = [job for job in jobs if job not in journal.outcomes(place, jobs)]
         kept = f", {len(jobs) - len(wanted)} more are in {journal.path}" if len(wanted) < len(jobs) else ""
         print(f"# {len(wanted)} runs over {link or 'links without a limit'}{kept}", file=sys.stderr, flush=True)
@@ -245,7 +250,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2, help="(default 2)")
     parser.add_argument("--ranks-per-host", type=int, default=2, help="(default 2)")
     parser.add_argument("--seeds", type=int, help="(default 5; with --quick 2)")
-    parser.add_argument("--steps", type=int, help="of each run (default 240; with --quick 24)")
+    parser.add_argument("--steps", type=int, help="of each run (default 600; with --quick 24)")
     parser.add_argument("--timed-steps", type=int, help="on the limited link (default 30; with --quick 6)")
     parser.add_argument("--timeout", type=float, default=36000, help="seconds for one group of runs (default 36000)")
     parser.add_argument("--end-to-end", action="store_true", help="train on the limited link, at its pace")
@@ -255,7 +260,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few seeds and steps: shows that it works, no more")
     parser.add_argument("--as-rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    for name, whole, quick in (("seeds", 5, 2), ("steps", 240, 24), ("timed_steps", 30, 6)):
+    for name, whole, quick in (("seeds", 5, 2), ("steps", 600, 24), ("timed_steps", 30, 6)):
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else whole)
     for name in ("hosts", "ranks_per_host", "seeds", "steps", "timed_steps"):

@@ -59,13 +59,13 @@ def steps_to(curve: Curve, target: float) -> float:
 
 @dataclass(frozen=True)
 class Pace:
-    """What a step takes, in seconds or bytes: one of the first `plain_steps`, which nothing encodes, and each later."""
+    """What a step takes, in seconds or bytes: one of the first `warm_up_steps`, and each later."""
 
     each: float
-    plain: float = 0.0
-    plain_steps: int = 0
+    warm_up: float = 0.0
+    warm_up_steps: int = 0
 
     def at(self, step: float) -> float:
         """What the first `step` steps take together."""
-        plain = min(step, self.plain_steps)
-        return plain * self.plain + (0.0 if step <= plain else (step - plain) * self.each)
+        first = min(step, self.warm_up_steps)
+        return first * self.warm_up + (0.0 if step <= first else (step - first) * self.each)

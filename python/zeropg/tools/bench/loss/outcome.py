@@ -32,6 +32,7 @@ class Outcome:
     wire_seconds: float = 0.0  # of zeropg's collectives, less the two above
     parameters: int = 0
 
-    @property
-    def step_median(self) -> float:
-        return statistics.median(self.step_seconds)
+    def typical_step(self, cycle: int) -> float:
+        """The median step, in seconds; of `cycle` steps that differ and repeat, the mean of each one's median."""
+        kinds = [self.step_seconds[at::cycle] for at in range(cycle)]
+        return statistics.fmean(statistics.median(seconds) for seconds in kinds if seconds)

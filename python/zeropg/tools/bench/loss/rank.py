@@ -42,11 +42,11 @@ def _run(job: Job) -> Outcome:
     torch.manual_seed(job.seed)
     model = task.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    plain_steps = arm.plain_steps(0 if job.timed else job.steps)
-    trainer = arm.make(Setup(task, model, group, task.lr * job.lr_factor, plain_steps))
+    warm_up_steps = arm.warm_up_steps(0 if job.timed else job.steps)
+    trainer = arm.make(Setup(task, model, group, task.lr * job.lr_factor, warm_up_steps))
     outcome = Outcome(parameters=parameters)
     base = [each["lr"] for each in trainer.optimizer.param_groups]
-    first = plain_steps + _WARM_UP if job.timed else 0
+    first = warm_up_steps + _WARM_UP if job.timed else 0
     meter = _Meter(trainer)
     for step in range(first + job.steps):
         if step == first:

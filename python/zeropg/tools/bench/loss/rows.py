@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from zeropg.tools.bench.loss.arms import ARMS, BASELINE, PLAIN
+from zeropg.tools.bench.loss.arms import ARMS, BASELINE
 from zeropg.tools.bench.loss.curves import Pace, paired_difference, steps_to
 from zeropg.tools.bench.loss.outcome import Outcome
 from zeropg.tools.bench.results import Row, Spread, ratios
@@ -31,19 +31,22 @@ class Study:
         return [self.timed[arm]] if self.timed else self.runs[arm]
 
     def seconds(self, arm: str) -> Pace:
-        """Of a step. Runs on the link have the mean of all their steps, those without encoding among them."""
+        """Of a step. Runs on the link have the mean of all their steps, those of the warm-up among them."""
         if not self.timed:
             return Pace(fmean(fmean(run.step_seconds) for run in self.runs[arm]))
-        plain = self.timed.get(PLAIN[ARMS[arm].backend], self.timed[arm])
-        return Pace(self.timed[arm].step_median, plain.step_median, ARMS[arm].plain_steps(self.steps))
+        return self._paced(arm, self.timed[arm].typical_step(ARMS[arm].cycle), lambda timed: timed.typical_step(1))
 
     def sent_bytes(self, arm: str) -> Pace:
         """Of a step, likewise."""
         each = fmean(outcome.bytes_per_step for outcome in self.paced(arm))
         if not self.timed:
             return Pace(each)
-        plain = self.timed.get(PLAIN[ARMS[arm].backend], self.timed[arm])
-        return Pace(each, plain.bytes_per_step, ARMS[arm].plain_steps(self.steps))
+        return self._paced(arm, each, lambda timed: timed.bytes_per_step)
+
+    def _paced(self, arm: str, each: float, of: Callable[[Outcome], float]) -> Pace:
+        """`each` for the steps after the warm-up, if there is one; before, what it is `of` the arm it trains like."""
+        steps = ARMS[arm].warm_up_steps(self.steps)
+        return Pace(each, of(self.timed[ARMS[arm].warms_up_as]), steps) if steps else Pace(each)
 
 
 def rows_of(study: Study, *, may_claim: bool) -> list[Row]:

@@ -58,12 +58,12 @@ class Task(ABC):
 
 
 class TextTask(Task):
-    """A byte-level GPT of 0.7 million parameters on the documentation of Python."""
+    """A byte-level GPT of 0.7 million parameters on the documentation of Python, 64 tokens per rank and step."""
 
-    lr = 3e-3
+    lr = 1.5e-3
     clip = 1.0
-    _SHAPE = GPTConfig(layers=4, width=120, heads=4, context=128)
-    _BATCH = 8
+    _SHAPE = GPTConfig(layers=2, width=168, heads=4, context=64)
+    _BATCH = 4
     _VALIDATION_BYTES = 16 << 10
 
     def __init__(self, seed: int, rank: int, world_size: int) -> None:
