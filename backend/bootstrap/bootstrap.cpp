@@ -188,10 +188,10 @@ void join(const Session& session, BootstrapResult* result) {
   result->pool = map_pool(received[1], session);
   received.erase(received.begin(), received.begin() + 2);
   received[session.local_rank].reset();
-  result->arena->set_doorbells(std::move(received));
   with_peer(leader_rank, [&] { leader.connection.send(MessageKind::kReady, "", {}, session.deadline); });
   receive_links(session, leader, &result->topology);
   with_peer(leader_rank, [&] { return leader.connection.receive(MessageKind::kGo, 0, session.deadline, tick); });
+  result->arena->set_doorbells(std::move(received));
   result->channel = std::make_shared<DescriptorChannel>(session.rank, session.world_size, std::move(peers), false);
 }
 
@@ -199,7 +199,7 @@ NetworkPlan plan_network(const Session& session, const Topology& topology, const
   NetworkPlan plan{.rank = session.rank,
                    .world_size = session.world_size,
                    .peers = {},
-                   .window_bytes = options.window_bytes,
+                   .window_bytes = shared_window_bytes(options.window_bytes, session.world_size),
                    .group = session.group,
                    .key = session.place.key,
                    .interfaces = options.interfaces,
@@ -212,6 +212,11 @@ NetworkPlan plan_network(const Session& session, const Topology& topology, const
     if (topology.node_rank[peer] != topology.node_rank[session.rank]) plan.peers.push_back(peer);
   }
   return plan;
+}
+
+int32_t largest_node(const Topology& topology) {
+  const auto by_size = [](const auto& one, const auto& other) { return one.size() < other.size(); };
+  return static_cast<int32_t>(std::max_element(topology.nodes.begin(), topology.nodes.end(), by_size)->size());
 }
 
 RankPlace place_of(const BootstrapOptions& options) {
@@ -315,7 +320,8 @@ void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, co
                   .deadline = deadline,
                   .tick = [&](const std::vector<int32_t>& awaited) { store_exchange.look_around(awaited); },
                   .place = {map.socket_names[node[0]], group_key(options.secret, known_key, map)},
-                  .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes, options.mailbox_bytes},
+                  .geometry = {static_cast<int32_t>(node.size()), options.bank_bytes,
+                               shared_mailbox_bytes(options.mailbox_bytes, largest_node(result->topology))},
                   .pool_bytes = options.pool_bytes,
                   .known_links = known_links,
                   .measures_links = options.measures_links && known_links.node_bytes_per_us.empty()};
@@ -351,7 +357,8 @@ BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank
                           const BootstrapOptions& options) {
   TORCH_CHECK_VALUE(world_size >= 1 && rank >= 0 && rank < world_size, "bootstrap: rank ", rank, " of world_size ",
                     world_size, ", expected 0 <= rank < world_size");
-  ArenaGeometry{world_size, options.bank_bytes, options.mailbox_bytes}.total_bytes();  // throws ValueError
+  ArenaGeometry{world_size, options.bank_bytes, shared_mailbox_bytes(options.mailbox_bytes, world_size)}
+      .total_bytes();  // throws ValueError
   if (world_size == 1) return bootstrap_alone(options);
   const auto deadline = deadline_after(options.timeout);
   StoreExchange store_exchange(store, rank, world_size, deadline);

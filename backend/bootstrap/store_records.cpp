@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 #include "backend/bootstrap/authentication.h"
 #include "backend/diagnostics/printable.h"
@@ -28,6 +29,10 @@ class Writer {
   Writer& put(const std::vector<std::string>& texts) {
     put(static_cast<int64_t>(texts.size()));
     for (const std::string& text : texts) put(text);
+    return *this;
+  }
+  Writer& put_raw(std::string_view bytes) {
+    bytes_.append(bytes);
     return *this;
   }
   const std::string& bytes() const { return bytes_; }
@@ -85,6 +90,36 @@ RankPlace read_place(Reader& reader) {
   return place;
 }
 
+// Every rank reads them all, and ranks of a node have the same ones: each once, and then which one each rank has.
+void put_places(Writer& writer, const std::vector<RankPlace>& places) {
+  std::map<std::string, int64_t> number_of;
+  std::vector<int64_t> numbers;
+  Writer distinct;
+  for (const RankPlace& place : places) {
+    Writer one;
+    put(one, place);
+    const auto [entry, is_new] = number_of.try_emplace(one.bytes(), static_cast<int64_t>(number_of.size()));
+    if (is_new) put(distinct, place);
+    numbers.push_back(entry->second);
+  }
+  writer.put(static_cast<int64_t>(number_of.size())).put_raw(distinct.bytes());
+  for (const int64_t number : numbers) writer.put(number);
+}
+
+std::vector<RankPlace> read_places(Reader& reader, int32_t world_size) {
+  const int64_t count = reader.number();
+  if (count < 1 || count > world_size) Reader::fail();
+  std::vector<RankPlace> distinct;
+  for (int64_t i = 0; i < count; ++i) distinct.push_back(read_place(reader));
+  std::vector<RankPlace> places;
+  for (int32_t rank = 0; rank < world_size; ++rank) {
+    const int64_t number = reader.number();
+    if (number < 0 || number >= count) Reader::fail();
+    places.push_back(distinct[static_cast<size_t>(number)]);
+  }
+  return places;
+}
+
 Digest signature_of(const AddressKey& key, int32_t rank, std::string_view address) {
   return hmac_sha256(key.key, Writer().put("zeropg address1").put(key.group).put(rank).put(address).bytes());
 }
@@ -124,7 +159,7 @@ RankRecord decode_record(std::string_view bytes) {
 std::string encode(const GroupMap& map) {
   Writer writer;
   writer.put(map.error).put(map.secret).put(map.salt).put(map.network);
-  for (const RankPlace& place : map.places) put(writer, place);
+  put_places(writer, map.places);
   for (const std::string& name : map.socket_names) writer.put(name);
   return writer.bytes();
 }
@@ -137,7 +172,7 @@ GroupMap decode_map(std::string_view bytes, int32_t world_size) {
   map.salt = reader.text();
   map.network = reader.text();
   if (!map.error.empty()) return map;
-  for (int32_t rank = 0; rank < world_size; ++rank) map.places.push_back(read_place(reader));
+  map.places = read_places(reader, world_size);
   for (int32_t rank = 0; rank < world_size; ++rank) map.socket_names.push_back(reader.text());
   reader.finish();
   return map;

@@ -13,7 +13,7 @@ namespace zeropg {
 
 // What a rank says of itself.
 struct RankRecord {
-  int64_t protocol = 7;  // of the bootstrap; all ranks must have the same
+  int64_t protocol = 8;  // of the bootstrap; all ranks must have the same
   int64_t world_size = 0;
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;

@@ -10,6 +10,7 @@
 #include "backend/collectives/schedule/direct.h"
 #include "backend/group/failure.h"
 #include "backend/transport/rank_state.h"
+#include "backend/transport/shm/node_output.h"
 
 namespace zeropg {
 
@@ -61,9 +62,15 @@ DirectAccess::Decision DirectAccess::decide(const NodeFingerprints& announcement
     }
   }
   if (!offer_all || (must_read && !can_read)) {
+    if (collective_.node_output != nullptr) {
+      collective_.node_output->decline();
+    }
     return {.is_direct = false, .must_restart = begins_any};
   }
   locate(announcements);
+  if (collective_.node_output != nullptr) {
+    collective_.node_output->hold(outputs_[first_of_node(collective_.spec, collective_.spec.rank)]);
+  }
   return {.is_direct = true, .must_restart = false};
 }
 
@@ -86,7 +93,7 @@ void DirectAccess::locate(const NodeFingerprints& announcements) {
       locate_input(peer, said);
     }
     if (shared.output) {
-      outputs_[peer] = in_pool_of(peer, said.direct.pool_output, spec.bytes);
+      outputs_[peer] = in_pool_of(peer, said.direct.pool_output, shared_output_bytes(spec));
     }
   }
 }

@@ -15,6 +15,7 @@
 
 namespace zeropg {
 
+class NodeOutput;
 class ResidualStore;
 
 // Whose residuals the next `numel` elements of a request's data have: elements from `start` of what `name` names, e.g.
@@ -47,7 +48,9 @@ struct CollectiveArgs {
   std::vector<int64_t> send_bytes;     // all_to_all
   std::vector<int64_t> receive_bytes;  // all_to_all
   uint64_t item = 0;                   // which of the caller's things it moves, from 1, on every rank; 0: not said
-  Compression compression;             // codec is null: bytes travel as they are
+  std::shared_ptr<NodeOutput>
+      node_output;          // all_gather: what the node's ranks may share instead of outputs[0], or null
+  Compression compression;  // codec is null: bytes travel as they are
 };
 
 // What the operation is counted with: a block, or all that this rank sends in an all-to-all.

@@ -60,7 +60,7 @@ PeerStates Peers::states() {
     }
   }
   if (network_ != nullptr) {
-    network_->ask_for_life();
+    network_->ask_for_life(awaited_elsewhere({}));
   }
   return states;
 }
@@ -122,15 +122,39 @@ std::string Peers::silence() const {
 }
 
 void Peers::note_wait(Lane lane, int32_t peer, const std::vector<int32_t>& awaited,
-                      const std::optional<WaitingCall>& call) {
+                      const std::optional<WaitingCall>& call, const std::vector<int32_t>& also_ask) {
   arena_.notes_of(arena_.rank()).note_wait(lane, peer == kAnybody ? topology_.world_size() : peer);
   if (network_ != nullptr) {
     network_->note_wait(lane, awaited, call);
+    network_->ask_for_life(awaited_elsewhere(also_ask));
   }
 }
 
 WaitCulprits Peers::culprits_of(Lane lane, const std::vector<int32_t>& awaited) {
   return find_culprits(topology_.rank, awaited, [&](int32_t peer) { return awaited_by(peer, lane); });
+}
+
+// Note [Whose sign of life]
+// Those on other nodes that this rank waits for, those that these wait for, and so on: they are who can hold it up.
+// Whoever else lives or not is for those to notice who wait for it. So in a large group a rank asks a few, not all.
+std::vector<int32_t> Peers::awaited_elsewhere(const std::vector<int32_t>& also) const {
+  constexpr int32_t kMostAsked = 64;
+  int32_t asked = 0;
+  std::vector<int32_t> found;
+  const auto add = [&](const std::vector<int32_t>& ranks) {
+    for (const int32_t rank : ranks) {
+      const bool is_new = rank != topology_.rank && std::find(found.begin(), found.end(), rank) == found.end();
+      if (!is_new || (!topology_.is_on_this_node(rank) && ++asked > kMostAsked)) continue;
+      found.push_back(rank);
+    }
+  };
+  for (const Lane lane : {Lane::kCollective, Lane::kPointToPoint}) add(network_->liveness().own_waits(lane));
+  add(also);
+  for (size_t i = 0; i < found.size(); ++i) {
+    for (const Lane lane : {Lane::kCollective, Lane::kPointToPoint}) add(awaited_by(found[i], lane));
+  }
+  std::erase_if(found, [&](int32_t rank) { return topology_.is_on_this_node(rank); });
+  return found;
 }
 
 // A rank that waits in the other lane is no more to blame than one that waits in this one.

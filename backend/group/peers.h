@@ -41,14 +41,16 @@ class Peers {
   std::string silence() const;
 
   // What the progress of a lane waits for, said again at every check: `peer`, RankNotes::kAtBarrier or kAnybody, and
-  // which ranks those are. Collectives also say in which call.
+  // which ranks those are. Collectives also say in which call. Asks those on other nodes whether they live, and
+  // `also_ask`: whom the lane waits for besides.
   void note_wait(Lane lane, int32_t peer, const std::vector<int32_t>& awaited,
-                 const std::optional<WaitingCall>& call = {});
+                 const std::optional<WaitingCall>& call = {}, const std::vector<int32_t>& also_ask = {});
   WaitCulprits culprits_of(Lane lane, const std::vector<int32_t>& awaited);  // wait_graph.h
 
  private:
   std::vector<int32_t> dead_neighbours();
   std::vector<int32_t> awaited_by(int32_t peer, Lane lane) const;
+  std::vector<int32_t> awaited_elsewhere(const std::vector<int32_t>& also) const;
 
   const Topology& topology_;
   ShmArena& arena_;

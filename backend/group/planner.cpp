@@ -14,6 +14,7 @@
 #include "backend/collectives/select/registry.h"
 #include "backend/collectives/select/select.h"
 #include "backend/transport/shm/cma.h"
+#include "backend/transport/shm/node_output.h"
 
 namespace zeropg {
 
@@ -186,6 +187,7 @@ CollectiveSpec Planner::spec_of(const CollectiveArgs& request) const {
       .mailbox_bytes = options_.mailbox_bytes,
       .input_is_list = request.input_is_list,
       .output_is_list = request.output_is_list,
+      .has_node_output = request.node_output != nullptr,
       .send_bytes = request.send_bytes,
       .receive_bytes = request.receive_bytes,
       .nodes = nodes_,
@@ -243,6 +245,7 @@ PlannedCollective Planner::plan(const CollectiveArgs& request) {
   adopt(plan_for(collective.spec), collective);
   collective.inputs = input_addresses(request.inputs);
   collective.outputs = output_addresses(request.outputs);
+  collective.node_output = request.node_output;
   collective.compression = request.compression;
   if (collective.direct != nullptr) {
     offer_direct(collective, request);
@@ -265,7 +268,9 @@ void Planner::offer_direct(PlannedCollective& collective, const CollectiveArgs& 
     return addresses.empty() ? -1 : pool_->offset_of(addresses[0], static_cast<int64_t>(tensors[0].nbytes()));
   };
   collective.pool_input = offset_of(collective.inputs, request.inputs);
-  collective.pool_output = offset_of(collective.outputs, request.outputs);
+  collective.pool_output = request.node_output == nullptr
+                               ? offset_of(collective.outputs, request.outputs)
+                               : pool_->offset_of(request.node_output->data(), shared_output_bytes(collective.spec));
   const SharedTensors shared = shared_tensors(collective.spec, collective.spec.rank);
   collective.offers_direct =
       (!shared.input || collective.pool_input >= 0) && (!shared.output || collective.pool_output >= 0);
@@ -276,8 +281,12 @@ void Planner::offer_direct(PlannedCollective& collective, const CollectiveArgs& 
 
 Planner::Plan Planner::plan_for(const CollectiveSpec& spec) {
   std::vector<int64_t> key{
-      static_cast<int64_t>(spec.op), spec.root,  spec.element_bytes,
-      spec.accumulator_bytes,        spec.bytes, (spec.input_is_list ? 1 : 0) + (spec.output_is_list ? 2 : 0)};
+      static_cast<int64_t>(spec.op),
+      spec.root,
+      spec.element_bytes,
+      spec.accumulator_bytes,
+      spec.bytes,
+      (spec.input_is_list ? 1 : 0) + (spec.output_is_list ? 2 : 0) + (spec.has_node_output ? 4 : 0)};
   key.insert(key.end(), spec.send_bytes.begin(), spec.send_bytes.end());
   key.insert(key.end(), spec.receive_bytes.begin(), spec.receive_bytes.end());
   uint64_t links_version = 0;

@@ -41,7 +41,8 @@ struct PlannedCollective {
   std::complex<double> factor = 1;
   std::vector<std::byte*> inputs;
   std::vector<std::byte*> outputs;
-  Compression compression;  // spec.codec is its codec
+  std::shared_ptr<NodeOutput> node_output;  // instead of outputs[0], where the direct schedule runs; or null
+  Compression compression;                  // spec.codec is its codec
 };
 
 // What an algorithm would take by the group's model of its links.
@@ -71,6 +72,9 @@ class Planner {
   void set_nodes(std::vector<std::vector<int32_t>> nodes) { nodes_ = std::move(nodes); }
   // Which nodes share a rack (empty: none do), and what the links carry. After set_nodes, before the first plan.
   void set_links(std::vector<std::vector<int32_t>> racks, const LinkModel& links);
+  // What a ring within a node holds: less than the user's mailbox_bytes where many ranks share a node. Before the first
+  // plan, and the same on every rank.
+  void set_rings(int64_t mailbox_bytes) { options_.mailbox_bytes = mailbox_bytes; }
   // Which of one node's ranks share a domain. Before the first plan; empty: there are none.
   void set_domains(std::vector<std::vector<int32_t>> domains) { domains_ = std::move(domains); }
   // Where tensors may lie that direct algorithms can reach. Before the first plan; must outlive the planner's use.
@@ -105,7 +109,7 @@ class Planner {
   static void adopt(Plan plan, PlannedCollective& collective);
   void offer_direct(PlannedCollective& collective, const CollectiveArgs& request) const;
 
-  const PlannerOptions options_;
+  PlannerOptions options_;
   std::vector<std::vector<int32_t>> nodes_;
   std::vector<std::vector<int32_t>> racks_;
   std::vector<int32_t> first_shares_;  // by the links as they were when the group was made, as is model_

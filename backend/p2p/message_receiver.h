@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <optional>
 #include <span>
 #include <utility>
@@ -42,7 +42,7 @@ class MessageReceiver {
   // differ.
   bool advance(PostedReceives& posted, FinishedMessages& finished, uint64_t& order);
 
-  std::deque<SetAside>& set_aside() { return set_aside_; }
+  std::list<SetAside>& set_aside() { return set_aside_; }
   const std::optional<PostedMessage>& target() const { return target_; }  // the receive whose message is coming in
   std::optional<PostedMessage> take_target() { return std::exchange(target_, std::nullopt); }
 
@@ -75,7 +75,7 @@ class MessageReceiver {
   CopyPathTuner choice_;
   std::optional<Path> timed_path_;  // of the current message, if it had the choice
   Clock::time_point timed_from_{};
-  std::deque<SetAside> set_aside_;
+  std::list<SetAside> set_aside_;
 };
 
 }  // namespace zeropg

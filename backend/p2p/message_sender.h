@@ -1,7 +1,7 @@
 // The messages of this rank to one other rank, in order.
 #pragma once
 
-#include <deque>
+#include <list>
 #include <span>
 #include <utility>
 
@@ -19,8 +19,8 @@ class MessageSender {
   void push(PostedMessage posted) { queue_.push_back(std::move(posted)); }
   // Sends what can be sent now. True: something moved. Throws DistNetworkError when the peer is gone.
   bool advance(FinishedMessages& finished);
-  const std::deque<PostedMessage>& queue() const { return queue_; }  // the first one is being sent
-  std::deque<PostedMessage> take_all() { return std::exchange(queue_, {}); }
+  const std::list<PostedMessage>& queue() const { return queue_; }  // the first one is being sent
+  std::list<PostedMessage> take_all() { return std::exchange(queue_, {}); }
 
  private:
   void begin(const P2pMessage& message);
@@ -30,7 +30,7 @@ class MessageSender {
   GroupContext& group_;
   const int32_t peer_;
   bool may_use_cma_;
-  std::deque<PostedMessage> queue_;
+  std::list<PostedMessage> queue_;
   // Of the first one:
   bool has_begun_ = false;
   MessageStart start_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <list>
 
 #include "backend/diagnostics/format_ranks.h"
 #include "backend/engine/collective_queue.h"
@@ -241,8 +242,8 @@ int64_t PointToPoint::wanted_bytes() const {
 // Serves a receive from the messages that were set aside, if the earliest one with its tag is there in full.
 bool PointToPoint::serve_from_set_aside(const PostedMessage& posted) {
   const P2pMessage& message = posted.message;
-  std::deque<SetAside>* messages = nullptr;
-  std::deque<SetAside>::iterator found;
+  std::list<SetAside>* messages = nullptr;
+  std::list<SetAside>::iterator found;
   int32_t source = -1;
   for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
     if (message.route.peer != peer && !message.route.is_from_anybody()) {
@@ -323,19 +324,39 @@ void PointToPoint::check_all_locked(const PeerStates& peers) {
   if (const PostedMessage* posted = oldest_locked()) {
     const MessageRoute& route = posted->message.route;
     group_->peers().note_wait(Lane::kPointToPoint, route.is_from_anybody() ? Peers::kAnybody : route.peer,
-                              awaited_by(*posted));
+                              awaited_by(*posted), {}, awaited_by_all_locked());
   }
+  for (const PostedMessage* posted : pending_locked()) {
+    check_locked(*posted, peers);
+  }
+}
+
+// A receive that stays posted for a whole run must not be all that this rank asks about.
+std::vector<int32_t> PointToPoint::awaited_by_all_locked() const {
+  std::vector<int32_t> awaited;
+  for (const PostedMessage* posted : pending_locked()) {
+    const std::vector<int32_t> more = awaited_by(*posted);
+    awaited.insert(awaited.end(), more.begin(), more.end());
+  }
+  std::sort(awaited.begin(), awaited.end());
+  awaited.erase(std::unique(awaited.begin(), awaited.end()), awaited.end());
+  return awaited;
+}
+
+std::vector<const PostedMessage*> PointToPoint::pending_locked() const {
+  std::vector<const PostedMessage*> pending;
   for (const PostedMessage& posted : posted_.queue()) {
-    check_locked(posted, peers);
+    pending.push_back(&posted);
   }
   for (int32_t peer = 0; peer < group_->world_size(); ++peer) {
     for (const PostedMessage& posted : senders_[peer].queue()) {
-      check_locked(posted, peers);
+      pending.push_back(&posted);
     }
     if (receivers_[peer].target()) {
-      check_locked(*receivers_[peer].target(), peers);
+      pending.push_back(&*receivers_[peer].target());
     }
   }
+  return pending;
 }
 
 const PostedMessage* PointToPoint::oldest_locked() const {

@@ -74,10 +74,11 @@ c10::intrusive_ptr<Work> ProcessGroupZero::_allgather_base(at::Tensor& output, a
 }
 
 c10::intrusive_ptr<Work> ProcessGroupZero::all_gather_item(const at::Tensor& output, const at::Tensor& input,
-                                                           uint64_t item) {
+                                                           uint64_t item, std::shared_ptr<NodeOutput> node_output) {
   Call call = make_call("zeropg:all_gather_into_tensor");
   CollectiveArgs request = gather_request(call, output, input);
   request.item = item;
+  request.node_output = std::move(node_output);
   call.add(std::move(request));
   return submit(std::move(call), OpType::_ALLGATHER_BASE, c10d::kUnsetTimeout, /*asyncOp=*/true);
 }

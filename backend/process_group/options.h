@@ -31,12 +31,14 @@ struct BackendOptions : c10d::Backend::Options {
   // Staging memory: each rank owns two banks of this size in the shared arena, so one chunk of a collective is at most
   // this long. Multiple of 4096.
   int64_t bank_bytes = int64_t{1} << 20;
-  // Ring memory per ordered pair of ranks and lane. Power of two. Untouched rings cost no memory.
+  // Ring memory per ordered pair of ranks and lane. Power of two. Untouched rings cost no memory. From 65 ranks of a
+  // node on rings are smaller: shared_mailbox_bytes in shm_arena.h.
   int64_t mailbox_bytes = int64_t{256} << 10;
   // Shared memory for tensors (ProcessGroupZero::allocateTensor, zeropg.empty), at most this much for each rank; what
   // no tensor has used costs nothing. Negative: this rank's share of the machine's memory. 0: none.
   int64_t pool_bytes = -1;
-  // A rank may send this much of a stream to a rank on another node before that one takes any.
+  // A rank may send this much of a stream to a rank on another node before that one takes any; less in large groups:
+  // shared_window_bytes in byte_stream.h.
   int64_t window_bytes = int64_t{4} << 20;
   // Whether large messages between ranks of a node, and blocks of an all-to-all, may be read from the sender's memory
   // (process_vm_readv), where a trial shows that this works.

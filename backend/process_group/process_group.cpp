@@ -76,13 +76,14 @@ ProcessGroupZero::ProcessGroupZero(const c10::intrusive_ptr<c10d::Store>& store,
 
 void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
   // Before the group is joined: a wrong option must not leave peers waiting in a group that half exists.
-  auto planner = std::make_shared<Planner>(PlannerOptions{.rank = rank_,
-                                                          .world_size = size_,
-                                                          .bank_bytes = options_->bank_bytes,
-                                                          .mailbox_bytes = options_->mailbox_bytes,
-                                                          .window_bytes = options_->window_bytes,
-                                                          .cma = options_->cma,
-                                                          .algorithms = options_->algorithms});
+  auto planner =
+      std::make_shared<Planner>(PlannerOptions{.rank = rank_,
+                                               .world_size = size_,
+                                               .bank_bytes = options_->bank_bytes,
+                                               .mailbox_bytes = options_->mailbox_bytes,
+                                               .window_bytes = shared_window_bytes(options_->window_bytes, size_),
+                                               .cma = options_->cma,
+                                               .algorithms = options_->algorithms});
   auto channels = GroupRuntime::open(
       join_group(c10::make_intrusive<c10d::PrefixStore>("zeropg", store_), rank_, size_, *options_, timeout, hooks_),
       options_->cma);
@@ -93,6 +94,7 @@ void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
     planner->set_nodes(topology.nodes);
     planner->set_links(topology.racks, topology.links);
   }
+  planner->set_rings(channels->group().arena().geometry().mailbox_bytes);
   planner->set_pool(*channels->group().pool());
   if (topology.links.is_followed) channels->collectives()->watch_links(planner);
   std::lock_guard<std::mutex> lock(membership_mutex_);

@@ -29,6 +29,7 @@
 #include "backend/process_group/group_runtime.h"
 #include "backend/process_group/options.h"
 #include "backend/topology/topology.h"
+#include "backend/transport/shm/node_output.h"
 #include "backend/transport/shm/shared_segment.h"
 
 namespace zeropg {
@@ -72,13 +73,20 @@ class ProcessGroupZero : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> compressed_reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                                            Compression compression, const c10d::ReduceOp& op,
                                                            bool is_asynchronous);
-  // `output` [world_size * n] <- what every rank's `input` [n] decodes to, this rank's too. `item` as below.
+  // `output` [world_size * n] <- what every rank's `input` [n] decodes to, this rank's too. `item`, `node_output` as
+  // below; the latter for fp32 only.
   c10::intrusive_ptr<c10d::Work> compressed_all_gather(const at::Tensor& output, const at::Tensor& input,
                                                        std::shared_ptr<const Compressor> codec, bool is_asynchronous,
-                                                       uint64_t item = 0);
+                                                       uint64_t item = 0,
+                                                       std::shared_ptr<NodeOutput> node_output = nullptr);
   // Collective, asynchronous: `output` [world_size * n] <- every rank's `input` [n], on the CPU. `item`: which of the
   // caller's things it is, from 1. Where ranks gather different ones, that is an error, though their sizes be the same.
-  c10::intrusive_ptr<c10d::Work> all_gather_item(const at::Tensor& output, const at::Tensor& input, uint64_t item);
+  // `node_output`, of make_node_output: where it has data() at the end, that is the output, and `output` is untouched.
+  c10::intrusive_ptr<c10d::Work> all_gather_item(const at::Tensor& output, const at::Tensor& input, uint64_t item,
+                                                 std::shared_ptr<NodeOutput> node_output = nullptr);
+  // Not collective, for one call of the two above: `bytes` of output that all ranks of this rank's node share (Note
+  // [Node outputs]). Null where the group is on one node, or has no tensor pool.
+  std::shared_ptr<NodeOutput> make_node_output(int64_t bytes);
   // Keeps the last operations from now on; for a torch that does not record them itself. Before the first operation.
   void start_recording();
   std::vector<RecordedOperation> recorded_operations() const;  // empty unless recording

@@ -1,6 +1,7 @@
 // Tensors in memory that the node's ranks share (the tensor pool) or that NCCL allocates.
 #include <ATen/ops/from_blob.h>
 
+#include "backend/diagnostics/notices.h"
 #include "backend/process_group/process_group.h"
 
 namespace zeropg {
@@ -36,6 +37,27 @@ at::Tensor ProcessGroupZero::allocateTensor(long numel, at::TensorOptions option
       .deleter([pool](void* block) { pool->free(static_cast<std::byte*>(block)); })
       .options(options)
       .make_tensor();
+}
+
+std::shared_ptr<NodeOutput> ProcessGroupZero::make_node_output(int64_t bytes) {
+  make_call("zeropg:make_node_output");  // refuses a forked child, whose pool would give the parent's memory again
+  const GroupContext::Use use(group());
+  const std::shared_ptr<TensorPool> pool = group().pool();
+  const Topology& topology = group().topology();
+  if (topology.is_one_node() || pool->bytes_per_rank() == 0) {
+    return nullptr;
+  }
+  std::byte* block = nullptr;
+  const std::vector<int32_t>& ranks = topology.own_node();
+  if (ranks.front() == rank_) {
+    try {
+      block = pool->allocate_held(bytes, static_cast<int32_t>(ranks.size()));
+    } catch (const c10::DistBackendError& error) {
+      notice("node_output", c10::str(prefix("zeropg:make_node_output"), ": ", error.what_without_backtrace(),
+                                     " Each rank of the node uses memory of its own instead."));
+    }
+  }
+  return std::make_shared<NodeOutput>(pool, block);
 }
 
 std::shared_ptr<c10::Allocator> ProcessGroupZero::getMemAllocator() {

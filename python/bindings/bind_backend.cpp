@@ -187,10 +187,12 @@ void bind_options(py::module_& m) {
 timeout: timedelta, deadline of every operation; init_process_group's own `timeout` wins.
 algorithms: dict, operation -> algorithm, e.g. {"all_reduce": "all_reduce_staged"}; others are planned.
 bank_bytes: int, staging memory per rank and bank, a multiple of 4096; default 1 MiB.
-mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; default 256 KiB. 1 MiB makes messages
-  of many MiB a quarter faster on an AMD EPYC, and those of 4 KiB slower on an Intel Xeon.
+mailbox_bytes: int, ring memory per ordered pair of ranks, a power of two; default 256 KiB, less where more than 64
+  ranks share a node. 1 MiB makes messages of many MiB a quarter faster on an AMD EPYC, and those of 4 KiB slower on an
+  Intel Xeon.
 pool_bytes: int, most shared memory for tensors per rank (zeropg.empty); default -1: this rank's share of all; 0: none.
-window_bytes: int, what a rank may send to a rank on another node before that one takes any; default 4 MiB.
+window_bytes: int, what a rank may send to a rank on another node before that one takes any; default 4 MiB, in
+  groups of more than 42 ranks less: all windows of a rank take 512 MiB at most, and each at least 64 KiB.
 cma: bool, whether ranks may read large messages, and blocks of an all-to-all, in each other's memory
   (process_vm_readv), where that is faster; default True.
 network: str, "tcp", "ucx", or "automatic": UCX where every rank has it with RDMA, else TCP.
@@ -296,8 +298,11 @@ void bind_backend(py::module_& m) {
       .def("shutdown", &BoundProcessGroup::shutdown, ReleaseGil(),
            "Gives running operations a few seconds to end, then leaves the group.")
       .def(
-          "all_gather_item", &BoundProcessGroup::all_gather_item, py::arg("output"), py::arg("input"), py::arg("item"),
-          ReleaseGil(),
+          "all_gather_item",
+          [](BoundProcessGroup& self, const at::Tensor& output, const at::Tensor& input, uint64_t item) {
+            return self.all_gather_item(output, input, item);
+          },
+          py::arg("output"), py::arg("input"), py::arg("item"), ReleaseGil(),
           "As all_gather_into_tensor, asynchronous, of CPU tensors. `item`, from 1, says which of the program's things "
           "it gathers, and is compared between ranks.")
       .def("topology", &BoundProcessGroup::topology, py::return_value_policy::copy)

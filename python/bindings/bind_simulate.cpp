@@ -2,7 +2,11 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
 #include "backend/simulator/cost_estimate.h"
+#include "backend/transport/network/byte_stream.h"
+#include "backend/transport/shm/shm_arena.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/release_gil.h"
 
@@ -20,25 +24,38 @@ OpKind op_of_name(const std::string& name) {
   TORCH_CHECK_VALUE(false, "[zeropg] simulate: unknown operation '", name, "', expected one of ", known, ".");
 }
 
+// Rings and windows of the sizes that a group of so many ranks has.
+void fit_to_ranks(EstimateRequest& request) {
+  int32_t ranks = 0;
+  int32_t largest = 1;  // node
+  for (const auto& node : request.nodes) {
+    ranks += static_cast<int32_t>(node.size());
+    largest = std::max(largest, static_cast<int32_t>(node.size()));
+  }
+  request.mailbox_bytes = shared_mailbox_bytes(request.mailbox_bytes, largest);
+  request.window_bytes = shared_window_bytes(request.window_bytes, std::max(1, ranks));
+}
+
 pybind11::dict simulate_collective(const std::string& op, int64_t bytes, std::vector<std::vector<int32_t>> nodes,
                                    int32_t element_bytes, int32_t root, std::string algorithm, double barrier_us,
                                    double memory_bytes_per_us, double hop_us, double message_us,
                                    double network_bytes_per_us, std::vector<double> node_bytes_per_us,
                                    std::vector<std::vector<int32_t>> racks, std::vector<double> uplink_bytes_per_us) {
-  const EstimateRequest request{.op = op_of_name(op),
-                                .bytes = bytes,
-                                .element_bytes = element_bytes,
-                                .root = root,
-                                .nodes = std::move(nodes),
-                                .algorithm = std::move(algorithm),
-                                .model = {.barrier_us = barrier_us,
-                                          .bytes_per_us = memory_bytes_per_us,
-                                          .hop_us = hop_us,
-                                          .network_bytes_per_us = network_bytes_per_us,
-                                          .message_us = message_us,
-                                          .node_bytes_per_us = std::move(node_bytes_per_us),
-                                          .uplink_bytes_per_us = std::move(uplink_bytes_per_us)},
-                                .racks = std::move(racks)};
+  EstimateRequest request{.op = op_of_name(op),
+                          .bytes = bytes,
+                          .element_bytes = element_bytes,
+                          .root = root,
+                          .nodes = std::move(nodes),
+                          .algorithm = std::move(algorithm),
+                          .model = {.barrier_us = barrier_us,
+                                    .bytes_per_us = memory_bytes_per_us,
+                                    .hop_us = hop_us,
+                                    .network_bytes_per_us = network_bytes_per_us,
+                                    .message_us = message_us,
+                                    .node_bytes_per_us = std::move(node_bytes_per_us),
+                                    .uplink_bytes_per_us = std::move(uplink_bytes_per_us)},
+                          .racks = std::move(racks)};
+  fit_to_ranks(request);
   Estimate result;
   {
     const WithoutGil no_gil;

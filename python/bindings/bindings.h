@@ -11,8 +11,10 @@ void bind_compression(pybind11::module_& m);
 void bind_interpreter(pybind11::module_& m);
 void bind_offload(pybind11::module_& m);
 void bind_optim(pybind11::module_& m);
+void bind_partial(pybind11::module_& m);
 void bind_sharding(pybind11::module_& m);
 void bind_simulate(pybind11::module_& m);
 void bind_tools(pybind11::module_& m);
+void bind_weights(pybind11::module_& m);
 
 }  // namespace zeropg

@@ -9,7 +9,9 @@ PYBIND11_MODULE(_C, m) {
   zeropg::bind_interpreter(m);
   zeropg::bind_optim(m);
   zeropg::bind_offload(m);  // takes optimizers
+  zeropg::bind_partial(m);
   zeropg::bind_sharding(m);
   zeropg::bind_simulate(m);
   zeropg::bind_tools(m);
+  zeropg::bind_weights(m);
 }

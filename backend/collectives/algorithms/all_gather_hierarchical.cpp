@@ -1,6 +1,9 @@
 // All-gather over several nodes: a rank sends its block to each other node once, divided among the ranks there, which
 // stage what they receive for all of their node.
 //
+// Where the ranks of a node share one output, all_gather_per_node receives into it. Its messages are the same, so that
+// each node may do the one or the other.
+//
 // With a codec all ranks get what the nodes that receive a block decode, also those of the node that it comes from.
 //
 // In slot t of the pipeline a rank sends its piece of chunk t, copies chunk t - 2 out, and stages its own piece and
@@ -13,6 +16,7 @@
 #include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
 #include "backend/collectives/schedule/chunk_layout.h"
+#include "backend/collectives/schedule/direct.h"
 #include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/steps.h"
 
@@ -22,6 +26,50 @@ namespace {
 
 constexpr int32_t kMessagesUnderWay = 2;  // of a pair: pieces of two chunks
 
+// Where the ranks of this node have their one output.
+Region node_output_block(const CollectiveSpec& spec, int32_t rank, int64_t offset_bytes) {
+  return peer_output(first_of_node(spec, spec.rank), rank * spec.bytes + offset_bytes);
+}
+
+// What both algorithms have in common: so the messages of one node do not tell which of them it runs. `has_staging`:
+// what comes in is staged for all ranks of the node; otherwise it is received where it goes to.
+void add_pipeline(Schedule& schedule, const CollectiveSpec& spec, const BlockPieces& pieces, bool has_staging) {
+  const Placement placement(spec);
+  const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
+  const SlotLayout slots(placement, layout, network_slot_bytes(spec));
+  const NodeLayout in_node{placement, layout, slots};
+  const InternodePhases between(spec, placement, layout);
+  const int32_t groups = slots.group_count();
+  const auto stage = [&](int32_t lag) { return PipelineStage(schedule, lag, pieces.chunks.count); };
+  const std::vector<Extent> outputs =
+      extents_of_blocks(spec, placement, layout, pieces.chunks, schedule.is_direct ? node_output_block : output_block);
+  const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;
+  const bool is_encoded = spec.codec != nullptr;
+  if (is_encoded) schedule.scratch_bytes = between.scratch_bytes();
+  const Region own_input = with_stride(input(0), pieces.chunks.bytes);
+  const auto own_piece = [&](int64_t place) {
+    return is_encoded ? between.completed(place) : advance(own_input, place - first_place);
+  };
+  const auto arrival = [&](int32_t node, int64_t place) {
+    return has_staging ? slots.staged(spec.rank, node, place) : tensor_at(outputs, place);
+  };
+  for (int32_t group = 0; group < groups; ++group) {
+    if (!schedule.is_direct) add_barrier(stage(group == 0 ? 2 : 1));
+    if (group == 0) {
+      if (is_encoded) add_copy(stage(0), own_piece(first_place), own_input, pieces.chunks);
+      between.send_completed(stage(0), placement.other_nodes(), outputs, own_piece);
+    }
+    if (has_staging) copy_out(stage(group == 0 ? 2 : 1), outputs, in_node, false, group == 0 ? groups - 1 : group - 1);
+    const std::vector<int32_t> nodes = slots.other_nodes(placement, group);
+    if (slots.group_of(placement.node()) == group) {
+      add_copy(stage(1), arrival(placement.node(), first_place), own_piece(first_place), pieces.chunks);
+    }
+    for (auto node = nodes.rbegin(); node != nodes.rend(); ++node) {
+      between.receive_completed(stage(1), *node, outputs, [&](int64_t place) { return arrival(*node, place); });
+    }
+  }
+}
+
 }  // namespace
 
 bool supports_all_gather_hierarchical(const CollectiveSpec& spec) {
@@ -30,44 +78,12 @@ bool supports_all_gather_hierarchical(const CollectiveSpec& spec) {
 
 Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec) {
   const BlockPieces pieces = cut_blocks(spec, kMessagesUnderWay);
-  const Placement placement(spec);
-  const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
-  const SlotLayout slots(placement, layout, network_slot_bytes(spec));
-  const NodeLayout in_node{placement, layout, slots};
-  const InternodePhases between(spec, placement, layout);
-  const int32_t groups = slots.group_count();
-  Schedule schedule = make_schedule("all_gather_hierarchical", pieces.chunks.count * groups);
+  Schedule schedule = make_schedule("all_gather_hierarchical", pieces.chunks.count * group_count(spec, pieces));
   if (pieces.chunks.count == 0) return schedule;
-  const auto stage = [&](int32_t lag) { return PipelineStage(schedule, lag, pieces.chunks.count); };
-  const std::vector<Extent> outputs = extents_of_blocks(spec, placement, layout, pieces.chunks, output_block);
-  const int64_t first_place = layout.own_slice(placement.node()).offset_bytes;
-  const bool is_encoded = spec.codec != nullptr;
-  const bool is_alone = placement.node_size(placement.node()) == 1;  // Note [Alone on a node] in internode_phases.h
-  if (is_encoded) schedule.scratch_bytes = between.scratch_bytes();
-  const Region own_input = with_stride(input(0), pieces.chunks.bytes);
-  const auto own_piece = [&](int64_t place) {
-    return is_encoded ? between.completed(place) : advance(own_input, place - first_place);
-  };
   add_barrier(schedule);
-  for (int32_t group = 0; group < groups; ++group) {
-    add_barrier(stage(group == 0 ? 2 : 1));
-    if (group == 0) {
-      if (is_encoded) add_copy(stage(0), own_piece(first_place), own_input, pieces.chunks);
-      between.send_completed(stage(0), placement.other_nodes(), outputs, own_piece);
-    }
-    if (!is_alone) copy_out(stage(group == 0 ? 2 : 1), outputs, in_node, false, group == 0 ? groups - 1 : group - 1);
-    const std::vector<int32_t> nodes = slots.other_nodes(placement, group);
-    if (slots.group_of(placement.node()) == group) {
-      const Region own_place =
-          is_alone ? tensor_at(outputs, first_place) : slots.staged(spec.rank, placement.node(), first_place);
-      add_copy(stage(1), own_place, own_piece(first_place), pieces.chunks);
-    }
-    for (auto node = nodes.rbegin(); node != nodes.rend(); ++node) {
-      between.receive_completed(stage(1), *node, outputs, [&](int64_t place) {
-        return is_alone ? tensor_at(outputs, place) : slots.staged(spec.rank, *node, place);
-      });
-    }
-  }
+  const Placement placement(spec);
+  // Note [Alone on a node] in internode_phases.h
+  add_pipeline(schedule, spec, pieces, /*has_staging=*/placement.node_size(placement.node()) > 1);
   return schedule;
 }
 
@@ -80,6 +96,26 @@ Cost cost_all_gather_hierarchical(const CollectiveSpec& spec) {
           .network_hops = spec.bytes == 0 ? 0 : 1.0,
           .network_bytes = static_cast<double>(blocks_over_busiest_link(spec)) * spec.bytes,
           .messages = 2.0 * (node_count(spec) - 1) * chunks};
+}
+
+bool supports_all_gather_per_node(const CollectiveSpec& spec) {
+  return spec.has_node_output && !spec.output_is_list && supports_all_gather_hierarchical(spec);
+}
+
+Schedule plan_all_gather_per_node(const CollectiveSpec& spec) {
+  const BlockPieces pieces = cut_blocks(spec, kMessagesUnderWay);
+  Schedule schedule = make_direct_schedule("all_gather_per_node");
+  add_pipeline(schedule, spec, pieces, /*has_staging=*/false);
+  begin_loop(schedule);
+  add_barrier(schedule);  // what the other ranks of the node have received is there
+  return schedule;
+}
+
+Cost cost_all_gather_per_node(const CollectiveSpec& spec) {
+  Cost cost = cost_all_gather_hierarchical(spec);
+  cost.barriers = 2;
+  cost.memory_bytes = 2.0 * spec.bytes;  // the own block; all others are received in place
+  return cost;
 }
 
 }  // namespace zeropg

@@ -131,6 +131,11 @@ bool supports_all_gather_hierarchical(const CollectiveSpec& spec);
 Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec);
 Cost cost_all_gather_hierarchical(const CollectiveSpec& spec);
 
+// The same messages, into one output for all ranks of the node (CollectiveSpec::has_node_output). Direct.
+bool supports_all_gather_per_node(const CollectiveSpec& spec);
+Schedule plan_all_gather_per_node(const CollectiveSpec& spec);
+Cost cost_all_gather_per_node(const CollectiveSpec& spec);
+
 // A binomial tree or a chain of nodes.
 bool supports_broadcast_nodes(const CollectiveSpec& spec);
 Schedule plan_broadcast_tree(const CollectiveSpec& spec);

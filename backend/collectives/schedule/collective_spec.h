@@ -90,6 +90,7 @@ struct CollectiveSpec {
   int64_t mailbox_bytes = 0;  // a rank may send this much to a peer before the peer receives
   bool input_is_list = false;
   bool output_is_list = false;
+  bool has_node_output = false;          // all_gather: the ranks of a node may share one output (direct.h)
   std::vector<int64_t> send_bytes{};     // all_to_all: to each peer
   std::vector<int64_t> receive_bytes{};  // all_to_all: from each peer
   // Ranks of each node, ascending, nodes by their first rank. Empty: all ranks are on one node.

@@ -1,12 +1,21 @@
 #include "backend/collectives/schedule/direct.h"
 
+#include <algorithm>
 #include <numeric>
 
 #include "backend/collectives/schedule/placement.h"
 
 namespace zeropg {
 
+int32_t first_of_node(const CollectiveSpec& spec, int32_t rank) {
+  for (const std::vector<int32_t>& node : spec.nodes) {
+    if (std::ranges::find(node, rank) != node.end()) return node.front();
+  }
+  return 0;
+}
+
 SharedTensors shared_tensors(const CollectiveSpec& spec, int32_t rank) {
+  if (spec.has_node_output) return {.output = rank == first_of_node(spec, rank)};
   const DirectReach reach = traits_of(spec.op).direct;
   const bool is_from_all = reach == DirectReach::kInputs || reach == DirectReach::kBoth;
   return {.input = is_from_all || (reach == DirectReach::kRootInput && rank == spec.root),
@@ -15,6 +24,10 @@ SharedTensors shared_tensors(const CollectiveSpec& spec, int32_t rank) {
 
 int64_t shared_input_bytes(const CollectiveSpec& spec) {
   return traits_of(spec.op).input == BlockCount::kOnePerRank ? spec.world_size * spec.bytes : spec.bytes;
+}
+
+int64_t shared_output_bytes(const CollectiveSpec& spec) {
+  return traits_of(spec.op).output == BlockCount::kOnePerRank ? spec.world_size * spec.bytes : spec.bytes;
 }
 
 bool pays_to_read(const CollectiveSpec& spec) {

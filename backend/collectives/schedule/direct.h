@@ -16,9 +16,12 @@ struct SharedTensors {
   bool output = false;
 };
 SharedTensors shared_tensors(const CollectiveSpec& spec, int32_t rank);
+// The first rank of the node of `rank`, whose output all of the node have where CollectiveSpec::has_node_output.
+int32_t first_of_node(const CollectiveSpec& spec, int32_t rank);
 
 // How much of a rank's input others may read, but in all_to_all, where the rank's own counts say so.
 int64_t shared_input_bytes(const CollectiveSpec& spec);
+int64_t shared_output_bytes(const CollectiveSpec& spec);
 
 // Whether inputs outside shared memory are better copied from the memory of the process that they lie in (cma.h), which
 // takes a system call for each and for every page, than through staging, which copies them twice.

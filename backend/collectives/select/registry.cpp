@@ -68,6 +68,8 @@ constexpr Algorithm kAlgorithms[] = {
     {"reduce_scatter_direct", OpKind::kReduceScatter, plan_reduce_scatter_direct, can_be_direct,
      cost_reduce_scatter_direct, true},
     {"all_gather_direct", OpKind::kAllGather, plan_all_gather_direct, can_be_direct, cost_all_gather_direct, true},
+    {"all_gather_per_node", OpKind::kAllGather, plan_all_gather_per_node, supports_all_gather_per_node,
+     cost_all_gather_per_node, true},
     {"broadcast_direct", OpKind::kBroadcast, plan_broadcast_direct, can_be_direct, cost_broadcast_direct, true},
     {"all_to_all_direct", OpKind::kAllToAll, plan_all_to_all_direct, can_be_direct, cost_all_to_all_direct, true},
     {"barrier", OpKind::kBarrier, plan_barrier, has_one_node, cost_barrier},

@@ -4,11 +4,13 @@
 // A rank may send `window_bytes` of a stream before its peer takes any. The receiver tells now and then how much it has
 // taken so far. Since it does so only after half a window, a sender's limit is a window and a half and some room for
 // the headers that operations put in front of their bytes; what comes beyond that is not stored but loses the peer.
+// All windows of a group share a budget of memory: of many ranks each has a smaller one.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <optional>
 #include <span>
 
@@ -20,6 +22,16 @@ namespace zeropg {
 constexpr uint64_t stream_limit_bytes(int64_t window_bytes) {
   constexpr uint64_t kHeaderRoom = 64 << 10;
   return static_cast<uint64_t>(window_bytes) * 3 / 2 + kHeaderRoom;
+}
+
+// The window of each stream in a group of so many ranks; at most `window_bytes`. The same on every rank.
+constexpr int64_t shared_window_bytes(int64_t window_bytes, int32_t world_size) {
+  constexpr int64_t kBudgetBytes = int64_t{512} << 20;  // of all that may wait in one process for one group
+  constexpr int64_t kLeastBytes = 64 << 10;
+  constexpr int64_t kUnit = 4096;  // pieces of messages begin aligned
+  const int64_t share =            // two lanes, of a window and a half each
+      kBudgetBytes / (3 * static_cast<int64_t>(world_size)) / kUnit * kUnit;
+  return std::min(window_bytes, std::max(share, kLeastBytes));
 }
 
 class OutgoingStream {
@@ -46,8 +58,8 @@ class IncomingStream {
   std::optional<uint64_t> credit_to_tell(int64_t window_bytes);
 
  private:
-  std::deque<Payload> queue_;
-  size_t offset_ = 0;  // in queue_.front()
+  std::list<Payload> queue_;  // an empty one owns no memory, and most streams of a large group stay empty
+  size_t offset_ = 0;         // in queue_.front()
   uint64_t received_ = 0;
   uint64_t taken_ = 0;
   uint64_t told_ = 0;

@@ -169,12 +169,12 @@ std::vector<int32_t> PeerLiveness::ask_all() {
   return peers_;
 }
 
-std::vector<int32_t> PeerLiveness::ask_due() {
+std::vector<int32_t> PeerLiveness::ask_due(const std::vector<int32_t>& peers) {
   const std::lock_guard lock(mutex_);
   const auto now = Clock::now();
   std::vector<int32_t> due;
-  for (const int32_t rank : peers_) {
-    Peer& peer = by_rank_[static_cast<size_t>(rank)];
+  for (const int32_t rank : peers) {
+    Peer& peer = by_rank_.at(static_cast<size_t>(rank));
     const bool is_asked = peer.asked != Clock::time_point{} || now - peer.last_asked < kAskInterval;
     if (is_asked || is_gone(peer.remote)) continue;
     peer.asked = peer.last_asked = now;
@@ -215,6 +215,11 @@ SignOfLife PeerLiveness::sign_of_life() const {
 PeerLiveness::Wait PeerLiveness::own_wait(Lane lane) const {
   const Wait& wait = waits_[static_cast<size_t>(lane)];
   return Clock::now() - wait.noted <= kOwnWaitLife ? wait : Wait{};
+}
+
+std::vector<int32_t> PeerLiveness::own_waits(Lane lane) const {
+  const std::lock_guard lock(mutex_);
+  return own_wait(lane).awaited;
 }
 
 void PeerLiveness::note_answered(int32_t peer) {

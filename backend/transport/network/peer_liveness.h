@@ -60,6 +60,7 @@ class PeerLiveness {
   // This rank waits for `awaited` in `lane`, and, in that of collectives, in `call`.
   void note_wait(Lane lane, const std::vector<int32_t>& awaited, const std::optional<WaitingCall>& call);
   void forget_waits();
+  std::vector<int32_t> own_waits(Lane lane) const;  // whom this rank waits for just now
 
   // What came. fault_in: what makes no sense in a frame of kind kState, kPing or kPong; null: nothing. Only frames
   // without a fault may be taken.
@@ -71,7 +72,7 @@ class PeerLiveness {
   // What is to be sent. Each of the peers that ask_all and ask_due return has to get a kPing now; each that
   // askers returns is owed this rank's sign of life until note_answered.
   std::vector<int32_t> ask_all();
-  std::vector<int32_t> ask_due();  // those that have not been asked for a while
+  std::vector<int32_t> ask_due(const std::vector<int32_t>& peers);  // of these, those not asked for a while
   std::vector<int32_t> askers();
   SignOfLife sign_of_life() const;
   void note_answered(int32_t peer);

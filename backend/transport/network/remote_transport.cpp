@@ -243,11 +243,11 @@ void RemoteTransport::greet() {
   ask(liveness_.ask_all());
 }
 
-void RemoteTransport::ask_for_life() {
+void RemoteTransport::ask_for_life(const std::vector<int32_t>& peers) {
   const std::lock_guard lock(mutex_);
   if (is_closed_) return;
   wire_->lose_unreachable(*this);
-  ask(liveness_.ask_due());
+  ask(liveness_.ask_due(peers));
 }
 
 void RemoteTransport::close(std::chrono::milliseconds patience) {

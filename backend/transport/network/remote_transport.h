@@ -50,8 +50,9 @@ class RemoteTransport final : public Transport, private FrameSink {
   void tell_state(RankState state, std::string_view text = {});  // to every peer
   // Asks every peer for a sign of life now; liveness().silent_for(0 ms) are those that have not answered.
   void greet();
-  // Asks every peer now and then for a sign of life; to be called while something is awaited.
-  void ask_for_life();
+  // Asks these of the peers now and then for a sign of life; to be called while something is awaited. Also loses peers
+  // that the wire finds unreachable.
+  void ask_for_life(const std::vector<int32_t>& peers);
   // To be said again while this rank waits for `awaited` in `lane`, and, in that of collectives, in `call`: Note
   // [Waits] in peer_liveness.h.
   void note_wait(Lane lane, const std::vector<int32_t>& awaited, const std::optional<WaitingCall>& call = {}) {

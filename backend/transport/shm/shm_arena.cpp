@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cerrno>
 #include <cstring>
@@ -16,6 +17,7 @@
 #include "backend/platform/memory/sealed_memory.h"
 #include "backend/platform/process/doorbell.h"
 #include "backend/platform/process/futex.h"
+#include "backend/platform/process/peer_doorbells.h"
 #include "backend/platform/process/process_lock.h"
 
 namespace zeropg {
@@ -219,7 +221,14 @@ bool ShmArena::is_process_alive(int32_t rank) const {
 
 void ShmArena::set_doorbells(std::vector<Descriptor> peer_event_fds) {
   TORCH_INTERNAL_ASSERT(peer_event_fds.size() == static_cast<size_t>(geometry_.world_size));
-  doorbells_ = std::move(peer_event_fds);
+  doorbells_.resize(peer_event_fds.size());
+  for (size_t rank = 0; rank < peer_event_fds.size(); ++rank) {
+    if (!peer_event_fds[rank]) continue;
+    const RankBlock& peer = block(static_cast<int32_t>(rank));
+    const std::array<uint64_t, 2> process{peer.nonce[0].load(std::memory_order_relaxed),
+                                          peer.nonce[1].load(std::memory_order_relaxed)};
+    doorbells_[rank] = share_doorbell(process, std::move(peer_event_fds[rank]));
+  }
 }
 
 // Note [Lost wake-ups]
@@ -258,7 +267,7 @@ void ShmArena::wake(int32_t rank) {
   RankBlock& sleeper = block(rank);
   const auto place = static_cast<size_t>(rank);
   if (sleeper.is_sleeping.load(std::memory_order_relaxed) != 0 && place < doorbells_.size() && doorbells_[place]) {
-    ring_doorbell(doorbells_[place].get());
+    ring_doorbell(doorbells_[place]->get());
   }
   uint32_t call = sleeper.calls.load(std::memory_order_relaxed);
   if (call % 2 == 1 && sleeper.calls.compare_exchange_strong(call, call + 1, std::memory_order_relaxed)) {

@@ -36,6 +36,18 @@ struct ArenaGeometry {
   int64_t total_bytes() const;
 };
 
+// The ring of each pair among so many ranks of a node; at most `mailbox_bytes`, and a power of two where that is one.
+// There are rings for all pairs, so from 65 ranks on each is smaller: together they take what those of 64 ranks take,
+// as far as their smallest size allows. Schedules count with the rings, so all ranks of a group take the same number:
+// that of its largest node.
+constexpr int64_t shared_mailbox_bytes(int64_t mailbox_bytes, int32_t ranks) {
+  constexpr int64_t kMostRanks = 64;
+  constexpr int64_t kLeastBytes = 4096;
+  int64_t shared = mailbox_bytes;
+  while (shared > kLeastBytes && mailbox_bytes / shared * kMostRanks * kMostRanks < int64_t{ranks} * ranks) shared /= 2;
+  return shared;
+}
+
 // How far a stream of bytes from one rank to another has come. Both count up for ever; each has one writer and a cache
 // line of its own. What a peer wrote is checked before it is used (shm_transport.cpp).
 struct MailboxCounters {
@@ -99,8 +111,9 @@ class ShmArena {
 
   // How the progress thread sleeps. Doorbells: one event descriptor per process, handed out in the bootstrap. A
   // sleeping rank sets its word, looks once more, then polls its descriptor (doorbell.h); a peer that changed something
-  // rings those who sleep.
-  void set_doorbells(std::vector<Descriptor> peer_event_fds);  // index = rank, own entry empty; once, before use
+  // rings those who sleep. Groups that share a process share its descriptor.
+  // Index = rank, own entry empty; once, before use and after every rank has mapped the arena.
+  void set_doorbells(std::vector<Descriptor> peer_event_fds);
   void set_sleeping(bool sleeping);
   void ring(int32_t peer);
   void ring_all();
@@ -124,7 +137,7 @@ class ShmArena {
   std::unique_ptr<ProcessLock> lock_;
   std::unique_ptr<SealedMapping> mapping_;
   std::atomic<bool> has_failed_{false};
-  std::vector<Descriptor> doorbells_;
+  std::vector<std::shared_ptr<const Descriptor>> doorbells_;
 };
 
 }  // namespace zeropg

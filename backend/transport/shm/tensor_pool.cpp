@@ -6,8 +6,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <new>
 
 #include "backend/platform/cpu/cgroup.h"
 #include "backend/platform/memory/pages.h"
@@ -20,6 +22,12 @@ namespace {
 constexpr int64_t kMaxPoolBytes = int64_t{1} << 44;  // of all ranks; a process has 2^47 bytes of addresses
 constexpr int64_t kPopulateBytes = int64_t{256} << 10;
 constexpr int64_t kNothing = 1;  // a memfd must have some bytes
+
+// In front of a block that several ranks hold: how many still do.
+std::atomic<int32_t>& holders_of(std::byte* block) {
+  static_assert(std::atomic<int32_t>::is_always_lock_free);
+  return *reinterpret_cast<std::atomic<int32_t>*>(block - TensorPool::kHeaderBytes);
+}
 
 int64_t size_of(int fd) {
   struct stat status {};
@@ -62,13 +70,49 @@ TensorPool::TensorPool(int fd, int32_t rank, int32_t world_size)
 TensorPool::~TensorPool() = default;
 
 std::byte* TensorPool::allocate(int64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return allocate_locked(bytes);
+}
+
+std::byte* TensorPool::allocate_held(int64_t bytes, int32_t holders) {
+  TORCH_INTERNAL_ASSERT(holders > 0 && bytes >= 0);
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::byte* block = allocate_locked(bytes + kHeaderBytes);
+  held_.push_back(block - part_);
+  new (block) std::atomic<int32_t>(holders);
+  return block + kHeaderBytes;
+}
+
+void TensorPool::let_go(std::byte* block) const {
+  if (::getpid() == owner_) {
+    holders_of(block).fetch_sub(1, std::memory_order_acq_rel);
+  }
+}
+
+void TensorPool::let_all_go(std::byte* block) const {
+  if (::getpid() == owner_) {
+    holders_of(block).store(0, std::memory_order_release);
+  }
+}
+
+void TensorPool::free_what_nobody_holds() {
+  std::erase_if(held_, [&](int64_t offset) {
+    const bool is_free = holders_of(part_ + offset + kHeaderBytes).load(std::memory_order_acquire) == 0;
+    if (is_free) {
+      free_locked(offset);
+    }
+    return is_free;
+  });
+}
+
+std::byte* TensorPool::allocate_locked(int64_t bytes) {
+  free_what_nobody_holds();
   TORCH_CHECK_VALUE(bytes >= 0, "tensor pool: cannot allocate ", bytes, " bytes");
   TORCH_CHECK_WITH(DistBackendError, bytes <= bytes_per_rank_, "the tensor pool has ", bytes_per_rank_,
                    " bytes for each rank, less than the ", bytes,
                    " that are asked for; "
                    "raise BackendOptions(pool_bytes=...), or use an ordinary tensor");
   const int64_t size = round_up(std::max<int64_t>(bytes, 1), kAlignment);
-  std::lock_guard<std::mutex> lock(mutex_);
   int64_t offset = take_free(size);
   if (offset < 0) {
     offset = extend(size);
@@ -125,7 +169,11 @@ void TensorPool::free(std::byte* block) {
     return;
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto used = used_.find(block - part_);
+  free_locked(block - part_);
+}
+
+void TensorPool::free_locked(int64_t block) {
+  const auto used = used_.find(block);
   TORCH_INTERNAL_ASSERT(used != used_.end(), "not a block of this pool");
   int64_t offset = used->first;
   int64_t bytes = used->second;

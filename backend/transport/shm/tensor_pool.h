@@ -16,6 +16,7 @@
 #include <set>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace zeropg {
 
@@ -24,6 +25,7 @@ class SealedMapping;
 class TensorPool {
  public:
   static constexpr int64_t kAlignment = 64;
+  static constexpr int64_t kHeaderBytes = kAlignment;  // in front of a block that several ranks hold
 
   // What each of `world_size` ranks gets when nobody says: its share of the memory that this process may use.
   static int64_t share_of_memory(int32_t world_size);
@@ -45,6 +47,14 @@ class TensorPool {
   // Of a block that allocate() gave. Does nothing in a forked child, which the pool does not belong to.
   void free(std::byte* block);
 
+  // As allocate(), a block that `holders` ranks of the node use, this one among them, each until it lets go. What the
+  // last of them has let go of is freed by this rank's next allocation.
+  std::byte* allocate_held(int64_t bytes, int32_t holders);
+  // Of such a block, in whoever's part; by all of its holders at once, for its owner. Both do nothing in a forked
+  // child.
+  void let_go(std::byte* block) const;
+  void let_all_go(std::byte* block) const;
+
   // Where [data, data + bytes) lies in this rank's part; -1: not there.
   int64_t offset_of(const std::byte* data, int64_t bytes) const;
   // The bytes at `offset` in the part of `rank`; nullptr where they would not all be in it, whoever said so.
@@ -53,6 +63,9 @@ class TensorPool {
   int64_t populated_bytes() const;  // of this rank's part
 
  private:
+  std::byte* allocate_locked(int64_t bytes);
+  void free_locked(int64_t offset);
+  void free_what_nobody_holds();
   int64_t take_free(int64_t bytes);
   int64_t extend(int64_t bytes);
   void add_free(int64_t offset, int64_t bytes);
@@ -72,6 +85,7 @@ class TensorPool {
   std::unordered_map<int64_t, int64_t> used_;           // by offset
   std::map<int64_t, int64_t> free_;                     // by offset
   std::set<std::pair<int64_t, int64_t>> free_by_size_;  // (bytes, offset)
+  std::vector<int64_t> held_;                           // offsets of the blocks of allocate_held
 };
 
 }  // namespace zeropg

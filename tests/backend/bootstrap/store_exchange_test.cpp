@@ -133,14 +133,24 @@ class CountingStore final : public c10d::HashStore {
  public:
   std::vector<uint8_t> get(const std::string& key) override {
     ++reads;
-    return HashStore::get(key);
+    const std::vector<uint8_t> value = HashStore::get(key);
+    bytes += value.size();
+    return value;
   }
   std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
     ++reads;
-    return HashStore::multiGet(keys);
+    const std::vector<std::vector<uint8_t>> values = HashStore::multiGet(keys);
+    for (const auto& value : values) bytes += value.size();
+    return values;
+  }
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    ++writes;
+    HashStore::set(key, value);
   }
 
   std::atomic<int> reads{0};
+  std::atomic<int> writes{0};
+  std::atomic<uint64_t> bytes{0};
 };
 
 TEST_F(RendezvousTest, AddressesReachAllRanksInAReadEach) {
@@ -164,6 +174,33 @@ TEST_F(RendezvousTest, AddressesReachAllRanksInAReadEach) {
   of(0, kRanks).clean_up();
   EXPECT_FALSE(store_->check({"zeropg/addresses"}));
   EXPECT_FALSE(store_->check({"zeropg/address/0"}) || store_->check({"zeropg/address/23"}));
+}
+
+// Of a group on nodes of 8 ranks.
+c10::intrusive_ptr<CountingStore> store_of_a_meeting(int32_t ranks) {
+  auto store = c10::make_intrusive<CountingStore>();
+  std::vector<std::thread> threads;
+  for (int32_t rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      RankRecord record = record_of(rank, ranks);
+      record.place.host_id = std::string(60, 'h') + std::to_string(rank / 8);
+      record.socket_name = "zeropg-" + std::string(32, 's');
+      const GroupMap map = StoreExchange(store, rank, ranks, deadline_after(milliseconds(60000))).exchange(record);
+      EXPECT_EQ(map.places[ranks - 1].host_id, std::string(60, 'h') + std::to_string((ranks - 1) / 8));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return store;
+}
+
+TEST_F(RendezvousTest, ARankReadsOnceHoweverManyThereAre) {
+  for (const int32_t ranks : {16, 64, 256}) {
+    const auto store = store_of_a_meeting(ranks);
+    EXPECT_EQ(store->reads, ranks) << "rank 0 reads all records at once, the others the map";
+    EXPECT_EQ(store->writes, ranks + 1);
+    const uint64_t of_a_rank = store->bytes / ranks;
+    EXPECT_LE(of_a_rank, 500U + 100U * ranks) << ranks;
+  }
 }
 
 TEST_F(RendezvousTest, FailureOfOneRankEndsTheWaitOfTheOthers) {

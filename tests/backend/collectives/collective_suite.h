@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/collectives/schedule/direct.h"
 #include "backend/collectives/schedule/schedule_cursor.h"
 #include "backend/collectives/select/registry.h"
 #include "backend/simulator/schedule_simulator.h"
@@ -104,6 +105,9 @@ inline SimulatorOptions simulator_options(const CollectiveShape& shape) {
           .window_bytes = shape.window_bytes};
 }
 
+// Whether the ranks of a node share one output, that of their first rank.
+inline bool makes_node_outputs(const Algorithm& algorithm) { return algorithm.name == "all_gather_per_node"; }
+
 // The placements, among all for this world, that the algorithm serves.
 inline std::vector<Nodes> placements_of(const Algorithm& algorithm, int32_t world_size) {
   std::vector<Nodes> served;
@@ -112,6 +116,7 @@ inline std::vector<Nodes> placements_of(const Algorithm& algorithm, int32_t worl
                               .world_size = world_size,
                               .bank_bytes = 1 << 20,
                               .mailbox_bytes = 1 << 20,
+                              .has_node_output = makes_node_outputs(algorithm),
                               .nodes = nodes,
                               .window_bytes = 1 << 20};
     if (algorithm.supports(spec)) served.push_back(std::move(nodes));
@@ -223,6 +228,7 @@ class SimulatedCollective {
     spec.mailbox_bytes = shape_.mailbox_bytes;
     spec.input_is_list = shape_.is_list;
     spec.output_is_list = shape_.is_list;
+    spec.has_node_output = makes_node_outputs(algorithm);
     spec.nodes = shape_.nodes;
     spec.domains = shape_.domains;
     spec.node_shares = shape_.node_shares;
@@ -307,7 +313,8 @@ class SimulatedCollective {
                [&](int32_t b) { return input_bytes(rank, b); });
   }
   std::span<std::byte> output_block(int32_t rank, int32_t block) const {
-    const auto& outputs = tensors_[rank].outputs;
+    const bool is_of_node = specs_[rank].has_node_output;
+    const auto& outputs = tensors_[is_of_node ? first_of_node(specs_[rank], rank) : rank].outputs;
     if (shape_.is_list && has_many_outputs()) return outputs[block];
     int64_t offset = 0;
     for (int32_t b = 0; b < block; ++b) offset += output_bytes(rank, b);

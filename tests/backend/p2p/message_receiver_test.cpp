@@ -123,12 +123,13 @@ TEST_F(MessageReceiverTest, SetsAsideWhatComesBeforeTheMessageThatIsWanted) {
   const auto& aside = receiver_.set_aside();
   ASSERT_EQ(aside.size(), 3U);
   EXPECT_EQ(order_, 3U);
-  for (size_t i = 0; i < aside.size(); ++i) {
-    EXPECT_EQ(aside[i].order, i + 1);
-    EXPECT_TRUE(aside[i].is_whole());
+  uint64_t order = 0;
+  for (const SetAside& message : aside) {
+    EXPECT_EQ(message.order, ++order);
+    EXPECT_TRUE(message.is_whole());
   }
-  EXPECT_EQ(aside[0].tag, 1);
-  EXPECT_TRUE(aside[2].data == pattern(3000, 5));
+  EXPECT_EQ(aside.front().tag, 1);
+  EXPECT_TRUE(aside.back().data == pattern(3000, 5));
 }
 
 TEST_F(MessageReceiverTest, LooksForAReceiveAfterEachMessageThatItSetsAside) {
@@ -151,7 +152,7 @@ TEST_F(MessageReceiverTest, FinishesAMessageThatItSetsAsideThoughItsReceiveCameM
   put(std::span(data).subspan(100));
   EXPECT_TRUE(advance());
   EXPECT_TRUE(finished_.empty());
-  EXPECT_TRUE(receiver_.set_aside().at(0).is_whole());
+  EXPECT_TRUE(receiver_.set_aside().front().is_whole());
 }
 
 TEST_F(MessageReceiverTest, RefusesAnotherSizeThanTheReceivesWithoutTouchingItsMemory) {
@@ -181,7 +182,7 @@ TEST_F(MessageReceiverTest, DoesNotBelieveALengthThatNobodyWants) {
   post(4, 3);
   send(header(kHuge, 5) + pattern(5000));
   EXPECT_FALSE(advance());
-  const SetAside& aside = receiver_.set_aside().at(0);
+  const SetAside& aside = receiver_.set_aside().front();
   EXPECT_FALSE(aside.is_whole());
   EXPECT_EQ(aside.data.size(), 5000U);
   EXPECT_LE(aside.data.capacity(), size_t{4} << 20);
@@ -199,7 +200,7 @@ TEST_F(MessageReceiverTest, ReadsAnOfferInThePoolAndSaysSo) {
   EXPECT_EQ(answered(), answer_to(1, Answer::kHaveIt));
   post(1, 9);
   send(offer(700, 4, {offset, {}, 0}));
-  EXPECT_TRUE(receiver_.set_aside().at(0).data == data);
+  EXPECT_TRUE(receiver_.set_aside().front().data == data);
   EXPECT_EQ(answered(), answer_to(2, Answer::kHaveIt));
 }
 
@@ -266,7 +267,7 @@ TEST_F(MessageReceiverTest, AsksForTheBytesWhenItMayNotOrCannotReadThem) {
       EXPECT_EQ(answered(), answer_to(1, Answer::kSendAll));
       put(data);
       EXPECT_TRUE(receiver.advance(posted, finished_, order_));
-      EXPECT_TRUE((is_wanted ? message.received() : receiver.set_aside().at(0).data) == data);
+      EXPECT_TRUE((is_wanted ? message.received() : receiver.set_aside().front().data) == data);
     }
   }
 }

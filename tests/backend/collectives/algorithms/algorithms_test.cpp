@@ -161,7 +161,9 @@ TEST_P(AlgorithmTest, WritesEveryOutputByteOnceAndNoneBeforeTheRanksHaveMet) {
         const OpKind op = algorithm().op;
         const bool only_root_writes = op == OpKind::kReduce || op == OpKind::kGather;
         const bool is_shared = op == OpKind::kBroadcast && rank == 0;
-        const int wanted = (only_root_writes && rank != 0) || is_shared ? 0 : 1;
+        const bool is_of_node =
+            makes_node_outputs(algorithm()) && first_of_node(collective.specs()[rank], rank) != rank;
+        const int wanted = (only_root_writes && rank != 0) || is_shared || is_of_node ? 0 : 1;
         // Note [Alone on a node]: partial sums lie there first, so bytes may be written again.
         const bool makes_sums_there = op == OpKind::kAllReduce && shape.nodes.size() == static_cast<size_t>(world_size);
         for (const auto& tensor : writes[rank]) {
@@ -177,7 +179,8 @@ TEST_P(AlgorithmTest, WritesEveryOutputByteOnceAndNoneBeforeTheRanksHaveMet) {
 TEST_P(AlgorithmTest, BeginsAndEndsWithABarrierWhereTensorsAreShared) {
   if (!algorithm().is_direct) return;
   for (const int32_t world_size : {2, 5}) {
-    const SimulatedCollective collective(algorithm(), {.world_size = world_size, .numel = 100});
+    const Nodes nodes = placements_of(algorithm(), world_size).front();
+    const SimulatedCollective collective(algorithm(), {.world_size = world_size, .numel = 100, .nodes = nodes});
     for (const Schedule& schedule : collective.unrolled_schedules()) {
       EXPECT_TRUE(schedule.is_direct);
       EXPECT_EQ(schedule.banks_used, 0);

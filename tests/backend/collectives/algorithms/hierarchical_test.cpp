@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <tuple>
 
 #include "backend/collectives/schedule/steps.h"
 #include "tests/backend/collectives/collective_suite.h"
@@ -81,6 +82,28 @@ TEST(HierarchicalTest, AllReduceSendsTheLowerBoundOverEveryLink) {
       total += link.sent;
     }
     EXPECT_EQ(total, int64_t(2 * (nodes.size() - 1)) * 4 * kNumel);  // not a byte more than the bound
+  }
+}
+
+// So each node may share an output or not.
+TEST(HierarchicalTest, AGatherPerNodeSendsTheMessagesOfOneThatStages) {
+  for (const Nodes& nodes : many_nodes()) {
+    for (const int64_t numel : {0, 1, 300, 70'001}) {
+      CollectiveShape shape = shape_of(nodes, numel);
+      shape.bank_bytes = 5000;
+      std::vector<std::vector<std::tuple<StepKind, int32_t, int64_t>>> messages;
+      for (const char* name : {"all_gather_hierarchical", "all_gather_per_node"}) {
+        const SimulatedCollective collective(*find_algorithm(name), shape);
+        for (const Schedule& schedule : collective.unrolled_schedules()) {
+          messages.emplace_back();
+          for (const Step& step : schedule.steps) {
+            if (step.peer >= 0) messages.back().emplace_back(step.kind, step.peer, step.bytes);
+          }
+        }
+      }
+      const auto half = messages.begin() + world_size_of(nodes);
+      EXPECT_TRUE(std::equal(messages.begin(), half, half, messages.end())) << numel;
+    }
   }
 }
 

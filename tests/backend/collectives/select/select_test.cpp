@@ -126,7 +126,7 @@ TEST(SelectTest, NoWindowBetweenNodesIsAnError) {
 
 TEST(SelectTest, DirectAlgorithmsAreChosenApart) {
   for (const Algorithm& algorithm : algorithms()) {
-    if (!algorithm.is_direct) continue;
+    if (!algorithm.is_direct || algorithm.name == "all_gather_per_node") continue;
     CollectiveSpec spec = all_reduce(2, 64 << 20);
     spec.op = algorithm.op;
     spec.send_bytes = spec.receive_bytes = {1 << 20, 1 << 20};
@@ -141,6 +141,18 @@ TEST(SelectTest, DirectAlgorithmsAreChosenApart) {
     spec.nodes = {{0}, {1}};
     EXPECT_EQ(select_direct_algorithm(spec, algorithm.name), nullptr);
   }
+}
+
+TEST(SelectTest, ANodesOneOutputIsChosenWhereItIsOfferedAndNoAlgorithmIsForced) {
+  CollectiveSpec spec = over_nodes(1 << 20, 2);
+  spec.op = OpKind::kAllGather;
+  EXPECT_EQ(select_direct_algorithm(spec), nullptr);
+  spec.has_node_output = true;
+  EXPECT_EQ(select_direct_algorithm(spec)->name, "all_gather_per_node");
+  EXPECT_EQ(select_algorithm(spec).name, "all_gather_hierarchical");
+  EXPECT_EQ(select_direct_algorithm(spec, "all_gather_hierarchical"), nullptr);
+  spec.nodes = {};
+  EXPECT_NE(select_direct_algorithm(spec)->name, "all_gather_per_node");
 }
 
 TEST(SelectTest, AForcedNameHoldsForItsOperationOnly) {

@@ -29,6 +29,21 @@ TEST(ByteStream, TakesBytesInOrderAcrossPayloads) {
   EXPECT_EQ(stream.queued_bytes(), 0U);
 }
 
+TEST(ByteStream, WindowsOfAllPeersShareABudget) {
+  constexpr int64_t kUsual = 4 << 20;
+  EXPECT_EQ(shared_window_bytes(kUsual, 2), kUsual);
+  EXPECT_EQ(shared_window_bytes(kUsual, 42), kUsual);
+  EXPECT_EQ(shared_window_bytes(4096, 100'000), 4096) << "what the user asks for is the most";
+  int64_t last = kUsual;
+  for (const int32_t ranks : {43, 64, 128, 1024, 2700}) {
+    const int64_t window = shared_window_bytes(kUsual, ranks);
+    EXPECT_LT(window, last) << ranks;
+    EXPECT_LE(2 * ranks * static_cast<int64_t>(stream_limit_bytes(window) - stream_limit_bytes(0)), 512 << 20);
+    last = window;
+  }
+  EXPECT_EQ(shared_window_bytes(kUsual, 10'000), 64 << 10);
+}
+
 TEST(ByteStream, TellsWhatWasTakenAfterHalfAWindowAndThenOnce) {
   IncomingStream stream;
   stream.put(payload_of(std::string(100, 'x')));

@@ -5,6 +5,8 @@
 
 #include <poll.h>
 
+#include <atomic>
+#include <deque>
 #include <numeric>
 #include <string>
 
@@ -133,7 +135,7 @@ TEST_P(NetworkSuite, AVanishedPeerIsLostForAllOthersAndNobodyElseIs) {
   world->vanish(1);
   for (const int32_t rank : {0, 2}) {
     EXPECT_TRUE(eventually([&] {
-      world->rank(rank).ask_for_life();
+      world->rank(rank).ask_for_life({1});
       return world->rank(rank).liveness().state_of(1).is_lost;
     }));
     EXPECT_FALSE(world->rank(rank).liveness().state_of(2 - rank).is_lost);
@@ -144,7 +146,7 @@ TEST_P(NetworkSuite, AVanishedPeerIsLostForAllOthersAndNobodyElseIs) {
 
 TEST_P(NetworkSuite, LivingPeersAnswerWhoeverAsks) {
   auto world = make(2);
-  world->rank(0).ask_for_life();
+  world->rank(0).ask_for_life({1});
   EXPECT_TRUE(eventually([&] { return world->rank(0).liveness().silent_for(std::chrono::milliseconds(0)).empty(); }));
 }
 
@@ -154,7 +156,7 @@ TEST_P(NetworkSuite, WhoIsAskedSaysForWhomItWaitsForAsLongAsItDoes) {
   WaitingCall call;
   call.fill(std::byte{7});
   const auto ask = [&](Lane lane) {
-    world->rank(0).ask_for_life();
+    world->rank(0).ask_for_life({1});
     return world->rank(0).liveness().waits_of(1, lane);
   };
   EXPECT_TRUE(eventually([&] {
@@ -174,7 +176,7 @@ TEST_P(NetworkSuite, WhatARankSaidOfItsWaitsIsNotBelievedOnceItIsSilent) {
   auto world = make(2);
   EXPECT_TRUE(eventually([&] {
     world->rank(1).note_wait(Lane::kCollective, {0});
-    world->rank(0).ask_for_life();
+    world->rank(0).ask_for_life({1});
     return !world->rank(0).liveness().waits_of(1, Lane::kCollective).empty();
   }));
   EXPECT_TRUE(

@@ -178,7 +178,7 @@ TEST(TcpWire, APeerThatTakesNothingIsNotLost) {
   while (std::chrono::steady_clock::now() - start < milliseconds(3000)) {
     sent += network.try_send(1, Lane::kCollective, data);
     network.progress();
-    network.ask_for_life();
+    network.ask_for_life({1});
     std::this_thread::sleep_for(milliseconds(1));
   }
   EXPECT_LT(sent, static_cast<size_t>(kWindow)) << "there was room for all of it";

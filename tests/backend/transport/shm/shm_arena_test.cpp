@@ -341,6 +341,19 @@ TEST(ShmArena, LockSurvivesTheEndOfAnotherRankInTheSameProcess) {
   EXPECT_TRUE(child.succeeded());
 }
 
+TEST(ShmArena, RingsOfManyRanksTakeNoMoreThanThoseOf64) {
+  constexpr int64_t kUsual = 256 << 10;
+  EXPECT_EQ(shared_mailbox_bytes(kUsual, 64), kUsual);
+  EXPECT_EQ(shared_mailbox_bytes(0, 4096), 0);
+  const int64_t of_64 = ArenaGeometry{64, 0, kUsual}.total_bytes();
+  for (const int32_t ranks : {65, 90, 128, 255, 512}) {
+    const ArenaGeometry geometry{ranks, 0, shared_mailbox_bytes(kUsual, ranks)};  // a power of two, or it throws
+    EXPECT_LE(geometry.total_bytes(), of_64 + ranks * ranks * 256 + (4 << 20)) << ranks;
+  }
+  EXPECT_EQ(shared_mailbox_bytes(int64_t{1} << 40, 4096), (int64_t{1} << 40) / 4096);
+  EXPECT_EQ(shared_mailbox_bytes(kUsual, 4096), 4096);
+}
+
 TEST(ShmArena, TwoProcessesCannotBeTheSameRank) {
   const ArenaGeometry geometry = small(2);
   const int fd = ShmArena::create(geometry);

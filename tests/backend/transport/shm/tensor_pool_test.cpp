@@ -57,6 +57,31 @@ TEST(TensorPoolTest, OffsetsOutsideOfAPartAreRefused) {
   EXPECT_EQ(pool.offset_of(pool.at(0, 1, 1), 8191), 1);
 }
 
+TEST(TensorPoolTest, AHeldBlockIsFreedWhenAllHaveLetGo) {
+  const auto ranks = make_ranks(3, 1 << 20);
+  TensorPool& owner = *ranks[1];
+  std::byte* block = owner.allocate_held(1000, 3);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(block) % TensorPool::kAlignment, 0);
+  std::memset(block, 7, 1000);
+  const int64_t offset = owner.offset_of(block, 1000);
+  const auto is_taken = [&] {  // by what is allocated next
+    std::byte* other = owner.allocate_held(1000, 1);
+    const bool is_same = other == block;
+    owner.let_go(other);
+    return is_same;
+  };
+  owner.let_go(block);
+  ranks[0]->let_go(ranks[0]->at(1, offset, 1000));
+  EXPECT_FALSE(is_taken());
+  EXPECT_FALSE(is_taken());
+  EXPECT_EQ(std::count(block, block + 1000, std::byte{7}), 1000);
+  ranks[2]->let_go(ranks[2]->at(1, offset, 1000));
+  EXPECT_TRUE(is_taken());
+  block = owner.allocate_held(1000, 3);
+  owner.let_all_go(block);
+  EXPECT_TRUE(is_taken());
+}
+
 TEST(TensorPoolTest, BlocksAreAlignedApartAndUsedAgain) {
   const auto ranks = make_ranks(1, 4 << 20);
   TensorPool& pool = *ranks[0];
