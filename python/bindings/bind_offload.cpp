@@ -46,9 +46,14 @@ void bind_offload(py::module_& m) {
       m, "TieredVector", "A vector of numbers that lives in a tier; see sharding/offload/tiered_vector.h.")
       .def(py::init<std::shared_ptr<Offload>, const std::string&, int64_t, c10::ScalarType>(), py::arg("offload"),
            py::arg("what"), py::arg("numel"), py::arg("dtype"), ReleaseGil())
+      .def(py::init([](std::shared_ptr<Offload> offload, const std::string& what, int64_t elements,
+                       c10::ScalarType master, const StateSlot& slot) {
+             return std::make_shared<TieredVector>(std::move(offload), what, elements, master, slot.format);
+           }),
+           py::arg("offload"), py::arg("what"), py::arg("elements"), py::arg("master"), py::arg("slot"), ReleaseGil())
       .def_property_readonly("numel", &TieredVector::numel)
       .def_property_readonly("bytes", &TieredVector::bytes)
-      .def_property_readonly("chunk_numel", &TieredVector::chunk_numel)
+      .def_property_readonly("chunk_elements", &TieredVector::chunk_elements, "Elements that a chunk holds.")
       .def("read", py::overload_cast<int64_t, int64_t>(&TieredVector::read), py::arg("start"), py::arg("stop"),
            ReleaseGil(), "A copy of elements [start, stop).")
       .def("write", &TieredVector::write, py::arg("start"), py::arg("values"), ReleaseGil())

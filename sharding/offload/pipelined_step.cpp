@@ -36,11 +36,11 @@ std::vector<Chunk> chunks_of(const Offload& offload, const std::vector<TieredFla
     TORCH_CHECK_VALUE(static_cast<int64_t>(streams.size()) <= kMaxStreams, "[zeropg] offload: ", streams.size(),
                       " vectors of one flat parameter, expected at most ", kMaxStreams);
     for (const TieredVector* stream : streams) {
-      TORCH_CHECK_VALUE(
-          stream->numel() == numel && &*stream->offload() == &offload && stream->dtype() == streams.front()->dtype(),
-          "[zeropg] offload: vectors of one step that differ in size, dtype or tier");
+      TORCH_CHECK_VALUE(stream->numel() == entries_of(stream->format(), numel) && &*stream->offload() == &offload &&
+                            stream->chunk_elements() == streams.front()->chunk_elements(),
+                        "[zeropg] offload: vectors of one step that differ in size, dtype or tier");
     }
-    const int64_t chunk_numel = streams.empty() ? numel : streams.front()->chunk_numel();
+    const int64_t chunk_numel = streams.empty() ? numel : streams.front()->chunk_elements();
     for (int64_t start = 0, index = 0; start < numel; start += chunk_numel, ++index) {
       const int64_t stop = std::min(numel, start + chunk_numel);
       const bool is_stepped = std::any_of(flat.runs.begin(), flat.runs.end(),
@@ -62,13 +62,15 @@ class Stage {
     streams_ = streams_of(*chunk.flat);
     values_.clear();
     for (size_t i = 0; i < streams_.size(); ++i) {
+      const StateFormat format = streams_[i]->format();
+      const int64_t entries = entries_of(format, chunk.stop - chunk.start);
       if (const at::Tensor all = streams_[i]->in_place(); all.defined()) {
-        values_.push_back(all.narrow(0, chunk.start, chunk.stop - chunk.start));
+        values_.push_back(all.narrow(0, entries_of(format, chunk.start), entries));
         continue;
       }
       std::byte* const buffer = offload_.staging(index_, static_cast<int64_t>(i));
       transfers_[i] = streams_[i]->read_chunk(chunk.index, buffer);
-      values_.push_back(at::from_blob(buffer, {chunk.stop - chunk.start}, at::dtype(streams_[i]->dtype())));
+      values_.push_back(at::from_blob(buffer, {entries}, at::dtype(streams_[i]->dtype())));
     }
   }
 
@@ -88,7 +90,7 @@ class Stage {
     for (const StepRun& run : flat.runs) {
       const int64_t start = std::max(run.start, chunk_.start) - chunk_.start;
       const int64_t stop = std::min(run.stop, chunk_.stop) - chunk_.start;
-      if (start < stop) step(view, run, start, stop - start);
+      if (start < stop) step(view, run, start, stop);
     }
     if (!has_tiered_master) copy_back(view.master, chunk_of(flat.master));
     if (flat.parameter_out.defined()) copy_back(view.parameter_out, chunk_of(flat.parameter_out));
@@ -102,6 +104,13 @@ class Stage {
     }
   }
 
+  // Whether what passes here is, with other state, the same elements of one master in a tier: param groups of one flat
+  // parameter may keep state of different formats.
+  bool holds_master_of(const Chunk& chunk) const {
+    return chunk_.flat != nullptr && chunk.flat->tiered_master != nullptr &&
+           chunk_.flat->tiered_master == chunk.flat->tiered_master && chunk_.index == chunk.index;
+  }
+
   void finish() {
     for (Transfer& transfer : transfers_) {
       transfer.wait();
@@ -113,16 +122,10 @@ class Stage {
     if (!home.is_cpu()) home.copy_(computed);
   }
 
-  static void step(const FlatView& chunk, const StepRun& run, int64_t start, int64_t numel) {
-    FlatView view{.master = chunk.master.narrow(0, start, numel),
-                  .gradient = chunk.gradient.narrow(0, start, numel),
-                  .state = {},
-                  .parameter_out = {}};
-    for (size_t slot = 0; slot < run.slots; ++slot) {
-      view.state.push_back(chunk.state.at(slot).narrow(0, start, numel));
-    }
-    if (chunk.parameter_out.defined()) view.parameter_out = chunk.parameter_out.narrow(0, start, numel);
-    run.optimizer->step(view, run.arguments);
+  static void step(FlatView chunk, const StepRun& run, int64_t start, int64_t stop) {
+    chunk.state.resize(run.slots);
+    run.optimizer->step(cut(chunk, run.optimizer->state_slots(run.arguments.hyperparameters), start, stop),
+                        run.arguments);
   }
 
   Offload& offload_;
@@ -140,12 +143,21 @@ void pipelined_step(Offload& offload, const std::vector<TieredFlat>& flats) {
   const std::vector<Chunk> chunks = chunks_of(offload, flats);
   std::array<Stage, kChunksInFlight> stages{Stage(offload, 0), Stage(offload, 1), Stage(offload, 2)};
   static_assert(kChunksInFlight == 3);
-  if (!chunks.empty()) stages[0].read(chunks[0]);
+  const auto read = [&](size_t i) {
+    for (Stage& stage : stages) {
+      if (stage.holds_master_of(chunks[i])) stage.finish();  // what it writes is what this reads
+    }
+    stages[i % stages.size()].read(chunks[i]);
+  };
+  if (!chunks.empty()) read(0);
   for (size_t i = 0; i < chunks.size(); ++i) {
-    if (i + 1 < chunks.size()) stages[(i + 1) % stages.size()].read(chunks[i + 1]);
     Stage& stage = stages[i % stages.size()];
+    const bool has_next = i + 1 < chunks.size();
+    const bool reads_ahead = has_next && !stage.holds_master_of(chunks[i + 1]);
+    if (reads_ahead) read(i + 1);
     stage.step();
     stage.write();
+    if (has_next && !reads_ahead) read(i + 1);
   }
   for (Stage& stage : stages) {
     stage.finish();

@@ -15,16 +15,23 @@ namespace zeropg {
 
 TieredVector::TieredVector(std::shared_ptr<Offload> offload, const std::string& what, int64_t numel,
                            c10::ScalarType dtype)
+    : TieredVector(std::move(offload), what, numel, dtype, StateFormat::kMaster) {}
+
+TieredVector::TieredVector(std::shared_ptr<Offload> offload, const std::string& what, int64_t elements,
+                           c10::ScalarType master, StateFormat format)
     : offload_(std::move(offload)),
-      numel_(numel),
-      dtype_(dtype),
-      chunk_numel_(offload_->chunk_bytes() / static_cast<int64_t>(c10::elementSize(dtype))),
-      reservation_(new Reservation{
-          offload_, offload_->tier().allocate(static_cast<uint64_t>(numel) * c10::elementSize(dtype), what)}),
+      numel_(entries_of(format, elements)),
+      dtype_(entry_dtype(format, master)),
+      format_(format),
+      chunk_elements_(offload_->chunk_bytes() / static_cast<int64_t>(c10::elementSize(master))),
+      chunk_numel_(entries_of(format, chunk_elements_)),
+      reservation_(
+          new Reservation{offload_, offload_->tier().allocate(numel_ / chunk_numel_ * padded_bytes(chunk_numel_) +
+                                                                  numel_ % chunk_numel_ * c10::elementSize(dtype_),
+                                                              what)}),
       is_zero_(chunk_count(), true) {}
 
-uint64_t TieredVector::padded_bytes(int64_t chunk) const {
-  const auto numel = chunk_stop(chunk) - chunk_start(chunk);
+uint64_t TieredVector::padded_bytes(int64_t numel) const {
   return static_cast<uint64_t>(round_up(numel * static_cast<int64_t>(c10::elementSize(dtype_)),
                                         static_cast<int64_t>(offload_->tier().alignment())));
 }
@@ -42,17 +49,17 @@ at::Tensor TieredVector::in_place() const {
 }
 
 Transfer TieredVector::read_chunk(int64_t chunk, std::byte* buffer) {
-  const std::span<std::byte> bytes{buffer, padded_bytes(chunk)};
+  const std::span<std::byte> bytes{buffer, padded_bytes_of(chunk)};
   if (is_zero_.at(chunk)) {
     std::memset(bytes.data(), 0, bytes.size());
     return {};
   }
-  return offload_->tier().read(reservation_->extent, chunk * offload_->chunk_bytes(), bytes);
+  return offload_->tier().read(reservation_->extent, place_of(chunk), bytes);
 }
 
 Transfer TieredVector::write_chunk(int64_t chunk, const std::byte* buffer) {
   is_zero_.at(chunk) = false;
-  return offload_->tier().write(reservation_->extent, chunk * offload_->chunk_bytes(), {buffer, padded_bytes(chunk)});
+  return offload_->tier().write(reservation_->extent, place_of(chunk), {buffer, padded_bytes_of(chunk)});
 }
 
 void TieredVector::check_range(int64_t start, int64_t stop) const {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "sharding/offload/offload.h"
+#include "sharding/optim/state_format.h"
 
 namespace zeropg {
 
@@ -19,10 +20,16 @@ class TieredVector {
  public:
   // Reserves room for `numel` zeros of `dtype`. `what` names it in messages: "masters of unit 'h.0'". TierError.
   TieredVector(std::shared_ptr<Offload> offload, const std::string& what, int64_t numel, c10::ScalarType dtype);
+  // The same for a state slot of `elements` elements beside masters of `master`: its numbers are the entries, and its
+  // chunks hold the elements that a chunk of the masters does.
+  TieredVector(std::shared_ptr<Offload> offload, const std::string& what, int64_t elements, c10::ScalarType master,
+               StateFormat format);
   TieredVector(const TieredVector&) = delete;
   TieredVector& operator=(const TieredVector&) = delete;
 
   int64_t numel() const { return numel_; }
+  StateFormat format() const { return format_; }
+  int64_t chunk_elements() const { return chunk_elements_; }
   c10::ScalarType dtype() const { return dtype_; }
   int64_t bytes() const { return static_cast<int64_t>(reservation_->extent.bytes); }
   const std::shared_ptr<Offload>& offload() const { return offload_; }
@@ -56,13 +63,17 @@ class TieredVector {
     ~Reservation() { offload->tier().free(extent); }
   };
 
-  uint64_t padded_bytes(int64_t chunk) const;
+  uint64_t padded_bytes(int64_t numel) const;
+  uint64_t padded_bytes_of(int64_t chunk) const { return padded_bytes(chunk_stop(chunk) - chunk_start(chunk)); }
+  uint64_t place_of(int64_t chunk) const { return chunk * padded_bytes(chunk_numel_); }
   at::Tensor view(std::byte* buffer, int64_t numel) const;
   void check_range(int64_t start, int64_t stop) const;
 
   std::shared_ptr<Offload> offload_;
   int64_t numel_;
   c10::ScalarType dtype_;
+  StateFormat format_;
+  int64_t chunk_elements_;
   int64_t chunk_numel_;
   std::shared_ptr<Reservation> reservation_;  // shared with tensors that show it in place
   std::vector<bool> is_zero_;                 // chunks that nothing was written to: they are not read

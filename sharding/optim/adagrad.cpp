@@ -69,10 +69,10 @@ OptimizerTraits Adagrad::traits() const {
           .torch_flags = {}};
 }
 
-std::vector<std::string_view> Adagrad::state_slots(const Hyperparameters&) const { return {"sum"}; }
+std::vector<StateSlot> Adagrad::state_slots(const Hyperparameters&) const { return {"sum"}; }
 
 void Adagrad::step(const FlatView& view, const StepArguments& arguments) const {
-  check_view(kName, view, 1);
+  check_view(kName, view, state_slots(arguments.hyperparameters));
   const Coefficients coefficients = coefficients_of(arguments);
   update_in_dtype<AdagradRule>(coefficients, view, isa_);
 }

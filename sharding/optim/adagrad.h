@@ -15,7 +15,7 @@ class Adagrad final : public Optimizer {
 
   OptimizerTraits traits() const override;
   // sum.
-  std::vector<std::string_view> state_slots(const Hyperparameters& hyperparameters) const override;
+  std::vector<StateSlot> state_slots(const Hyperparameters& hyperparameters) const override;
   // In the first step (arguments.step == 1) initial_accumulator_value is added to what the slot holds: to zeros. Where
   // somebody has put a sum there, pass 0.
   void step(const FlatView& view, const StepArguments& arguments) const override;

@@ -1,11 +1,27 @@
 #include "sharding/optim/adamw.h"
 
 #include <cmath>
+#include <limits>
 
 namespace zeropg {
 namespace {
 
-std::string_view name_of(WeightDecay decay) { return decay == WeightDecay::kDecoupled ? "adamw" : "adam"; }
+std::string_view name_of(WeightDecay decay, StateBits bits) {
+  const bool is_decoupled = decay == WeightDecay::kDecoupled;
+  switch (bits) {
+    case StateBits::k16:
+      return is_decoupled ? "adamw_16bit" : "adam_16bit";
+    case StateBits::k8:
+      return is_decoupled ? "adamw_8bit" : "adam_8bit";
+    case StateBits::k32:
+      break;
+  }
+  return is_decoupled ? "adamw" : "adam";
+}
+
+bool has_amsgrad(StateBits bits, const Hyperparameters& given) {
+  return bits == StateBits::k32 && hyperparameter(given, "amsgrad") != 0.0;
+}
 
 // Everything that does not depend on the element, computed in double as torch does, then rounded once.
 struct Coefficients {
@@ -98,35 +114,54 @@ Coefficients coefficients_of(WeightDecay decay, const StepArguments& arguments) 
 // torch's AdamW is an Adam whose param groups say so, and each may be told to be the other.
 OptimizerTraits AdamW::traits() const {
   const bool is_decoupled = weight_decay_ == WeightDecay::kDecoupled;
-  return {.name = name_of(weight_decay_),
-          .hyperparameters = {{"lr", 1e-3},
-                              {"beta1", 0.9},
-                              {"beta2", 0.999},
-                              {"eps", 1e-8},
-                              {"weight_decay", 0.01},
-                              {"amsgrad", 0.0},
-                              {"maximize", 0.0}},
-          .counts_steps = true,
-          .torch_classes = is_decoupled ? std::vector<std::string_view>{"AdamW", "Adam"}
-                                        : std::vector<std::string_view>{"Adam", "AdamW"},
-          .torch_flags = {{"decoupled_weight_decay", is_decoupled}}};
+  const bool is_compact = bits_ != StateBits::k32;
+  OptimizerTraits traits{
+      .name = name_of(weight_decay_, bits_),
+      .hyperparameters =
+          {{"lr", 1e-3}, {"beta1", 0.9}, {"beta2", 0.999}, {"eps", 1e-8}, {"weight_decay", 0.01}, {"maximize", 0.0}},
+      .counts_steps = true,
+      .torch_classes = {"zeropg.optim.AdamW", "zeropg.optim.Adam"},
+      .torch_flags = {{"decoupled_weight_decay", is_decoupled ? 1 : 0}, {"state_bits", static_cast<int64_t>(bits_)}}};
+  if (!is_compact) {
+    traits.hyperparameters.push_back({"amsgrad", 0.0});
+    traits.torch_classes.insert(traits.torch_classes.begin(), {"AdamW", "Adam"});
+  }
+  if (!is_decoupled) {
+    for (size_t pair = 0; pair < traits.torch_classes.size(); pair += 2) {
+      std::swap(traits.torch_classes[pair], traits.torch_classes[pair + 1]);
+    }
+  }
+  return traits;
 }
 
-std::vector<std::string_view> AdamW::state_slots(const Hyperparameters& hyperparameters) const {
-  if (hyperparameter(hyperparameters, "amsgrad") != 0.0) {
+std::vector<StateSlot> AdamW::state_slots(const Hyperparameters& hyperparameters) const {
+  switch (bits_) {
+    case StateBits::k16:
+      return {{"exp_avg", StateFormat::kBFloat16}, {"exp_avg_sq", StateFormat::kBFloat16}};
+    case StateBits::k8:
+      return {{"exp_avg", StateFormat::kSigned8}, {"exp_avg_sq", StateFormat::kUnsigned8}};
+    case StateBits::k32:
+      break;
+  }
+  if (has_amsgrad(bits_, hyperparameters)) {
     return {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
   }
   return {"exp_avg", "exp_avg_sq"};
 }
 
 void AdamW::step(const FlatView& view, const StepArguments& arguments) const {
-  const bool amsgrad = hyperparameter(arguments.hyperparameters, "amsgrad") != 0.0;
-  check_view(name_of(weight_decay_), view, amsgrad ? 3 : 2);
+  const std::vector<StateSlot> slots = state_slots(arguments.hyperparameters);
+  check_view(name_of(weight_decay_, bits_), view, slots);
   const Coefficients coefficients = coefficients_of(weight_decay_, arguments);
-  if (amsgrad) {
+  // Padding has no gradient and no state. Without eps it becomes NaN, and so would the block that it shares.
+  TORCH_CHECK_VALUE(
+      bits_ == StateBits::k32 || static_cast<float>(coefficients.eps) >= std::numeric_limits<float>::min(), "[zeropg] ",
+      name_of(weight_decay_, bits_), ": eps is ", coefficients.eps, ", expected at least 1.2e-38 with state in ",
+      static_cast<int>(bits_), " bits");
+  if (has_amsgrad(bits_, arguments.hyperparameters)) {
     update_in_dtype<AmsgradRule>(coefficients, view, isa_);
   } else {
-    update_in_dtype<PlainRule>(coefficients, view, isa_);
+    update_in_dtype<PlainRule>(coefficients, view, isa_, {slots, arguments.step});
   }
 }
 

@@ -91,6 +91,23 @@ void check_tensor(std::string_view optimizer, const char* what, const at::Tensor
 
 }  // namespace
 
+FlatView cut(const FlatView& view, const std::vector<StateSlot>& slots, int64_t start, int64_t stop) {
+  TORCH_CHECK_VALUE(view.state.size() == slots.size(), "[zeropg] optimizer step: got ", view.state.size(),
+                    " state tensors, expected ", slots.size());
+  FlatView part{.master = view.master.narrow(0, start, stop - start),
+                .gradient = view.gradient.narrow(0, start, stop - start),
+                .state = {},
+                .parameter_out = {}};
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    const StateFormat format = slots[slot].format;
+    TORCH_CHECK_VALUE(!is_blocked(format) || start % kStateBlock == 0, "[zeropg] optimizer step: the range begins at ",
+                      start, ", expected a multiple of ", kStateBlock, " for state in 8 bits");
+    part.state.push_back(view.state[slot].narrow(0, entries_of(format, start), entries_of(format, stop - start)));
+  }
+  if (view.parameter_out.defined()) part.parameter_out = view.parameter_out.narrow(0, start, stop - start);
+  return part;
+}
+
 double hyperparameter(const Hyperparameters& hyperparameters, const std::string& name) {
   const auto found = hyperparameters.find(name);
   TORCH_CHECK_VALUE(found != hyperparameters.end(), "[zeropg] optimizer step: hyperparameter '", name, "' is missing");
@@ -204,7 +221,18 @@ void narrow(Isa isa, const double* master, at::ScalarType to, void* parameter_ou
   narrow_any(isa, master, to, parameter_out, start, numel);
 }
 
-void check_view(std::string_view optimizer, const FlatView& view, size_t slots) {
+KeptState::KeptState(const std::vector<StateSlot>& slots, int64_t step) : key(rounding_key(step)) {
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    const StateFormat format = slots[slot].format;
+    formats.at(slot) = format;
+    const StateAccess narrow = format == StateFormat::kBFloat16 ? StateAccess::kBFloat16 : StateAccess::kWidened;
+    const StateAccess own = format == StateFormat::kMaster ? StateAccess::kMaster : narrow;
+    TORCH_INTERNAL_ASSERT(slot == 0 || own == access, "slots of one optimizer that are kept in different ways");
+    access = own;
+  }
+}
+
+void check_view(std::string_view optimizer, const FlatView& view, const std::vector<StateSlot>& slots) {
   TORCH_CHECK_VALUE(view.master.defined(), "[zeropg] ", optimizer, ": master is missing");
   const int64_t numel = view.master.numel();
   const at::ScalarType dtype = view.master.scalar_type();
@@ -217,12 +245,16 @@ void check_view(std::string_view optimizer, const FlatView& view, size_t slots) 
   TORCH_CHECK_TYPE(gradient_dtype == dtype || (dtype == at::kFloat && is_narrow_gradient), "[zeropg] ", optimizer,
                    ": gradient is ", gradient_dtype, " beside a master of ", dtype,
                    ", expected the master's dtype, or bfloat16 or float16 beside float32");
-  TORCH_CHECK_VALUE(view.state.size() == slots, "[zeropg] ", optimizer, ": got ", view.state.size(),
-                    " state tensors, expected ", slots);
-  for (const at::Tensor& state : view.state) {
-    check_tensor(optimizer, "state", state, numel);
-    TORCH_CHECK_TYPE(state.scalar_type() == dtype, "[zeropg] ", optimizer, ": state is ", state.scalar_type(),
-                     ", expected the master's ", dtype);
+  TORCH_CHECK_VALUE(view.state.size() == slots.size(), "[zeropg] ", optimizer, ": got ", view.state.size(),
+                    " state tensors, expected ", slots.size());
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    const StateFormat format = slots[slot].format;
+    TORCH_CHECK_TYPE(format == StateFormat::kMaster || dtype == at::kFloat, "[zeropg] ", optimizer,
+                     ": state in fewer bits beside a master of ", dtype, ", expected float32");
+    const at::Tensor& state = view.state[slot];
+    check_tensor(optimizer, "state", state, entries_of(format, numel));
+    TORCH_CHECK_TYPE(state.scalar_type() == entry_dtype(format, dtype), "[zeropg] ", optimizer, ": state is ",
+                     state.scalar_type(), ", expected ", entry_dtype(format, dtype), " beside a master of ", dtype);
   }
   if (view.parameter_out.defined()) {
     check_tensor(optimizer, "parameter_out", view.parameter_out, numel);

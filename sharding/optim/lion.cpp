@@ -73,10 +73,10 @@ OptimizerTraits Lion::traits() const {
           .torch_flags = {}};
 }
 
-std::vector<std::string_view> Lion::state_slots(const Hyperparameters&) const { return {"exp_avg"}; }
+std::vector<StateSlot> Lion::state_slots(const Hyperparameters&) const { return {"exp_avg"}; }
 
 void Lion::step(const FlatView& view, const StepArguments& arguments) const {
-  check_view(kName, view, 1);
+  check_view(kName, view, state_slots(arguments.hyperparameters));
   const Coefficients coefficients = coefficients_of(arguments);
   update_in_dtype<LionRule>(coefficients, view, isa_);
 }

@@ -15,7 +15,7 @@ class Lion final : public Optimizer {
 
   OptimizerTraits traits() const override;
   // exp_avg.
-  std::vector<std::string_view> state_slots(const Hyperparameters& hyperparameters) const override;
+  std::vector<StateSlot> state_slots(const Hyperparameters& hyperparameters) const override;
   void step(const FlatView& view, const StepArguments& arguments) const override;
 
  private:

@@ -17,11 +17,19 @@ struct Entry {
   std::unique_ptr<Optimizer> (*make)(Isa isa);
 };
 
+template <WeightDecay kDecay, StateBits kBits>
+std::unique_ptr<Optimizer> make_adam(Isa isa) {
+  return std::make_unique<AdamW>(kDecay, kBits, isa);
+}
+
 constexpr Entry kOptimizers[] = {
     {"adagrad", [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<Adagrad>(isa); }},
-    {"adam", [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<AdamW>(WeightDecay::kCoupled, isa); }},
-    {"adamw",
-     [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<AdamW>(WeightDecay::kDecoupled, isa); }},
+    {"adam", make_adam<WeightDecay::kCoupled, StateBits::k32>},
+    {"adam_16bit", make_adam<WeightDecay::kCoupled, StateBits::k16>},
+    {"adam_8bit", make_adam<WeightDecay::kCoupled, StateBits::k8>},
+    {"adamw", make_adam<WeightDecay::kDecoupled, StateBits::k32>},
+    {"adamw_16bit", make_adam<WeightDecay::kDecoupled, StateBits::k16>},
+    {"adamw_8bit", make_adam<WeightDecay::kDecoupled, StateBits::k8>},
     {"lion", [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<Lion>(isa); }},
     {"sgd", [](Isa isa) -> std::unique_ptr<Optimizer> { return std::make_unique<Sgd>(isa); }},
 };

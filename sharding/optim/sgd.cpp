@@ -89,7 +89,7 @@ OptimizerTraits Sgd::traits() const {
           .torch_flags = {}};
 }
 
-std::vector<std::string_view> Sgd::state_slots(const Hyperparameters& hyperparameters) const {
+std::vector<StateSlot> Sgd::state_slots(const Hyperparameters& hyperparameters) const {
   if (hyperparameter(hyperparameters, "momentum") != 0.0) {
     return {"momentum_buffer"};
   }
@@ -98,7 +98,7 @@ std::vector<std::string_view> Sgd::state_slots(const Hyperparameters& hyperparam
 
 void Sgd::step(const FlatView& view, const StepArguments& arguments) const {
   const bool has_momentum = hyperparameter(arguments.hyperparameters, "momentum") != 0.0;
-  check_view(kName, view, has_momentum ? 1 : 0);
+  check_view(kName, view, state_slots(arguments.hyperparameters));
   const Coefficients coefficients = coefficients_of(arguments);
   if (has_momentum) {
     update_in_dtype<MomentumRule>(coefficients, view, isa_);

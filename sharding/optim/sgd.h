@@ -13,7 +13,7 @@ class Sgd final : public Optimizer {
 
   OptimizerTraits traits() const override;
   // momentum_buffer, unless momentum is 0.
-  std::vector<std::string_view> state_slots(const Hyperparameters& hyperparameters) const override;
+  std::vector<StateSlot> state_slots(const Hyperparameters& hyperparameters) const override;
   // arguments.step == 1 is the step that sets momentum_buffer to the gradient, undampened.
   void step(const FlatView& view, const StepArguments& arguments) const override;
 

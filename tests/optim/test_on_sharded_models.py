@@ -26,6 +26,7 @@ from tests.optim.test_momentum_optimizers import (
     owed,
     own_part,
     train,
+    zero_one_adam,
 )
 from tests.sharding.ranks import on_ranks, raises
 from tests.small_gpt import LEARNING_RATE, VOCABULARY, loss_of, make_batches, make_model
@@ -149,7 +150,7 @@ def load(make: Make, stage: int, folder: Path) -> tuple[torch.Tensor, list[torch
     batches = make_batches(14)
     model, sharded, optimizer = make_sharded(make, stage)
     zeropg.load_checkpoint(folder, model, sharded)
-    assert optimizer.averages_gradients() is False
+    assert optimizer.averages_gradients() is (make is zero_one_adam)  # in the 11th step its variance learns
     debts = owed(sharded, {name: p.numel() for name, p in model.named_parameters()})
     before = flat(model)
     losses = train(model, sharded, batches[10:])

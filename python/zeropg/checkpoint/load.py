@@ -24,6 +24,7 @@ from zeropg.checkpoint.saved_tensors import manifest_in, read_pieces
 from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.checkpoint.structure_file import read_structure_file
 from zeropg.optim.flat_update import FACTORS
+from zeropg.optim.kernels import STORAGE_OPTIONS
 from zeropg.optim.shard_optimizer import ShardedOptimizer, StateShard
 from zeropg.sharding.state import ShardedState
 
@@ -143,7 +144,8 @@ class Loading:
     def _read_optimizer(self, saved: SavedOptimizer, optimizer: ShardedOptimizer, advance: Advance) -> None:
         # First what decides which state there is, such as amsgrad and momentum.
         for entry, group in zip(saved.groups, optimizer.param_groups, strict=True):
-            group.update({key: decode(value, fetch_scalar) for key, value in entry.items() if key != "params"})
+            kept = ("params", *STORAGE_OPTIONS)
+            group.update({key: decode(value, fetch_scalar) for key, value in entry.items() if key not in kept})
         optimizer.load_local_state(self._state_shards(saved, optimizer, advance), self._numbers(saved, optimizer))
 
     def warn(self) -> None:

@@ -85,6 +85,8 @@ class _Loading:
             self._stored, self.names = match_names(state.model, self._plan, self._folder.tensors)
             problems = _problems(self._plan, self._stored, self.names if strict else LoadedNames([], []))
             if problems:
+                if any(name.endswith("packed_weight") for name in self.names.missing_keys):
+                    problems.append("call zeropg.quantize_frozen after a plain model has loaded its weights")
                 hint = "" if any("shape" in each for each in problems) else "; strict=False loads what fits"
                 raise ValueError(f"the weights in '{directory}' are of another model; {'; '.join(problems)}{hint}")
         except BaseException:

@@ -89,6 +89,7 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: b
             f"[zeropg] {operation}: got a {type(optimizer).__name__}, expected what zeropg.shard_optimizer returned"
         )
     state = state_of(optimizer._model, operation)
+    state.core.join_step()
     group = state.core.process_group
     model = plan_model(state)
     announced = together(group, operation, lambda: local_signatures(optimizer, model))

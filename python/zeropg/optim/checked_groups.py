@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,24 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """
         for group in groups:
             self.check_group(group, least_lr=-math.inf)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient. Returns what `closure` does.
+
+        Where ranks average in a step, all must call.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.check_before_step(self.param_groups)
+        self.update_all()
+        return loss
+
+    @abstractmethod
+    def update_all(self) -> None:
+        """What a step does once the options are good."""
 
     @abstractmethod
     def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:

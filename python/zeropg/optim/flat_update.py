@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from zeropg._native import _C
-from zeropg.optim.kernels import Group, Kernel, Kernels, number
+from zeropg.optim.kernels import Group, Kernel, Kernels, kernels_for, new_state, number
+from zeropg.optim.packed_state import elements_of, entry_range, pieces_of, with_elements
 
 State = defaultdict[torch.Tensor, Any]
 Move = Callable[[torch.Tensor], torch.Tensor]  # a copy of a tensor in other memory
@@ -190,7 +191,7 @@ class Run(NamedTuple):
     last: int
     kernel: Kernel
     hyperparameters: dict[str, float]
-    slots: list[str]
+    slots: list[_C.StateSlot]
     step: int
 
 
@@ -198,7 +199,8 @@ class FusedUpdater:
     """Runs a C++ kernel once per run: neighbours of the same param group and step count, padding included.
 
     Padding has zero gradients and zero state, so it stays zero (with eps=0 it becomes NaN, which nobody reads).
-    A slot has one tensor per stretch of held segments, so what other optimizers hold takes no memory here.
+    A slot has one tensor per stretch of held segments, so what other optimizers hold takes no memory here. Kernels of
+    all param groups keep their state alike (`Kernel.storage`); segments begin where blocks of state do.
     """
 
     def __init__(self, flat: FlatGroup, state: State, kernels: Kernels, held: Set[int]):
@@ -208,6 +210,7 @@ class FusedUpdater:
         self._state = state
         self._kernels = kernels
         self._slots: dict[tuple[str, int], torch.Tensor] = {}  # by name and stretch
+        self._formats: dict[str, _C.StateSlot] = {}  # of these, by name
         self._bounds = self._bounds_of_stretches()
         self._shown: dict[int, dict[str, Any]] = {}  # by segment: what `_state` has, unless the user has edited it
         # One number per segment; `state[p]["step"]` of torch's layout is a view of it.
@@ -236,7 +239,7 @@ class FusedUpdater:
         self._note_steps(plan)
 
     def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
-        yield from _views(self._state.get(self.segments[index].parameter, {}), start, stop)
+        yield from _elements(self._kernels, self._state.get(self.segments[index].parameter, {}), start, stop)
 
     def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:
         given = {key: value for key, value in numbers.items() if value is not None}
@@ -245,7 +248,8 @@ class FusedUpdater:
 
     def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:
         slots = self._slots_for(index, group, {key})
-        self._set(key, index, start, values)
+        (slot,) = (slot for slot in slots if slot.name == key)
+        self._set(slot, index, start, values)
         if self._steps[index] == 0 and not self._kernels.default.counts_steps:
             self._steps[index] = 1  # state without a count says that the first step is over
         self._show(index, slots)
@@ -253,7 +257,7 @@ class FusedUpdater:
     def first_state(self, index: int, group: Group) -> FirstState:
         _, hyperparameters, slots = self._settings(group)
         entries = {key: torch.zeros_like(value) for key, value in self._numbers(index).items()} if slots else {}
-        entries.update((slot, torch.zeros(1, dtype=self._flat.master_dtype)) for slot in slots)
+        entries.update((slot.name, torch.zeros(1, dtype=self._element_dtype(slot))) for slot in slots)
         first_alone = ("dampening", "initial_")  # what makes a first step another one than a step over zeros
         return FirstState(entries, not any(v for key, v in hyperparameters.items() if key.startswith(first_alone)))
 
@@ -269,11 +273,14 @@ class FusedUpdater:
             if id(segment.parameter) not in owners or (is_shown and len(there) == len(shown)):
                 continue
             group = groups[owners[id(segment.parameter)]]
-            known = {"step", *self._settings(group)[2]}
+            known = {"step", *(slot.name for slot in self._settings(group)[2])}
             theirs = {key: there[key] for key in there.keys() & known if there[key] is not None}
             if is_shown and theirs.keys() <= shown.keys():
                 continue  # with notes of the user's own
             edited = _copied(theirs)  # some are views of what is cleared now
+            for key, slot in self._kernels.packed_slots.items():
+                if key in theirs and theirs[key] is shown.get(key):
+                    edited[key] = _unpacked(slot, edited[key], 0, segment.numel)
             notes = {key: value for key, value in there.items() if key not in known}
             for key, value in shown.items():
                 if is_per_element(key, value):
@@ -291,7 +298,7 @@ class FusedUpdater:
         for index, shown in self._shown.items():
             for key, value in shown.items():
                 if is_per_element(key, value):
-                    value.data = self._of_segment(key, index)
+                    value.data = self._of_segment(self._formats[key], index)
 
     def _plan(self, owners: Mapping[int, int], groups: Sequence[Group]) -> Iterator[Run]:
         """Yields what steps now, and how."""
@@ -312,18 +319,19 @@ class FusedUpdater:
                 for index in range(run.first, run.last + 1):
                     self._show(index, run.slots)
 
-    def _settings(self, group: Group) -> tuple[Kernel, dict[str, float], list[str]]:
+    def _settings(self, group: Group) -> tuple[Kernel, dict[str, float], list[_C.StateSlot]]:
         kernel = self._kernels.of(group)
         hyperparameters = kernel.hyperparameters(group)
         return kernel, hyperparameters, kernel.optimizer.state_slots(hyperparameters)
 
-    def _slots_for(self, index: int, group: Group, keys: Set[str]) -> list[str]:
+    def _slots_for(self, index: int, group: Group, keys: Set[str]) -> list[_C.StateSlot]:
         """Returns the state slots of a segment, which `keys` must be among."""
         kernel, _, slots = self._settings(group)
-        if unknown := keys - set(slots):
+        names = {slot.name for slot in slots}
+        if unknown := keys - names:
             raise ValueError(
                 f"[zeropg] optimizer state of {self.segments[index].name} has {sorted(unknown)}, but {kernel.name} "
-                f"with these param_groups keeps {sorted(slots)}; load it into the class and options that it was saved "
+                f"with these param_groups keeps {sorted(names)}; load it into the class and options that it was saved "
                 "from"
             )
         return slots
@@ -341,26 +349,37 @@ class FusedUpdater:
         start, stop = self._bounds[stretch]
         return flat if stop - start == flat.numel() else flat[start:stop]
 
-    def _slot(self, name: str, stretch: int) -> torch.Tensor:
-        if (name, stretch) not in self._slots:
-            self._slots[name, stretch] = torch.zeros_like(self._cut(in_memory(self._flat), stretch))
-        return self._slots[name, stretch]
+    def _slot(self, slot: _C.StateSlot, stretch: int) -> torch.Tensor:
+        if (slot.name, stretch) not in self._slots:
+            self._formats[slot.name] = slot
+            start, stop = self._bounds[stretch]
+            self._slots[slot.name, stretch] = new_state(slot, stop - start, self._flat.master_dtype)
+        return self._slots[slot.name, stretch]
 
-    def _of_segment(self, slot: str, index: int) -> torch.Tensor:
+    def _of_segment(self, slot: _C.StateSlot, index: int) -> torch.Tensor:
+        """The entries of a segment."""
         segment, stretch = self.segments[index], self._stretch_of[index]
         begin = self._bounds[stretch][0]
-        return self._slot(slot, stretch)[segment.start - begin : segment.stop - begin]
+        return self._slot(slot, stretch)[slot.entries(segment.start - begin) : slot.entries(segment.stop - begin)]
 
-    def _set(self, slot: str, index: int, start: int, values: torch.Tensor) -> None:
-        self._of_segment(slot, index)[start : start + values.numel()].copy_(values)
+    def _set(self, slot: _C.StateSlot, index: int, start: int, values: torch.Tensor) -> None:
+        entries = self._of_segment(slot, index)
+        if not slot.is_packed:
+            entries[start : start + values.numel()].copy_(values)
+        elif values.numel():
+            first, last = entry_range(slot, start, start + values.numel())
+            entries[first:last] = with_elements(slot, entries[first:last], start, values)
+
+    def _element_dtype(self, slot: _C.StateSlot) -> torch.dtype:
+        return torch.bfloat16 if slot.is_packed else slot.dtype(self._flat.master_dtype)
 
     def _numbers(self, index: int) -> dict[str, Any]:
         return {"step": self._steps[index]} if self._kernels.default.counts_steps else {}
 
-    def _show(self, index: int, slots: Sequence[str]) -> None:
+    def _show(self, index: int, slots: Sequence[_C.StateSlot]) -> None:
         segment = self.segments[index]
-        if slots[-1] not in self._state.get(segment.parameter, ()):
-            views = {slot: self._of_segment(slot, index) for slot in slots}
+        if slots[-1].name not in self._state.get(segment.parameter, ()):
+            views = {slot.name: self._of_segment(slot, index) for slot in slots}
             self._shown[index] = self._numbers(index) | views
             self._state[segment.parameter] = dict(self._shown[index])
 
@@ -459,6 +478,7 @@ class WholeUpdater:
         self.owned = {s.name: (0, s.numel) for s in self.segments if owns}
         self._optimizer = detached_copy(optimizer)
         self._optimizer.state = state
+        self._kernels = kernels_for(optimizer)  # what its class steps by, if state may be packed
         self._step = _unhooked_step(optimizer)
 
     def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
@@ -475,7 +495,7 @@ class WholeUpdater:
             torch._foreach_zero_(gradients)
 
     def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
-        yield from _views(self._optimizer.state.get(self.segments[index].parameter, {}), start, stop)
+        yield from _elements(self._kernels, self._optimizer.state.get(self.segments[index].parameter, {}), start, stop)
 
     def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:
         self._optimizer.state[self.segments[index].parameter].update(_copied(numbers))
@@ -488,7 +508,12 @@ class WholeUpdater:
         entries[key].view(-1)[start : start + values.numel()].copy_(values)
 
     def first_state(self, index: int, group: Group) -> FirstState:
-        return first_state_of(self._optimizer, group, self.segments[index].parameter)
+        first = first_state_of(self._optimizer, group, self.segments[index].parameter)
+        packed = {} if self._kernels is None else self._kernels.packed_slots
+        for key, value in first.entries.items():
+            if key in packed and value.dtype == torch.uint8:
+                first.entries[key] = torch.zeros(1, dtype=torch.bfloat16)
+        return first
 
     def clear(self) -> None:
         for segment in self.segments:
@@ -538,10 +563,29 @@ def first_state_of(optimizer: torch.optim.Optimizer, group: Group, parameter: to
     return FirstState(entries, is_zero and only_counts)
 
 
-def _views(entries: Mapping[str, Any], start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _views(entries: Mapping[str, Any], start: int, stop: int | None) -> Iterator[tuple[str, int, torch.Tensor]]:
     for key, value in entries.items():
         if is_per_element(key, value):
             yield key, start, value.reshape(-1)[start:stop]
+
+
+def _elements(
+    kernels: Kernels | None, entries: Mapping[str, Any], start: int, stop: int
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """As `_views`, also of packed state: bfloat16, in pieces."""
+    packed = {} if kernels is None else kernels.packed_slots
+    for key, _, values in _views(entries, 0, None):
+        if key in packed and values.dtype == torch.uint8:
+            for begin, end in pieces_of(start, stop):
+                yield key, begin, _unpacked(packed[key], values, begin, end)
+        else:
+            yield key, start, values[start:stop]
+
+
+def _unpacked(slot: _C.StateSlot, entries: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a parameter whose packed state is `entries`."""
+    first, last = entry_range(slot, start, stop)
+    return elements_of(slot, entries[first:last], start, stop)
 
 
 def _copied(numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -47,14 +47,7 @@ class LayerwiseOptimizer(CheckedOptimizer):
 
     rule: ClassVar[LayerwiseRule]
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient. Returns what `closure` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.check_before_step(self.param_groups)
+    def update_all(self) -> None:
         pieces = [
             whole_piece(parameter, parameter.grad, group, self.state[parameter])
             for group in self.param_groups
@@ -62,7 +55,6 @@ class LayerwiseOptimizer(CheckedOptimizer):
             if parameter.grad is not None
         ]
         self.rule.update_(pieces, Alone())
-        return loss
 
 
 def whole_piece(parameter: torch.Tensor, gradient: torch.Tensor, group: Group, state: dict[str, Any]) -> Piece:

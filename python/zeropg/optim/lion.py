@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,19 +40,11 @@ class Lion(CheckedOptimizer):
     def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:
         check_numbers("Lion", group, ["weight_decay"], ["betas"], least_lr=least_lr)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient. Returns what `closure` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.check_before_step(self.param_groups)
+    def update_all(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     lion_(parameter, parameter.grad, self.state[parameter], group)
-        return loss
 
 
 def lion_(weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

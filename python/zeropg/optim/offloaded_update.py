@@ -10,6 +10,7 @@ import torch
 from zeropg._native import _C
 from zeropg.optim.flat_update import FlatGroup, FusedUpdater, Move, State
 from zeropg.optim.kernels import Group, Kernels
+from zeropg.optim.packed_state import elements_of, entry_range, with_elements
 
 
 class OffloadedUpdater(FusedUpdater):
@@ -22,20 +23,20 @@ class OffloadedUpdater(FusedUpdater):
         super().__init__(flat, state, kernels, held)
         self._queue = queue
         self._vectors: dict[str, _C.TieredVector] = {}
-        self._kept: list[list[str]] = [[] for _ in self.segments]  # names of each segment's slots that hold something
+        self._kept: list[list[_C.StateSlot]] = [[] for _ in self.segments]  # each segment's slots that hold something
         self._given: dict[int, dict[str, Any]] = {}  # the dictionaries in `state`, by segment
 
-    def missing_slots(self, owners: Mapping[int, int], groups: Sequence[Group]) -> list[str]:
+    def missing_slots(self, owners: Mapping[int, int], groups: Sequence[Group]) -> list[_C.StateSlot]:
         """Returns the slots that the options of `groups` take and that have no room yet."""
-        names: dict[str, None] = {}
+        slots: dict[str, _C.StateSlot] = {}
         for index in sorted({owners[id(s.parameter)] for s in self.segments if id(s.parameter) in owners}):
-            names.update(dict.fromkeys(self._settings(groups[index])[2]))
-        return [name for name in names if name not in self._vectors]
+            slots.update((slot.name, slot) for slot in self._settings(groups[index])[2])
+        return [slot for name, slot in slots.items() if name not in self._vectors]
 
-    def slot_bytes(self) -> int:
-        return self._flat.master_numel * self._flat.master_dtype.itemsize
+    def bytes_of(self, slot: _C.StateSlot) -> int:
+        return slot.entries(self._flat.master_numel) * slot.dtype(self._flat.master_dtype).itemsize
 
-    def reserve(self, slots: Sequence[str]) -> None:
+    def reserve(self, slots: Sequence[_C.StateSlot]) -> None:
         """Makes room for slots. Raises OSError where there is none."""
         for slot in slots:
             self._vector(slot)
@@ -48,7 +49,7 @@ class OffloadedUpdater(FusedUpdater):
         if gradient is None:
             return
         plan = list(self._plan(owners, groups))
-        longest: list[str] = max((run.slots for run in plan), key=len, default=[])
+        longest: list[_C.StateSlot] = max((run.slots for run in plan), key=len, default=[])
         runs = [
             _C.StepRun(
                 start=self.segments[run.first].start,
@@ -75,9 +76,13 @@ class OffloadedUpdater(FusedUpdater):
     def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
         first = self.segments[index].start
         for slot in self._kept[index]:
-            vector = self._vectors[slot]
-            for begin, end in _pieces(first + start, first + stop, vector.chunk_numel):
-                yield slot, begin - first, vector.read(begin, end)
+            vector = self._vectors[slot.name]
+            for begin, end in _pieces(first + start, first + stop, vector.chunk_elements):
+                if slot.is_packed:
+                    values = elements_of(slot, vector.read(*entry_range(slot, begin, end)), begin, end)
+                else:
+                    values = vector.read(begin, end)
+                yield slot.name, begin - first, values
 
     def clear(self) -> None:
         for vector in self._vectors.values():
@@ -99,18 +104,24 @@ class OffloadedUpdater(FusedUpdater):
                     "in a file; to reset or set it use optimizer.load_state_dict"
                 )
 
-    def _vector(self, slot: str) -> _C.TieredVector:
-        if slot not in self._vectors:
-            what = f"{slot} of unit '{self._flat.unit_name or '(root)'}'"
-            self._vectors[slot] = _C.TieredVector(
-                self._queue.offload, what, self._flat.master_numel, self._flat.master_dtype
+    def _vector(self, slot: _C.StateSlot) -> _C.TieredVector:
+        if slot.name not in self._vectors:
+            what = f"{slot.name} of unit '{self._flat.unit_name or '(root)'}'"
+            self._vectors[slot.name] = _C.TieredVector(
+                self._queue.offload, what, self._flat.master_numel, self._flat.master_dtype, slot
             )
-        return self._vectors[slot]
+        return self._vectors[slot.name]
 
-    def _set(self, slot: str, index: int, start: int, values: torch.Tensor) -> None:
-        self._vector(slot).write(self.segments[index].start + start, values)
+    def _set(self, slot: _C.StateSlot, index: int, start: int, values: torch.Tensor) -> None:
+        vector = self._vector(slot)
+        begin = self.segments[index].start + start
+        if not slot.is_packed:
+            vector.write(begin, values)
+        elif values.numel():
+            first, last = entry_range(slot, begin, begin + values.numel())
+            vector.write(first, with_elements(slot, vector.read(first, last), begin, values))
 
-    def _show(self, index: int, slots: Sequence[str]) -> None:
+    def _show(self, index: int, slots: Sequence[_C.StateSlot]) -> None:
         self._kept[index] = list(slots)
         self._shown[index] = self._numbers(index)
         self._given[index] = self._state[self.segments[index].parameter] = dict(self._shown[index])

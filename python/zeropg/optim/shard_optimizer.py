@@ -23,7 +23,7 @@ from zeropg.optim.flat_update import (
     put_entries,
 )
 from zeropg.optim.kept_state import KeptState, kept_states
-from zeropg.optim.kernels import FUSED, Group, Kernels, kernels_for
+from zeropg.optim.kernels import FUSED, STORAGE_OPTIONS, Group, Kernels, Storage, kernels_for
 from zeropg.optim.layerwise import LayerwiseRule
 from zeropg.optim.layerwise_update import LayerwiseUpdater, kernels_beside, rule_of
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
@@ -80,11 +80,11 @@ def shard_optimizer(
 ) -> torch.optim.Optimizer:
     """Makes an optimizer that steps only what this rank owns of a model that `fully_shard` has sharded.
 
-    Adagrad, Adam, AdamW, SGD and zeropg.optim.Lion on the CPU run on zeropg's fused kernels (the result differs from
-    torch's by rounding only). The other elementwise classes of torch.optim run unchanged over flat views. So does a
-    class of your own that says `zeropg_elementwise = True`: it promises that an element's update depends on the
-    element's own parameter, gradient and state alone. Layer-wise optimizers (Adafactor, LAMB and Muon
-    of zeropg.optim, torch.optim's Adafactor and Muon) communicate in a step; their docstrings say how much.
+    Adagrad, Adam, AdamW, SGD and zeropg.optim's Adam, AdamW and Lion on the CPU run on zeropg's fused kernels (the
+    result differs from torch's by rounding only). The other elementwise classes of torch.optim run unchanged over flat
+    views. So does a class of your own that says `zeropg_elementwise = True`: it promises that an element's update
+    depends on the element's own parameter, gradient and state alone. Layer-wise optimizers (Adafactor, LAMB and Muon of
+    zeropg.optim, torch.optim's Adafactor and Muon) communicate in a step; their docstrings say how much.
 
     The returned optimizer shares the param_groups dictionaries, hooks and state of `optimizer`, so learning-rate
     schedulers that were made before still act; `optimizer.step()` itself raises from then on. State that `optimizer`
@@ -96,22 +96,24 @@ def shard_optimizer(
     Args:
         optimizer: made over parameters of `model`, before or after `fully_shard`.
         model: what `zeropg.fully_shard` returned.
-        overlap_step: must be None or False.
+        overlap_step: whether `step()` of stages 1 and 2 returns before the other ranks' new weights are here. They come
+            behind the next forward, in which each unit waits for its own: True. Every call of zeropg that reads or
+            writes weights, state_dict of the model, and the next backward wait for all; a parameter that a program
+            reads or writes before its unit is there raises RuntimeError, and is never stale. What goes wrong on the way
+            is raised by whatever waits. Values are the same to the bit. With weights= of a compression plan it takes 4
+            bytes per parameter. None, False: `step()` waits. In stage 0 nothing is sent and in stage 3 forwards fetch
+            what they need, so that it changes nothing there.
 
     Raises:
-        TypeError: `model` is not sharded, or `optimizer` is none or sharded already.
+        TypeError: `model` is not sharded, or `optimizer` is none or sharded already, or has fewer `state_bits` than 32
+          and masters in float64.
         ValueError: the optimizer holds a parameter that is not the model's.
-        NotImplementedError: the class, or `capturable`, `differentiable` or `overlap_step=True`, cannot work on shards.
+        NotImplementedError: the class, or `capturable` or `differentiable`, cannot work on shards.
         OSError: on every rank, where one has no room for the state in its offload directory.
     """
     if overlap_step not in (None, False, True):
         raise TypeError(f"[zeropg] shard_optimizer: overlap_step is {overlap_step!r}, expected None, False or True")
-    if overlap_step:
-        raise NotImplementedError(
-            "[zeropg] shard_optimizer: overlap_step=True is not available; leave it out, step() then ends before the "
-            "next forward begins"
-        )
-    return ShardedOptimizer(optimizer, model)
+    return ShardedOptimizer(optimizer, model, overlaps=bool(overlap_step))
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -123,7 +125,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     _is_made = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module):
+    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, overlaps: bool = False):
+        self._overlaps = overlaps
         # What the next step multiplies the gradients by, once: zeropg.GradScaler sets it.
         self.gradient_factor = 1.0
         self._core = _core_of(model)
@@ -143,21 +146,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._momentum.exchange = make_exchange(self._momentum, self._core, model)
         self._offloaded = None if offload is None else OffloadedStep(offload)
         self._failure = ""  # of a step that stopped half-way
+        # Whether a step or a load was there: alike on all ranks, also on one that owns no element and keeps no state.
+        self._has_state = any(optimizer.state.values())
         self._updaters: list[Updater] = []
         self._frozen: list[Any] = []  # flat groups that were, when the last updater was made
         self._taken: set[int] = set()  # ids of the parameters that the updaters are for
         self._taken_whole: set[int] = set()  # of these, the ones that the layer-wise rule steps
+        self._stored: dict[int, Storage] = {}  # of these, by id: how the others' updater keeps state
         self._served: dict[int, dict[str, float]] = {}  # by param group: options that its kernel takes
         for group in optimizer.param_groups:
             self._check_group(group)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._known_state = self.state  # what the updaters have
-        whole_state = dict(optimizer.state)
+        whole_state = {p: self._unpacked(p, entries) for p, entries in optimizer.state.items() if entries}
         self._share_with(optimizer)
         self._make_updaters()
         self._is_made = True
         self._reserve()
-        self._put({p: dict(state) for p, state in whole_state.items() if state})
+        self._put(whole_state)
         self._warn_of_parameters_without_group()
         self._follow_phase()
 
@@ -199,12 +205,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
         finally:
             self.gradient_factor = 1.0
-            self._core.end_step()  # also after an error: the other ranks are waiting in theirs
+            self._has_state = True
+            self._end_step()  # also after an error: the other ranks are waiting in theirs
         self._follow_phase()
-        if self._model_state is not None:
-            broadcast_running_statistics(self._model_state.with_statistics, self._core.process_group)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before ask
         return loss
+
+    def _end_step(self) -> None:
+        """Hands out what rank 0's batch norms have counted, and the new weights, whatever happens in between."""
+        try:
+            if self._model_state is not None:  # before weights are on their way, behind which it would wait
+                broadcast_running_statistics(self._model_state.with_statistics, self._core.process_group)
+        finally:
+            self._core.end_step(self._overlaps)
 
     def move_state(self, move: Move) -> None:
         """Replaces the memory of the state per element by what `move` returns for it, tensor by tensor.
@@ -248,8 +261,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Does not communicate. `zeropg.save_checkpoint` writes what any world size loads.
         """
+        self._core.join_step()
         state_dict = super().state_dict()
-        self._add_offloaded(state_dict["state"])
+        self._add_elements(state_dict["state"])
         state_dict["zeropg"] = {
             "rank": self._core.rank,
             "world_size": self._core.world_size,
@@ -265,6 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it comes from another rank or world size, or from other param_groups.
         """
+        self._core.join_step()
         loaded: dict[str, Any] = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
@@ -280,8 +295,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         by_id: dict[Any, torch.Tensor] = {}
         for saved, group in zip(saved_groups, self.param_groups, strict=True):
             by_id.update(zip(saved["params"], group["params"], strict=True))
-            group.update((key, value) for key, value in saved.items() if key != "params")
+            group.update((key, value) for key, value in saved.items() if key not in ("params", *STORAGE_OPTIONS))
         self._divide_anew()
+        self._has_state = bool(loaded["state"]) or self._has_state
         self._put({by_id[k]: s for k, s in loaded["state"].items() if k in by_id})
         if self._momentum is not None:
             self._momentum.load_debts(origin or {})
@@ -374,6 +390,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._clear()
         self._divide_anew()
+        self._has_state = True
         try:
             self._load(shards, scalars)
         except BaseException:
@@ -432,15 +449,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flat in self._core.flat_groups:
             slots = {id(parameter) for _, parameter, _, _ in flat.slots}
             sharded |= slots
-            if flat.is_trainable and (own := slots & held):
-                self._updaters.append(self._make_updater(flat, own))
+            for storage, own in self._by_storage(slots & held).items() if flat.is_trainable else ():
+                self._updaters.append(self._make_updater(flat, own, storage))
                 self._taken |= own
+                self._stored.update(dict.fromkeys(own, storage))
         ignored = {name: p for name, p in self._model.named_parameters() if id(p) in held - sharded}
         if ignored:
             is_first = self._core.rank == 0
             self._updaters.append(WholeUpdater(ignored, self.state, self._wrapped, owns=is_first))
             self._taken.update(map(id, ignored.values()))
         return len(self._updaters) > count
+
+    def _by_storage(self, held: set[int]) -> dict[Storage, set[int]]:
+        """Divides parameters, given by their ids, by how the kernels of their param groups keep state."""
+        owners = self._owners()
+        divided: dict[Storage, set[int]] = {}
+        for one, owner in owners.items():  # in the same order on every rank
+            if one in held:
+                divided.setdefault(self._storage(self.param_groups[owner]), set()).add(one)
+        return divided
+
+    def _storage(self, group: Group) -> Storage:
+        return () if self._kernels is None else self._kernels.of(group).storage
+
+    def _unpacked(self, parameter: torch.Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """State that the wrapped optimizer has already, with a value per element where its class packs it."""
+        unpack: Callable[..., dict[str, Any]] = getattr(self._wrapped, "unpacked", lambda _, entries: dict(entries))
+        return unpack(parameter, entries)
 
     def _make_layerwise_updater(self) -> None:
         if self._rule is None:
@@ -471,9 +506,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._momentum is not None:
             self._core.averages_gradients = self._momentum.averages_gradients()
 
-    def _make_updater(self, flat: Any, held: set[int]) -> Updater:
+    def _make_updater(self, flat: Any, held: set[int], storage: Storage) -> Updater:
         if self._kernels is None:
             return TorchUpdater(flat, self.state, self._wrapped, held)
+        if storage and flat.master_dtype != torch.float32:
+            raise TypeError(
+                f"[zeropg] shard_optimizer: unit '{flat.unit_name or '(root)'}' has masters in {flat.master_dtype}, "
+                f"and {type(self._wrapped).__name__} keeps state in fewer bits beside float32 alone; use state_bits=32"
+            )
+        if storage and self._offloaded is None and not flat.master.is_cpu:
+            raise NotImplementedError(
+                f"[zeropg] shard_optimizer: state in fewer bits is kept on the CPU, and unit "
+                f"'{flat.unit_name or '(root)'}' is on {flat.master.device}; use fully_shard(offload_optimizer=), or "
+                "state_bits=32"
+            )
         if self._offloaded is not None:
             return OffloadedUpdater(flat, self.state, self._kernels, held, self._offloaded)
         if flat.master.is_cpu and flat.master_dtype in (torch.float32, torch.float64):
@@ -500,7 +546,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if isinstance(updater, OffloadedUpdater) and (slots := updater.missing_slots(owners, self.param_groups))
         ]
         if self._core.rank == 0:
-            count = human_bytes(sum(updater.slot_bytes() * len(slots) for updater, slots in missing))
+            count = human_bytes(sum(updater.bytes_of(slot) for updater, slots in missing for slot in slots))
             where = self._offloaded.offload.describe()
             print(f"[zeropg] shard_optimizer: {count} of optimizer state per rank, to {where}", file=sys.stderr)
 
@@ -510,17 +556,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         together(self._core.process_group, "shard_optimizer", reserve)
 
-    def _add_offloaded(self, state: dict[int, Any]) -> None:
-        """Adds copies of what is in the tier to a state_dict's state."""
+    def _add_elements(self, state: dict[int, Any]) -> None:
+        """Adds copies of what is in the tier to a state_dict's state, and puts them in place of what is packed."""
+        packed = {} if self._kernels is None else self._kernels.packed_slots
         numbers = {id(p): number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
         for updater, index, _ in self._places():
             segment = updater.segments[index]
-            if not isinstance(updater, OffloadedUpdater) or segment.parameter not in self.state:
+            if segment.parameter not in self.state:
                 continue
-            entries = dict(self.state[segment.parameter])
+            shown = self.state[segment.parameter]
+            entries = {k: v for k, v in shown.items() if k not in packed or v.dtype != torch.uint8}
+            if not isinstance(updater, OffloadedUpdater) and len(entries) == len(shown):
+                continue
             for key, start, values in updater.read(index, 0, segment.numel):
                 if key not in entries:
                     entries[key] = values.new_empty(segment.numel)
+                elif entries[key] is shown.get(key):
+                    continue
                 entries[key][start : start + values.numel()] = values
             state[numbers[id(segment.parameter)]] = entries
 
@@ -538,11 +590,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 self._check_group(group)
         if differing := self._divided_otherwise():
-            if any(self.state.values()):
-                raise RuntimeError(
-                    f"[zeropg] step: use_muon of the param group of {differing[0]} was changed, and the optimizer has "
-                    "begun: its state is the other rule's. Set it back, or make another optimizer"
-                )
+            if self._has_state:
+                raise RuntimeError(_changed(differing[0], "use_muon" if self._rule else " or ".join(STORAGE_OPTIONS)))
             self._divide_anew()
         if (has_more or any(flat.is_trainable for flat in self._frozen)) and self._make_updaters():
             self._reserve()
@@ -574,9 +623,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._rule is not None and self._rule.takes(parameter, group)
 
     def _divided_otherwise(self) -> list[str]:
-        """Names of the parameters that param groups now give to the rule, or take from it."""
-        if self._rule is None:
-            return []
+        """Names of the parameters that param groups now give to another updater."""
         groups = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
         slots = [(names, p) for flat in self._core.flat_groups for names, p, _, _ in flat.slots]
         return [
@@ -584,13 +631,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for names, p in slots
             if id(p) in groups
             and id(p) in self._taken
-            and self._is_taken_whole(p, groups[id(p)]) != (id(p) in self._taken_whole)
+            and (
+                self._is_taken_whole(p, groups[id(p)]) != (id(p) in self._taken_whole)
+                or self._stored.get(id(p), ()) != self._storage_of(p, groups[id(p)])
+            )
         ]
+
+    def _storage_of(self, parameter: torch.Tensor, group: Group) -> Storage:
+        return () if self._is_taken_whole(parameter, group) else self._storage(group)
 
     def _divide_anew(self) -> None:
         """Makes the updaters again, without state, where param groups divide parameters otherwise between them."""
         if self._divided_otherwise():
-            self._updaters, self._taken, self._taken_whole = [], set(), set()
+            self._updaters, self._taken, self._taken_whole, self._stored = [], set(), set(), {}
             self._make_updaters()
 
     def _owners(self) -> dict[int, int]:
@@ -760,6 +813,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> Kernels | None:
         f"[zeropg] shard_optimizer: {kind.__module__}.{kind.__name__} is not known to be elementwise; if the update of "
         "each element depends on that element's parameter, gradient and state alone, say so with "
         f"`{kind.__name__}.zeropg_elementwise = True`; known are {known}"
+    )
+
+
+def _changed(name: str, option: str) -> str:
+    return (
+        f"[zeropg] step: {option} of the param group of {name} was changed, and the optimizer has begun: its state is "
+        "kept otherwise. Set it back, or make another optimizer"
+        + ("" if option == "use_muon" else "; or pass state_dict() to load_state_dict, which converts")
     )
 
 

@@ -41,8 +41,17 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
     "adam": lambda model, factor: torch.optim.Adam(model.parameters(), lr=factor * 1e-3, amsgrad=True),
     "sgd": lambda model, factor: torch.optim.SGD(model.parameters(), lr=factor * 1e-2, momentum=0.9),
     "nadam": lambda model, factor: torch.optim.NAdam(model.parameters(), lr=factor * 1e-3),
+    "adamw in 16 bits": lambda model, factor: _compact(model, factor, 16),
+    "adamw in 8 bits": lambda model, factor: _compact(model, factor, 8),
     "lion": lambda model, factor: Lion(model.parameters(), lr=factor * 1e-3),
 }
+COMPACT = ("adamw in 16 bits", "adamw in 8 bits")  # keep state beside float32
+
+
+def _compact(model: nn.Module, factor: float, bits: int) -> torch.optim.Optimizer:
+    import zeropg
+
+    return zeropg.optim.AdamW(model.parameters(), lr=factor * 1e-3, state_bits=bits)
 
 
 def _scaled(optimizer: torch.optim.Optimizer, factor: float) -> torch.optim.Optimizer:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.sharding.checkpoint.resuming import (
+    COMPACT,
     OPTIMIZERS,
     Run,
     load_and_go_on,
@@ -25,7 +26,11 @@ Case = dict[str, Any]
 
 # What was saved; every stage in both precisions, then every optimizer.
 SAVED: list[Case] = [{"stage": stage, "dtype": dtype} for dtype in (FP64, FP32) for stage in STAGES]
-SAVED += [{"stage": 3, "dtype": FP64, "optimizer": name} for name in OPTIMIZERS if name != "adamw"]
+SAVED += [
+    {"stage": 3, "dtype": FP32 if name in COMPACT else FP64, "optimizer": name}
+    for name in OPTIMIZERS
+    if name != "adamw"
+]
 SAVED.append({"stage": 2, "dtype": FP32, "param_dtype": torch.bfloat16})
 
 
@@ -62,7 +67,8 @@ def test_training_goes_on_at_any_world_size_and_stage(saved: tuple[Path, list[Ru
             elif world_size == 2:  # masters of every stage have the same bits
                 assert same_bits(run, expected[index]), (index, case, difference)
             else:
-                assert difference <= (0.02 if "param_dtype" in case else 1e-4), (index, case, difference)
+                is_coarse = "param_dtype" in case or case.get("optimizer") in COMPACT
+                assert difference <= (0.02 if is_coarse else 1e-4), (index, case, difference)
             assert rank_extra is None if rank >= 2 else rank_extra["rank"] == rank
 
 

@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include "sharding/offload/registry.h"
@@ -45,6 +46,8 @@ class PipelinedStep : public ::testing::TestWithParam<Case> {
 
   Hyperparameters hyperparameters() const { return typical_of(*optimizer_); }
 
+  std::vector<StateSlot> slots() const { return optimizer_->state_slots(hyperparameters()); }
+
   Pair make(const std::shared_ptr<Offload>& offload, int64_t numel) const {
     const at::Tensor master = at::rand({numel}, at::dtype(GetParam().dtype));
     Pair pair;
@@ -59,9 +62,11 @@ class PipelinedStep : public ::testing::TestWithParam<Case> {
     } else {
       pair.tiered.master = master.clone();
     }
-    for (size_t slot = 0; slot < optimizer_->state_slots(hyperparameters()).size(); ++slot) {
-      pair.plain.state.push_back(at::zeros_like(master));
-      pair.tiered.state.push_back(std::make_shared<TieredVector>(offload, "state", numel, GetParam().dtype));
+    for (const StateSlot& slot : slots()) {
+      pair.plain.state.push_back(
+          at::zeros({entries_of(slot.format, numel)}, entry_dtype(slot.format, GetParam().dtype)));
+      pair.tiered.state.push_back(
+          std::make_shared<TieredVector>(offload, "state", numel, GetParam().dtype, slot.format));
     }
     return pair;
   }
@@ -80,20 +85,15 @@ TEST_P(PipelinedStep, has_the_bits_of_a_step_in_memory) {
     for (Pair& pair : pairs) {
       const int64_t numel = pair.plain.master.numel();
       // Two stretches with their own rates, a gap between them from the second step on.
-      const int64_t middle = numel / 3;
-      const int64_t gap = step == 1 ? 0 : std::min<int64_t>(numel - middle, 5000);
+      const int64_t middle = numel / 3 / kStateBlock * kStateBlock;
+      const int64_t gap = step == 1 ? 0 : std::min<int64_t>(numel - middle, 4992);
       pair.plain.gradient.copy_(at::rand_like(pair.plain.gradient));
       for (const auto& [start, stop, factor] :
            {std::make_tuple(int64_t{0}, middle, 1.0), std::make_tuple(middle + gap, numel, 0.5)}) {
         if (start == stop) continue;
         const StepArguments arguments{.hyperparameters = hyperparameters(), .step = step, .gradient_factor = factor};
         pair.tiered.runs.push_back({start, stop, optimizer_.get(), arguments, pair.tiered.state.size()});
-        const auto cut = [&, start = start, stop = stop](const at::Tensor& all) {
-          return all.defined() ? all.narrow(0, start, stop - start) : all;
-        };
-        FlatView view{cut(pair.plain.master), cut(pair.plain.gradient), {}, cut(pair.plain.parameter_out)};
-        for (const at::Tensor& slot : pair.plain.state) view.state.push_back(cut(slot));
-        optimizer_->step(view, arguments);
+        optimizer_->step(cut(pair.plain, slots(), start, stop), arguments);
       }
       flats.push_back(pair.tiered);
       pair.tiered.runs.clear();
@@ -109,7 +109,8 @@ TEST_P(PipelinedStep, has_the_bits_of_a_step_in_memory) {
       EXPECT_TRUE(pair.tiered.parameter_out.equal(pair.plain.parameter_out)) << numel;
     }
     for (size_t slot = 0; slot < pair.plain.state.size(); ++slot) {
-      EXPECT_TRUE(pair.tiered.state[slot]->read(0, numel).equal(pair.plain.state[slot])) << numel << ", slot " << slot;
+      TieredVector& state = *pair.tiered.state[slot];
+      EXPECT_TRUE(state.read(0, state.numel()).equal(pair.plain.state[slot])) << numel << ", slot " << slot;
     }
   }
 }
@@ -142,11 +143,17 @@ TEST_P(PipelinedStep, reads_and_writes_any_range_between_steps) {
   EXPECT_TRUE(vector.read(0, kNumel).equal(at::zeros_like(expected)));
 }
 
+bool takes_float64(std::string_view name) {
+  const auto optimizer = make_optimizer(name);
+  const std::vector<StateSlot> slots = optimizer->state_slots(typical_of(*optimizer));
+  return std::all_of(slots.begin(), slots.end(), [](const StateSlot& s) { return s.format == StateFormat::kMaster; });
+}
+
 std::vector<Case> all_cases() {
   std::vector<Case> cases;
   for (const std::string_view name : optimizer_names()) {
     cases.push_back({"nvme", std::string(name), at::kFloat, true});
-    cases.push_back({"nvme", std::string(name), at::kDouble, false});
+    if (takes_float64(name)) cases.push_back({"nvme", std::string(name), at::kDouble, false});
     cases.push_back({"cpu", std::string(name), at::kFloat, true});
     cases.push_back({"cpu", std::string(name), at::kFloat, false});
   }

@@ -27,6 +27,8 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.1),
     "lion": lambda groups: zeropg.optim.Lion(groups, lr=1e-3),
+    "adamw in 16 bits": lambda groups: zeropg.optim.AdamW(groups, lr=4e-3, betas=(0.9, 0.95), state_bits=16),
+    "adam in 8 bits": lambda groups: zeropg.optim.Adam(groups, lr=4e-3, weight_decay=0.01, state_bits=8),
     "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
 }
 every_maker = pytest.mark.parametrize("maker", MAKERS)
@@ -101,6 +103,39 @@ def test_a_tier_changes_no_bit(tmp_path: Path, maker: str, stage: int, options: 
         assert_same(whole(model), whole(expected_model))
         assert_same(state_of(optimizer), state_of(expected))
     assert not list(tmp_path.iterdir())
+
+
+def mixed(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return zeropg.optim.AdamW([{**groups[0], "state_bits": 8}, groups[1]], lr=4e-3)
+
+
+@every_stage
+@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_groups_whose_states_differ_in_size_share_masters(tmp_path: Path, stage: int, options: dict[str, Any]) -> None:
+    MAKERS["mixed"] = mixed
+    expected_model, expected = set_up("mixed", stage=stage, **options)
+    train(expected_model, expected)
+    for buffer_bytes in (64 * 1024, 128 * 1024, 1024 * 1024):  # one chunk per flat parameter, two and more
+        tier = zeropg.Offload(device="nvme", path=tmp_path, buffer_bytes=buffer_bytes, threads=2)
+        model, optimizer = set_up("mixed", stage=stage, offload_optimizer=tier, **options)
+        train(model, optimizer)
+        assert_same(whole(model), whole(expected_model))
+        assert_same(state_of(optimizer), state_of(expected))
+
+
+@on_ranks(2)
+def test_a_group_that_comes_later_shares_masters(tmp_path: Path) -> None:
+    results = []
+    for tier in (None, tmp_path):
+        model = zeropg.fully_shard(make_model(), stage=2, offload_optimizer=tier, **BF16)
+        matrices = [p for p in model.parameters() if p.ndim >= 2]
+        optimizer = zeropg.shard_optimizer(torch.optim.AdamW(matrices, lr=1e-2), model)
+        train(model, optimizer, range(2))
+        optimizer.add_param_group({"params": [p for p in model.parameters() if p.ndim < 2]})
+        train(model, optimizer, range(2, STEPS))
+        results.append(whole(model))
+    assert_same(*results)
 
 
 @contextmanager
@@ -317,7 +352,9 @@ def test_the_plan_is_said_before_memory_is_taken(tmp_path: Path) -> None:
 @on_ranks(1)
 def test_optimizers_without_a_kernel_are_refused_by_name(tmp_path: Path) -> None:
     model = zeropg.fully_shard(make_model(), offload_optimizer=tmp_path)
-    with raises(NotImplementedError, "RMSprop keeps its state in memory", "Adagrad, Adam, AdamW, Lion, SGD"):
+    with raises(
+        NotImplementedError, "RMSprop keeps its state in memory", "use Adagrad, Adam, zeropg.optim.Adam, AdamW, "
+    ):
         zeropg.shard_optimizer(torch.optim.RMSprop(model.parameters()), model)
     model = zeropg.fully_shard(make_model(), offload_optimizer="cpu", offload_params="cpu")
     zeropg.shard_optimizer(torch.optim.RMSprop(model.parameters()), model)

@@ -43,6 +43,27 @@ INSTANTIATE_TEST_SUITE_P(
                     OptimizerCase{"adam_amsgrad", "adam", given(0.5, 0.0, true, false), reference_adam}),
     case_name);
 
+INSTANTIATE_TEST_SUITE_P(
+    CompactAdamW, OptimizerSuite,
+    testing::Values(OptimizerCase{"adamw_16bit", "adamw_16bit", given(0.9, 0.1, false, false), reference_adamw, 0.02},
+                    OptimizerCase{"adam_16bit", "adam_16bit", given(0.5, 0.1, false, true), reference_adam, 0.02},
+                    OptimizerCase{"adamw_8bit", "adamw_8bit", given(0.9, 0.1, false, false), reference_adamw, 0.3},
+                    OptimizerCase{"adam_8bit", "adam_8bit", given(0.0, 0.1, false, false), reference_adam, 0.3}),
+    case_name);
+
+TEST(AdamW, refuses_an_eps_with_which_padding_would_spoil_its_block) {
+  for (const char* name : {"adamw_16bit", "adamw_8bit"}) {
+    const auto optimizer = make_optimizer(name);
+    Hyperparameters hyperparameters = given(0.9, 0.1, false, false);
+    hyperparameters["eps"] = 0.0;
+    FlatView view{.master = at::zeros({1}), .gradient = at::zeros({1}), .state = {}, .parameter_out = {}};
+    for (const StateSlot& slot : optimizer->state_slots(hyperparameters)) {
+      view.state.push_back(at::zeros({entries_of(slot.format, 1)}, entry_dtype(slot.format, at::kFloat)));
+    }
+    EXPECT_THROW(optimizer->step(view, {.hyperparameters = hyperparameters}), c10::ValueError) << name;
+  }
+}
+
 TEST(AdamW, first_moment_with_beta1_zero_is_exactly_the_gradient) {
   const auto optimizer = make_optimizer("adamw");
   FlatView view{.master = at::zeros({1}),

@@ -30,6 +30,7 @@ class FakeFlat:
         self.master_start, self.master_stop = (0, self.numel) if stage == 0 else (first, last)
         self.total_numel = self.numel
         self.is_trainable = True
+        self.unit_name = ""
         self.slots = [((name,), parameter, offset, parameter.numel()) for name, parameter, offset in slots]
         dtype = slots[0][1].dtype
         values = torch.zeros(self.numel, dtype=master_dtype or dtype)
@@ -77,9 +78,12 @@ class FakeCore:
     def begin_step(self) -> None:
         self.calls.append("begin_step")
 
-    def end_step(self) -> None:
+    def end_step(self, overlaps: bool = False) -> None:
         self.calls.append("end_step")
         self.publish()
+
+    def join_step(self) -> None:
+        """Nothing is on its way."""
 
     def zero_gradients(self) -> None:
         self.calls.append("zero_gradients")

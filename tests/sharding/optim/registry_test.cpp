@@ -38,8 +38,8 @@ TEST(Registry, typical_hyperparameters_are_accepted) {
       arguments.hyperparameters.emplace(key, typical);
     }
     FlatView view{.master = at::ones({3}), .gradient = at::ones({3}), .state = {}, .parameter_out = {}};
-    for (size_t slot = 0; slot < optimizer->state_slots(arguments.hyperparameters).size(); ++slot) {
-      view.state.push_back(at::zeros({3}));
+    for (const StateSlot& slot : optimizer->state_slots(arguments.hyperparameters)) {
+      view.state.push_back(at::zeros({entries_of(slot.format, 3)}, entry_dtype(slot.format, at::kFloat)));
     }
     optimizer->step(view, arguments);
     EXPECT_LT(view.master.max().item<double>(), 1.0) << name;
@@ -48,15 +48,11 @@ TEST(Registry, typical_hyperparameters_are_accepted) {
 
 // Otherwise a param group of torch's class could be stepped by either.
 TEST(Registry, a_class_of_torch_and_its_flags_choose_one_optimizer) {
-  std::set<std::pair<std::string_view, std::vector<std::pair<std::string_view, bool>>>> chosen;
-  std::set<std::string_view> by_default;
+  std::set<std::pair<std::string_view, std::vector<std::pair<std::string_view, int64_t>>>> chosen;
   for (const std::string_view name : optimizer_names()) {
     const OptimizerTraits traits = make_optimizer(name)->traits();
     for (const std::string_view torch_class : traits.torch_classes) {
       EXPECT_TRUE(chosen.emplace(torch_class, traits.torch_flags).second) << name << " and another: " << torch_class;
-    }
-    if (!traits.torch_classes.empty()) {
-      EXPECT_TRUE(by_default.insert(traits.torch_classes.front()).second) << name;
     }
   }
 }

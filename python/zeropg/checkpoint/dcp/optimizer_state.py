@@ -16,13 +16,14 @@ from zeropg.checkpoint.optimizers import own_words
 from zeropg.checkpoint.plan import ModelPlan, digest, group_names, plan_model
 from zeropg.optim.flat_update import is_per_element
 from zeropg.optim.kept_state import KeptState
+from zeropg.optim.kernels import STORAGE_OPTIONS
 from zeropg.optim.shard_optimizer import ShardedOptimizer, StateShard
 from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.state import unchecked_state_of
 
 SAVE, LOAD = "dcp_state_dict", "dcp.load"
 # How a program runs its steps, not what they compute: these stay as the program has set them.
-_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", *STORAGE_OPTIONS)
 _NOT_OPTIONS = ("params", "param_names")
 
 
@@ -61,9 +62,9 @@ class OptimizerState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sets state and param groups from what DCP has read into `state_dict`. All ranks must call.
 
-        foreach, fused, capturable and differentiable stay as they are. Parameters of which DCP found no state, which
-        DefaultLoadPlanner(allow_partial_load=True) allows, have none afterwards, as before their first step; but some
-        state must be there.
+        foreach, fused, capturable, differentiable and state_bits stay as they are. Parameters of which DCP found no
+        state, which DefaultLoadPlanner(allow_partial_load=True) allows, have none afterwards, as before their first
+        step; but some state must be there.
 
         Raises ValueError, on every rank, for the state of another optimizer; this one is then as it was.
         """

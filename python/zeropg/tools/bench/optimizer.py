@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-import zeropg
 from zeropg._native import _C
+from zeropg.optim.kernels import STORAGE_OPTIONS, Kernel, class_of, kernel_of, new_state
 from zeropg.tools import machine
 from zeropg.tools.bench import harness
 from zeropg.tools.bench.plot import plot_optimizer
@@ -33,12 +33,14 @@ examples:
   python -m zeropg bench optimizer                             AdamW, 50 million parameters, 1 thread
   python -m zeropg bench optimizer --threads 4 --numel 100M    more threads and more parameters
   python -m zeropg bench optimizer --optimizer sgd --only float32
+  python -m zeropg bench optimizer --optimizer adamw_8bit      state in fewer bits, beside zeropg's own 32
 
 status: 0 measured; 1 a result was wrong; 2 wrong options; 3 other programs used the CPUs
 """
 _STEPS = 3  # before the results are compared
 # Relative to the size of an update: one learning rate. Both compute in fp32, in another order.
 _TOLERANCE = 2e-2
+_COMPACT_TOLERANCE = 1.0  # of state in fewer bits, whose rounding adds up
 
 
 @dataclass
@@ -61,7 +63,9 @@ def main(arguments: list[str]) -> int:
     rows: list[Row] = []
     for dtype in options.only or ("float32", "bfloat16"):
         contestants = _contestants(options, getattr(torch, dtype))
-        wrong = _check(contestants, _C.make_optimizer(options.optimizer).hyperparameters["lr"])
+        kernel = Kernel(options.optimizer)
+        updates = _COMPACT_TOLERANCE if kernel.storage else _TOLERANCE
+        wrong = _check(contestants, updates * kernel.optimizer.hyperparameters["lr"])
         if wrong:
             print(f"zeropg bench: {wrong}; nothing is measured", file=sys.stderr)
             return harness.WRONG
@@ -89,19 +93,27 @@ def _contestants(options: argparse.Namespace, param_dtype: torch.dtype) -> dict[
     start = torch.randn(options.numel, generator=generator)
     gradient = torch.randn(options.numel, generator=generator).to(param_dtype)
     kernel = _C.make_optimizer(options.optimizer)
-    slots = len(kernel.state_slots(kernel.hyperparameters))
+    slots = kernel.state_slots(kernel.hyperparameters)
     # Masters and state are read and written, the gradient is read, 16-bit parameters are written.
     width = param_dtype.itemsize
-    bytes_each = 8 + 8 * slots + width + (width if param_dtype != torch.float32 else 0)
+    state = sum(slot.entries(options.numel) * slot.dtype(torch.float32).itemsize for slot in slots) / options.numel
+    bytes_each = 8 + 2 * state + width + (width if param_dtype != torch.float32 else 0)
     contestants = {"zeropg fused": _ours(options.optimizer, start, gradient, bytes_each)}
-    for form, flags in _forms(_class_of(kernel)).items():
-        contestants[f"torch {form}"] = _theirs(options.optimizer, start, gradient, flags, bytes_each)
+    whole = _in_32_bits(options.optimizer)
+    if whole.name != options.optimizer:
+        bytes_each = 8 + 8 * len(slots) + width + (width if param_dtype != torch.float32 else 0)
+        contestants["zeropg 32-bit"] = _ours(whole.name, start, gradient, bytes_each)
+    for form, flags in _forms(class_of(whole.torch_classes[0])).items():
+        contestants[f"torch {form}"] = _theirs(whole, start, gradient, flags, bytes_each)
     return contestants
 
 
-def _class_of(kernel: _C.Optimizer) -> Any:
-    name = kernel.torch_classes[0]
-    return getattr(torch.optim, name, None) or getattr(zeropg.optim, name)
+def _in_32_bits(name: str) -> Kernel:
+    """The kernel of the same update whose state is in the master's dtype."""
+    kernel = Kernel(name)
+    if not kernel.storage:
+        return kernel
+    return kernel_of(kernel.torch_classes[0], kernel.torch_flags | dict.fromkeys(STORAGE_OPTIONS, 32))
 
 
 def _forms(kind: Any) -> dict[str, dict[str, bool]]:
@@ -115,7 +127,7 @@ def _ours(name: str, start: torch.Tensor, gradient: torch.Tensor, bytes_each: fl
     kernel = _C.make_optimizer(name)
     hyperparameters = kernel.hyperparameters
     master = start.clone()
-    state = [torch.zeros_like(master) for _ in kernel.state_slots(hyperparameters)]
+    state = [new_state(slot, master.numel(), master.dtype) for slot in kernel.state_slots(hyperparameters)]
     parameter = None if gradient.dtype == torch.float32 else master.to(gradient.dtype)
     steps = 0
 
@@ -136,14 +148,15 @@ def _ours(name: str, start: torch.Tensor, gradient: torch.Tensor, bytes_each: fl
 
 
 def _theirs(
-    name: str, start: torch.Tensor, gradient: torch.Tensor, flags: dict[str, bool], bytes_each: float
+    kernel: Kernel, start: torch.Tensor, gradient: torch.Tensor, flags: dict[str, bool], bytes_each: float
 ) -> Contestant:
     master = torch.nn.Parameter(start.clone())
-    kernel = _C.make_optimizer(name)
-    known: dict[str, Any] = {key: value for key, value in kernel.hyperparameters.items() if value}  # 0: torch's default
+    typical = kernel.optimizer.hyperparameters
+    known: dict[str, Any] = {key: value for key, value in typical.items() if value}  # 0: torch's default
     if "beta1" in known:
         known["betas"] = (known.pop("beta1"), known.pop("beta2"))
-    optimizer: torch.optim.Optimizer = _class_of(kernel)([master], **known, **flags)
+    kind: Any = class_of(kernel.torch_classes[0])
+    optimizer: torch.optim.Optimizer = kind([master], **known, **flags)
     is_mixed = gradient.dtype != torch.float32
     parameter = master.detach().to(gradient.dtype)
     master.grad = torch.empty_like(start) if is_mixed else gradient.clone()
@@ -160,7 +173,7 @@ def _theirs(
     return Contestant(step, lambda: master.detach(), bytes_each)
 
 
-def _check(contestants: dict[str, Contestant], lr: float) -> str:
+def _check(contestants: dict[str, Contestant], tolerance: float) -> str:
     """Runs a few steps of each from the same start; says who differs from torch's plain loop, "" for nobody."""
     for contestant in contestants.values():
         for _ in range(_STEPS):
@@ -168,7 +181,7 @@ def _check(contestants: dict[str, Contestant], lr: float) -> str:
     reference = contestants["torch for-loop"].values()
     for name, contestant in contestants.items():
         difference = (contestant.values() - reference).abs().max().item()
-        if not difference <= _TOLERANCE * lr:
+        if not difference <= tolerance:
             return f"{name} differs from torch's plain loop by {difference:.3g} after {_STEPS} steps"
     return ""
 
