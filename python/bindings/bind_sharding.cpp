@@ -82,7 +82,7 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units, const 
                                       std::optional<c10::ScalarType> reduce_dtype,
                                       const std::optional<BoundCodec>& codec, std::shared_ptr<ResidualStore> residuals,
                                       const std::optional<BoundCodec>& weights_codec, bool reshard_after_forward,
-                                      int64_t prefetch_numel, const std::shared_ptr<Offload>& optimizer_offload) {
+                                      const UnitLimits& limits, const std::shared_ptr<Offload>& optimizer_offload) {
   ModelSource source{{}, device, order, take};
   for (const auto& [name, parameters] : units) {
     UnitSource& unit = source.units.emplace_back(UnitSource{name, {}});
@@ -98,7 +98,7 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units, const 
   options.residuals = std::move(residuals);
   options.weights_codec = weights_codec ? weights_codec->codec : nullptr;
   options.reshard_after_forward = reshard_after_forward;
-  options.prefetch_numel = prefetch_numel;
+  options.limits = limits;
   options.optimizer_offload = optimizer_offload;
   return ShardedModule::create(source, groups, reduction_groups, options);
 }
@@ -196,12 +196,20 @@ void bind_sharding(py::module_& m) {
       .def_readonly("shards", &RankGroups::shards, "The ranks that have one copy of the model together.")
       .def_readonly("replicas", &RankGroups::replicas, "The ranks that have the same slice; None with one copy.");
 
+  py::class_<UnitLimits>(m, "UnitLimits", "How many elements may be whole beyond what runs, where units are gathered.")
+      .def(py::init([](int64_t prefetch_numel, int64_t keep_numel, int64_t persistent_numel, int64_t max_whole_numel) {
+             return UnitLimits{prefetch_numel, keep_numel, persistent_numel, max_whole_numel};
+           }),
+           py::kw_only(), py::arg("prefetch_numel") = UnitLimits().prefetch_numel,
+           py::arg("keep_numel") = UnitLimits().keep_numel, py::arg("persistent_numel") = UnitLimits().persistent_numel,
+           py::arg("max_whole_numel") = UnitLimits().max_whole_numel);
+
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
       .def(py::init(&create), py::arg("units"), py::arg("device"), py::arg("order"), py::arg("take"), py::arg("groups"),
            py::arg("reduction_groups"), py::kw_only(), py::arg("stage"), py::arg("param_dtype"),
            py::arg("reduce_dtype"), py::arg("codec"), py::arg("residuals"), py::arg("weights_codec"),
-           py::arg("reshard_after_forward"), py::arg("prefetch_numel") = 1, py::arg("optimizer_offload") = py::none(),
-           ReleaseGil())
+           py::arg("reshard_after_forward"), py::arg("limits") = UnitLimits(),
+           py::arg("optimizer_offload") = py::none(), ReleaseGil())
       .def("pre_forward", &ShardedModule::pre_forward, py::arg("unit"), py::arg("inputs"),
            py::arg("has_other_inputs") = false, ReleaseGil())
       .def("post_forward", &ShardedModule::post_forward, ReleaseGil())
@@ -253,7 +261,9 @@ void bind_sharding(py::module_& m) {
       .def("reshard_all", &ShardedModule::reshard_all, ReleaseGil())
       .def_property_readonly("full_depth", &ShardedModule::full_depth)
       .def("begin_step", &ShardedModule::begin_step, ReleaseGil())
-      .def("end_step", &ShardedModule::end_step, ReleaseGil())
+      .def("end_step", &ShardedModule::end_step, py::arg("overlaps") = false, ReleaseGil())
+      .def("join_step", &ShardedModule::join_step, ReleaseGil(),
+           "Waits for what end_step(overlaps=True) has left on its way; does not communicate.")
       .def("end_load", &ShardedModule::end_load, ReleaseGil(),
            "Instead of end_step: publishes masters as they are. False, on every rank, where replicas had others.")
       .def(
@@ -278,7 +288,7 @@ void bind_sharding(py::module_& m) {
           "How many optimizer steps have ended.")
       .def("start_log", [](ShardedModule& self) { self.communicator().log()->start(); })
       .def("stop_log", &stop_log, "What was done since start_log, and what memory held.")
-      .def("changed_parameters", &ShardedModule::changed_parameters)
+      .def("changed_parameters", &ShardedModule::changed_parameters, ReleaseGil())
       .def_property_readonly("optimizer_offload",
                              [](const ShardedModule& self) { return self.options().optimizer_offload; })
       .def_property_readonly("stage", [](const ShardedModule& self) { return self.options().stage.number; })

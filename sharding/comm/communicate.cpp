@@ -154,9 +154,10 @@ std::string Communicator::context(const char* operation) const {
 
 // --- slices ---
 
-WorkPointer Communicator::gather_slices(at::Tensor whole, at::Tensor part, uint64_t item) {
+WorkPointer Communicator::gather_slices(at::Tensor whole, at::Tensor part, uint64_t item,
+                                        std::shared_ptr<NodeOutput> node_output) {
   if (item != 0 && compares_items(whole.device())) {
-    return zeropg_group(groups_.shards).all_gather_item(movable(whole), movable(part), item);
+    return zeropg_group(groups_.shards).all_gather_item(movable(whole), movable(part), item, std::move(node_output));
   }
   return gather(groups_.shards, whole, part);
 }
@@ -166,8 +167,22 @@ bool Communicator::compares_items(c10::Device device) const {
 }
 
 WorkPointer Communicator::gather_slices_encoded(const at::Tensor& whole, const at::Tensor& part,
-                                                const std::shared_ptr<const Compressor>& codec, uint64_t item) {
-  return zeropg_group(groups_.shards).compressed_all_gather(whole, part, codec, /*is_asynchronous=*/true, item);
+                                                const std::shared_ptr<const Compressor>& codec, uint64_t item,
+                                                std::shared_ptr<NodeOutput> node_output) {
+  return zeropg_group(groups_.shards)
+      .compressed_all_gather(whole, part, codec, /*is_asynchronous=*/true, item, std::move(node_output));
+}
+
+int64_t Communicator::ranks_that_share_output() const {
+  ProcessGroupZero* zeropg = find_zeropg(groups_.shards);
+  if (zeropg == nullptr || zeropg->is_one_node() || !zeropg->supportsTensorAlloc(/*device=*/-1)) {
+    return 1;
+  }
+  return static_cast<int64_t>(zeropg->topology().own_node().size());
+}
+
+std::shared_ptr<NodeOutput> Communicator::make_node_output(int64_t bytes) {
+  return zeropg_group(groups_.shards).make_node_output(bytes);
 }
 
 WorkPointer Communicator::reduce_scatter_average(at::Tensor part, at::Tensor whole, const Compression& compression) {

@@ -19,6 +19,7 @@
 
 namespace zeropg {
 
+class NodeOutput;
 class ProcessGroupZero;
 
 class Communicator {
@@ -43,13 +44,20 @@ class Communicator {
   // --- slices ---
   // `whole` [shards * n] <- every shard's `part` [n]; `part` may be this rank's slice of `whole`. Of any dtype. `item`:
   // which of the caller's things it is, from 1; compared between shards where compares_items().
-  c10::intrusive_ptr<c10d::Work> gather_slices(at::Tensor whole, at::Tensor part, uint64_t item = 0);
+  // `node_output`, of make_node_output: what is the output instead where it has data() at the end.
+  c10::intrusive_ptr<c10d::Work> gather_slices(at::Tensor whole, at::Tensor part, uint64_t item = 0,
+                                               std::shared_ptr<NodeOutput> node_output = nullptr);
   bool compares_items(c10::Device device) const;
   // `whole` [shards * n] <- what every shard's `part` [n] decodes to, this rank's too: the same bits on every rank.
   // fp32, fp16 or bf16 on a zeropg group. `part` is not in `whole`.
   c10::intrusive_ptr<c10d::Work> gather_slices_encoded(const at::Tensor& whole, const at::Tensor& part,
                                                        const std::shared_ptr<const Compressor>& codec,
-                                                       uint64_t item = 0);
+                                                       uint64_t item = 0,
+                                                       std::shared_ptr<NodeOutput> node_output = nullptr);
+  // How many ranks of this rank's node gather slices together where a zeropg group of the CPU spans several nodes, some
+  // of them with several ranks, and they can share an output; otherwise 1. Not collective, as make_node_output.
+  int64_t ranks_that_share_output() const;
+  std::shared_ptr<NodeOutput> make_node_output(int64_t bytes);
   // `part` [n] <- this rank's slice of the average of every rank's `whole` [shards * n]. With a codec the bytes travel
   // encoded, between replicas where there are any: fp32 on a zeropg group only. Replicas get the same bits.
   c10::intrusive_ptr<c10d::Work> reduce_scatter_average(at::Tensor part, at::Tensor whole,

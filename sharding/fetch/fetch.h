@@ -40,9 +40,12 @@ class Fetch {
   // makes the new values visible to the next unshard on every rank. A begin_update that throws has ended the update
   // too.
   virtual bool begin_update(int64_t news) = 0;
-  // `is_step`: an optimizer's; parameters may then follow masters by differences (FlatParameter::sends_differences).
-  // Otherwise they become what the masters are.
-  virtual void end_update(const std::vector<FlatParameter*>& flats, bool is_step) = 0;
+  // What has changed masters. After an optimizer's step parameters may follow them by differences
+  // (FlatParameter::sends_differences); after anything else they become what the masters are. An overlapped step only
+  // sends what must be sent, in the order of `flats`: those that are not attached afterwards are on their way, and
+  // unshard waits for them, without communicating. The same change on all ranks.
+  enum class Change { kLoad, kStep, kOverlappedStep };
+  virtual void end_update(const std::vector<FlatParameter*>& flats, Change change) = 0;
 
   // Moves what `flat` holds between steps to other memory, where it cannot be made whole, and back. Nothing is whole
   // that can be sharded. Not in shared memory, which the host computes in.

@@ -1,23 +1,24 @@
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <map>
 #include <unordered_map>
 
+#include "sharding/fetch/gathered_buffers.h"
 #include "sharding/fetch/registry.h"
-#include "sharding/parameters/buffer_pool.h"
 #include "sharding/parameters/master.h"
 
 namespace zeropg {
 namespace {
 
 // Stage 3 on any process group: a unit is made whole by an all-gather, so every rank must run its units in the same
-// order.
+// order. What units compute with the ranks of a node have together where they can (gathered_buffers.h).
 class GatheredFetch final : public Fetch {
  public:
-  GatheredFetch(Communicator& communicator, const ShardingOptions& options)
-      : communicator_(communicator), weights_codec_(options.weights_codec) {}
+  GatheredFetch(Communicator& communicator, const ShardingOptions& options, bool is_on_cpu)
+      : communicator_(communicator), weights_codec_(options.weights_codec), buffers_(communicator, is_on_cpu) {}
 
-  const char* name() const override { return "gathered"; }
+  const char* name() const override { return buffers_.shares_in_node() ? "gathered per node" : "gathered"; }
   bool is_collective() const override { return communicator_.shards() > 1; }
 
   void adopt(FlatParameter& flat) override {
@@ -36,8 +37,7 @@ class GatheredFetch final : public Fetch {
     const auto oldest = prefetched_.lower_bound(&flat);
     const bool is_prefetched = use == Use::kCompute && oldest != prefetched_.end() && oldest->first == &flat;
     const Gather gather = is_prefetched ? prefetched_.extract(oldest).mapped() : begin(flat, use);
-    finish(flat, gather);
-    flat.attach(gather.whole);
+    flat.attach(finish(flat, gather));
   }
 
   void drop_prefetched(bool waits) override {
@@ -45,10 +45,9 @@ class GatheredFetch final : public Fetch {
       const auto node = prefetched_.extract(prefetched_.begin());
       const Gather& gather = node.mapped();
       if (!waits || is_broken_) {
-        pool_.forget(gather.whole);
+        buffers_.forget(gather.buffer);
       } else {
-        finish(*node.key(), gather);
-        pool_.release(gather.whole);
+        buffers_.release(finish(*node.key(), gather));
       }
     }
     if (waits) {
@@ -59,7 +58,7 @@ class GatheredFetch final : public Fetch {
   void reshard(FlatParameter& flat) override {
     at::Tensor whole = flat.whole();
     flat.detach();
-    pool_.release(std::move(whole));
+    buffers_.release(std::move(whole));
   }
 
   bool begin_update(int64_t news) override {
@@ -67,11 +66,11 @@ class GatheredFetch final : public Fetch {
     check_not_broken();
     return communicator_.is_same_on_shards(news, device_);
   }
-  void end_update(const std::vector<FlatParameter*>&, bool /*is_step*/) override {}
-  Memory memory() const override { return {memory_.parameters, pool_.allocated_bytes()}; }
+  void end_update(const std::vector<FlatParameter*>&, Change /*change*/) override {}
+  Memory memory() const override { return {memory_.parameters, buffers_.allocated_bytes()}; }
 
   void offload(FlatParameter& flat, const Move& move) override {
-    pool_.clear();
+    buffers_.clear();
     reload(flat, move);
   }
   void reload(FlatParameter& flat, const Move& move) override {
@@ -86,6 +85,13 @@ class GatheredFetch final : public Fetch {
     return use == Use::kCompute && flat.is_encoded() && weights_codec_ != nullptr;
   }
 
+  // A program that writes has memory of its own. What travels encoded is decoded to fp32, which is rounded to other
+  // dtypes by each rank.
+  bool may_share(const FlatParameter& flat, Use use) const {
+    return use != Use::kWrite && communicator_.shards() > 1 &&
+           (!travels_encoded(flat, use) || flat.dtype() == at::kFloat);
+  }
+
   struct Home {
     at::Tensor shard;
     int64_t item;            // its number, from 1: ranks that gather different ones of the same size are found out
@@ -94,7 +100,7 @@ class GatheredFetch final : public Fetch {
 
   struct Gather {
     int64_t began = 0;  // for the log
-    at::Tensor whole;
+    GatheredBuffers::Buffer buffer;
     c10::intrusive_ptr<c10d::Work> work;  // null where there is nobody to gather from
     at::Tensor items;                     // [shards]: which one each rank gathers; undefined: the group compares it
     c10::intrusive_ptr<c10d::Work> telling;
@@ -107,33 +113,35 @@ class GatheredFetch final : public Fetch {
 
   Gather begin(const FlatParameter& flat, Use use) {
     const auto& [shard, item, item_tensor] = homes_.at(&flat);
+    check_not_broken();
     Gather gather;
     gather.began = communicator_.log()->now();
-    gather.whole = pool_.acquire(flat.layout().total_numel, flat.dtype(), flat.device());
+    gather.buffer = buffers_.acquire(flat, may_share(flat, use));
     if (travels_encoded(flat, use)) {
       flat.clear_padding(shard);
     }
     if (communicator_.shards() == 1) {
-      gather.whole.copy_(shard);
+      gather.buffer.whole.copy_(shard);
       return gather;
     }
     explain(flat, gather, [&] {
-      check_not_broken();
       if (!communicator_.compares_items(device_)) {
         gather.items = at::empty({communicator_.shards()}, item_tensor.options());
         gather.telling = communicator_.gather_slices(gather.items, item_tensor);
       }
-      gather.work =
-          travels_encoded(flat, use)
-              ? communicator_.gather_slices_encoded(gather.whole, shard, weights_codec_, static_cast<uint64_t>(item))
-              : communicator_.gather_slices(gather.whole, shard, static_cast<uint64_t>(item));
+      const auto& [whole, node_output, _] = gather.buffer;
+      const auto number = static_cast<uint64_t>(item);
+      gather.work = travels_encoded(flat, use)
+                        ? communicator_.gather_slices_encoded(whole, shard, weights_codec_, number, node_output)
+                        : communicator_.gather_slices(whole, shard, number, node_output);
     });
     return gather;
   }
 
-  void finish(const FlatParameter& flat, const Gather& gather) {
+  // Waits, and returns the whole.
+  at::Tensor finish(const FlatParameter& flat, const Gather& gather) {
     if (!gather.work) {
-      return;
+      return gather.buffer.whole;
     }
     explain(flat, gather, [&] {
       constexpr auto kPurpose = EventLog::Kind::kWaitForGather;
@@ -147,7 +155,8 @@ class GatheredFetch final : public Fetch {
       communicator_.wait(gather.work, kPurpose, flat.unit_name());
     });
     communicator_.log()->add(EventLog::Kind::kGather, flat.unit_name(), gather.began,
-                             static_cast<int64_t>(gather.whole.nbytes()));
+                             static_cast<int64_t>(gather.buffer.whole.nbytes()));
+    return buffers_.arrived(gather.buffer);
   }
 
   void check_not_broken() const {
@@ -186,21 +195,21 @@ class GatheredFetch final : public Fetch {
       action();
     } catch (const c10::Error& error) {
       is_broken_ = true;
-      pool_.forget(gather.whole);
+      buffers_.forget(gather.buffer);
       C10_THROW_ERROR(DistBackendError, c10::str("[zeropg rank ", communicator_.rank(), "/", communicator_.world_size(),
                                                  "] unshard of ", flat.describe(),
                                                  " failed; expected all ranks to run the same units in the same order "
                                                  "(only where ranks share a node on zeropg may paths differ): ",
                                                  error.what_without_backtrace()));
     } catch (...) {  // where a signal handler ended the waiting the gather goes on
-      pool_.forget(gather.whole);
+      buffers_.forget(gather.buffer);
       throw;
     }
   }
 
   Communicator& communicator_;
   std::shared_ptr<const Compressor> weights_codec_;
-  BufferPool pool_;
+  GatheredBuffers buffers_;
   std::unordered_map<const FlatParameter*, Home> homes_;
   std::vector<Told> told_;                                  // not compared yet
   bool is_broken_ = false;                                  // ranks are no more at the same gather
@@ -212,11 +221,12 @@ class GatheredFetch final : public Fetch {
 }  // namespace
 
 std::unique_ptr<Fetch> make_gathered_fetch(Communicator& communicator, const ShardingOptions& options,
-                                           const std::vector<FlatParameter*>& /*flats*/) {
+                                           const std::vector<FlatParameter*>& flats) {
   if (!options.stage.shards_parameters) {
     return nullptr;
   }
-  return std::make_unique<GatheredFetch>(communicator, options);
+  const bool is_on_cpu = std::ranges::all_of(flats, [](const FlatParameter* flat) { return flat->device().is_cpu(); });
+  return std::make_unique<GatheredFetch>(communicator, options, is_on_cpu);
 }
 
 }  // namespace zeropg

@@ -20,7 +20,8 @@ std::unique_ptr<Fetch> make_replicated_fetch(Communicator& communicator, const S
 // Stage 3, all ranks in one node on zeropg: one copy for the node, which any rank reads in any order.
 std::unique_ptr<Fetch> make_shared_fetch(Communicator& communicator, const ShardingOptions& options,
                                          const std::vector<FlatParameter*>& flats);
-// Stage 3 on any group: all-gather, by all ranks in the same order.
+// Stage 3 on any group: all-gather, by all ranks in the same order; into one copy for each node where its ranks can
+// share memory.
 std::unique_ptr<Fetch> make_gathered_fetch(Communicator& communicator, const ShardingOptions& options,
                                            const std::vector<FlatParameter*>& flats);
 

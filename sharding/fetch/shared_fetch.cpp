@@ -93,7 +93,7 @@ class SharedFetch final : public Fetch {
     return is_same;
   }
 
-  void end_update(const std::vector<FlatParameter*>&, bool /*is_step*/) override {
+  void end_update(const std::vector<FlatParameter*>&, Change /*change*/) override {
     segment_->publish(kPublished, updates_);
   }
 

@@ -68,6 +68,7 @@ void Backward::begin() {
   // The first gradient of this backward, or of a backward() inside a grad().
   constexpr uint32_t kNeeded = StateOffload::kParameters | StateOffload::kGradients | StateOffload::kBuffers;
   state_offload_.check(kNeeded, "backward");
+  units_.join();      // what a forward of a part of the model did not need
   notice_unfrozen();  // parameters may be used without a forward of the root
   TORCH_CHECK(!reducer_.would_add_to_shown(), communicator_.context("backward"),
               "called inside full_gradients, where this rank's gradient would be added to the average that `.grad` "

@@ -101,11 +101,12 @@ void Masters::settle(const char* operation) {
   }
   begin_update(operation);
   if (options_.stage.shards_parameters) {  // where they are replicated, all ranks have the new values by now
-    end_update(/*is_step=*/false);
+    end_update(Fetch::Change::kLoad);
   }
 }
 
 void Masters::refresh_own() {
+  units_.join();
   if (!options_.stage.shards_parameters) {  // where other ranks read what this one would write, ranks must meet first
     apply(units_.ledger().own_writes());
   }
@@ -141,16 +142,17 @@ void Masters::begin_update(const char* operation) {
   if (failure != nullptr) {
     sample_ = 0;
     if (options_.stage.shards_parameters) {
-      end_update(/*is_step=*/false);  // the other ranks are waiting in theirs
+      end_update(Fetch::Change::kLoad);  // the other ranks are waiting in theirs
     }
     std::rethrow_exception(failure);
   }
 }
 
-void Masters::end_update(bool is_step) {
+void Masters::end_update(Fetch::Change change) {
+  const bool is_step = change != Fetch::Change::kLoad;
   steps_ += is_step ? 1 : 0;
   sample_ = is_step && communicator_.replicas() > 1 ? sample() : 0;
-  units_.fetch().end_update(units_.flat_pointers(), is_step);
+  units_.end_update(change);
 }
 
 // Note [Drift]

@@ -34,8 +34,7 @@ class Masters {
   // Bracket a change of masters, which begins with what the program has written. Collective. Where begin_update throws,
   // the change has ended.
   void begin_update(const char* operation);
-  // `is_step`: as Fetch::end_update.
-  void end_update(bool is_step);
+  void end_update(Fetch::Change change);
   // Makes what every rank has written to the masters of its own slice known to all. Inside an update. Collective.
   void publish();
   // After anything but a step has written masters: false, on every rank, where replicas wrote different values. All

@@ -66,11 +66,16 @@ std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vec
     }
   }
   units_->unshard(unit);
+  if (has_overlapped_) {  // its weights may be shared with units, whose forward may be called alone
+    units_->unshard(units_->all().back());
+  }
   // A forward inside a backward (activation checkpointing) is none of its own.
   forward_depth_ = unit.is_root ? 1 : forward_depth_ + 1;
   if (forward_depth_ == 1 && !backward_->is_running()) {
     units_->ledger().begin_forward();
+    may_have_backward_ = at::GradMode::is_enabled();
   }
+  units_->begin_forward(unit);
   unit.forwards += backward_->is_running() ? 0 : 1;
   unit.forward_began = communicator_.log()->now();
   unit.has_hooked_inputs = false;
@@ -100,6 +105,7 @@ std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vec
 void ShardedModule::post_forward(int64_t index, const std::vector<at::Tensor>& outputs) {
   Unit& unit = (*units_)[index];
   forward_depth_ = std::max<int64_t>(forward_depth_ - 1, 0);
+  units_->end_forward(unit);
   communicator_.log()->add(EventLog::Kind::kForward, unit.name, std::exchange(unit.forward_began, 0));
   communicator_.log()->sample([&] { return memory_report(); });
   bool needs_backward = false;
@@ -114,19 +120,32 @@ void ShardedModule::post_forward(int64_t index, const std::vector<at::Tensor>& o
           }
           return gradient;
         });
+      } else if (has_overlapped_) {  // a backward of a part of the model may read weights before it has any gradient
+        output.register_hook([weak = weak_from_this()](const at::Tensor& gradient) {
+          if (const auto self = weak.lock()) {
+            self->units_->join();
+          }
+          return gradient;
+        });
       }
     }
   }
   // The root's backward follows its forward at once; inside a backward (activation checkpointing) the unit is about to
   // be used.
   const bool keep = needs_backward && (unit.is_root || !options_.reshard_after_forward);
-  if (!keep && !backward_->is_running() && !units_->keeps_whole()) {
+  if (keep || backward_->is_running() || units_->keeps_whole()) {
+    return;
+  }
+  if (may_have_backward_ && !unit.is_root) {  // also under a checkpoint, whose forward has no graph
+    units_->reshard_or_keep(unit);
+  } else {
     units_->reshard(unit);
   }
 }
 
 void ShardedModule::abandon_forward(int64_t index) {
   forward_depth_ = std::max<int64_t>(forward_depth_ - 1, 0);
+  units_->end_forward((*units_)[index]);
   if (!backward_->is_running() && !units_->keeps_whole()) {
     units_->reshard((*units_)[index]);
   }
@@ -153,6 +172,7 @@ WriteLedger::Answer ShardedModule::answer_to_write() const {
 
 void ShardedModule::settle_writes(const char* operation) {
   state_offload_->check(StateOffload::kParameters | StateOffload::kMasters, operation);
+  units_->join();
   if (!units_->is_full_for_reading()) {
     backward_->check_outside(operation);
     backward_->recover();
@@ -221,6 +241,7 @@ void ShardedModule::begin_step() {
               "called while masters are written; call it after.");
   backward_->recover();
   forward_depth_ = 0;
+  units_->join();
   units_->reshard_all();  // a forward without backward leaves units whole, with the values of before the step
   masters_->begin_update("step");
   units_->set_updating(true);
@@ -231,17 +252,20 @@ GradientAccess& ShardedModule::gradients() {
   return *gradients_;
 }
 
-void ShardedModule::end_step() { end_update(/*is_step=*/true); }
+void ShardedModule::end_step(bool overlaps) {
+  has_overlapped_ |= overlaps && !options_.stage.shards_parameters;
+  end_update(overlaps ? Fetch::Change::kOverlappedStep : Fetch::Change::kStep);
+}
 
 bool ShardedModule::end_load() {
   bool is_same = true;
   const std::exception_ptr failure = failure_of([&] { is_same = masters_->unite_replicas("load"); });
-  end_update(/*is_step=*/false);
+  end_update(Fetch::Change::kLoad);
   if (failure != nullptr) std::rethrow_exception(failure);
   return is_same;
 }
 
-void ShardedModule::end_update(bool is_step) {
+void ShardedModule::end_update(Fetch::Change change) {
   for (const auto& flat : flats()) {
     for (const ParameterSlot& slot : flat->slots()) {
       if (slot.parameter.grad().defined()) {
@@ -251,14 +275,23 @@ void ShardedModule::end_update(bool is_step) {
   }
   at::NoGradGuard no_grad;
   units_->set_updating(false);
-  masters_->end_update(is_step);
-  if (is_step) {
+  masters_->end_update(change);
+  if (change != Fetch::Change::kLoad) {
     communicator_.log()->end_step();
     communicator_.log()->sample([&] { return memory_report(); });
   }
 }
 
 // --- facts ---
+
+std::vector<std::string> ShardedModule::changed_parameters() {
+  const std::vector<std::string> changed = units_->ledger().take_over_replaced();
+  if (changed.empty() || options_.stage.shards_parameters) {
+    return changed;
+  }
+  units_->join();  // what is on its way cannot be taken over
+  return units_->ledger().take_over_replaced();
+}
 
 std::map<std::string, int64_t> ShardedModule::memory_report() const {
   const Fetch::Memory memory = units_->fetch().memory();

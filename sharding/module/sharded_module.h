@@ -59,7 +59,11 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
 
   // --- step ---
   void begin_step();  // collective
-  void end_step();    // collective
+  // Collective. `overlaps`: in stages 1 and 2 it only sends the new weights; units wait for their own in the next
+  // forward, and every call here that needs some of them for all.
+  void end_step(bool overlaps = false);
+  // Waits for what such a step has left on its way; at once without. Not collective.
+  void join_step() { units_->join(); }
   // Instead of end_step where masters were changed by anything else than a step; collective. False, on every rank,
   // where replicas wrote different values (Masters::unite_replicas).
   [[nodiscard]] bool end_load();
@@ -80,13 +84,13 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   // compression; with offload also what is in the tier, and the staging buffers.
   std::map<std::string, int64_t> memory_report() const;
   // Names of parameters whose data was replaced by what cannot be taken over.
-  std::vector<std::string> changed_parameters() { return units_->ledger().take_over_replaced(); }
+  std::vector<std::string> changed_parameters();
 
  private:
   ShardedModule(RankGroups groups, RankGroups reduction_groups, const ShardingOptions& options);
   void build(const ModelSource& source);
   WriteLedger::Answer answer_to_write() const;
-  void end_update(bool is_step);
+  void end_update(Fetch::Change change);
 
   Communicator communicator_;
   Communicator reductions_;
@@ -97,7 +101,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   std::unique_ptr<StateOffload> state_offload_;
   std::unique_ptr<Backward> backward_;
   std::unique_ptr<GradientAccess> gradients_;
-  int64_t forward_depth_ = 0;  // units whose forward runs; too many after one that raised, until the root's next
+  bool has_overlapped_ = false;     // whether any step has left weights of stages 1 and 2 on their way
+  bool may_have_backward_ = false;  // the outermost forward began with gradients enabled
+  int64_t forward_depth_ = 0;       // units whose forward runs; too many after one that raised, until the root's next
 };
 
 }  // namespace zeropg

@@ -17,9 +17,8 @@ struct Unit {
   std::vector<FlatParameter*> flats;
   bool is_root = false;
   bool is_whole = false;
-  bool is_prefetched = false;  // gathered ahead for when it is needed next; it may be whole until then
-  int64_t forwards = 0;        // since the last backward ended
-  int64_t forward_began = 0;   // for the log, as is
+  int64_t forwards = 0;       // since the last backward ended
+  int64_t forward_began = 0;  // for the log, as is
   int64_t backward_began = 0;
   bool is_in_backward = false;     // between the hook on its outputs and its last gradient
   bool has_hooked_inputs = false;  // in the forward that runs: some input needs a gradient

@@ -1,6 +1,7 @@
 #include "sharding/module/units.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/accumulate.h>
 #include <malloc.h>
 
 #include <algorithm>
@@ -18,6 +19,23 @@ constexpr int64_t kLargeNumel = 1 << 18;
 int64_t numel_of(const Unit& unit) {
   return std::accumulate(unit.flats.begin(), unit.flats.end(), int64_t{0},
                          [](int64_t sum, const FlatParameter* flat) { return sum + flat->layout().total_numel; });
+}
+
+// Without padding, so that they are the same on any number of ranks.
+std::vector<int64_t> numels_of(const ModelSource& source) {
+  std::vector<int64_t> numels;
+  for (const UnitSource& unit : source.units) {
+    int64_t& numel = numels.emplace_back(0);
+    for (const FlatParameter::Source& parameter : unit.parameters) {
+      numel += c10::multiply_integers(parameter.sizes);
+    }
+  }
+  return numels;
+}
+
+bool is_attached(const Unit& unit) {
+  return std::all_of(unit.flats.begin(), unit.flats.end(),
+                     [](const FlatParameter* flat) { return flat->is_attached(); });
 }
 
 // The parameters of a unit by (dtype, trainable or frozen, encoded or not), each group in the given order.
@@ -39,7 +57,7 @@ std::vector<std::vector<FlatParameter::Source>> group_sources(const std::vector<
 }  // namespace
 
 Units::Units(Communicator& communicator, const ShardingOptions& options, const ModelSource& source)
-    : communicator_(communicator), options_(options) {
+    : communicator_(communicator), options_(options), budget_(numels_of(source), options.limits) {
   for (const UnitSource& of_unit : source.units) {
     Unit unit;
     unit.name = of_unit.name;
@@ -103,6 +121,13 @@ std::vector<FlatParameter*> Units::flat_pointers() const {
   return all;
 }
 
+std::vector<FlatParameter*> Units::forward_order() const {
+  std::vector<FlatParameter*> order = units_.back().flats;
+  std::for_each(units_.begin(), units_.end() - 1,
+                [&](const Unit& unit) { order.insert(order.end(), unit.flats.begin(), unit.flats.end()); });
+  return order;
+}
+
 // Backward runs the units from last to first; the root, which holds the embedding, is done at the very end.
 std::vector<FlatParameter*> Units::backward_order() const {
   std::vector<FlatParameter*> order;
@@ -117,13 +142,16 @@ std::vector<FlatParameter*> Units::backward_order() const {
 
 void Units::unshard(Unit& unit, Fetch::Use use) {
   if (unit.is_whole) {
+    if (budget_.is_kept(index_of(unit))) {
+      take_kept(unit);
+    }
     return;
   }
   TORCH_CHECK(!is_updating_, communicator_.context("forward"),
               "called while masters are written (zeropg.writable_shards); call it after the `with`.");
   at::NoGradGuard no_grad;
   try {
-    if (fetch_->is_collective() && full_depth_ == 0) {
+    if (gathers()) {
       gather(unit, use);
     }
     for (FlatParameter* flat : unit.flats) {
@@ -131,31 +159,41 @@ void Units::unshard(Unit& unit, Fetch::Use use) {
       ledger_->show_own_writes(*flat);
     }
   } catch (...) {
-    reshard(unit);
+    make_sharded(unit);
     throw;
   }
   unit.is_whole = true;
 }
 
 // Note [Gathering ahead]
-// Every rank must issue the same gathers in the same order. So what is gathered ahead is a function of which units were
-// gathered because they were needed, and of where passes ended: never of time, memory, gradients, the grad mode or
-// which units are still whole. And every gather says which one it is (GatheredFetch): where ranks issue different ones,
-// after all, it is an error, and no unit gets the values of another.
+// Every rank must issue the same gathers in the same order. So what is gathered ahead, and what stays whole where it
+// need not be gathered again, is a function of which units were needed, of where forwards ended and of where passes
+// did: never of time, memory, gradients or which units are still whole. And every gather says which one it is
+// (GatheredFetch): where ranks issue different ones, after all, it is an error, and no unit gets the values of another.
 void Units::gather(Unit& unit, Fetch::Use use) {
-  const bool was_expected = use == Fetch::Use::kCompute && unit.is_prefetched;
+  const int64_t index = index_of(unit);
+  const bool was_expected = use == Fetch::Use::kCompute && budget_.is_ahead(index);
+  if (budget_.persists(index)) {  // small, and gathered once between updates: nothing is to be learned of it
+    return;
+  }
   if (!was_expected) {
     drop_prefetched(/*waits=*/true);
   }
   if (use != Fetch::Use::kCompute) {
     return;
   }
-  forecast_.add(index_of(unit));
+  forecast_.add(index);
+  make_sharded(budget_.need(index));
   if (!was_expected) {
     prefetch(unit);
   }
-  unit.is_prefetched = false;
   prefetch_ahead();
+}
+
+void Units::take_kept(Unit& unit) {
+  at::NoGradGuard no_grad;
+  make_sharded(budget_.need(index_of(unit)));
+  prefetch_ahead();  // what had to wait for its turn in memory
 }
 
 void Units::prefetch_ahead() {
@@ -166,42 +204,35 @@ void Units::prefetch_ahead() {
       return;
     }
     place = place.then(next);
-    Unit& unit = units_[next];
-    if (unit.is_prefetched) {
+    if (budget_.is_ahead(next)) {
       continue;
     }
-    if (!has_room_for(unit)) {
+    if (budget_.is_kept(next) || !budget_.may_gather_ahead(next)) {  // one that is kept gives way before its turn
       return;
     }
-    prefetch(unit);
+    make_sharded(budget_.gather_ahead(next));
+    prefetch(units_[next]);
   }
 }
 
 void Units::prefetch(Unit& unit) {
-  unit.is_prefetched = true;
   for (FlatParameter* flat : unit.flats) {
     fetch_->prefetch(*flat);
   }
 }
 
-bool Units::has_room_for(const Unit& unit) const {
-  int64_t numel = 0;
-  for (const Unit& other : units_) {
-    numel += other.is_prefetched ? numel_of(other) : 0;
-  }
-  return numel == 0 ? options_.prefetch_numel > 0 : numel + numel_of(unit) <= options_.prefetch_numel;
-}
-
 void Units::drop_prefetched(bool waits) {
   fetch_->drop_prefetched(waits);
-  for (Unit& unit : units_) {
-    unit.is_prefetched = false;
-  }
+  budget_.drop_ahead();
 }
 
 void Units::end_pass() {
   forecast_.end();
   drop_prefetched(/*waits=*/true);
+  const UnitBudget::Units kept = budget_.drop_kept();
+  if (!keeps_whole_) {
+    make_sharded(kept);
+  }
 }
 
 void Units::forget_passes() {
@@ -209,11 +240,32 @@ void Units::forget_passes() {
   drop_prefetched(/*waits=*/false);
 }
 
+void Units::reshard_or_keep(Unit& unit) {
+  if (!gathers() || budget_.persists(index_of(unit))) {
+    reshard(unit);
+    return;
+  }
+  make_sharded(budget_.keep(index_of(unit)));
+}
+
 void Units::reshard(Unit& unit) {
+  if (!fetch_->is_collective() || !budget_.persists(index_of(unit))) {
+    make_sharded(unit);
+  }
+}
+
+void Units::make_sharded(const UnitBudget::Units& given_up) {
+  for (const int64_t index : given_up) {
+    make_sharded(units_[index]);
+  }
+}
+
+void Units::make_sharded(Unit& unit) {
   if (full_depth_ > 0 || !options_.stage.shards_parameters) {
     return;
   }
   at::NoGradGuard no_grad;
+  budget_.forget_kept(index_of(unit));
   for (FlatParameter* flat : unit.flats) {
     if (flat->is_attached()) {
       ledger_->keep_own_writes(*flat);
@@ -227,7 +279,34 @@ void Units::reshard_all() {
   keeps_whole_ = false;
   end_pass();
   for (Unit& unit : units_) {
-    reshard(unit);
+    make_sharded(unit);
+  }
+}
+
+void Units::end_update(Fetch::Change change) {
+  try {
+    fetch_->end_update(forward_order(), change);
+  } catch (...) {
+    note_arriving();
+    throw;
+  }
+  note_arriving();
+}
+
+void Units::note_arriving() {
+  for (Unit& unit : units_) {
+    unit.is_whole = unit.is_whole && is_attached(unit);
+  }
+}
+
+void Units::join() {
+  if (options_.stage.shards_parameters) {
+    return;
+  }
+  for (Unit& unit : units_) {
+    if (!unit.is_whole && !is_attached(unit)) {
+      unshard(unit);
+    }
   }
 }
 

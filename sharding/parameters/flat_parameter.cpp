@@ -38,6 +38,13 @@ std::string sharded_message(const std::string& name) {
       "inside `with zeropg.full_parameters(model):`, or take this rank's part from zeropg.local_shards(model).");
 }
 
+std::string arriving_message(const std::string& name) {
+  return c10::str("[zeropg] parameter '", name,
+                  "' is on its way: its new values, which the last step sent, have not been waited for. The forward of "
+                  "its unit does that. To read it before, use `with zeropg.full_parameters(model):`, which waits for "
+                  "all; to write it, the same with writable=True. Without overlap_step=True steps wait themselves.");
+}
+
 }  // namespace
 
 FlatParameter::FlatParameter(std::string unit_name, std::vector<Source> sources, const ShardingOptions& options,
@@ -149,6 +156,13 @@ void FlatParameter::attach(const at::Tensor& whole) {
 void FlatParameter::detach() {
   for (ParameterSlot& slot : slots_) {
     slot.storage.detach();
+  }
+  whole_.reset();
+}
+
+void FlatParameter::hide() {
+  for (ParameterSlot& slot : slots_) {
+    slot.storage.detach(arriving_message(slot.names.front()));
   }
   whole_.reset();
 }

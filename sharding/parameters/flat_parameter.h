@@ -104,6 +104,8 @@ class FlatParameter {
 
   void attach(const at::Tensor& whole);
   void detach();
+  // As detach, for parameters whose new values are on their way: reads say so, and how to wait.
+  void hide();
   bool is_attached() const { return whole_.defined(); }
   const at::Tensor& whole() const { return whole_; }
 

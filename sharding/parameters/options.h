@@ -10,6 +10,7 @@
 #include "compression/compressor.h"
 #include "compression/error_feedback.h"
 #include "sharding/offload/offload.h"
+#include "sharding/parameters/unit_limits.h"
 #include "sharding/stage.h"
 
 namespace zeropg {
@@ -22,10 +23,8 @@ struct ShardingOptions {
   std::shared_ptr<const Compressor> weights_codec;  // of updated weights between ranks; null: as they are
   std::shared_ptr<ResidualStore> residuals;         // this rank's, of the codec; null: no error feedback
   bool reshard_after_forward = true;                // false: a unit stays whole from its forward to its backward
-  // Where units are gathered: the next one is gathered before it is needed, and more while they have so many elements
-  // together; 0: none.
-  int64_t prefetch_numel = 1;
-  std::shared_ptr<Offload> optimizer_offload;  // where masters go that are apart from the parameters; null: memory
+  UnitLimits limits;                                // where units are gathered
+  std::shared_ptr<Offload> optimizer_offload;       // where masters go that are apart from the parameters; null: memory
 };
 
 // Parameters of 16 bits and less are updated in fp32: their own dtype loses small updates.

@@ -53,8 +53,8 @@ void ParameterStorage::attach(const at::Tensor& flat, int64_t offset_numel, bool
   is_attached_ = true;
 }
 
-void ParameterStorage::detach() {
-  storage_->point_at_nothing(sharded_message_);
+void ParameterStorage::detach(const std::string& message) {
+  storage_->point_at_nothing(message);
   is_attached_ = false;
 }
 

@@ -32,8 +32,9 @@ class ParameterStorage {
   // Points at `flat[offset_numel, +numel)` and keeps `flat`'s storage alive. `is_watched`: the first write is asked
   // for.
   void attach(const at::Tensor& flat, int64_t offset_numel, bool is_watched);
-  // Points at nothing; reads raise the message.
-  void detach();
+  // Points at nothing; reads raise the message, by default that of a parameter that is sharded.
+  void detach() { detach(sharded_message_); }
+  void detach(const std::string& message);
   bool is_attached() const { return is_attached_; }
 
   // Whether `parameter` still uses this storage and its memory, in its own shape and order (false after .to(), .data =

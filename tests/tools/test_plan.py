@@ -125,6 +125,21 @@ def test_encoded_weights_take_fewer_bytes_between_nodes(capsys):
     assert "too coarse" in capsys.readouterr().err
 
 
+def test_the_ranks_of_a_node_hold_one_copy_of_what_is_gathered_together():
+    shape = shape_of_gpt(1_000_000)
+    settings = Settings(stage=3, ranks=4, nodes=2, param_dtype=torch.bfloat16)
+    gathered = {
+        name: bytes_per_kind(memory(shape, each))["gathered"]
+        for name, each in {
+            "together": settings,
+            "apart": replace(settings, backend="gloo"),
+            "alone": replace(settings, ranks=2),
+        }.items()
+    }
+    assert 2 * gathered["together"] == pytest.approx(gathered["apart"], rel=1e-3)
+    assert gathered["alone"] == pytest.approx(gathered["apart"], rel=1e-3)
+
+
 def test_plan_matches_what_the_core_holds_where_units_are_gathered():
     planned, measured = run_ranks(2, train_and_measure, 3, torch.bfloat16, None, "gloo", backend="gloo", timeout=90)[0]
     assert planned["gathered"] > 0
@@ -185,8 +200,16 @@ def test_optimizers_state_is_what_the_kernels_say():
     for name in _C.optimizer_names():
         kernel = _C.make_optimizer(name)
         hyperparameters = {key: values.get(key, 0.5) for key in kernel.hyperparameters}
-        slots = len(kernel.state_slots(hyperparameters))
-        assert slots == OPTIMIZER_SLOTS[f"{name}-momentum" if f"{name}-momentum" in OPTIMIZER_SLOTS else name]
+        slots = kernel.state_slots(hyperparameters)
+        planned = OPTIMIZER_SLOTS[f"{name}-momentum" if f"{name}-momentum" in OPTIMIZER_SLOTS else name]
+        assert [slot.name for slot in slots] == [slot.name for slot in planned]
+
+
+@pytest.mark.parametrize(("optimizer", "each"), [("adamw", 8), ("adamw_16bit", 4), ("adam_8bit", 2 + 2 / 32)])
+def test_state_in_fewer_bits_takes_less(optimizer, each):
+    shape = ModelShape("one matrix", (Unit("a", (Flat((1 << 20,), torch.float32),)), Unit("", ())))
+    held = bytes_per_kind(memory(shape, Settings(stage=1, ranks=2, optimizer=optimizer)))
+    assert held["optimizer"] == each * (1 << 19)
 
 
 def test_traffic_reaches_the_lower_bounds():

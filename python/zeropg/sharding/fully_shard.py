@@ -23,6 +23,7 @@ from zeropg.compression.codec import Codec
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 from zeropg.compression.state import backend_of
 from zeropg.rank_io.agreement import together
+from zeropg.sharding.limits import limits_of, what_has_no_effect
 from zeropg.sharding.load_state_dict import load_into
 from zeropg.sharding.materialize import Materializer
 from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_memory, offload_of, open_offload
@@ -66,6 +67,13 @@ class FullyShardedModule(nn.Module):
             for parameter in state.ignored_parameters():
                 if parameter.grad is not None:
                     parameter.grad = torch.zeros_like(parameter.grad)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As nn.Module's. Waits for weights that a step with overlap_step=True has left on their way; sends nothing."""
+        unit = vars(self).get("_zeropg_unit")
+        if unit is not None:
+            unit[0].core.join_step()
+        return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Sets parameters and buffers from whole tensors, in every stage, as nn.Module's does. All ranks must call.
@@ -114,6 +122,9 @@ def fully_shard(
     compression: Codec | Plan | Literal["auto"] | None = None,
     reshard_after_forward: bool = True,
     prefetch_numel: int = 1,
+    keep_numel: int = 0,
+    persistent_numel: int = 0,
+    max_whole_numel: int | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
     """Shards a module over the ranks of a process group, in place. All ranks must call.
@@ -157,11 +168,22 @@ def fully_shard(
             feedback each rank keeps up to 4 bytes per parameter more. With weights= of a plan masters are apart from
             fp32 parameters too in stages 1 and 2: 4 bytes per parameter / ranks. Where a mesh replicates, gradients
             are encoded between replicas in stages 2 and 3, and weights= is not available.
-        reshard_after_forward: stage 3: False keeps a unit whole from its forward to its backward, which takes memory
-            and saves time.
-        prefetch_numel: stage 3, where units are gathered (several nodes, other backends): the next unit is gathered
-            behind the one that runs, and more as long as they have no more elements together, in the order of earlier
-            steps. 0: none.
+        reshard_after_forward: stage 3: False keeps every unit whole from its forward to its backward, which takes
+            memory and saves time.
+        prefetch_numel: stage 3, where units are gathered (several nodes, other backends; elsewhere this and the three
+            limits that follow change nothing): the next unit is gathered behind the one that runs, and more as long as
+            they have no more elements together, in the order of earlier steps. 0: none.
+        keep_numel: there, how much of what a forward has gathered stays whole for the backward, and is not gathered
+            again: its last units, as long as they have no more elements together, but none that has more by itself.
+            They stay in the node's one copy where there is one, which takes room in the pool of each rank
+            (`BackendOptions(pool_bytes=)`). 0: none, and each unit is gathered twice in a step.
+        persistent_numel: there, units of at most so many elements stay whole from their first use after a step to the
+            next step, through all forwards and backwards between. It is a unit that persists or not, as a whole: to
+            have norms or biases persist, name their modules in `units`. 0: none.
+        max_whole_numel: there, how many elements may be whole, or on their way, at once. Units that run, the root,
+            and those of which a backward still expects gradients are always whole; what is gathered ahead has room
+            beside them, then what is kept, and units persist in the order of the model while they fit beside the root.
+            None: no limit.
         device: where parameters and buffers on `meta` get memory. Default: where the others are, or the group's device.
 
     Returns:
@@ -170,9 +192,10 @@ def fully_shard(
     Raises:
         TypeError: `module` is no module, mesh no DeviceMesh, or a dtype is not floating.
         ValueError: the module has no parameters or is sharded already, nothing initialises what is on `meta`, the
-            device is not that of other parameters, the stage is not 0 to 3, both mesh and
-            process_group are given, the mesh has more than two dimensions, another device or not this rank, models or
-            meshes differ between ranks, or compression cannot serve the model.
+            device is not that of other parameters, the stage is not 0 to 3, a number of elements is none or contradicts
+            reshard_after_forward, both mesh and process_group are given, the mesh has more than two dimensions, another
+            device or not this rank, models, meshes or arguments differ between ranks, or compression cannot serve the
+            model.
         OSError: on every rank, where one cannot use or fill its offload directory.
         NotImplementedError: an argument or a kind of parameter is not available.
     """
@@ -180,7 +203,7 @@ def fully_shard(
     group = groups.everybody
     with _failing_together(group):
         _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
-        _check_prefetch_numel(prefetch_numel)
+        limits = limits_of(reshard_after_forward, prefetch_numel, keep_numel, persistent_numel, max_whole_numel)
         requested_trace()
         offload = offload_of(offload_optimizer, "offload_optimizer")
         plan = None if compression is None else _plan_of(compression, group)
@@ -206,6 +229,9 @@ def fully_shard(
         "compression": None if plan is None else repr(plan),
         "reshard_after_forward": reshard_after_forward,
         "prefetch_numel": prefetch_numel,
+        "keep_numel": keep_numel,
+        "persistent_numel": persistent_numel,
+        "max_whole_numel": max_whole_numel,
         "offload_optimizer": offload and offload.device,  # each rank may have a disk of its own
     }
     _check_same_on_all_ranks(module, plans, options, group)
@@ -243,7 +269,7 @@ def fully_shard(
         residuals=None if gradients is None else gradients.make_residuals(),
         weights_codec=None if weights is None else weights.make_compressor(),
         reshard_after_forward=reshard_after_forward,
-        prefetch_numel=prefetch_numel,
+        limits=limits,
         optimizer_offload=tier,
     )
     together(group, "fully_shard", values.finish)
@@ -253,12 +279,15 @@ def fully_shard(
         vars(unit.module)["_zeropg_is_unit"] = True
         _swap_class(unit.module)
     if core.rank == 0:
-        print(_summary(core, plans, reduce_dtype, plan), file=sys.stderr)
+        unused = what_has_no_effect(
+            core, keep_numel=keep_numel, persistent_numel=persistent_numel, max_whole_numel=max_whole_numel
+        )
+        print(_summary(core, plans, reduce_dtype, plan) + unused, file=sys.stderr)
         if plan is not None:
             say_what_is_not_encoded(
                 plan, ((_plain_name(plan, names, p) or names[0], p) for unit in plans for names, p in unit.parameters)
             )
-        if units is None and core.fetch_name == "gathered":  # also with one rank: what is whole is a copy
+        if units is None and core.fetch_name.startswith("gathered"):  # also with one rank: what is whole is a copy
             _say_what_the_root_holds(plans)
     return module
 
@@ -311,14 +340,6 @@ def _check(module: nn.Module, stage: int, *dtypes: torch.dtype | None) -> None:
         raise ValueError(
             f"[zeropg] fully_shard: {', '.join(map(repr, lazy))} of a lazy module have no shape yet; expected them to "
             "have one: run a forward on a small batch first."
-        )
-
-
-def _check_prefetch_numel(prefetch_numel: int) -> None:
-    if type(prefetch_numel) is not int or prefetch_numel < 0:
-        raise ValueError(
-            f"[zeropg] fully_shard: prefetch_numel is {prefetch_numel!r}; expected a number of elements, or 0 to "
-            "gather nothing ahead."
         )
 
 
@@ -386,8 +407,10 @@ def _check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
             if is_traceable_wrapper_subclass(parameter):
                 raise NotImplementedError(
                     f"[zeropg] fully_shard: parameter {names[0]!r} is a {type(parameter).__name__}, expected a plain "
-                    "tensor: what tensor parallelism or quantization has wrapped cannot be sharded here. Name it in "
-                    "ignored_params, or use torch's FSDP2, which shards DTensors and runs over zeropg's groups."
+                    "tensor: what tensor parallelism or quantization has wrapped cannot be sharded here. Instead of "
+                    "torchao's quantize_, zeropg.quantize_frozen(model) packs frozen weights into 4 or 8 bits that are "
+                    "sharded. Name others in ignored_params, or use torch's FSDP2, which shards DTensors and runs over "
+                    "zeropg's groups."
                 )
             if parameter.is_complex() and parameter.requires_grad:
                 raise NotImplementedError(

@@ -57,6 +57,13 @@ def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cpu" and isinstance(backend, _C.ProcessGroupZero) and len(backend.topology().nodes) == 1
 
 
+def shares_gathered(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the ranks of a node have one copy of what stage 3 makes whole; otherwise each has its own."""
+    backend = unwrapped_backend(group, device)
+    is_zeropg = device.type == "cpu" and isinstance(backend, _C.ProcessGroupZero)
+    return is_zeropg and len(backend.topology().nodes) < group.size()
+
+
 def _of_mesh(mesh: DeviceMesh) -> _C.RankGroups:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"[zeropg] fully_shard: mesh is a {type(mesh).__name__}; expected a DeviceMesh.")

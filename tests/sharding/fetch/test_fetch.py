@@ -13,19 +13,22 @@ from torch import nn
 import zeropg
 from tests.sharding.ranks import close, equal, raises
 from tests.small_gpt import loss_of, make_batches, make_model
-from tests.spawn import RankPool
+from tests.spawn import THIS_MACHINE, Place, RankPool, SeparateHosts
 
 
 class Case(NamedTuple):
     backend: str
     stage: int
     is_collective: bool  # then all ranks run their units in the same order
+    worlds: tuple[int, ...] = (1, 2, 3)
+    place: Place = THIS_MACHINE
 
 
 FETCHES = {
     "replicated": Case("zeropg", 2, is_collective=False),
     "shared": Case("zeropg", 3, is_collective=False),
     "gathered": Case("gloo", 3, is_collective=True),
+    "gathered per node": Case("zeropg", 3, True, worlds=(4,), place=SeparateHosts(hosts=(0, 1, 0, 1))),
 }
 
 
@@ -125,8 +128,10 @@ def run_checks(name: str) -> dict[str, str]:
     return failures
 
 
-@pytest.mark.parametrize("name", FETCHES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "world_size"), [(name, size) for name, case in FETCHES.items() for size in case.worlds]
+)
 def test_fetch(rank_pool: Callable[..., RankPool], name: str, world_size: int) -> None:
-    for failures in rank_pool(world_size, FETCHES[name].backend).run(run_checks, name, timeout=120):
+    case = FETCHES[name]
+    for failures in rank_pool(world_size, case.backend, case.place).run(run_checks, name, timeout=120):
         assert not failures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import pytest
@@ -159,18 +159,22 @@ def weights_of(model: nn.Module) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def check_any_program() -> None:
+def check_trained_alike(pairs: Iterable[tuple[nn.Module, torch.optim.Optimizer]]) -> None:
+    """All of the models come to the same bits, and to what a plain process comes to. Each is made in its turn."""
     torch.set_num_threads(1)
     plain = Net()
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
     results = []
-    for prefetch_numel in (0, 1, 150, 10**9):
-        model, optimizer = sharded(prefetch_numel)
+    for model, optimizer in pairs:
         train(model, optimizer)
         results.append(weights_of(model))
     for result in results:
         assert all(equal(*pair) for pair in zip(result, results[0], strict=True))
         assert all(close(*pair) for pair in zip(result, plain.parameters(), strict=True))
+
+
+def check_any_program() -> None:
+    check_trained_alike(sharded(prefetch_numel) for prefetch_numel in (0, 1, 150, 10**9))
 
 
 @on_ranks(2, backend="gloo", timeout=120)

@@ -57,10 +57,18 @@ class Net(nn.Module):
 class Run:
     """One execution of a program: plain (`stage` None) or sharded."""
 
-    def __init__(self, stage: int | None, dtype: torch.dtype, param_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        stage: int | None,
+        dtype: torch.dtype,
+        param_dtype: torch.dtype | None = None,
+        *,
+        overlap_step: bool | None = None,
+    ) -> None:
         self.stage = stage
         self.dtype = dtype
         self.param_dtype = param_dtype
+        self.overlap_step = overlap_step
         self.models: dict[str, nn.Module] = {}
 
     @property
@@ -84,7 +92,9 @@ class Run:
 
     def optimizer(self, model: nn.Module, parameters: Any = None, rate: float = RATE) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(model.parameters() if parameters is None else parameters, lr=rate, momentum=0.5)
-        return optimizer if self.is_plain else zeropg.shard_optimizer(optimizer, model)
+        if self.is_plain:
+            return optimizer
+        return zeropg.shard_optimizer(optimizer, model, overlap_step=self.overlap_step)
 
     def batches(self, steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tokens [n, 4] and targets [n, 3]: 12 rows, or this rank's part of them."""
@@ -389,7 +399,7 @@ def write_on_one_rank(run: Run) -> None:
     model = run.model()
 
     def write() -> None:
-        if run.is_plain or run.stage == 3 or dist.get_rank() == 1:  # stage 3 refuses it, here on every rank
+        if run.is_plain or run.stage == 3 or run.overlap_step or dist.get_rank() == 1:  # refused on every rank
             model.head.bias.data.fill_(1)
 
     train(run, model, write)
@@ -662,7 +672,7 @@ def autograd_grad_on_one_rank(run: Run) -> None:
     optimizer = run.optimizer(model)
     for batch in run.batches():
         # Where units are gathered, forward and backward communicate.
-        if run.is_plain or dist.get_rank() == 0 or model._zeropg.fetch_name == "gathered":
+        if run.is_plain or dist.get_rank() == 0 or model._zeropg.fetch_is_collective:
             torch.autograd.grad(loss_of(model, *batch), model.head.bias)
         loss_of(model, *batch).backward()
         optimizer.step()

@@ -99,15 +99,50 @@ def test_equal_to_the_plain_process_or_refused(
                 assert outcome == "equal", (rank, name, outcome)
 
 
-def outcomes(stage: int, precision: tuple[torch.dtype, torch.dtype | None]) -> dict[str, str]:
+# Programs that read or write a parameter between a step and the next forward.
+TOO_EARLY = {
+    "assign_data",
+    "clamp_after_each_step",
+    "clamp_with_foreach",
+    "load_state_dict_of_a_submodule",
+    "merge_into_a_frozen_weight",
+    "momentum_teacher",
+    "momentum_teacher_by_assignment",
+    "renormalized_table_assigned_before_forward",
+    "renormalized_table_written_in_place_before_forward",
+    "write_on_one_rank",
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_same_with_steps_that_overlap(rank_pool: Any, stage: int) -> None:
+    for rank, found in enumerate(rank_pool(2, "gloo").run(outcomes, stage, FP64, True, timeout=240)):
+        early = {name for name, outcome in found.items() if "is on its way" in outcome}
+        assert early == TOO_EARLY, rank
+        for name, outcome in found.items():
+            stages, words = REFUSED.get(name, ((), ""))
+            if name not in early and stage in stages:
+                assert "[zeropg" in outcome and words in outcome, (rank, name, outcome)
+            elif name not in early:
+                assert outcome == "equal", (rank, name, outcome)
+
+
+def outcomes(
+    stage: int, precision: tuple[torch.dtype, torch.dtype | None], overlap_step: bool | None = None
+) -> dict[str, str]:
     torch.set_num_threads(1)
-    return {name: outcome(function, stage, precision) for name, function in USES.items()}
+    return {name: outcome(function, stage, precision, overlap_step) for name, function in USES.items()}
 
 
-def outcome(function: Callable[[Run], None], stage: int, precision: tuple[torch.dtype, torch.dtype | None]) -> str:
+def outcome(
+    function: Callable[[Run], None],
+    stage: int,
+    precision: tuple[torch.dtype, torch.dtype | None],
+    overlap_step: bool | None = None,
+) -> str:
     """ "equal", or what went wrong."""
     plain = Run(None, precision[0])
-    sharded = Run(stage, *precision)
+    sharded = Run(stage, *precision, overlap_step=overlap_step)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         function(plain)

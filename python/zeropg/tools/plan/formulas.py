@@ -6,7 +6,7 @@ Memory follows what sharding/ allocates (its README has the table): tests/tools/
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,22 +16,25 @@ from zeropg.compression.codec import Codec
 from zeropg.sharding.offload import TIERS
 from zeropg.tools.plan.shape import Flat, ModelShape, Unit
 
+# What an optimizer keeps of a master's elements: one in its dtype each (None), or slots that say it themselves.
+Slots = Sequence[_C.StateSlot | None]
 
-def _fused_slots() -> dict[str, int]:
+
+def _fused_slots() -> dict[str, Slots]:
     """Of each fused kernel; where it keeps more with an option (SGD with momentum), as "name-option" too."""
-    slots = {}
+    slots: dict[str, Slots] = {}
     for name in _C.optimizer_names():
         kernel = _C.make_optimizer(name)
         typical = kernel.hyperparameters
-        most = len(kernel.state_slots(typical))
-        without = {key: len(kernel.state_slots(typical | {key: 0.0})) for key in typical}
-        slots[name] = min(without.values(), default=most)
-        slots.update({f"{name}-{key}": most for key, count in without.items() if count < most})
+        most = kernel.state_slots(typical)
+        without = {key: kernel.state_slots(typical | {key: 0.0}) for key in typical}
+        slots[name] = min(without.values(), key=len, default=most)
+        slots.update({f"{name}-{key}": most for key, fewer in without.items() if len(fewer) < len(most)})
     return slots
 
 
-# Tensors per element that an optimizer keeps beside the master: some classes that run as they are, and fused kernels.
-OPTIMIZER_SLOTS = {"rmsprop": 1, **_fused_slots()}
+# State tensors that an optimizer keeps beside the master: some classes that run as they are, and fused kernels.
+OPTIMIZER_SLOTS: dict[str, Slots] = {"rmsprop": [None], **_fused_slots()}
 
 # Buckets of units that live at once: one on its way to the other ranks while the next is filled (kMaxInFlight).
 _BUCKETS_AT_ONCE = 2
@@ -73,6 +76,12 @@ class Settings:
         """Whether the ranks of the (one) node hold the parameters together: SharedFetch."""
         return self.stage == 3 and self.device == "cpu" and self.nodes == 1 and self.backend == "zeropg"
 
+    @property
+    def shares_gathered(self) -> bool:
+        """Whether the ranks of a node have one copy of what they gather: GatheredBuffers."""
+        several = self.nodes > 1 and self.local_ranks > 1
+        return self.stage == 3 and self.device == "cpu" and several and self.backend == "zeropg"
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -110,7 +119,7 @@ def memory(shape: ModelShape, settings: Settings) -> list[Holding]:
     holdings += [
         Holding("gradients", sum(_gradient_bytes(f, settings) for f in flats)),
         Holding("buckets", _bucket_bytes(shape, settings)),
-        Holding("gathered", _gathered_bytes(shape, settings)),
+        Holding("gathered", _gathered_bytes(shape, settings), is_shared=settings.shares_gathered),
         Holding("autograd", _largest_gradient_bytes(flats, settings)),
         Holding("residuals", sum(_residual_bytes(f, settings) for f in flats)),
         Holding("staging", _staging_bytes(settings), is_shared=settings.device == "cpu"),
@@ -215,7 +224,12 @@ def _optimizer_bytes(flat: Flat, settings: Settings) -> tuple[int, int]:
     numel, width = _master_numel(flat, settings), _master_dtype(flat).itemsize
     is_apart = _dtype(flat, settings) != _master_dtype(flat) or _sends_differences(flat, settings)
     masters = numel * width if is_apart else 0
-    return masters, OPTIMIZER_SLOTS[settings.optimizer] * numel * width if flat.is_trainable else 0
+    slots = OPTIMIZER_SLOTS[settings.optimizer] if flat.is_trainable else ()
+    return masters, sum(_slot_bytes(slot, numel, _master_dtype(flat)) for slot in slots)
+
+
+def _slot_bytes(slot: _C.StateSlot | None, numel: int, master: torch.dtype) -> int:
+    return numel * master.itemsize if slot is None else slot.entries(numel) * slot.dtype(master).itemsize
 
 
 def _gradient_bytes(flat: Flat, settings: Settings) -> int:
@@ -261,10 +275,18 @@ def _gathered_bytes(shape: ModelShape, settings: Settings) -> int:
         return 0
 
     def whole(unit: Unit) -> int:
-        return sum(flat.total_numel(settings.ranks) * _dtype(flat, settings).itemsize for flat in unit.flats)
+        return sum(_whole_bytes(flat, settings) for flat in unit.flats)
 
     *blocks, root = (whole(unit) for unit in shape.units)
     return root + sum(sorted(blocks)[-_UNITS_AT_ONCE:])
+
+
+def _whole_bytes(flat: Flat, settings: Settings) -> int:
+    """This rank's part of a gathered flat parameter. What is decoded to 16 bits is each rank's own."""
+    dtype = _dtype(flat, settings)
+    is_own = settings.weights is not None and flat.is_encoded and dtype != torch.float32
+    sharers = settings.local_ranks if settings.shares_gathered and not is_own else 1
+    return -(-flat.total_numel(settings.ranks) * dtype.itemsize // sharers)
 
 
 def _largest_gradient_bytes(flats: list[Flat], settings: Settings) -> int:
