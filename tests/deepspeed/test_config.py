@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from zeropg.deepspeed.config import (
 from zeropg.deepspeed.config.validate import key_paths
 from zeropg.deepspeed.muon import Muon
 from zeropg.deepspeed.schedules import WarmupDecayLR
-from zeropg.optim import LAMB, Lion, OneBitAdam, OneBitLamb
+from zeropg.optim import LAMB, Adam, AdamW, Lion, OneBitAdam, OneBitLamb
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -260,8 +261,9 @@ def test_the_files_of_ms_swift_are_accepted_as_the_trainer_fills_them(name: str)
     arguments = sharding_arguments(config)
     offload = {"offload_optimizer": Offload(device="cpu")} if name.endswith("offload") else {}
     offload |= {"offload_params": "cpu"} if name == "zero3_offload" else {}
-    prefetch = {"prefetch_numel": 3686} if name.startswith("zero3") else {}
-    assert arguments == {"stage": int(name[4]), "param_dtype": torch.bfloat16} | offload | prefetch
+    limits = {"prefetch_numel": 3686, "persistent_numel": 640, "max_whole_numel": 10**9}
+    limits = limits if name.startswith("zero3") else {}
+    assert arguments == {"stage": int(name[4]), "param_dtype": torch.bfloat16} | offload | limits
     if name.startswith("zero3"):
         zero = config.zero_optimization
         assert (zero.reduce_bucket_size, zero.stage3_prefetch_bucket_size) == (4096, 3686)
@@ -349,6 +351,15 @@ def config_of(**blocks: Any) -> Config:
             {"stage": 3, "compression": Plan(gradients=BlockQuant(4), weights=BlockQuant(8))},
         ),
         ({"zero_optimization": {"stage": 3, "prefetch_bucket_size": 0}}, {"stage": 3, "prefetch_numel": 0}),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}}, {"stage": 3}),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "stage3_max_live_parameters": 0}},
+            {"stage": 3, "keep_numel": sys.maxsize, "max_whole_numel": 0},
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "max_live_parameters": "auto", "param_persistence_threshold": 9}},
+            {"stage": 3, "persistent_numel": 9},
+        ),
     ],
 )
 def test_what_fully_shard_is_told(blocks: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -366,6 +377,16 @@ def test_what_fully_shard_is_told(blocks: dict[str, Any], expected: dict[str, An
             {"betas": (0.8, 0.9), "weight_decay": 0.0},
         ),
         ({"type": "AdamW", "params": {"torch_adam": True, "foreach": False}}, torch.optim.AdamW, {"foreach": False}),
+        (
+            {"type": "AdamW", "params": {"fp32_optimizer_states": False, "lr": 0.1}},
+            AdamW,
+            {"lr": 0.1, "state_bits": 16, "weight_decay": 0.0},
+        ),
+        (
+            {"type": "Adam", "params": {"fp32_optimizer_states": False, "adam_w_mode": False}},
+            Adam,
+            {"state_bits": 16, "weight_decay": 0.0},
+        ),
         ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
         ({"type": "Adagrad"}, torch.optim.Adagrad, {}),
         (
@@ -393,6 +414,25 @@ def test_optimizers_have_deepspeeds_defaults(
     made = optimizer_of(config_of(optimizer=optimizer))
     assert made is not None and (made.type, made.arguments) == (made_by, arguments)
     assert isinstance(made([torch.nn.Parameter(torch.zeros(4))]), made_by)
+
+
+def test_states_in_16_bits() -> None:
+    bf16 = {"enabled": True, "bf16_optimizer_states": True}
+    for params, made_by in (({"lr": 0.1}, AdamW), ({"lr": 0.1, "adam_w_mode": False}, Adam)):
+        made = optimizer_of(config_of(bf16=bf16, optimizer={"type": "Adam", "params": params}))
+        assert made is not None and made.type is made_by
+        assert made.arguments == {"lr": 0.1, "state_bits": 16, "weight_decay": 0.0}
+    for optimizer in (
+        {"type": "SGD", "params": {"lr": 0.1}},
+        {"type": "Lion"},
+        {"type": "AdamW", "params": {"torch_adam": True}},
+        {"type": "AdamW", "params": {"fp32_optimizer_states": True}},
+    ):
+        said = problems({"bf16": bf16, "optimizer": optimizer})
+        assert f"bf16_optimizer_states is true, but optimizer.type is {optimizer['type']!r} with state in fp32" in said
+    off = config_of(bf16={"enabled": False, "bf16_optimizer_states": True}, optimizer={"type": "AdamW"})
+    made = optimizer_of(off)
+    assert made is not None and made.type is torch.optim.AdamW, "the block is not in use"
 
 
 @pytest.mark.parametrize(

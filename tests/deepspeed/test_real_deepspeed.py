@@ -64,7 +64,7 @@ def losses(engine: Any, steps: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_what_it_saved_loads_to_the_last_bit(job: tuple[Path, int, str], world_size: int) -> None:
     folder, stage, dtype = job
     with RankPool(world_size) as pool:

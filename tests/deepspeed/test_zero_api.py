@@ -178,6 +178,12 @@ def test_scripts_start_as_with_deepspeed() -> None:
     assert torch.device(deepspeed.get_accelerator().current_device_name()) == engine.device
     for make in (deepspeed.ops.adam.FusedAdam, deepspeed.ops.adam.DeepSpeedCPUAdam):
         assert type(make(make_model().parameters())) is torch.optim.AdamW
+    for is_decoupled, kind in ((True, zeropg.optim.AdamW), (False, zeropg.optim.Adam)):
+        groups = [{"params": list(make_model().parameters()), "lr": 0.3}]
+        made = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=is_decoupled, fp32_optimizer_states=False)
+        (group,) = made.param_groups
+        assert type(made) is kind and (group["state_bits"], group["lr"], group["weight_decay"]) == (16, 0.3, 0.0)
+        assert group["decoupled_weight_decay"] is is_decoupled
     with raises(NotImplementedError, "bias_correction=False"):
         deepspeed.ops.adam.FusedAdam(make_model().parameters(), bias_correction=False)
 

@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from zeropg.deepspeed.config import Config, sharding_arguments
 from zeropg.deepspeed.observation.trial import end_after_sizes
 from zeropg.deepspeed.zero.leaf_modules import mark_named, units_around_leaves
+from zeropg.quantization.quantize_frozen import quantize_frozen
+from zeropg.rank_io.agreement import together
 from zeropg.sharding.fully_shard import fully_shard
+from zeropg.sharding.rank_groups import shares_gathered
 
 
 def shard_as_configured(model: nn.Module, settings: Config, group: dist.ProcessGroup) -> torch.device:
@@ -25,12 +28,18 @@ def shard_as_configured(model: nn.Module, settings: Config, group: dist.ProcessG
     if device.type != "cpu":
         torch.cuda.set_device(device)
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    if settings.zero_optimization.zero_quantized_nontrainable_weights:
+        together(group, "initialize", lambda: quantize_frozen(model, format="int8"))
     leaves = settings.zero_optimization.leaf_module
     mark_named(model, leaves.classes, leaves.names, leaves.name_suffixes)
     units = units_around_leaves(model)
     end_after_sizes(model, units, group, device.type)
     over = _sharded_over(group, settings.zero_optimization.mics_shard_size, device)
-    fully_shard(model, units=units, **over, **sharding_arguments(settings))
+    arguments = sharding_arguments(settings)
+    if "keep_numel" in arguments and not shares_gathered(group, device):
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        arguments["keep_numel"] = numel // settings.zero_optimization.zero_hpz_partition_size
+    fully_shard(model, units=units, **over, **arguments)
     return device
 
 

@@ -198,9 +198,14 @@ def _local_state(place: Place, param: nn.Parameter, key: str) -> torch.Tensor:
             "safe_get_full_optimizer_state, which all ranks call"
         )
     state: dict[str, Any] = _optimizer(place).state.get(param, {})
-    if not isinstance(state.get(key), torch.Tensor):
+    tensor = state.get(key)
+    if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8:
+        raise NotImplementedError(
+            "[zeropg] optimizer state: it is packed (state_bits=8); read it whole with safe_get_full_optimizer_state, "
+            "which all ranks call"
+        )
+    if not isinstance(tensor, torch.Tensor):
         raise KeyError(f"[zeropg] optimizer state: '{place.name}' has no {key!r}; it comes with the first step")
-    tensor: torch.Tensor = state[key]
     return tensor
 
 

@@ -143,7 +143,9 @@ class _Loading:
     def _class_of(self, group: dict[str, Any]) -> str:
         assert self._optimizer is not None
         kernels = kernels_for(self._optimizer._wrapped)
-        return type(self._optimizer._wrapped).__name__ if kernels is None else kernels.of(group).torch_classes[0]
+        if kernels is None:
+            return type(self._optimizer._wrapped).__name__
+        return kernels.of(group).torch_classes[0].rpartition(".")[2]
 
     def own_bytes(self) -> int:
         """About how much this rank will read."""
@@ -197,7 +199,7 @@ class _Loading:
             return  # torch's own class takes what it is given
         for group, theirs in self._groups:
             kernel = kernels.of(group)
-            expected = set(kernel.optimizer.state_slots(kernel.hyperparameters(group)))
+            expected = {slot.name for slot in kernel.optimizer.state_slots(kernel.hyperparameters(group))}
             for name in theirs.names:
                 keys = saved.tensors.get(name, {}).keys()
                 if keys and keys != expected:

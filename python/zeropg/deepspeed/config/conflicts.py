@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from zeropg.deepspeed.config.error import ConfigError
 from zeropg.deepspeed.config.model import Config
-from zeropg.deepspeed.config.optimizers import find_optimizer, find_scheduler, missing
+from zeropg.deepspeed.config.optimizers import find_optimizer, find_scheduler, missing, wants_states_in_16_bits
 from zeropg.deepspeed.config.translate import dtype_of, param_dtype
 from zeropg.optim.kernels import FUSED
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
@@ -94,6 +94,11 @@ def _update(config: Config) -> Iterator[str]:
     zero = config.zero_optimization
     if zero.offload_optimizer.device == "nvme" and made.type not in FUSED.values():
         yield f"optimizer.type is {config.optimizer.type!r} with state on a disk; expected one of {', '.join(FUSED)}"
+    if wants_states_in_16_bits(config) and made.arguments.get("state_bits") != 16:
+        yield (
+            f"bf16.bf16_optimizer_states is true, but optimizer.type is {config.optimizer.type!r} with state in fp32; "
+            "expected Adam or AdamW, without torch_adam and fp32_optimizer_states, or to leave it out"
+        )
     if issubclass(made.type, MomentumOptimizer) and (zero.zero_quantized_gradients or zero.zero_quantized_weights):
         yield (
             f"optimizer.type is {config.optimizer.type!r}, which encodes momenta itself, with zero_quantized_gradients "

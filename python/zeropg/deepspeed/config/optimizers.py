@@ -13,7 +13,7 @@ from zeropg.deepspeed.config.error import ConfigError
 from zeropg.deepspeed.config.model import Config
 from zeropg.deepspeed.muon import Muon
 from zeropg.deepspeed.schedules import SCHEDULES
-from zeropg.optim import LAMB, Lion, OneBitAdam, OneBitLamb
+from zeropg.optim import LAMB, Adam, AdamW, Lion, OneBitAdam, OneBitLamb
 
 Params = dict[str, Any]
 
@@ -39,7 +39,8 @@ _REFUSED = {
     "MuAdamW": f"it is not torch's; {_OWN}",
     "MuSGD": f"it is not torch's; {_OWN}",
     "SparseAdam": "gradients of sharded models are dense; use Adam",
-    "ZeroOneAdam": "DeepSpeed has removed it, and zeropg has no 0/1 Adam; use OneBitAdam in stages 0 and 1",
+    "ZeroOneAdam": "DeepSpeed has removed it, and zeropg skips no communication; use OneBitAdam in stages 0 and 1, "
+    "whose variance_interval lets the variance learn as 0/1 Adam's does",
 }
 # Arguments of DeepSpeed's classes that zeropg's have no use for, and the values with which they may be there.
 _FIXED: dict[str, tuple[Any, ...]] = {"bias_correction": (True,), "fp32_optimizer_states": (True,)}
@@ -98,6 +99,10 @@ def missing(made: Made | None) -> list[str]:
     return [name for name in needed if name not in made.arguments]
 
 
+def wants_states_in_16_bits(config: Config) -> bool:
+    return config.bf16.enabled and config.bf16.bf16_optimizer_states
+
+
 def find_optimizer(config: Config) -> Made | None:
     """As `optimizer_of`, but arguments may be missing."""
     name = config.optimizer.type
@@ -134,9 +139,14 @@ def _adam(params: Params, config: Config) -> Made:
     is_decoupled = str(config.optimizer.type).lower() == "adamw" or params.pop("adam_w_mode", True)
     params.pop("adam_w_mode", None)
     params.pop("set_grad_none", None)
-    made_by = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    made_by: type[torch.optim.Optimizer] = torch.optim.AdamW if is_decoupled else torch.optim.Adam
     is_torchs = params.pop("torch_adam", False)
+    is_whole = is_torchs or params.pop("fp32_optimizer_states", not wants_states_in_16_bits(config))
     _take_fixed(params, _FIXED)
+    if not is_whole:
+        _take_fixed(params, {"amsgrad": (False,)})
+        made_by = AdamW if is_decoupled else Adam
+        params["state_bits"] = 16
     # Where DeepSpeed's own Adam differs from torch's: AdamW of torch decays weights by 0.01 if nobody says otherwise.
     return Made(made_by, params if is_torchs else {"weight_decay": 0.0} | params)
 

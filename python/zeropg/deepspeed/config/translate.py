@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from zeropg.sharding.offload import Offload
 
 _QUANTIZED_WEIGHT_BITS = 8  # as ZeRO++ sends weights
 _QUANTIZED_GRADIENT_BITS = 4  # and gradients
+_EVERYTHING = sys.maxsize  # elements
 
 
 def sharding_arguments(config: Config) -> dict[str, Any]:
@@ -27,7 +29,10 @@ def sharding_arguments(config: Config) -> dict[str, Any]:
         "offload_params": None if offload_param == "none" else offload_param,
         "offload_optimizer": _offload_optimizer(config),
         "compression": _compression(config),
-        "prefetch_numel": _prefetch_numel(config),
+        "prefetch_numel": _if_given(config, "stage3_prefetch_bucket_size"),
+        "keep_numel": _EVERYTHING if config.zero_optimization.zero_hpz_partition_size > 1 else None,
+        "persistent_numel": _if_given(config, "stage3_param_persistence_threshold"),
+        "max_whole_numel": _if_given(config, "stage3_max_live_parameters"),
     }
     return {name: value for name, value in arguments.items() if value is not None}
 
@@ -49,9 +54,10 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return found
 
 
-def _prefetch_numel(config: Config) -> int | None:
+def _if_given(config: Config, key: str) -> int | None:
+    """A number of `zero_optimization`, of which zeropg has a default of its own."""
     block = config.zero_optimization
-    return block.stage3_prefetch_bucket_size if "stage3_prefetch_bucket_size" in block.model_fields_set else None
+    return getattr(block, key) if key in block.model_fields_set else None
 
 
 def _offload_optimizer(config: Config) -> Offload | None:

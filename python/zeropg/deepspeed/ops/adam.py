@@ -1,4 +1,4 @@
-"""`FusedAdam` and `DeepSpeedCPUAdam`: torch's Adam and AdamW, which `initialize` hands to zeropg's kernels."""
+"""`FusedAdam` and `DeepSpeedCPUAdam`: Adam and AdamW of torch or zeropg, for `initialize`, on zeropg's kernels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from zeropg.optim import Adam, AdamW
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -44,7 +46,9 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """As FusedAdam. Raises NotImplementedError also for fp32_optimizer_states=False."""
-    if not fp32_optimizer_states:
-        raise NotImplementedError("[zeropg] DeepSpeedCPUAdam: optimizer states are fp32; leave the argument out")
-    return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+    """As FusedAdam; with fp32_optimizer_states=False zeropg.optim's, with moments in 16 bits."""
+    made = FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+    if fp32_optimizer_states:
+        return made
+    kind = AdamW if adamw_mode else Adam
+    return kind(made.param_groups, lr, betas, eps, weight_decay, state_bits=16)

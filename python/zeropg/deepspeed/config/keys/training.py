@@ -48,9 +48,8 @@ BF16 = {
         "Masters are fp32, which is what keeps small updates.",
         instead="Use zero_optimization.offload_optimizer to keep them out of memory.",
     ),
-    "bf16_optimizer_states": refused(
-        "The optimizer's state is fp32.",
-        instead="Use zero_optimization.offload_optimizer to keep it out of memory.",
+    "bf16_optimizer_states": mapped(
+        "True: Adam and AdamW keep moments in bfloat16, rounded stochastically: zeropg.optim.AdamW(state_bits=16)."
     ),
 }
 

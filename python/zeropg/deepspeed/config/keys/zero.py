@@ -62,9 +62,14 @@ ZERO = {
         "fully_shard(prefetch_numel=): elements of the blocks that are gathered ahead, and at least one block; not "
         "given: one block."
     ),
-    "stage3_param_persistence_threshold": no_effect(_UNITS),
-    "stage3_model_persistence_threshold": no_effect(_UNITS),
-    "stage3_max_live_parameters": no_effect(_UNITS),
+    "stage3_param_persistence_threshold": mapped(
+        "fully_shard(persistent_numel=): blocks, not parameters, of at most so many elements stay whole between steps; "
+        "not given: none."
+    ),
+    "stage3_model_persistence_threshold": no_effect("stage3_max_live_parameters bounds what persists, too."),
+    "stage3_max_live_parameters": mapped(
+        "fully_shard(max_whole_numel=): bounds what is gathered ahead and kept beside what runs; not given: no limit."
+    ),
     "stage3_max_reuse_distance": no_effect(_UNITS),
     "stage3_module_granularity_threshold": no_effect(_UNITS),
     "stage3_use_all_reduce_for_fetch_params": no_effect(_UNITS),
@@ -76,15 +81,17 @@ ZERO = {
     "legacy_stage1": refused("DeepSpeed has removed it.", instead="Leave it out."),
     "round_robin_gradients": no_effect("Each rank owns a flat range of all blocks, so the load is even."),
     "parameter_alignment": no_effect("Parameters are always aligned in flat buffers."),
-    "zero_hpz_partition_size": no_effect(
-        "No second shard is kept in a node: on CPUs the ranks of a node share one copy of what is whole."
+    "zero_hpz_partition_size": mapped(
+        "Above 1: fully_shard(keep_numel=): blocks stay whole from the forward to the backward. On CPUs over zeropg "
+        "all of them do, in one copy for the ranks of a node; elsewhere as many as take the memory of DeepSpeed's "
+        "second shard."
     ),
     "zero_quantized_weights": mapped(
         "True: updated weights travel in 8 bits, on CPUs over groups of zeropg: Plan(weights=BlockQuant(8))."
     ),
-    "zero_quantized_nontrainable_weights": refused(
-        "Frozen weights are not quantized for you.",
-        instead="Quantize them before initialize: 8-bit integers that are frozen are sharded as they are.",
+    "zero_quantized_nontrainable_weights": mapped(
+        'True: zeropg.quantize_frozen(format="int8") before the model is sharded, in every stage: frozen weights of '
+        "linear layers are kept, sent and saved in 8 bits, under the name packed_weight."
     ),
     "zero_quantized_gradients": mapped(
         "True: gradients travel in 4 bits with error feedback, on CPUs over groups of zeropg: BlockQuant(4)."
