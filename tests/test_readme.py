@@ -76,6 +76,12 @@ def test_the_program_for_the_trainer_runs(tmp_path: Path) -> None:
     assert (tmp_path / "runs/hf/checkpoint-4/zeropg").is_dir()
 
 
+def test_the_program_with_a_packed_base_runs(tmp_path: Path) -> None:
+    check = "assert all(p.dtype == torch.uint8 for n, p in lora.named_parameters() if n.endswith('packed_weight'))"
+    begin = "import torch\nimport zeropg\ntorch.distributed.init_process_group('zeropg')"
+    run_on_two_ranks("\n".join([begin, snippet("zeropg.quantize_frozen(base)"), check]), tmp_path)
+
+
 PLAIN_MODEL = """
 import torch
 import torch.distributed as dist
@@ -103,6 +109,13 @@ def test_all_ways_to_compress_run(tmp_path: Path) -> None:
         STEP,
     ]
     run_on_two_ranks("\n".join(program), tmp_path)
+
+
+def test_a_reduction_that_does_not_wait_runs(tmp_path: Path) -> None:
+    register, close = snippet("partial_hook").split("...  # training")
+    ddp = "ddp = torch.nn.parallel.DistributedDataParallel(model)"
+    steps = "for _ in range(4):\n    ddp(torch.randn(8, 64)).sum().backward()\nassert 1 <= partial.contributors <= 2"
+    run_on_two_ranks("\n".join([PLAIN_MODEL, ddp, register, steps, close]), tmp_path)
 
 
 def test_offload_runs(tmp_path: Path) -> None:

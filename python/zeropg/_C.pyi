@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch._C._distributed_c10d import Backend, ProcessGroup, Store
@@ -115,6 +115,27 @@ class Topology:
     @property
     def world_size(self) -> int: ...
 
+class PartialReducer:
+    """Averages of gradients that do not wait for late ranks; see zeropg.PartialReduction."""
+
+    def __init__(
+        self,
+        rounds: ProcessGroup,
+        messages: ProcessGroup,
+        numels: Sequence[int],
+        *,
+        in_float64: bool,
+        tolerance: float,
+        max_steps_behind: int,
+        patience: float,
+        timeout: timedelta,
+    ) -> None: ...
+    def close(self) -> None: ...
+    def owe(self, sums: Sequence[torch.Tensor]) -> None: ...
+    def owed(self) -> list[torch.Tensor]: ...
+    def post(self, gradient: torch.Tensor) -> int: ...
+    def wait(self, round: int, average: torch.Tensor) -> list[bool]: ...
+
 class ProcessGroupZero(Backend):
     def __init__(
         self, store: Store, rank: int, size: int, options: BackendOptions, make_cuda_backend: Any = None
@@ -208,9 +229,25 @@ class FileReader:
     @property
     def path(self) -> str: ...
 
+class StateSlot:
+    """One state tensor of an optimizer; see sharding/optim/state_format.h."""
+    def dtype(self, master: torch.dtype) -> torch.dtype:
+        """Of an entry, beside masters of that dtype."""
+    def entries(self, numel: int) -> int:
+        """The entries of the first `numel` elements."""
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        """The entries that hold `values`, rounded to the nearest; beside masters in float32."""
+    def unpack(self, entries: torch.Tensor, numel: int) -> torch.Tensor:
+        """The elements, which are bfloat16 where they are fewer bits than the master's."""
+    @property
+    def is_packed(self) -> bool:
+        """Whether its entries are blocks of codes, not elements."""
+    @property
+    def name(self) -> str: ...
+
 class Optimizer:
     """An elementwise optimizer over flat ranges; see sharding/optim/optimizer.h."""
-    def state_slots(self, hyperparameters: Mapping[str, float]) -> list[str]: ...
+    def state_slots(self, hyperparameters: Mapping[str, float]) -> list[StateSlot]: ...
     def step(
         self,
         master: torch.Tensor,
@@ -236,11 +273,11 @@ class Optimizer:
     def torch_classes(self) -> list[str]:
         """Names in torch.optim, or else in zeropg.optim, of the classes whose update it is.
 
-        The first is that by its defaults.
+        "zeropg.optim.AdamW" where torch has one of that name. The first is that by torch_flags and its defaults.
         """
     @property
-    def torch_flags(self) -> dict[str, bool]:
-        """Flags of those classes' param groups that must be so."""
+    def torch_flags(self) -> dict[str, int]:
+        """Options of those classes' param groups that must be so; flags are 0 and 1."""
 
 class Offload:
     """What one rank of a model keeps in a tier; see sharding/offload/offload.h."""
@@ -254,7 +291,10 @@ class Offload:
 
 class TieredVector:
     """A vector of numbers that lives in a tier; see sharding/offload/tiered_vector.h."""
+    @overload
     def __init__(self, offload: Offload, what: str, numel: int, dtype: torch.dtype) -> None: ...
+    @overload
+    def __init__(self, offload: Offload, what: str, elements: int, master: torch.dtype, slot: StateSlot) -> None: ...
     def clear(self) -> None:
         """All zeros."""
     def read(self, start: int, stop: int) -> torch.Tensor:
@@ -263,7 +303,8 @@ class TieredVector:
     @property
     def bytes(self) -> int: ...
     @property
-    def chunk_numel(self) -> int: ...
+    def chunk_elements(self) -> int:
+        """Elements that a chunk holds."""
     @property
     def numel(self) -> int: ...
 
@@ -315,6 +356,12 @@ class Compressor:
     def typical_bytes(self, count: int) -> int: ...
     @property
     def description(self) -> str: ...
+
+def pack_weight(values: torch.Tensor, format: str, block: int) -> torch.Tensor:
+    """The uint8 bytes of a float32 matrix in "nf4", "int4" or "int8"; see compression/README.md."""
+
+def unpack_weight(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix that pack_weight packed, in float32, bfloat16 or float16."""
 
 class ResidualStore:
     """Residuals of one model on one rank (error feedback)."""
@@ -384,6 +431,17 @@ class RankGroups:
     def replicas(self) -> ProcessGroup | None:
         """The ranks that have the same slice; None with one copy."""
 
+class UnitLimits:
+    """How many elements may be whole beyond what runs, where units are gathered."""
+    def __init__(
+        self,
+        *,
+        prefetch_numel: int = 1,
+        keep_numel: int = 0,
+        persistent_numel: int = 0,
+        max_whole_numel: int = 9223372036854775807,
+    ) -> None: ...
+
 class ShardedModule:
     """The core of a sharded model."""
     def __init__(
@@ -402,7 +460,7 @@ class ShardedModule:
         residuals: ResidualStore | None,
         weights_codec: Compressor | None,
         reshard_after_forward: bool,
-        prefetch_numel: int | None = None,
+        limits: UnitLimits = ...,
         optimizer_offload: Offload | None = None,
     ) -> None: ...
     def begin_step(self) -> None: ...
@@ -412,7 +470,9 @@ class ShardedModule:
     def dissolve(self) -> None: ...
     def end_load(self) -> bool:
         """Instead of end_step: publishes masters as they are. False, on every rank, where replicas had others."""
-    def end_step(self) -> None: ...
+    def end_step(self, overlaps: bool = False) -> None: ...
+    def join_step(self) -> None:
+        """Waits for what end_step(overlaps=True) has left on its way; does not communicate."""
     def hide_full_gradients(self) -> None: ...
     def memory_report(self) -> dict[str, int]: ...
     @property
@@ -542,6 +602,9 @@ def make_offload(
 ) -> Offload: ...
 def make_optimizer(name: str, isa: str | None = None) -> Optimizer: ...
 def optimizer_names() -> list[str]: ...
+
+state_block: int
+
 def pipelined_step(offload: Offload, flats: Sequence[TieredFlat]) -> None:
     """Steps all runs of all flat parameters; blocks."""
 

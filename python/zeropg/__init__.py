@@ -26,6 +26,8 @@ from zeropg.export.save_16bit_weights import save_16bit_weights
 from zeropg.flight_recorder import dump_flight_recorder
 from zeropg.optim.grad_scaler import GradScaler
 from zeropg.optim.shard_optimizer import shard_optimizer
+from zeropg.partial import PartialReduction, partial_hook
+from zeropg.quantization.quantize_frozen import dequantize_frozen, quantize_frozen
 from zeropg.sharding.access import (
     clip_grad_norm_,
     full_gradients,
@@ -68,10 +70,12 @@ __all__ = [
     "FullyShardedModule",
     "GradScaler",
     "Offload",
+    "PartialReduction",
     "Topology",
     "checkpoint_activations",
     "clip_grad_norm_",
     "dcp_state_dict",
+    "dequantize_frozen",
     "dump_flight_recorder",
     "ema",
     "empty",
@@ -86,6 +90,8 @@ __all__ = [
     "load_pretrained",
     "local_shards",
     "no_sync",
+    "partial_hook",
+    "quantize_frozen",
     "register_forward_method",
     "save_16bit_weights",
     "save_checkpoint",

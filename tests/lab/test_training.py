@@ -127,8 +127,8 @@ def fetch_over_nodes() -> str:
     return str(model._zeropg.fetch_name)
 
 
-def test_stage_3_gathers_units_over_nodes_and_shares_none(lab_pool: Callable[[str], RankPool]) -> None:
-    assert lab_pool("zeropg").run(fetch_over_nodes, timeout=60) == ["gathered"] * 4
+def test_stage_3_gathers_units_once_for_each_node(lab_pool: Callable[[str], RankPool]) -> None:
+    assert lab_pool("zeropg").run(fetch_over_nodes, timeout=60) == ["gathered per node"] * 4
 
 
 def test_a_cpp_program_trains_across_hosts(lab: Lab, tmp_path: Path) -> None:
