@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeropg
 from tests.memory import held_bytes
@@ -53,6 +54,8 @@ def train_and_measure(
     reduce_dtype: torch.dtype | None,
     backend: str,
     weights: Codec | None = None,
+    replicas: int = 1,
+    keep_numel: int = 0,
 ) -> Any:
     """(planned, measured) bytes per kind of the small GPT after three steps."""
     model = make_model()
@@ -63,11 +66,22 @@ def train_and_measure(
         reduce_dtype=reduce_dtype,
         backend=backend,
         weights=weights,
+        replicas=replicas,
+        keep_numel=keep_numel,
     )
     planned = bytes_per_kind(memory(shape_of(model), settings))
     planned["optimizer"] += planned.pop("masters")
     compression = None if weights is None else Plan(weights=weights)
-    zeropg.fully_shard(model, stage=stage, param_dtype=param_dtype, reduce_dtype=reduce_dtype, compression=compression)
+    mesh = None if replicas == 1 else init_device_mesh("cpu", (replicas, settings.shards))
+    zeropg.fully_shard(
+        model,
+        stage=stage,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        compression=compression,
+        mesh=mesh,
+        keep_numel=keep_numel,
+    )
     optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
     for batch in make_batches(3):
         loss_of(model, batch).backward()
@@ -145,6 +159,47 @@ def test_plan_matches_what_the_core_holds_where_units_are_gathered():
     assert planned["gathered"] > 0
     for kind in ("parameters", "gradients", "gathered"):
         assert 0.5 * planned[kind] <= measured[kind] <= planned[kind]
+
+
+def test_plan_knows_what_is_kept_for_the_backward():
+    block = sum(parameter.numel() for parameter in make_model().blocks[0].parameters())
+    arguments = (3, None, None, "gloo", None, 1)
+    planned = {}
+    for keep_numel in (0, block, 10**9):
+        ((plan, measured),) = run_ranks(2, train_and_measure, *arguments, keep_numel, backend="gloo", timeout=90)[:1]
+        planned[keep_numel] = plan["gathered"]
+        assert 0.5 * plan["gathered"] <= measured["gathered"] <= plan["gathered"]
+    assert planned[0] < planned[block] <= planned[10**9]
+    shape = shape_of(make_model())
+    settings = Settings(stage=3, ranks=4, nodes=2)
+    backward = [traffic(shape, replace(settings, keep_numel=kept))[-1] for kept in (0, block, 3 * block, 10**9)]
+    assert backward[1].between_bytes == pytest.approx(backward[0].between_bytes * 2 / 3, rel=1e-6)
+    assert backward[2].between_bytes == backward[3].between_bytes == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_plan_knows_copies_of_the_model(rank_pool, stage):
+    arguments = (stage, torch.bfloat16, None, "zeropg", None, 2)
+    planned, measured = rank_pool(4).run(train_and_measure, *arguments, timeout=90)[0]
+    check(planned, measured)
+
+
+def test_copies_on_nodes_send_their_shards_alone_between_them():
+    shape = ModelShape("one matrix", (Unit("a", (Flat((1 << 20,), torch.float32),)), Unit("", ())))
+    settings = Settings(stage=3, ranks=8, nodes=2, replicas=2)
+    size = shape.units[0].flats[0].total_numel(4) * 4
+    in_copy, between, parameters = traffic(shape, settings)
+    assert (in_copy.between_bytes, between.inside_bytes) == (0, 0)
+    assert in_copy.inside_bytes == pytest.approx(size * 3 / 4)
+    assert between.between_bytes == pytest.approx(2 * size / 4 / 2)
+    assert parameters.what == "parameters: shared in the node"
+    encoded = traffic(shape, replace(settings, compression=BlockQuant(4)))[1]
+    assert encoded.between_bytes / between.between_bytes == pytest.approx(130 / 1024, rel=1e-5)
+    across = traffic(shape, replace(settings, nodes=8))  # each copy on four nodes
+    assert [row.inside_bytes for row in across] == [0] * 4
+    assert across[0].between_bytes == pytest.approx(size * 3 / 4)
+    inside = traffic(shape, replace(settings, nodes=1))
+    assert [row.between_bytes for row in inside] == [0] * 3
 
 
 class Wide(nn.Module):
@@ -302,6 +357,8 @@ def test_command_prints_one_plan_a_table_and_json(capsys):
         (["--params", "1e9", "--stage", "4"], "expected 0 to 3"),
         (["--params", "1e9", "--nodes", "4", "--ranks", "2"], "each node has at least one rank"),
         (["--params", "1e9", "--param-dtype", "int3"], "'int3'"),
+        (["--params", "1e9", "--ranks", "4,6", "--replicas", "4"], "--replicas 4 with --ranks 4,6: expected a divisor"),
+        (["--params", "1e9", "--replicas", "2", "--weights", "int8"], "no weights travel encoded"),
         (["--params", "0"], "expected at least one"),
     ],
 )

@@ -40,6 +40,7 @@ examples:
   python -m zeropg plan --params 7e9 --ranks 8                             stage 3 in fp32 on one node of CPUs
   python -m zeropg plan --params 7e9 --ranks 8 --stage 0,1,2,3 --param-dtype bf16   the stages beside each other
   python -m zeropg plan --params 70e9 --ranks 16 --nodes 2 --device cuda --param-dtype bf16 --offload-optimizer nvme
+  python -m zeropg plan --params 7e9 --ranks 16 --nodes 4 --replicas 2 --keep-numel 1e9   copies, and kept units
   python -m zeropg plan --model ./Llama-3-8B --ranks 1,2,4,8 --memory 64G  does it fit? (a folder with a config.json)
   python -m zeropg plan --params 1e9 --ranks 8 --nodes 4 --compression int4 --node-gbps 1.25   seconds on 10 Gbit/s
 
@@ -64,6 +65,8 @@ def main(arguments: list[str]) -> int:
         parser.error(str(error))
     base = Settings(
         nodes=options.nodes,
+        replicas=options.replicas,
+        keep_numel=options.keep_numel,
         param_dtype=options.param_dtype,
         reduce_dtype=options.reduce_dtype,
         optimizer=options.optimizer,
@@ -88,6 +91,7 @@ def main(arguments: list[str]) -> int:
 
 def _print_one(shape: ModelShape, plan: Settings, options: argparse.Namespace) -> None:
     nodes = "1 node" if plan.nodes == 1 else f"{plan.nodes} nodes"
+    nodes += f", {plan.replicas} copies" if plan.replicas > 1 else ""
     print(f"stage {plan.stage} on {plan.ranks} ranks, {nodes}, {plan.device}, {plan.optimizer}\n")
     holdings = memory(shape, plan)
     print(f"{'memory per rank':22} {'bytes':>12} {'per parameter':>14}  where")
@@ -206,6 +210,12 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
     )
     run.add_argument("--nodes", type=int, default=1, help="nodes, over which the ranks are spread evenly (default 1)")
     run.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        help="copies of the model, as with fully_shard(mesh=) of two dimensions; ranks / N share each (default 1)",
+    )
+    run.add_argument(
         "--stage",
         type=_list(0, 3),
         default=[3],
@@ -239,6 +249,12 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
         help="codec of weights between nodes, in stages 1 to 3 (default none)",
     )
     run.add_argument(
+        "--keep-numel",
+        type=count,
+        default=0,
+        help="parameters that stay whole from forward to backward where units are gathered: 1e9 (default none)",
+    )
+    run.add_argument(
         "--no-sync", action="store_true", help="gradients are accumulated over several backwards, inside no_sync"
     )
     compare = parser.add_argument_group("beside it")
@@ -254,6 +270,10 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
         parser.error("give the model's size with --params 7e9, or its config with --model FOLDER; one of them")
     if options.nodes < 1 or options.nodes > max(options.ranks):
         parser.error(f"--nodes {options.nodes} with --ranks {max(options.ranks)}: each node has at least one rank")
+    if options.replicas < 1 or any(ranks % options.replicas for ranks in options.ranks):
+        parser.error(f"--replicas {options.replicas} with --ranks {_joined(options.ranks)}: expected a divisor")
+    if options.replicas > 1 and options.weights != "none":
+        parser.error(f"--weights {options.weights} with --replicas {options.replicas}: no weights travel encoded there")
     if options.weights != "none":
         try:
             Plan(weights=named_codecs()[options.weights])
@@ -264,6 +284,10 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
     if options.node_gbps is not None and not options.node_gbps > 0:
         parser.error(f"--node-gbps {options.node_gbps} is not positive")
     return options, parser
+
+
+def _joined(values: list[int]) -> str:
+    return ",".join(map(str, values))
 
 
 def _dtype(text: str) -> torch.dtype:

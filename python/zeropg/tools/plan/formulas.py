@@ -45,12 +45,28 @@ _STAGING_BYTES = 2 << 20  # two banks of the default size, per group
 
 
 @dataclass(frozen=True)
+class Span:
+    """A group of ranks, evenly over nodes."""
+
+    ranks: int
+    nodes: int
+
+    @property
+    def local_ranks(self) -> int:
+        return -(-self.ranks // self.nodes)
+
+
+@dataclass(frozen=True)
 class Settings:
-    """How a model is to be trained; the names are `fully_shard`'s."""
+    """How a model is to be trained; the names are `fully_shard`'s.
+
+    replicas: copies of the model, the first dimension of a mesh; ranks / replicas that follow one another share one.
+    """
 
     stage: int = 3
     ranks: int = 1
     nodes: int = 1
+    replicas: int = 1
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     optimizer: str = "adamw"
@@ -60,11 +76,32 @@ class Settings:
     compression: Codec | None = None  # of gradients between nodes
     weights: Codec | None = None  # of weights between nodes
     no_sync: bool = False  # gradients are accumulated over several backwards without communication
+    keep_numel: int = 0
 
     @property
     def local_ranks(self) -> int:
         """Ranks of the fullest node."""
-        return -(-self.ranks // self.nodes)
+        return self.everybody.local_ranks
+
+    @property
+    def shards(self) -> int:
+        """Ranks that one copy of the model is cut among."""
+        return self.ranks // self.replicas
+
+    @property
+    def everybody(self) -> Span:
+        return Span(self.ranks, self.nodes)
+
+    @property
+    def of_copy(self) -> Span:
+        """The ranks of one copy."""
+        return Span(self.shards, -(-self.shards // self.local_ranks))
+
+    @property
+    def of_shard(self) -> Span:
+        """The ranks that have the same shard, of all copies."""
+        copies_of_node = max(1, self.local_ranks // self.shards)
+        return Span(self.replicas, -(-self.replicas // copies_of_node))
 
     @property
     def sends_differences(self) -> bool:
@@ -73,13 +110,13 @@ class Settings:
 
     @property
     def shares_parameters(self) -> bool:
-        """Whether the ranks of the (one) node hold the parameters together: SharedFetch."""
-        return self.stage == 3 and self.device == "cpu" and self.nodes == 1 and self.backend == "zeropg"
+        """Whether the ranks of a copy, all on one node, hold the parameters together: SharedFetch."""
+        return self.stage == 3 and self.device == "cpu" and self.of_copy.nodes == 1 and self.backend == "zeropg"
 
     @property
     def shares_gathered(self) -> bool:
         """Whether the ranks of a node have one copy of what they gather: GatheredBuffers."""
-        several = self.nodes > 1 and self.local_ranks > 1
+        several = self.of_copy.nodes > 1 and self.of_copy.local_ranks > 1
         return self.stage == 3 and self.device == "cpu" and several and self.backend == "zeropg"
 
 
@@ -144,26 +181,31 @@ def traffic(shape: ModelShape, settings: Settings) -> list[Traffic]:
     shape = _cut(shape, settings)
     trainable = [flat for unit in shape.units for flat in unit.flats if flat.is_trainable]
     everything = [flat for unit in shape.units for flat in unit.flats]
-    gradients = sum(flat.total_numel(settings.ranks) * _reduce_dtype(flat, settings).itemsize for flat in trainable)
+    gradients = sum(flat.total_numel(settings.shards) * _reduce_dtype(flat, settings).itemsize for flat in trainable)
     encoded = sum(
         _between_bytes(flat, settings.compression, _reduce_dtype(flat, settings), settings) for flat in trainable
     )
     whole, updated, root = (_weight_bytes(flats, settings) for flats in (everything, trainable, shape.units[-1].flats))
     rows = []
     if settings.stage <= 1:
-        rows.append(_both_ways("gradients: all-reduce", gradients, encoded, settings))
+        rows.append(_both_ways("gradients: all-reduce", gradients, encoded, settings.everybody))
+    elif settings.replicas == 1:
+        rows.append(_one_way("gradients: reduce-scatter", gradients, encoded, settings.of_copy))
     else:
-        rows.append(_one_way("gradients: reduce-scatter", gradients, encoded, settings))
+        rows.append(_one_way("gradients: reduce-scatter in a copy", gradients, gradients, settings.of_copy))
+        of_shard = gradients / settings.shards, encoded / settings.shards
+        rows.append(_both_ways("gradients: all-reduce between copies", *of_shard, settings.of_shard))
     if settings.stage in (1, 2):
-        rows.append(_one_way("parameters: all-gather after the step", *updated, settings))
+        rows.append(_one_way("parameters: all-gather after the step", *updated, settings.of_copy))
     if settings.stage == 3:
         if settings.shares_parameters:
             rows.append(Traffic("parameters: shared in the node", 0.0, 0.0))
         else:
-            rows.append(_one_way("parameters: all-gather in forward", *whole, settings))
+            rows.append(_one_way("parameters: all-gather in forward", *whole, settings.of_copy))
             # The root stays whole between its forward and its backward.
-            blocks = whole[0] - root[0], whole[1] - root[1]
-            rows.append(_one_way("parameters: all-gather in backward", *blocks, settings))
+            kept = _weight_bytes((flat for unit in _kept_units(shape, settings) for flat in unit.flats), settings)
+            again = whole[0] - root[0] - kept[0], whole[1] - root[1] - kept[1]
+            rows.append(_one_way("parameters: all-gather in backward", *again, settings.of_copy))
     return rows
 
 
@@ -211,11 +253,11 @@ def _reduce_dtype(flat: Flat, settings: Settings) -> torch.dtype:
 
 
 def _master_numel(flat: Flat, settings: Settings) -> int:
-    return flat.shard_numel(settings.ranks) if settings.stage >= 1 else flat.total_numel(settings.ranks)
+    return flat.shard_numel(settings.shards) if settings.stage >= 1 else flat.total_numel(settings.shards)
 
 
 def _parameter_bytes(flat: Flat, settings: Settings) -> int:
-    numel = flat.shard_numel(settings.ranks) if settings.stage == 3 else flat.total_numel(settings.ranks)
+    numel = flat.shard_numel(settings.shards) if settings.stage == 3 else flat.total_numel(settings.shards)
     return numel * _dtype(flat, settings).itemsize
 
 
@@ -235,7 +277,7 @@ def _slot_bytes(slot: _C.StateSlot | None, numel: int, master: torch.dtype) -> i
 def _gradient_bytes(flat: Flat, settings: Settings) -> int:
     if not flat.is_trainable:
         return 0
-    numel = flat.shard_numel(settings.ranks) if settings.stage >= 2 else flat.total_numel(settings.ranks)
+    numel = flat.shard_numel(settings.shards) if settings.stage >= 2 else flat.total_numel(settings.shards)
     return numel * _master_dtype(flat).itemsize
 
 
@@ -246,13 +288,13 @@ def _bucket_bytes(shape: ModelShape, settings: Settings) -> int:
             if not flat.is_trainable:
                 continue
             reduce, master = _reduce_dtype(flat, settings), _master_dtype(flat)
-            numel = flat.total_numel(settings.ranks)
+            numel = flat.total_numel(settings.shards)
             if settings.no_sync:
                 total += numel * master.itemsize
             elif settings.stage >= 2 or reduce != master:
                 total += numel * reduce.itemsize
-                if settings.stage >= 2 and reduce != master and settings.ranks > 1:  # where the slice arrives
-                    total += flat.shard_numel(settings.ranks) * reduce.itemsize
+                if settings.stage >= 2 and reduce != master and settings.shards > 1:  # where the slice arrives
+                    total += flat.shard_numel(settings.shards) * reduce.itemsize
         return total
 
     *blocks, root = (bucket(unit) for unit in shape.units)
@@ -265,7 +307,7 @@ def _bucket_bytes(shape: ModelShape, settings: Settings) -> int:
 def _gathered_bytes(shape: ModelShape, settings: Settings) -> int:
     if settings.sends_differences:
         numels = [
-            flat.total_numel(settings.ranks) + flat.shard_numel(settings.ranks)
+            flat.total_numel(settings.shards) + flat.shard_numel(settings.shards)
             for unit in shape.units
             for flat in unit.flats
             if _sends_differences(flat, settings)
@@ -278,15 +320,31 @@ def _gathered_bytes(shape: ModelShape, settings: Settings) -> int:
         return sum(_whole_bytes(flat, settings) for flat in unit.flats)
 
     *blocks, root = (whole(unit) for unit in shape.units)
-    return root + sum(sorted(blocks)[-_UNITS_AT_ONCE:])
+    kept = sum(whole(unit) for unit in _kept_units(shape, settings))
+    return root + min(sum(blocks), kept + sum(sorted(blocks)[-_UNITS_AT_ONCE:]))
+
+
+def _kept_units(shape: ModelShape, settings: Settings) -> list[Unit]:
+    """Those that stay whole from forward to backward, by UnitBudget's rule: the last ones that fit together."""
+    kept: list[Unit] = []
+    room = settings.keep_numel
+    for unit in reversed(shape.units[:-1]):
+        numel = sum(sum(flat.numels) for flat in unit.flats)
+        if numel > settings.keep_numel:  # never kept, and in nobody's place
+            continue
+        if numel > room:
+            break
+        room -= numel
+        kept.append(unit)
+    return kept
 
 
 def _whole_bytes(flat: Flat, settings: Settings) -> int:
     """This rank's part of a gathered flat parameter. What is decoded to 16 bits is each rank's own."""
     dtype = _dtype(flat, settings)
     is_own = settings.weights is not None and flat.is_encoded and dtype != torch.float32
-    sharers = settings.local_ranks if settings.shares_gathered and not is_own else 1
-    return -(-flat.total_numel(settings.ranks) * dtype.itemsize // sharers)
+    sharers = settings.of_copy.local_ranks if settings.shares_gathered and not is_own else 1
+    return -(-flat.total_numel(settings.shards) * dtype.itemsize // sharers)
 
 
 def _largest_gradient_bytes(flats: list[Flat], settings: Settings) -> int:
@@ -299,7 +357,11 @@ def _residual_bytes(flat: Flat, settings: Settings) -> int:
     """Error feedback in fp32 of both hops: of the node's share that this rank sends, and of the slice that it owns."""
     if not flat.is_encoded or settings.compression is None or settings.nodes == 1 or not flat.is_trainable:
         return 0
-    return (flat.total_numel(settings.ranks) // settings.local_ranks + flat.shard_numel(settings.ranks)) * 4
+    if settings.replicas == 1 or settings.stage < 2:
+        reduced, span = flat.total_numel(settings.shards), settings.everybody
+    else:
+        reduced, span = flat.shard_numel(settings.shards), settings.of_shard
+    return (reduced // span.local_ranks + reduced // span.ranks) * 4
 
 
 def _staging_bytes(settings: Settings) -> int:
@@ -316,7 +378,7 @@ def _sends_differences(flat: Flat, settings: Settings) -> bool:
 
 def _between_bytes(flat: Flat, codec: Codec | None, dtype: torch.dtype, settings: Settings) -> int:
     """The flat buffer as it travels between nodes."""
-    numel = flat.total_numel(settings.ranks)
+    numel = flat.total_numel(settings.shards)
     return codec.make_compressor().typical_bytes(numel) if codec and flat.is_encoded else numel * dtype.itemsize
 
 
@@ -325,17 +387,17 @@ def _weight_bytes(flats: Iterable[Flat], settings: Settings) -> tuple[int, int]:
     inside, between = 0, 0
     for flat in flats:
         dtype = torch.float32 if _sends_differences(flat, settings) else _dtype(flat, settings)
-        inside += flat.total_numel(settings.ranks) * dtype.itemsize
+        inside += flat.total_numel(settings.shards) * dtype.itemsize
         between += _between_bytes(flat, settings.weights, dtype, settings)
     return inside, between
 
 
-def _one_way(what: str, inside: float, between: float, settings: Settings) -> Traffic:
+def _one_way(what: str, inside: float, between: float, span: Span) -> Traffic:
     """Reduce-scatter or all-gather of that many bytes; `between`: the size that counts between nodes."""
-    local, nodes = settings.local_ranks, settings.nodes
+    local, nodes = span.local_ranks, span.nodes
     return Traffic(what, inside * (local - 1) / local, between / local * (nodes - 1) / nodes)
 
 
-def _both_ways(what: str, inside: float, between: float, settings: Settings) -> Traffic:
-    there = _one_way(what, inside, between, settings)
+def _both_ways(what: str, inside: float, between: float, span: Span) -> Traffic:
+    there = _one_way(what, inside, between, span)
     return Traffic(what, 2 * there.inside_bytes, 2 * there.between_bytes)
