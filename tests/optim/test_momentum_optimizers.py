@@ -240,15 +240,52 @@ def test_elements_that_nobody_has_used_stay(make: Make) -> None:
     assert not torch.equal(model[0].weight[:32], first[:32])
 
 
+@pytest.mark.parametrize("make", [one_bit_adam, zero_one_adam])
+@on_ranks(2)
+def test_elements_first_used_after_warm_up_stay(make: Make) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32))
+    optimizer = make(model, warmup_steps=3, weight_decay=0.0)
+    ddp = DDP(model)
+    optimizer.attach(ddp)
+    first = model[0].weight.detach().clone()
+    for step in range(12):
+        tokens = torch.arange(24 if step < 3 else 64)
+        (ddp(tokens) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(model[0].weight[24:], first[24:])
+    assert not torch.equal(model[0].weight[:24], first[:24])
+
+
+@on_ranks(2)
+def test_a_state_saved_before_there_was_an_interval_keeps_it() -> None:
+    ddp, optimizer = make_ddp(zero_one_adam)
+    train(ddp, optimizer, make_batches(2))
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["variance_interval"]
+    optimizer.load_state_dict(saved)
+    assert [group["variance_interval"] for group in optimizer.param_groups] == [3]
+
+
 @on_ranks(2)
 def test_warm_up_gradients_may_be_encoded_too() -> None:
     batches = make_batches()
     expected, _ = train_adamw(batches)
     ddp, optimizer = make_ddp(one_bit_adam, warmup_codec=BlockQuant(4))
-    losses = train(ddp, optimizer, batches)
+    losses = train(ddp, optimizer, batches[:4])
+    saved = copy.deepcopy(optimizer.state_dict())
+    losses += train(ddp, optimizer, batches[4:])
     assert losses[:WARMUP_STEPS] != expected[:WARMUP_STEPS]
     assert losses[-1] < 1.1 * expected[-1]
     expect_same_bits_on_all_ranks(flat(ddp))
+    _, again = make_ddp(one_bit_adam, warmup_codec=BlockQuant(4))
+    again.load_state_dict(saved)
+    owed, wanted = (each["zeropg"]["warmup_debts"]["residuals"] for each in (again.state_dict(), saved))
+    assert len(owed) == len(wanted) > 0
+    for one, other in zip(owed, wanted, strict=True):
+        assert one[:3] == other[:3] and torch.equal(one[3], other[3])
 
 
 @on_ranks(2)
@@ -327,6 +364,9 @@ def test_bad_use_is_named(make: Make) -> None:
         alike = make(model)
         with raises(ValueError, "variance_interval 0 and 5", "one for all"):
             alike.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "variance_interval": 5})
+    if make is one_bit_lamb:
+        with raises(ValueError, "variance_interval is 5", "OneBitAdam"):
+            make(model).add_param_group({"params": [nn.Parameter(torch.zeros(2))], "variance_interval": 5})
     with raises(ValueError, "clip is -1"):
         make(model, clip=-1)
     gloo = dist.new_group(backend="gloo")

@@ -195,14 +195,20 @@ class MomentumOptimizer(CheckedOptimizer):
         state_dict = super().state_dict()
         if self.exchange is not None:
             state_dict["zeropg"] = {"rank": self.exchange.rank, "debts": self.exchange.state.state_dict()}
+            if self._warmup_state is not None:
+                state_dict["zeropg"]["warmup_debts"] = self._warmup_state.state_dict()
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave on this rank, also in a world of another size.
 
-        What another rank owed is not taken over, with a warning: this rank then owes nothing.
+        What another rank owed is not taken over, with a warning: this rank then owes nothing. Options that decide the
+        phase and were unknown when `state_dict` was saved stay as they are.
         """
+        own = [{key: group[key] for key in self.common_options if key in group} for group in self.param_groups]
         super().load_state_dict(dict(state_dict))
+        for group, options in zip(self.param_groups, own, strict=True):
+            group.update({key: value for key, value in options.items() if key not in group})
         self._loaded = state_dict.get("zeropg", {})
         if self.exchange is not None:
             self.load_debts(self._loaded)
@@ -228,6 +234,8 @@ class MomentumOptimizer(CheckedOptimizer):
             )
         nothing = {"residuals": [], "world_size": self.exchange.world_size, "arrears": {}}
         self.exchange.state.load_state_dict(saved["debts"] if is_own else nothing)
+        if self._warmup_state is not None:
+            self._warmup_state.load_state_dict(saved.get("warmup_debts", nothing) if is_own else nothing)
         self._loaded = None
 
     def check_parameters(self, model: torch.nn.Module, who: str) -> None:

@@ -38,8 +38,7 @@ class OneBitAdam(MomentumOptimizer):
 
     From the end of warm-up on `exp_avg_sq` is free of its bias, and stays but for the steps of `variance_interval`.
     Elements whose variance is zero, such as rows of an embedding that nobody has used, are moved by weight decay alone.
-    Vectors and matrices below 1024 elements
-    travel in fp32.
+    Vectors and matrices below 1024 elements travel in fp32.
 
     Raises ValueError for hyperparameters out of range, TypeError for something that is no codec.
     """
@@ -147,12 +146,16 @@ def freeze(part: Part, who: str) -> None:
 
 
 def refresh(part: Part) -> None:
-    """Takes an averaged gradient into the momentum, and for all steps of an interval into the variance."""
-    state, gradient = part.state, part.own(part.gradient)
+    """Takes an averaged gradient into the momentum, and for all steps of an interval into the variance.
+
+    A variance of zero stays: the momentum there is noise of encodings, which a small deviation would make large.
+    """
+    state = part.state
     beta1, beta2 = part.group["betas"]
     kept = beta2 ** variance_interval_of(part.group)
     state["step"] += 1
     state["exp_avg"].lerp_(part.gradient, 1 - beta1)
+    gradient = part.own(part.gradient).masked_fill(state["exp_avg_sq"] == 0, 0.0)
     state["exp_avg_sq"].mul_(kept).addcmul_(gradient, gradient, value=1 - kept)
 
 

@@ -3,7 +3,7 @@ Convergence Speed", Algorithm 1)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,13 @@ from zeropg.optim.adam_rule import begin
 from zeropg.optim.lamb import lamb_update, trust_ratio, with_decay
 from zeropg.optim.layerwise import squares
 from zeropg.optim.momentum_exchange import MomentumExchange
-from zeropg.optim.one_bit_adam import OneBitAdam, average_momenta, check_not_frozen, freeze
+from zeropg.optim.one_bit_adam import (
+    OneBitAdam,
+    average_momenta,
+    check_not_frozen,
+    freeze,
+    variance_interval_of,
+)
 from zeropg.optim.part import Part
 
 # Section 4.1 and appendix A: how far the frozen coefficient may be scaled, and by how much more in one step.
@@ -28,10 +34,11 @@ class OneBitLamb(OneBitAdam):
     Each layer's step is scaled by norm of weights / norm of update. After warm-up that coefficient is its average so
     far, scaled by how the variance of the averaged gradients has changed since.
 
-    Arguments and errors: as `OneBitAdam`.
+    Arguments and errors: as `OneBitAdam`, without `variance_interval`.
     """
 
     tensor_state = frozenset({"exp_avg", "exp_avg_sq", "fresh_sq"})
+    common_options = ("warmup_steps",)
 
     def __init__(
         self,
@@ -57,6 +64,14 @@ class OneBitLamb(OneBitAdam):
             warmup_codec=warmup_codec,
             clip=clip,
         )
+
+    def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:
+        super().check_group(group, least_lr=least_lr)
+        if interval := variance_interval_of(group):
+            raise ValueError(
+                f"[zeropg] {type(self).__name__}: variance_interval is {interval}, and its variance stays as warm-up "
+                "left it; leave it out, or use OneBitAdam"
+            )
 
     def _update(self, parts: Sequence[Part], exchange: MomentumExchange) -> None:
         if self.averages_gradients():
