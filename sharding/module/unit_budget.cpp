@@ -85,7 +85,7 @@ void UnitBudget::drop_ahead() {
 UnitBudget::Units UnitBudget::keep(int64_t unit) {
   needed_ = needed_ == unit ? kNone : needed_;
   forget_kept(unit);
-  if (units_[unit].numel == 0 || units_[unit].numel > limits_.keep_numel) {
+  if (units_[unit].numel == 0 || units_[unit].numel > room_for_kept()) {  // it would go after all the others
     return {unit};
   }
   kept_.push_back(unit);
@@ -99,9 +99,13 @@ UnitBudget::Units UnitBudget::drop_kept() {
   return std::exchange(kept_, {});
 }
 
+int64_t UnitBudget::room_for_kept() const {
+  return std::min(limits_.keep_numel, limits_.max_whole_numel - numel_in_use() - numel_ahead());
+}
+
 UnitBudget::Units UnitBudget::give_way() {
   int64_t kept = numel_kept();
-  const int64_t room = std::min(limits_.keep_numel, limits_.max_whole_numel - numel_in_use() - numel_ahead());
+  const int64_t room = room_for_kept();
   const auto first_that_stays = std::ranges::find_if(kept_, [&](int64_t unit) {
     const bool stays = kept <= room;
     kept -= stays ? 0 : units_[unit].numel;

@@ -49,6 +49,7 @@ class UnitBudget {
   int64_t numel_in_use() const;
   int64_t numel_ahead() const;
   int64_t numel_kept() const;
+  int64_t room_for_kept() const;
   Units give_way();
 
   UnitLimits limits_;

@@ -192,6 +192,9 @@ void Units::gather(Unit& unit, Fetch::Use use) {
 
 void Units::take_kept(Unit& unit) {
   at::NoGradGuard no_grad;
+  if (budget_.is_ahead(index_of(unit))) {  // it ran twice in a row: it is here, and would be once more
+    drop_prefetched(/*waits=*/true);
+  }
   make_sharded(budget_.need(index_of(unit)));
   prefetch_ahead();  // what had to wait for its turn in memory
 }

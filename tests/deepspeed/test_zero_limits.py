@@ -65,6 +65,20 @@ def test_a_rank_alone_keeps_what_its_second_shard_would_take() -> None:
     assert gathers == {"": 1, **{name: 1 if index >= 3 - kept else 2 for index, name in enumerate(BLOCKS)}}
 
 
+def gathers_of_encoded_weights() -> list[Counter[str]]:
+    torch.set_num_threads(1)
+    zero = HPZ | {"zero_quantized_weights": True}
+    return [
+        gathers_of_a_step(make_engine(3, zero_optimization=zero, **more)) for more in ({}, {"bf16": {"enabled": True}})
+    ]
+
+
+def test_ranks_that_round_for_themselves_keep_their_share(rank_pool: Callable[..., RankPool]) -> None:
+    for whole, rounded in rank_pool(4, "zeropg", SeparateHosts(hosts=(0, 0, 1, 1))).run(gathers_of_encoded_weights):
+        assert len(set(whole.values())) == 1
+        assert rounded["blocks.0"] == 2 * rounded["blocks.2"]
+
+
 def bf16_configuration(**more: Any) -> dict[str, Any]:
     return {"train_batch_size": BATCH, "bf16": {"enabled": True, "bf16_optimizer_states": True}} | more
 
@@ -104,5 +118,5 @@ def test_frozen_weights_in_8_bits() -> None:
     assert abs(loss_of(engine, part) - loss_of(plain, part)) < 0.05
     losses = train(engine, data)
     assert losses[-1] < losses[0]
-    with raises(ValueError, "quantize_frozen", "freeze the model first"):
+    with raises(ValueError, "zero_quantized_nontrainable_weights is true", "freeze the model first"):
         deepspeed.initialize(model=make_model(), config=config)

@@ -171,7 +171,7 @@ def _make_optimizer(
             tag_hidden_matrices(model)
         plain = make(list(model.parameters() if model_parameters is None else model_parameters))
         plain.param_groups[:] = [group for group in plain.param_groups if group["params"]]
-    if wants_states_in_16_bits(config) and all(group.get("state_bits") != 16 for group in plain.param_groups):
+    if wants_states_in_16_bits(config) and any(group.get("state_bits") != 16 for group in plain.param_groups):
         raise ValueError(
             f"[zeropg] initialize: bf16.bf16_optimizer_states is true, and the {type(plain).__name__} that was passed "
             "keeps its state in the masters' dtype; expected zeropg.optim.AdamW(state_bits=16), or the block "

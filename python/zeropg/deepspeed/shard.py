@@ -29,18 +29,32 @@ def shard_as_configured(model: nn.Module, settings: Config, group: dist.ProcessG
         torch.cuda.set_device(device)
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     if settings.zero_optimization.zero_quantized_nontrainable_weights:
-        together(group, "initialize", lambda: quantize_frozen(model, format="int8"))
+        together(group, "initialize", lambda: _pack_frozen(model))
     leaves = settings.zero_optimization.leaf_module
     mark_named(model, leaves.classes, leaves.names, leaves.name_suffixes)
     units = units_around_leaves(model)
     end_after_sizes(model, units, group, device.type)
     over = _sharded_over(group, settings.zero_optimization.mics_shard_size, device)
     arguments = sharding_arguments(settings)
-    if "keep_numel" in arguments and not shares_gathered(group, device):
+    if "keep_numel" in arguments and not (shares_gathered(group, device) and _gathers_plainly(settings)):
         numel = sum(parameter.numel() for parameter in model.parameters())
         arguments["keep_numel"] = numel // settings.zero_optimization.zero_hpz_partition_size
     fully_shard(model, units=units, **over, **arguments)
     return device
+
+
+def _pack_frozen(model: nn.Module) -> None:
+    try:
+        quantize_frozen(model, format="int8")
+    except ValueError as error:
+        raise ValueError(
+            f"[zeropg] initialize: zero_optimization.zero_quantized_nontrainable_weights is true, and {error}"
+        ) from None
+
+
+def _gathers_plainly(settings: Config) -> bool:
+    """Whether what is gathered is what units compute with: ranks round what travels encoded, each for itself."""
+    return not (settings.zero_optimization.zero_quantized_weights and (settings.fp16.enabled or settings.bf16.enabled))
 
 
 def local_rank() -> int:

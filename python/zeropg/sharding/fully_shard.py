@@ -175,11 +175,12 @@ def fully_shard(
             they have no more elements together, in the order of earlier steps. 0: none.
         keep_numel: there, how much of what a forward has gathered stays whole for the backward, and is not gathered
             again: its last units, as long as they have no more elements together, but none that has more by itself.
-            They stay in the node's one copy where there is one, which takes room in the pool of each rank
+            They stay in the node's one copy where there is one, which takes room in the pool of the node's first rank
             (`BackendOptions(pool_bytes=)`). 0: none, and each unit is gathered twice in a step.
         persistent_numel: there, units of at most so many elements stay whole from their first use after a step to the
-            next step, through all forwards and backwards between. It is a unit that persists or not, as a whole: to
-            have norms or biases persist, name their modules in `units`. 0: none.
+            next step, through all forwards and backwards between; what reads or loads the whole model, as checkpoints
+            do, ends it sooner. It is a unit that persists or not, as a whole: to have norms or biases persist, name
+            their modules in `units`. 0: none.
         max_whole_numel: there, how many elements may be whole, or on their way, at once. Units that run, the root,
             and those of which a backward still expects gradients are always whole; what is gathered ahead has room
             beside them, then what is kept, and units persist in the order of the model while they fit beside the root.

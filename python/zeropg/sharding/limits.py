@@ -38,9 +38,16 @@ def limits_of(
 def what_has_no_effect(core: _C.ShardedModule, **limits: int | None) -> str:
     """For the line that says how a model is sharded. `limits`: those that were given."""
     names = [name for name, value in limits.items() if value]
-    if core.fetch_is_collective or not names:
+    if not core.fetch_is_collective:
+        return f"; {', '.join(names)} changes nothing, since no units are gathered" if names else ""
+    bound = limits.get("max_whole_numel")
+    root = sum(flat.total_numel for flat in core.flat_groups if not flat.unit_name)
+    if bound is None or root < bound:
         return ""
-    return f"; {', '.join(names)} changes nothing, since no units are gathered"
+    return (
+        f"; max_whole_numel is {bound:,}, and the root, which is always whole, has {root:,} elements: nothing else is "
+        "kept or gathered ahead"
+    )
 
 
 def _check(name: str, value: int, nothing: str) -> None:

@@ -169,8 +169,8 @@ def test_some_units_persist() -> None:
 def test_all_together_is_bounded() -> None:
     for blocks in (1, 2, 3, 4):
         model = sharded(keep_numel=EVERYTHING, prefetch_numel=EVERYTHING, max_whole_numel=(1 + blocks) * BLOCK)
-        for step in (on_path(*ALL), on_path(*ALL), on_path(0, 1, 1, 3), on_path(*ALL), on_path(*ALL)):
-            step(model, ones())
+        for path in (ALL, ALL, (0, 1, 1, 3), ALL, (0, 1, 1, 3), ALL):
+            on_path(*path)(model, ones())
         largest = max(group.total_numel for group in model._zeropg.flat_groups)
         held = model._zeropg.memory_report()["gathered"] / 8 / largest
         assert held <= 1 + blocks, (blocks, held)
@@ -256,3 +256,10 @@ def test_it_says_where_limits_have_no_effect(rank_pool: Callable[..., RankPool],
     assert "keep_numel, max_whole_numel changes nothing, since no units are gathered" in said
     said, _ = rank_pool(2, "zeropg").run(what_it_says, stage, {})
     assert "changes nothing" not in said
+
+
+def test_it_says_where_the_root_leaves_no_room(rank_pool: Callable[..., RankPool]) -> None:
+    pool = rank_pool(2, "gloo")
+    for bound, is_said in ((BLOCK - 1, True), (3 * BLOCK, False)):
+        said, _ = pool.run(what_it_says, 3, {"max_whole_numel": bound})
+        assert (f"max_whole_numel is {bound:,}, and the root" in said) is is_said

@@ -54,6 +54,11 @@ TEST(UnitBudget, DoesNotKeepALargeUnitInPlaceOfOthers) {
   EXPECT_EQ(budget.keep(1), Units{});
   EXPECT_EQ(budget.keep(2), Units{2});
   EXPECT_TRUE(budget.is_kept(0) && budget.is_kept(1));
+  UnitBudget bounded({10, 10, 30, 4}, {.keep_numel = 1000, .max_whole_numel = 30});
+  EXPECT_EQ(bounded.keep(0), Units{});
+  EXPECT_EQ(bounded.keep(1), Units{});
+  EXPECT_EQ(bounded.keep(2), Units{2});
+  EXPECT_TRUE(bounded.is_kept(0) && bounded.is_kept(1));
 }
 
 TEST(UnitBudget, TakesWhatIsNeededFromWhatIsKept) {
