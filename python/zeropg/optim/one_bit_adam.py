@@ -45,7 +45,7 @@ class OneBitAdam(MomentumOptimizer):
 
     tensor_state = frozenset({"exp_avg", "exp_avg_sq"})
     whole_state = frozenset({"exp_avg"})
-    common_options = ("warmup_steps", "variance_interval")
+    common_options: tuple[str, ...] = ("warmup_steps", "variance_interval")
 
     def __init__(
         self,
