@@ -11,6 +11,7 @@ import pytest
 # Ranks share a few cores; read when the forkserver (tests/spawn.py) loads torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from tests import retries
 from tests.spawn import THIS_MACHINE, Place, RankPool
 from tests.turns import turn
 
@@ -56,6 +57,10 @@ ALONE = (
     "tools/test_bench.py",
     "tools/test_bench_nodes.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(retries)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
