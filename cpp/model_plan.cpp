@@ -108,6 +108,8 @@ int64_t fingerprint(const ModelPlan& plan, const torch::nn::Module& root, const 
   std::string text = c10::str(options.stage, options.reshard_after_forward, options.param_dtype.has_value(),
                               options.param_dtype.value_or(at::kFloat), options.reduce_dtype.has_value(),
                               options.reduce_dtype.value_or(at::kFloat), options.reduction_group != nullptr);
+  text += c10::str(";", options.prefetch_numel, ";", options.keep_numel, ";", options.persistent_numel, ";",
+                   options.max_whole_numel.value_or(-1));
   const auto describe = [&](const std::string& name, at::IntArrayRef sizes, at::ScalarType dtype, bool requires_grad) {
     text += c10::str(";", name, sizes, dtype, requires_grad);
   };

@@ -30,7 +30,22 @@ ShardingOptions to_sharding_options(const FullyShardOptions& options) {
     TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[zeropg] FullyShardedModule: got dtype ", *dtype,
                       "; expected a floating dtype such as torch::kBFloat16.");
   }
+  const std::pair<const char*, int64_t> numels[] = {{"prefetch_numel", options.prefetch_numel},
+                                                    {"keep_numel", options.keep_numel},
+                                                    {"persistent_numel", options.persistent_numel},
+                                                    {"max_whole_numel", options.max_whole_numel.value_or(0)}};
+  for (const auto& [name, numel] : numels) {
+    TORCH_CHECK_VALUE(numel >= 0, "[zeropg] FullyShardedModule: ", name, " is ", numel,
+                      "; expected a number of elements.");
+  }
+  TORCH_CHECK_VALUE(options.reshard_after_forward || (options.keep_numel == 0 && !options.max_whole_numel),
+                    "[zeropg] FullyShardedModule: keep_numel or max_whole_numel is given with reshard_after_forward = "
+                    "false, which keeps every unit whole for its backward; expected one of the two.");
   ShardingOptions result;
+  result.limits = {.prefetch_numel = options.prefetch_numel,
+                   .keep_numel = options.keep_numel,
+                   .persistent_numel = options.persistent_numel,
+                   .max_whole_numel = options.max_whole_numel.value_or(UnitLimits().max_whole_numel)};
   result.stage = kStages.at(options.stage);
   result.param_dtype = options.param_dtype;
   result.reduce_dtype = options.reduce_dtype;

@@ -22,6 +22,15 @@ struct FullyShardOptions {
   std::optional<c10::ScalarType> reduce_dtype = std::nullopt;
   // Stage 3: false keeps a unit whole from its forward to its backward (memory for speed).
   bool reshard_after_forward = true;
+  // Where units are gathered, numbers of elements. Ahead of the unit that runs: one unit, and more while they have so
+  // many together; 0: none.
+  int64_t prefetch_numel = 1;
+  // Whole from a forward to its backward, and gathered once instead of twice: the last units that have so many together.
+  int64_t keep_numel = 0;
+  // Of a unit that stays whole from its first use after a step to the next step.
+  int64_t persistent_numel = 0;
+  // Whole, or on their way, at once; what runs and the root always are. std::nullopt: no limit.
+  std::optional<int64_t> max_whole_numel = std::nullopt;
   // A second group of the same ranks. Where units are gathered (stage 3 over other backends, or over several nodes)
   // gradients then travel while backward runs; without it they are sent after backward.
   c10::intrusive_ptr<c10d::Backend> reduction_group = {};

@@ -78,7 +78,7 @@ def test_every_stage_has_the_losses_of_the_plain_module(
         assert value("plain copy", output) == pytest.approx(value("sharded", output), rel=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["foreign", "two_groups"])
+@pytest.mark.parametrize("mode", ["foreign", "two_groups", "limits"])
 def test_any_c10d_backend_will_do(program: Path, tmp_path: Path, plain_losses: list[float], mode: str) -> None:
     output = train(program, tmp_path, mode, stage=3)[0]
     assert "fetch gathered" in output

@@ -1,7 +1,8 @@
 // Trains a small net from C++ and prints the loss of every step:
 //   train <mode> <stage> <rank> <world size> <store file>
 // Modes: plain (one process, no sharding, the whole batch), zeropg, bfloat16 (computed in it), foreign (over a backend
-// that zeropg does not know), two_groups (the same, with a second group for gradients), rest (checks, no output).
+// that zeropg does not know), two_groups (the same, with a second group for gradients), limits (the same, with units
+// that stay whole), rest (checks, no output).
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
@@ -237,6 +238,15 @@ void check_the_rest(const c10::intrusive_ptr<c10d::Backend>& group, int64_t stag
 
   start["scale"] = torch::ones({2});
   expect_error("'scale' has shape [2], expected [1]", [&] { model.load_full_state_dict(start); });
+  expect_error("keep_numel is -1; expected a number",
+               [&] { zeropg::FullyShardedModule<Net>({.stage = stage, .keep_numel = -1}, group, kWidth); });
+  expect_error("reshard_after_forward = false", [&] {
+    zeropg::FullyShardedModule<Net>({.stage = stage, .reshard_after_forward = false, .max_whole_numel = 9}, group,
+                                    kWidth);
+  });
+  expect_error("another model or other options", [&] {
+    zeropg::FullyShardedModule<Net>({.stage = stage, .keep_numel = group->getRank()}, group, kWidth);
+  });
   expect_error("belongs to a sharded model already",
                [&] { zeropg::FullyShardedModule<Net>({.stage = stage}, group, *net); });
   if (stage == 3) {
@@ -269,6 +279,12 @@ void train(const std::string& mode, int64_t stage, int rank, int world_size, con
   }
   if (mode == "two_groups") {
     options.reduction_group = make_group("second");
+  }
+  if (mode == "limits") {
+    options.prefetch_numel = 0;
+    options.persistent_numel = kWidth;  // the unit `mix`
+    options.keep_numel = 1 << 20;
+    options.max_whole_numel = 6000;
   }
   torch::manual_seed(rank);  // rank 0's values count
   zeropg::FullyShardedModule<Net> model(options, group, kWidth);
