@@ -1,4 +1,4 @@
-"""`bench loss` on simulated hosts, small."""
+"""`bench loss` and `bench train` on simulated hosts, small."""
 
 from __future__ import annotations
 
@@ -38,3 +38,21 @@ def test_codecs_train_over_a_slow_link(tmp_path: Path, mode: list[str]) -> None:
     assert encoded.median("step_kb") < 0.3 * plain.median("step_kb")
     assert encoded.median("encode_ms") > 0
     assert [row.parameters["step"] for row in rows if row.peer == BASELINE and "step" in row.parameters] == [1, 2]
+
+
+@pytest.mark.soak
+def test_a_step_between_hosts_says_what_links_carry(tmp_path: Path) -> None:
+    output = tmp_path / "train.json"
+    small = ["--rounds", "1", "--steps", "2", "--warm-up", "2", "--layers", "4", "--width", "128", "--even-if-busy"]
+    arguments = ["-n", "4", "--hosts", "2", "--link", "1gbit", *small, "--output", str(output)]
+    for name in ("fsdp2 gloo", "zeropg stage 3", "stage 3, units kept"):
+        arguments += ["--only", name]
+    done = subprocess.run(
+        [sys.executable, "-m", "zeropg", "bench", "train", *arguments], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    header, rows = read_results(output)
+    assert (header["hosts"], header["link"], len(rows)) == (2, "1gbit", 4)
+    sent = {row.peer: row.median("sent_weights") for row in rows}
+    # A node's link carries gradients once, and weights once or twice: half of each, with two nodes.
+    assert sent["stage 3, units kept"] < 1.25 < sent["zeropg stage 3"] < 1.9 < sent["fsdp2 gloo"]

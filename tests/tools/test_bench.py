@@ -249,6 +249,19 @@ def test_train_measures_an_implementation_beside_the_baseline(tmp_path):
     assert ours.median("step_ms") > 0 and ours.median("memory_bytes_per_parameter") > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--hosts", "2", "-n", "3"], "--hosts 2 with --ranks 3: expected a divisor"),
+        (["--link", "1gbit"], "give --hosts 2"),
+    ],
+)
+def test_train_refuses_hosts_that_do_not_fit(options, words, capsys):
+    with pytest.raises(SystemExit):
+        program.main(["bench", "train", *options])
+    assert words in capsys.readouterr().err
+
+
 def test_the_script_beside_deepspeed_trains_by_the_changed_line(tmp_path):
     job, result = tmp_path / "job.json", tmp_path / "result.json"
     shape = {"layers": 1, "width": 64, "context": 16, "steps": 2, "warm_up": 1}

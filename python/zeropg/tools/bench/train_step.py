@@ -13,9 +13,12 @@ from typing import Any
 
 from zeropg.tools import machine
 from zeropg.tools.bench import harness
+from zeropg.tools.bench.hosts import UNLIMITED, sent_bytes, start_on_hosts
 from zeropg.tools.bench.plot import plot_train
 from zeropg.tools.bench.results import Row, Spread, ratios
+from zeropg.tools.lab.lab import missing
 
+_KEPT = "stage 3, units kept"  # from forward to backward: where they are gathered, which is between hosts
 # name: (process group, wrapper or ZeRO stage)
 IMPLEMENTATIONS: dict[str, tuple[str, str | int]] = {
     "ddp gloo": ("gloo", "ddp"),
@@ -27,21 +30,29 @@ IMPLEMENTATIONS: dict[str, tuple[str, str | int]] = {
     "zeropg stage 2": ("zeropg", 2),
     "zeropg stage 3": ("zeropg", 3),
     "stage 3 over gloo": ("gloo", 3),
+    _KEPT: ("zeropg", 3),
 }
 BASELINE = "ddp gloo"
+_FSDP2 = "fsdp2 gloo"
 _SAME_LOSS = 1e-3  # relative, after the last step
+_TIMEOUT_S = 3600.0  # of one run on simulated hosts
 
 _DESCRIPTION = """
 Trains one GPT on the same batches with each implementation in turn, each time in processes of its own. The losses must
 agree before any time is believed. The figures are those of the slowest (for memory, the largest) rank: the median step;
 the CPU seconds of all its threads per step; and its memory, the proportional set size at the end minus that before the
 model exists, so that pages which ranks share count once. Ratios are to DDP over gloo with torch's fused AdamW.
+
+With --hosts the ranks are on simulated hosts (Linux network namespaces on this machine), joined by links of the rate
+--link in each direction. Then `sent` is what the busiest host's interface sends in a step, in multiples of the weights,
+and the step is beside FSDP2's over gloo too.
 """
 _EXAMPLES = """
 examples:
   python -m zeropg bench train                                           9 implementations, 3 rounds: about 5 minutes
   python -m zeropg bench train --only "zeropg stage 3" --rounds 1        that and the baseline, once
   python -m zeropg bench train --layers 12 --width 1024 --batch 1        175 million parameters
+  python -m zeropg bench train -n 4 --hosts 2 --link 1gbit --layers 10   30 million, between two hosts
 
 status: 0 measured; 1 losses differ or a rank failed; 2 wrong options; 3 other programs used the CPUs
 """
@@ -52,6 +63,10 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     if options.as_rank_of:
         return _run_rank(options.as_rank_of, options)
+    absent = missing() if options.hosts > 1 else None
+    if absent:
+        print(f"zeropg bench: no hosts to simulate: {absent}", file=sys.stderr)
+        return 2
     quiet = harness.Quiet(options.even_if_busy)
     if quiet.refuses():
         return harness.BUSY
@@ -86,32 +101,51 @@ def _report(
     runs: dict[str, list[dict[str, float]]],
 ) -> int:
     parameters = int(runs[BASELINE][0]["parameters"])
-    facts = harness.header("train", arguments, quiet, ranks=options.ranks, rounds=options.rounds, parameters=parameters)
-    rows = [_row(name, figures, runs[BASELINE], quiet.may_claim) for name, figures in runs.items()]
+    facts = harness.header(
+        "train",
+        arguments,
+        quiet,
+        ranks=options.ranks,
+        hosts=options.hosts,
+        link=options.link,
+        rounds=options.rounds,
+        parameters=parameters,
+    )
+    rows = [_row(name, runs, quiet.may_claim, options.hosts) for name in runs]
     harness.print_header(facts)
-    print(f"{'':16} {'step / DDP':>18} {'CPU s / DDP':>18} {'step ms':>9} {'bytes/parameter':>16}")
+    columns = {"step_over_ddp": "step / DDP", "cpu_over_ddp": "CPU s / DDP"}
+    if options.hosts > 1:
+        columns["step_over_fsdp2"] = "step / FSDP2"
+    sent = f" {'sent':>6}" if options.hosts > 1 else ""
+    heads = "".join(f" {head:>18}" for head in columns.values())
+    print(f"{'':20}{heads} {'step ms':>9} {'bytes/parameter':>16}{sent}")
     for row in rows:
-        step, cpu = (str(row.figures.get(key, "not claimed")) for key in ("step_over_ddp", "cpu_over_ddp"))
+        cells = "".join(f" {row.figures.get(key, 'not claimed')!s:>18}" for key in columns)
+        sent = f" {row.median('sent_weights'):6.2f}" if options.hosts > 1 else ""
         print(
-            f"{row.peer:16} {step:>18} {cpu:>18} {row.median('step_ms'):9.1f} "
-            f"{row.median('memory_bytes_per_parameter'):16.1f}"
+            f"{row.peer:20}{cells} {row.median('step_ms'):9.1f} {row.median('memory_bytes_per_parameter'):16.1f}{sent}"
         )
     if not quiet.may_claim:
         print(f"# ratios not claimed: {quiet.refusal()}")
     return harness.finish(options, quiet, facts, rows, plot_train)
 
 
-def _row(name: str, runs: list[dict[str, float]], baseline: list[dict[str, float]], may_claim: bool) -> Row:
+def _row(name: str, all_runs: dict[str, list[dict[str, float]]], may_claim: bool, hosts: int) -> Row:
+    runs, baseline, fsdp2 = all_runs[name], all_runs[BASELINE], all_runs.get(_FSDP2)
     figures: dict[str, Spread | float] = {
         "step_ms": Spread.of([1000 * run["step_s"] for run in runs]),
         "cpu_ms": Spread.of([1000 * run["cpu_s"] for run in runs]),
         "memory_bytes_per_parameter": Spread.of([run["memory_bytes"] / run["parameters"] for run in runs]),
         "loss": Spread.of([run["loss"] for run in runs]),
     }
+    if hosts > 1:
+        figures["sent_weights"] = Spread.of([run["sent_bytes"] / (4 * run["parameters"]) for run in runs])
     if may_claim:
         for key in ("step", "cpu"):
             mine, theirs = ([run[f"{key}_s"] for run in each] for each in (runs, baseline))
             figures[f"{key}_over_ddp"] = ratios(mine, theirs)
+        if hosts > 1 and fsdp2 is not None:
+            figures["step_over_fsdp2"] = ratios([run["step_s"] for run in runs], [run["step_s"] for run in fsdp2])
     return Row("step", name, figures)
 
 
@@ -122,8 +156,18 @@ def _run_once(name: str, options: argparse.Namespace) -> dict[str, float] | None
             f"--{key.replace('_', '-')}={getattr(options, key)}" for key in ("steps", "warm_up", "layers", "width")
         ]
         arguments = ["bench", "train", *shape, f"--batch={options.batch}", "--as-rank-of", name]
-        status = harness.start_ranks(options.ranks, [*arguments, "--result", str(result)], quiet_output=True)
-        return harness.read_json(result) if status == 0 else None
+        arguments += ["--result", str(result)]
+        if options.hosts > 1:
+            has_worked = start_on_hosts(
+                arguments,
+                hosts=options.hosts,
+                ranks_per_host=options.ranks // options.hosts,
+                link=options.link,
+                timeout=_TIMEOUT_S,
+            )
+        else:
+            has_worked = harness.start_ranks(options.ranks, arguments, quiet_output=True) == 0
+        return harness.read_json(result) if has_worked else None
 
 
 def _run_rank(name: str, options: argparse.Namespace) -> int:
@@ -136,12 +180,12 @@ def _run_rank(name: str, options: argparse.Namespace) -> int:
     backend, kind = IMPLEMENTATIONS[name]
     torch.set_num_threads(1)
     dist.init_process_group(backend)
-    _measure_rank(kind, options)
+    _measure_rank(kind, options, {"keep_numel": 1 << 60} if name == _KEPT else {})
     leave_groups()
     return 0
 
 
-def _measure_rank(kind: str | int, options: argparse.Namespace) -> None:
+def _measure_rank(kind: str | int, options: argparse.Namespace, limits: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -153,10 +197,12 @@ def _measure_rank(kind: str | int, options: argparse.Namespace) -> None:
     before = resident_bytes()
     model = GPT(GPTConfig(layers=options.layers, width=options.width, heads=options.width // 64, context=128))
     parameters = sum(p.numel() for p in model.parameters())
-    runner, optimizer, clip = _wrap(kind, model)
+    runner, optimizer, clip = _wrap(kind, model, limits)
     generator = torch.Generator().manual_seed(1)
-    seconds, cpu_seconds, loss_sum = [], [], torch.zeros(())
+    seconds, cpu_seconds, loss_sum, sent_before = [], [], torch.zeros(()), 0.0
     for step in range(options.warm_up + options.steps):
+        if step == options.warm_up:
+            sent_before = sent_bytes()
         batch = torch.randint(256, (options.batch * world_size, 129), generator=generator)[rank::world_size]
         start, cpu_start = time.perf_counter(), time.process_time()
         logits = runner(batch[:, :-1])
@@ -170,15 +216,18 @@ def _measure_rank(kind: str | int, options: argparse.Namespace) -> None:
         if step >= options.warm_up:
             seconds.append(time.perf_counter() - start)
             cpu_seconds.append(time.process_time() - cpu_start)
-    mine = torch.tensor([statistics.median(seconds), statistics.median(cpu_seconds), float(resident_bytes() - before)])
+    sent = (sent_bytes() - sent_before) / options.steps
+    memory = float(resident_bytes() - before)
+    mine = torch.tensor([statistics.median(seconds), statistics.median(cpu_seconds), memory, sent])
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     if rank == 0:
-        step_s, cpu_s, memory = mine.tolist()
-        figures = {"step_s": step_s, "cpu_s": cpu_s, "memory_bytes": memory, "parameters": parameters}
+        step_s, cpu_s, memory, sent = mine.tolist()
+        figures = {"step_s": step_s, "cpu_s": cpu_s, "memory_bytes": memory, "sent_bytes": sent}
+        figures["parameters"] = parameters
         harness.write_json(options.result, figures | {"loss": loss_sum.item() / world_size})
 
 
-def _wrap(kind: str | int, model: Any) -> tuple[Any, Any, Callable[[], Any]]:
+def _wrap(kind: str | int, model: Any, limits: dict[str, Any]) -> tuple[Any, Any, Callable[[], Any]]:
     """The wrapped model, its optimizer, and clipping to norm 1 as its users do it."""
     import torch
     from torch.distributed.fsdp import fully_shard
@@ -197,19 +246,24 @@ def _wrap(kind: str | int, model: Any) -> tuple[Any, Any, Callable[[], Any]]:
         runner = fully_shard(model)
         optimizer = fused()
     else:
-        runner = zeropg.fully_shard(model, stage=int(kind))
+        runner = zeropg.fully_shard(model, stage=int(kind), **limits)
         optimizer = zeropg.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), runner)
         return runner, optimizer, lambda: zeropg.clip_grad_norm_(runner, 1.0)
     return runner, optimizer, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
-    return [name for name in IMPLEMENTATIONS if not options.only or name in (BASELINE, *options.only)]
+    wanted = (BASELINE, *options.only) if options.only else tuple(IMPLEMENTATIONS)
+    return [name for name in IMPLEMENTATIONS if name in wanted and (name != _KEPT or options.hosts > 1)]
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = harness.make_parser("train", _DESCRIPTION, _EXAMPLES, output="benchmarks/results/train_step_2_ranks.json")
     parser.add_argument("-n", "--ranks", type=int, default=2, help="ranks to start (default 2)")
+    parser.add_argument("--hosts", type=int, default=1, help="simulated hosts that the ranks are on (default 1)")
+    parser.add_argument(
+        "--link", default=UNLIMITED, help=f"rate of each host's link, as tc writes it (default {UNLIMITED})"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each implementation (default 3)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps per turn (default 8)")
     parser.add_argument("-w", "--warm-up", type=int, default=3, help="steps before these (default 3)")
@@ -225,6 +279,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--as-rank-of", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.hosts < 1 or options.ranks % options.hosts:
+        parser.error(f"--hosts {options.hosts} with --ranks {options.ranks}: expected a divisor")
+    if options.hosts == 1 and options.link != UNLIMITED:
+        parser.error(f"--link {options.link} is between hosts: give --hosts 2, or more")
     for name in ("ranks", "rounds", "steps", "layers", "width", "batch"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be positive")

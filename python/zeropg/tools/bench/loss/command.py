@@ -12,6 +12,7 @@ from typing import Any
 
 from zeropg.tools import machine
 from zeropg.tools.bench import harness
+from zeropg.tools.bench.hosts import UNLIMITED, start_on_hosts
 from zeropg.tools.bench.loss.arms import ARMS, BASELINE, PLAIN
 from zeropg.tools.bench.loss.journal import Journal, Place
 from zeropg.tools.bench.loss.outcome import Job, Outcome
@@ -20,11 +21,10 @@ from zeropg.tools.bench.loss.rows import Study, rows_of
 from zeropg.tools.bench.loss.tasks import TASKS
 from zeropg.tools.bench.plot import plot_loss
 from zeropg.tools.bench.results import Row
-from zeropg.tools.lab.lab import Lab, missing
+from zeropg.tools.lab.lab import missing
 
 SWEEP = (0.5, 1.0, 2.0)  # factors of a task's learning rate
 _VALIDATIONS = 12  # points of a curve
-_UNLIMITED = "unlimited"
 _SAME_LOSS = 0.02  # relative, of arms that send fp32, at the first validation
 
 _DESCRIPTION = """
@@ -178,14 +178,15 @@ def _run(jobs: list[Job], link: str | None, journal: Journal, options: argparse.
 
 
 def _launch(arguments: list[str], link: str | None, options: argparse.Namespace) -> None:
-    with Lab(hosts=options.hosts, rate=None if link == _UNLIMITED else link) as lab:
-        command = ["-m", "zeropg", "bench", "loss", *arguments]
-        launched = lab.torchrun(*command, nproc_per_node=options.ranks_per_host)
-        hosts = launched.wait(timeout=options.timeout)
-        failed = [host.stdout + host.stderr for host in hosts if host.returncode != 0]
-        if failed:
-            print("\n".join(text[-4000:] for text in failed), file=sys.stderr)
-            raise RuntimeError(f"a rank failed, or took more than {options.timeout:g} s (--timeout)")
+    has_worked = start_on_hosts(
+        ["bench", "loss", *arguments],
+        hosts=options.hosts,
+        ranks_per_host=options.ranks_per_host,
+        link=link,
+        timeout=options.timeout,
+    )
+    if not has_worked:
+        raise RuntimeError(f"a rank failed, or took more than {options.timeout:g} s (--timeout)")
 
 
 def _print(rows: list[Row], quiet: harness.Quiet) -> None:
@@ -245,7 +246,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--arm", action="append", choices=ARMS, help="besides those that send fp32; may be repeated (default: all)"
     )
     parser.add_argument(
-        "--links", default="100mbit", help=f"rates as tc writes them, or {_UNLIMITED}; with commas (default 100mbit)"
+        "--links", default="100mbit", help=f"rates as tc writes them, or {UNLIMITED}; with commas (default 100mbit)"
     )
     parser.add_argument("--hosts", type=int, default=2, help="(default 2)")
     parser.add_argument("--ranks-per-host", type=int, default=2, help="(default 2)")

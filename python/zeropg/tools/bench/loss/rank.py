@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +11,13 @@ import torch.distributed as dist
 
 from zeropg.backend import leave_groups
 from zeropg.compression.report import collective_seconds
+from zeropg.tools.bench.hosts import sent_bytes
 from zeropg.tools.bench.loss.arms import ARMS, Setup, Trainer
 from zeropg.tools.bench.loss.journal import Journal, Place
 from zeropg.tools.bench.loss.outcome import Job, Outcome
 from zeropg.tools.bench.loss.tasks import TASKS
 from zeropg.tools.train.loop import learning_rate_factor
 
-_SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of the host of a lab
 _WARM_UP = 3  # steps before steps are timed: buckets and buffers are made in them
 
 
@@ -107,7 +106,7 @@ class _Meter:
             self._running = False
 
     def _now(self) -> list[float]:
-        sends = os.environ["LOCAL_RANK"] == "0" and _SENT.exists()
         counters: Any = {} if self._compressor is None else self._compressor.counters()
         coding = [counters.get(name, 0.0) for name in ("encode_seconds", "decode_seconds")]
-        return [float(_SENT.read_text()) if sends else 0.0, *coding, collective_seconds()]
+        sent = sent_bytes() if os.environ["LOCAL_RANK"] == "0" else 0.0
+        return [sent, *coding, collective_seconds()]
