@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +19,7 @@ from zeropg.checkpoint.regular_file import check_no_pipe
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20  # stays in a core's cache from the read to the cast
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,6 +40,7 @@ class StoredTensor:
     path: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    offset: int  # of its bytes in the file
 
     @property
     def numel(self) -> int:
@@ -54,7 +56,7 @@ class SafetensorsFolder:
 
     def __init__(self, directory: Path) -> None:
         self._files = ExitStack()
-        self._handles: dict[Path, Any] = {}
+        self._descriptors: dict[Path, int] = {}
         self.tensors: dict[str, StoredTensor] = {}
         try:
             index = _read_index(directory)
@@ -68,41 +70,62 @@ class SafetensorsFolder:
             raise
 
     def pieces(self, tensor: StoredTensor, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields (first element, values), 4 MiB or one row at a time, of elements [start, stop) of the flat tensor."""
-        if start >= stop:
-            return
-        if not tensor.shape:
-            yield 0, self._handles[tensor.path].get_tensor(tensor.name).reshape(-1)
-            return
-        rows = self._handles[tensor.path].get_slice(tensor.name)
-        row = tensor.numel // tensor.shape[0]
-        step = max(1, _PIECE_BYTES // (row * tensor.dtype.itemsize))
-        for first in range(start // row, -(-stop // row), step):
-            last = min(first + step, -(-stop // row))
-            values = rows[first:last].reshape(-1)
-            begin, end = max(start, first * row), min(stop, last * row)
-            yield begin, values[begin - first * row : end - first * row]
+        """Yields (first element, values), 1 MiB at a time, of elements [start, stop) of the flat tensor.
+
+        Each tensor is valid until the next. Raises ValueError where the file ends before, OSError as reads do.
+        """
+        # Read, not mapped: pages of a mapped file would count as this process's memory.
+        width = tensor.dtype.itemsize
+        step = _PIECE_BYTES // width
+        buffer = bytearray(min(step, max(0, stop - start)) * width)
+        for first in range(start, stop, step):
+            numel = min(step, stop - first)
+            _read_whole(self._descriptors[tensor.path], tensor, first * width, memoryview(buffer)[: numel * width])
+            yield first, torch.frombuffer(buffer, dtype=tensor.dtype, count=numel)
 
     def close(self) -> None:
-        self._handles.clear()
+        self._descriptors.clear()
         self._files.close()
 
     def _open(self, path: Path) -> None:
         check_no_pipe(path)
         try:
-            handle = self._files.enter_context(safe_open(str(path), framework="pt"))
+            with safe_open(str(path), framework="pt") as handle:  # checks the header against the size of the file
+                views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (it is no dict)
+                described = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._files.callback(os.close, descriptor)
+            offsets = _offsets(descriptor)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"'{path}' is missing, though the index names it: copy the folder again") from error
         except (SafetensorError, OSError) as error:
             raise ValueError(f"'{path}' is damaged or no safetensors file ({error}): copy it again") from error
-        self._handles[path] = handle
-        for name in handle.keys():  # noqa: SIM118 (it is no dict)
-            view = handle.get_slice(name)
-            if view.get_dtype() not in _DTYPES:
-                raise ValueError(f"'{name}' in '{path}' has dtype {view.get_dtype()}, which cannot be loaded")
+        self._descriptors[path] = descriptor
+        for name, (dtype, shape) in described.items():
+            if dtype not in _DTYPES:
+                raise ValueError(f"'{name}' in '{path}' has dtype {dtype}, which cannot be loaded")
             if name in self.tensors:
                 raise ValueError(f"'{name}' stands in '{self.tensors[name].path}' and in '{path}': which one counts?")
-            self.tensors[name] = StoredTensor(name, path, tuple(view.get_shape()), _DTYPES[view.get_dtype()])
+            self.tensors[name] = StoredTensor(name, path, shape, _DTYPES[dtype], offsets[name])
+
+
+def _offsets(descriptor: int) -> dict[str, int]:
+    """Where each tensor's bytes begin; the header has been checked."""
+    (header_bytes,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
+    header = json.loads(os.pread(descriptor, header_bytes, 8))
+    begin = 8 + header_bytes
+    return {name: begin + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+
+
+def _read_whole(descriptor: int, tensor: StoredTensor, first_byte: int, room: memoryview) -> None:
+    done = 0
+    while done < len(room):
+        got = os.preadv(descriptor, [room[done:]], tensor.offset + first_byte + done)
+        if got == 0:
+            raise ValueError(
+                f"'{tensor.path}' was cut off while it was read: '{tensor.name}' ends early; copy it again"
+            )
+        done += got
 
 
 def _read_index(directory: Path) -> dict[str, Path]:

@@ -36,6 +36,13 @@ TEST(Checksum, is_the_same_by_instruction_and_by_table) {
     EXPECT_EQ(crc32c(std::span(bytes).first(count)), crc32c_by_table(std::span(bytes).first(count)));
   }
   EXPECT_EQ(crc32c(bytes), crc32c_by_table(bytes));
+  const std::vector<std::byte> many = random_bytes(5 * 4096 * 3 + 1003);  // runs in stretches
+  for (const size_t begin : {0, 1, 4096, 12289}) {
+    for (const size_t end : {size_t{12288}, size_t{12296}, size_t{24575}, size_t{24577}, many.size()}) {
+      const auto some = std::span(many).subspan(std::min(begin, end), end - std::min(begin, end));
+      EXPECT_EQ(crc32c(some, 7), crc32c_by_table(some, 7));
+    }
+  }
 }
 
 TEST(Checksum, of_two_parts_is_joined) {
