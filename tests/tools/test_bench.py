@@ -262,6 +262,20 @@ def test_train_refuses_hosts_that_do_not_fit(options, words, capsys):
     assert words in capsys.readouterr().err
 
 
+def test_load_measures_beside_plain_reads(tmp_path):
+    file = tmp_path / "load.json"
+    arguments = ["--bytes", "64M", "--rounds", "1", "--path", str(tmp_path), "--even-if-busy", "--output", str(file)]
+    done = run("bench", "load", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row.peer: row for row in read_results(file)[1]}
+    assert list(rows) == ["plain read", "load_pretrained", "load_checkpoint", "FSDP2 from rank 0"]
+    for name in ("plain read", "load_pretrained", "load_checkpoint"):
+        # A checkpoint is read in whole chunks of 1 MiB, for their checksums: 9 for a part of 8 MiB that begins in one.
+        assert 0.99 < rows[name].median("read_weights") < 1.15
+        assert rows[name].median("above_shard_mib") < 64
+    assert [path.name for path in tmp_path.iterdir()] == ["load.json"]
+
+
 def test_the_script_beside_deepspeed_trains_by_the_changed_line(tmp_path):
     job, result = tmp_path / "job.json", tmp_path / "result.json"
     shape = {"layers": 1, "width": 64, "context": 16, "steps": 2, "warm_up": 1}

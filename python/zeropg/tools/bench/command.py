@@ -18,6 +18,7 @@ SUITES = {
     ),
     "offload": ("zeropg.tools.bench.offload", "a file tier's bandwidth, and a step through it beside one in memory"),
     "compression": ("zeropg.tools.bench.compression", "what codecs cost, lose and save, beside torch's operations"),
+    "load": ("zeropg.tools.bench.load", "weights from files into a sharded model, beside plain reads and FSDP2"),
     "deepspeed": (
         "zeropg.tools.bench.deepspeed.command",
         "one training script under DeepSpeed and, with one line changed, under zeropg",
@@ -42,6 +43,7 @@ examples:
   python -m zeropg bench compression                            what every codec costs, loses and saves
   python -m zeropg bench train --rounds 3                       stages 0 to 3 beside DDP and FSDP2
   python -m zeropg bench deepspeed --python ds/bin/python       one script under DeepSpeed and under zeropg
+  python -m zeropg bench load                                   1 GiB of weights from files, beside reading them
   python -m zeropg bench nodes --case 2x2,racks                 simulated nodes, slow and unequal links
   python -m zeropg bench loss --quick                           codecs on simulated hosts, beside torch's hooks
   python -m zeropg bench table                                  the figures in benchmarks/results, as Markdown

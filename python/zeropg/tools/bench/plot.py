@@ -95,6 +95,17 @@ def plot_train(header: dict[str, Any], rows: list[Row], file: Path) -> None:
     _save(figure, header, f"{header['ranks']} ranks", file)
 
 
+def plot_load(header: dict[str, Any], rows: list[Row], file: Path) -> None:
+    """Bars: the time of a load, and what it holds beside the shard."""
+    panels_of = {"time_ms": ("weights from files", "ms"), "above_shard_mib": ("memory beside the shard", "MiB")}
+    figure, panels = _figure(len(panels_of), _bars_height(len(rows)))
+    for (key, (title, unit)), axes in zip(panels_of.items(), panels, strict=True):
+        _bars(axes, {row.peer: row.figures[key] for row in rows}, unit, ours="load_")
+        axes.set_title(title, fontsize=9)
+    panels[1].tick_params(labelleft=False)
+    _save(figure, header, f"{header['ranks']} ranks, {header['bytes'] / 2**30:.3g} GiB", file)
+
+
 def plot_deepspeed(header: dict[str, Any], rows: list[Row], file: Path) -> None:
     """Bars: the step and the memory beside DeepSpeed's in the same case, where ratios are claimed."""
     keys = {"step_over_deepspeed": "step", "memory_over_deepspeed": "memory of a rank"}

@@ -15,19 +15,16 @@ import importlib
 import json
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zeropg.tools.bench.peak_memory import PeakMemory
 from zeropg.tools.train.memory import resident_bytes
 from zeropg.tools.train.text import TrainingBatches, load_text
-
-_SAMPLES_APART_S = 0.005
 
 
 def main(package: str, job_file: str, result_file: str) -> None:
@@ -107,27 +104,6 @@ class Run:
         dist.all_reduce(loss_sum)
         self.losses.append(loss_sum.item() / dist.get_world_size() / self._accumulation)
         self.loss_scales.append(float(getattr(self._engine.optimizer, "cur_scale", 1.0)))
-
-
-class PeakMemory:
-    """Looks at the process's memory every few milliseconds, inside the context."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-
-    def __enter__(self) -> PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._ended.wait(_SAMPLES_APART_S):
-            self.bytes = max(self.bytes, resident_bytes())
 
 
 if __name__ == "__main__":
