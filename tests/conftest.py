@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests import retries
 from tests.spawn import THIS_MACHINE, Place, RankPool
-from tests.turns import turn
 
 # What says most in the least time runs first.
 ORDER = [
@@ -46,16 +45,23 @@ SMOKE = (
     "integration/test_ddp.py",
     "integration/test_fsdp2.py",
 )
-# What measures time, or stops processes and counts the seconds until others notice.
+# What measures how fast something is.
 ALONE = (
+    "lab/test_compression.py",
+    "lab/test_lab.py",
+    "lab/test_links.py",
+    "lab/test_training.py",
+    "backend/bootstrap/test_racks_and_links.py",
+    "tools/test_bench_nodes.py",
+)
+# What stops processes, and counts the seconds until others notice.
+TIMED = (
     "test_spawn.py",
     "lab",
-    "backend/bootstrap/test_racks_and_links.py",
     "backend/diagnostics",
     "backend/faults",
     "sharding/offload/test_bad_disk.py",
     "tools/test_bench.py",
-    "tools/test_bench_nodes.py",
 )
 
 
@@ -73,15 +79,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=key)  # stable: the order inside a suite stays
     for item in items:
-        for marker, paths in (("smoke", SMOKE), ("alone", ALONE)):
+        for marker, paths in (("smoke", SMOKE), ("alone", ALONE), ("timed", TIMED)):
             if any(item.path.is_relative_to(tests / path) for path in paths):
                 item.add_marker(marker)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with turn(alone=item.get_closest_marker("alone") is not None):
-        return (yield)
 
 
 @pytest.fixture(scope="session")

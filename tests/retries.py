@@ -1,7 +1,8 @@
-"""Tests marked `alone` measure time on a machine that other programs may use, too. One that fails runs once more.
+"""The turn of each test, and a second one for tests that time decides.
 
-Where it passes then, the closing line counts it as `retried`, and what it said at first stands above; one that fails
-twice has failed.
+Other programs, too, may use the machine. A test marked `alone` or `timed` that fails runs once more, with the machine to
+itself as far as tests are concerned. Where it passes then, the closing line counts it as `retried`, and what it said at
+first stands above; one that fails twice has failed.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import pytest
 from _pytest.runner import runtestprotocol
 
+from tests.turns import turn
+
 _FIRST = "failed at first"
 
 
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    if item.get_closest_marker("alone") is None:
-        return None
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    failures = [report for report in reports if report.failed]
-    if failures:
-        item._initrequest()  # type: ignore[attr-defined]  # its fixtures are made again
+    is_alone = item.get_closest_marker("alone") is not None
+    with turn(alone=is_alone):
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    failures = [report for report in reports if report.failed]
+    if failures and (is_alone or item.get_closest_marker("timed")):
+        item._initrequest()  # type: ignore[attr-defined]  # its fixtures are made again
+        with turn(alone=True):
+            reports = runtestprotocol(item, nextitem=nextitem, log=False)
         for report in reports:
             report.user_properties.append((_FIRST, failures[0].longreprtext))
     for report in reports:
