@@ -32,7 +32,7 @@ help:
 	@echo "make bench-nodes collectives between simulated nodes, beside gloo and what the links carry   (ARGS=--quick)"
 	@echo "make test       set up everything, then run every test      (ARGS='-k all_reduce -x' goes to pytest; WORKERS= runs one at a time)"
 	@echo "make test-torch torch's own suite for backends, all of it, under our name and gloo's"
-	@echo "make fuzz       libFuzzer on what parses bytes of strangers  (make fuzz SECONDS=600; part of make test, a minute)"
+	@echo "make fuzz       libFuzzer on what parses bytes of strangers  (make fuzz SECONDS=600; half a minute of make test)"
 	@echo "make soak       random programs that nobody has run, beside what they must give  (make soak SECONDS=3600: a test)"
 	@echo "make sanitize   the C++ tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make smoke      the tests marked smoke, for other versions   (make smoke TORCH=2.11.0)"

@@ -1,4 +1,4 @@
-"""libFuzzer on what parses bytes of strangers and peers: a minute in all, or ZEROPG_FUZZ_SECONDS (`make fuzz`).
+"""libFuzzer on what parses bytes of strangers and peers: half a minute in all, or ZEROPG_FUZZ_SECONDS (`make fuzz`).
 
 The targets are built in a folder of their own, by Clang; without it tests/fuzz/replay_test.cpp still runs the corpus.
 """
@@ -17,7 +17,7 @@ from tests.test_cpp import BUILD, ROOT
 
 FOLDER = Path(__file__).parent
 TARGETS = sorted(path.stem.removesuffix("_fuzz") for path in FOLDER.glob("*_fuzz.cpp"))
-SECONDS = int(os.environ.get("ZEROPG_FUZZ_SECONDS", "60"))
+SECONDS = int(os.environ.get("ZEROPG_FUZZ_SECONDS", "30"))
 EMPTY = 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }\n'
 
 
