@@ -220,7 +220,8 @@ class Regression(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
         self.seen.append((x.dtype, labels.dtype, target.dtype, bool((labels == 1.001).all())))
         logits = self.last(self.norm(self.first(x))).squeeze(-1)
-        return {"loss": nn.functional.mse_loss(logits, labels) + (logits - target).square().mean(), "logits": logits}
+        loss = nn.functional.mse_loss(logits.float(), labels) + (logits - target).square().mean()
+        return {"loss": loss, "logits": logits}
 
 
 def regression(folder: str) -> list[str]:
