@@ -69,6 +69,7 @@ bench: $(BUILD)/installed.stamp
 	$(call measure,compression,compression)
 	$(call measure,offload,offload) --path build
 	$(call measure,train,train_step_2_ranks) -n 2 --rounds 2
+	$(call measure,load,load)
 	$(BENCH) table --folder $(RESULTS) > $(RESULTS)/table.md
 
 # Root, or a kernel that lets users make namespaces; some hours on two cores (ARGS=--quick: a few minutes).
@@ -77,11 +78,14 @@ bench-loss: $(BUILD)/installed.stamp
 	@mkdir -p $(RESULTS)
 	$(call measure,loss,loss) --links 100mbit,1gbit
 
-# Needs the same; about 27 minutes.
+HOSTS := -n 4 --hosts 2 --link 1gbit --layers 10 --batch 1 --rounds 2 --steps 5
+
+# Needs the same; about half an hour.
 bench-nodes: $(BUILD)/installed.stamp
 	$(BIN)/python -m pip install -q -r requirements/bench.txt
 	@mkdir -p $(RESULTS)
 	$(call measure,nodes,nodes)
+	$(if $(findstring --quick,$(ARGS)),,$(call measure,train,train_step_2_hosts) $(HOSTS))
 	$(BENCH) table --folder $(RESULTS) > $(RESULTS)/table.md
 
 test: build $(BUILD)/installed.stamp
