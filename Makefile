@@ -69,7 +69,7 @@ bench: $(BUILD)/installed.stamp
 	$(call measure,compression,compression)
 	$(call measure,offload,offload) --path build
 	$(call measure,train,train_step_2_ranks) -n 2 --rounds 2
-	$(call measure,load,load)
+	$(BENCH) load $(ARGS) --output $(RESULTS)/load.json
 	$(BENCH) table --folder $(RESULTS) > $(RESULTS)/table.md
 
 # Root, or a kernel that lets users make namespaces; some hours on two cores (ARGS=--quick: a few minutes).
@@ -85,7 +85,7 @@ bench-nodes: $(BUILD)/installed.stamp
 	$(BIN)/python -m pip install -q -r requirements/bench.txt
 	@mkdir -p $(RESULTS)
 	$(call measure,nodes,nodes)
-	$(if $(findstring --quick,$(ARGS)),,$(call measure,train,train_step_2_hosts) $(HOSTS))
+	$(if $(findstring --quick,$(ARGS)),,$(BENCH) train $(HOSTS) $(ARGS) --output $(RESULTS)/train_step_2_hosts.json)
 	$(BENCH) table --folder $(RESULTS) > $(RESULTS)/table.md
 
 test: build $(BUILD)/installed.stamp
