@@ -25,7 +25,7 @@ struct FullyShardOptions {
   // Where units are gathered, numbers of elements. Ahead of the unit that runs: one unit, and more while they have so
   // many together; 0: none.
   int64_t prefetch_numel = 1;
-  // Whole from a forward to its backward, and gathered once instead of twice: the last units that have so many together.
+  // Whole from a forward to its backward, and gathered once, not twice: the last units that have so many together.
   int64_t keep_numel = 0;
   // Of a unit that stays whole from its first use after a step to the next step.
   int64_t persistent_numel = 0;
