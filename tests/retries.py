@@ -1,8 +1,8 @@
 """The turn of each test, and a second one for tests that time decides.
 
-Other programs, too, may use the machine. A test marked `alone` or `timed` that fails runs once more, while no other test
-does. Where it passes then, the closing line counts it as `retried`, and what it said at first stands above; one that
-fails twice has failed.
+Other programs, too, may use the machine. A test marked `alone` or `timed` that fails runs once more, while no other
+test does. Where it passes then, the closing line counts it as `retried`, and what it said at first stands above; one
+that fails twice has failed.
 """
 
 from __future__ import annotations
