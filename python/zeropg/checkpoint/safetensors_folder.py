@@ -5,33 +5,34 @@ from __future__ import annotations
 import json
 import math
 import os
-import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from zeropg._native import _C
 from zeropg.checkpoint.foreign import describe_foreign
 from zeropg.checkpoint.regular_file import check_no_pipe
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PIECE_BYTES = 1 << 20  # stays in a core's cache from the read to the cast
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_MOST_HEADER_BYTES = 8 + 100_000_000  # of files that safetensors itself takes
+_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 
 
 @dataclass(frozen=True)
@@ -90,31 +91,34 @@ class SafetensorsFolder:
     def _open(self, path: Path) -> None:
         check_no_pipe(path)
         try:
-            with safe_open(str(path), framework="pt") as handle:  # checks the header against the size of the file
-                views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (it is no dict)
-                described = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._files.callback(os.close, descriptor)
-            offsets = _offsets(descriptor)
+            entries, data_offset = _header(descriptor)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"'{path}' is missing, though the index names it: copy the folder again") from error
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"'{path}' is damaged or no safetensors file ({error}): copy it again") from error
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"'{path}' is damaged or no safetensors file ({error}): copy it again, or save it in another dtype"
+            ) from error
         self._descriptors[path] = descriptor
-        for name, (dtype, shape) in described.items():
+        for name, dtype, shape, begin, _ in entries:
             if dtype not in _DTYPES:
                 raise ValueError(f"'{name}' in '{path}' has dtype {dtype}, which cannot be loaded")
             if name in self.tensors:
                 raise ValueError(f"'{name}' stands in '{self.tensors[name].path}' and in '{path}': which one counts?")
-            self.tensors[name] = StoredTensor(name, path, shape, _DTYPES[dtype], offsets[name])
+            self.tensors[name] = StoredTensor(name, path, tuple(shape), dtype, data_offset + begin)
 
 
-def _offsets(descriptor: int) -> dict[str, int]:
-    """Where each tensor's bytes begin; the header has been checked."""
-    (header_bytes,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
-    header = json.loads(os.pread(descriptor, header_bytes, 8))
-    begin = 8 + header_bytes
-    return {name: begin + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+def _header(descriptor: int) -> tuple[list[Any], int]:
+    """Returns [(name, dtype, shape, first byte, end)], and where these bytes are counted from.
+
+    Raises ValueError for a header that is wrong, or does not fit the size of the file.
+    """
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    head = os.pread(descriptor, min(8 + length, size, _MOST_HEADER_BYTES), 0)
+    tensors, _, data_offset = _C.parse_safetensors_header(head, size)
+    return tensors, data_offset
 
 
 def _read_whole(descriptor: int, tensor: StoredTensor, first_byte: int, room: memoryview) -> None:
