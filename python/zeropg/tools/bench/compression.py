@@ -160,7 +160,7 @@ def _time(name: str, codec: Codec, values: torch.Tensor, rounds: int) -> list[Ro
         calls["torch_encode"] = lambda: _select(values, ratio)
     seconds: dict[str, list[float]] = {each: [] for each in calls}
     for turn in range(rounds):
-        for each in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
+        for each in harness.in_turn(calls, turn):
             calls[each]()
             start = time.perf_counter()
             calls[each]()

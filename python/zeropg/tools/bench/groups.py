@@ -91,7 +91,7 @@ def _run_rank(options: argparse.Namespace) -> int:
     load, own = machine.OthersLoad(), time.process_time()
     milliseconds: dict[str, list[float]] = {f"{name} {stage}": [] for name in BACKENDS for stage in STAGES}
     for turn in range(options.warm_up + options.rounds):
-        for name in BACKENDS if turn % 2 == 0 else BACKENDS[::-1]:
+        for name in harness.in_turn(BACKENDS, turn):
             prefix = PrefixStore(f"{turn} {name}", store)
             taken = [
                 _time(_init(name, prefix, rank, world_size), prefix, rank, world_size),

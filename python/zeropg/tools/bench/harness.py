@@ -10,14 +10,16 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zeropg.tools import command_line, machine
 from zeropg.tools.bench.results import Row, write_results, write_whole
+
+T = TypeVar("T")
 
 BUSY = 3  # exit status: measured or refused, but nothing is claimed
 WRONG = 1  # exit status: a result was wrong, so nothing was timed
@@ -132,6 +134,12 @@ def print_header(facts: dict[str, Any]) -> None:
         print("# BUSY: others used the CPUs meanwhile; these figures prove nothing")
     for key, value in facts.items():
         print(f"# {key}: {value}")
+
+
+def in_turn(contestants: Iterable[T], turn: int) -> list[T]:
+    """The contestants in the order of this turn: to and fro, so that none always comes after the same other."""
+    order = list(contestants)
+    return order if turn % 2 == 0 else order[::-1]
 
 
 def is_a_rank() -> bool:

@@ -120,7 +120,7 @@ def _run_rank(options: argparse.Namespace) -> int:
     }
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in loads}
     for turn in range(1 + options.rounds):  # the first one opens and imports
-        for name in list(loads) if turn % 2 == 0 else list(loads)[::-1]:
+        for name in harness.in_turn(loads, turn):
             if name in OWN:
                 with zeropg.writable_shards(model) as shards:
                     for _, shard, _, _ in shards:

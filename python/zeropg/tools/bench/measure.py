@@ -24,6 +24,7 @@ import zeropg  # noqa: F401  (registers the backend where the package is not ins
 from zeropg._native import _C
 from zeropg.backend import leave_groups
 from zeropg.tools import machine
+from zeropg.tools.bench import harness
 from zeropg.tools.bench.cases import CASES, DTYPES, Buffers, Case, Group, Shape
 from zeropg.tools.bench.peers import BACKENDS, Peer, open_peers
 from zeropg.tools.bench.results import Spread
@@ -211,8 +212,7 @@ class _Bench:
         iterations = {each: self._iterations(call) for each, call in calls.items()}
         turns: dict[str | _Contender, list[Tensor]] = {each: [] for each in calls}
         for turn in range(self.options.rounds):
-            order = list(calls) if turn % 2 == 0 else list(calls)[::-1]
-            for each in order:
+            for each in harness.in_turn(calls, turn):
                 if isinstance(each, _Contender):
                     able[each].fill()
                 for _ in range(min(self.options.w, iterations[each])):

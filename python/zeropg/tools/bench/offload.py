@@ -121,7 +121,7 @@ def _bandwidth(options: argparse.Namespace) -> tuple[str, list[Row]] | None:
         }
         seconds: dict[tuple[str, str], list[float]] = {each: [] for each in calls}
         for turn in range(options.rounds):
-            for each in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
+            for each in harness.in_turn(calls, turn):
                 start = time.perf_counter()
                 calls[each]()
                 seconds[each].append(time.perf_counter() - start)
@@ -170,7 +170,7 @@ def _step(options: argparse.Namespace) -> list[Row] | None:
     pairs = {"memory": _model(options.numel, None), "tier": _model(options.numel, place)}
     seconds: dict[str, list[float]] = {name: [] for name in pairs}
     for turn in range(1 + options.rounds):  # the first one allocates the state
-        for name in list(pairs) if turn % 2 == 0 else list(pairs)[::-1]:
+        for name in harness.in_turn(pairs, turn):
             model, optimizer = pairs[name]
             model(torch.ones(1, model.width)).square().mean().backward()
             start = time.perf_counter()

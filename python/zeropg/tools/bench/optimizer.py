@@ -192,7 +192,7 @@ def _time(contestants: dict[str, Contestant], options: argparse.Namespace, dtype
     calls |= {name: contestant.step for name, contestant in contestants.items()}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(options.rounds):
-        for name in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
+        for name in harness.in_turn(calls, turn):
             times = []
             for _ in range(options.iterations):
                 start = time.perf_counter()

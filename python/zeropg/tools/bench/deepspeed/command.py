@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
     runs: dict[Case, dict[str, list[dict[str, Any]]]] = {case: {peer: [] for peer in PACKAGES} for case in options.case}
     for turn in range(options.rounds):
         for case, of_case in runs.items():
-            for peer in list(PACKAGES) if turn % 2 == 0 else list(PACKAGES)[::-1]:
+            for peer in harness.in_turn(PACKAGES, turn):
                 print(f"round {turn + 1}/{options.rounds}: {case}, {peer}", file=sys.stderr, flush=True)
                 result = _run_once(peer, case, options)
                 if result is None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zeropg.backend import leave_groups  # the import registers the backend where the package is not installed
-from zeropg.tools.bench import cases
+from zeropg.tools.bench import cases, harness
 from zeropg.tools.bench.cases import Buffers, Group, Shape
 from zeropg.tools.bench.nodes.cases import PEERS, Point
 from zeropg.tools.bench.nodes.dialogue import Dialogue, Plan
@@ -95,8 +95,7 @@ class _Contest:
     def rounds(self, calls: dict[str, Call]) -> Iterator[tuple[int, str, Call]]:
         """(round, peer, its call): every peer has a turn in each round, in changing order."""
         for number in range(self.plan.rounds):
-            order = list(calls.items())
-            yield from ((number, name, call) for name, call in (order if number % 2 == 0 else order[::-1]))
+            yield from ((number, name, call) for name, call in harness.in_turn(calls.items(), number))
 
     def meet(self) -> None:
         self._meeting.barrier(self._together).wait()
