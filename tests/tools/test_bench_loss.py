@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,11 +111,24 @@ def test_rows_join_losses_of_all_seeds_with_steps_on_the_link() -> None:
     assert found.median("loss_difference_low") < 0.03 < found.median("loss_difference_high")
     assert (found.median("total_s"), found.median("total_mb")) == (5, 2)
     assert found.median("encode_ms") == 10 and "decode_ms" not in found.figures
-    # Seed 0 comes to 2.02 shortly before its end, seed 1 is below 2.22 at its first point.
-    late = 10 + 10 * (3 - 2 - TOLERANCE) / 0.99
-    assert found.median("to_loss_s") == pytest.approx(statistics.median([0.25 * late, 2.5]))
+    # The medians: the baseline ends at 2.1, int4 goes from 2.55 to 2.13.
+    assert "to_loss_s" not in found.figures
+    runs = {BASELINE: study.runs[BASELINE], int4: [run(3, 2.01), run(2.1, 2.2)]}
+    found = next(row for row in rows_of(replace(study, runs=runs), may_claim=True) if row.peer == int4)
+    step = 10 + 10 * (2.55 - 2.1 - TOLERANCE) / (2.55 - 2.105)
+    assert found.median("to_loss_s") == pytest.approx(0.25 * step)
     assert "faster_than_ddp" in found.figures
-    assert "faster_than_ddp" not in next(row for row in rows_of(study, may_claim=False) if row.peer == int4).figures
+    silent = rows_of(replace(study, runs=runs), may_claim=False)
+    assert "faster_than_ddp" not in next(row for row in silent if row.peer == int4).figures
+    assert (found.median("accuracy_difference"), found.median("accuracy_difference_low")) == (0, 0)
+
+
+def test_without_seeds_rows_have_times_alone() -> None:
+    timed = {arm: Outcome(step_seconds=[1.0]) for arm in (BASELINE, "ddp zeropg int4")}
+    study = Study("text", "1gbit", 10, dict.fromkeys(timed, 1.0), {arm: [] for arm in timed}, timed)
+    rows = rows_of(study, may_claim=True)
+    assert [row.peer for row in rows] == list(timed)
+    assert all(row.median("step_ms") == 1000 and "loss" not in row.figures for row in rows)
 
 
 def test_an_arm_that_diverges_claims_nothing() -> None:
@@ -132,8 +145,9 @@ def test_an_arm_that_diverges_claims_nothing() -> None:
     [
         (["--task", "poetry"], "no poetry"),
         (["--arm", "ddp mpi"], "invalid choice"),
-        (["--seeds", "0"], "--seeds must be positive"),
-        (["--ranks-per-host", "0"], "--ranks-per-host must be positive"),
+        (["--seeds", "-1"], "--seeds must be at least 0"),
+        (["--seeds", "0", "--end-to-end"], "it needs --seeds of at least 1"),
+        (["--ranks-per-host", "0"], "--ranks-per-host must be at least 1"),
     ],
 )
 def test_wrong_options_are_one_clear_error(

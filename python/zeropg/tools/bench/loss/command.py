@@ -36,7 +36,8 @@ ZeRO stage 2. Each arm takes the best of three learning rates, of its own sweep 
 Losses come from runs on links without a limit, times and bytes from `--timed-steps` steps on the limited link: the time
 to a loss is the steps to it times the median step. --end-to-end trains on the limited link instead, and takes the
 seconds as they passed. Validation is never in the time. `to loss` is the time until the validation loss is that of
-DDP over gloo in fp32 at its end (same seed) plus 0.02. Differences are paired by seed, with a 95 % interval (Student).
+DDP over gloo in fp32 at its end plus 0.02, both as medians over the seeds. Differences are paired by seed, with a 95 %
+interval (Student). `--seeds 0` trains nothing to its end: only steps are timed.
 Bytes are what all hosts' interfaces sent, headers and acknowledgements included. `encode`, `decode` and `wire` are of
 zeropg's collectives per step, the mean of all ranks; with DDP the backward pass hides a part of them.
 
@@ -48,6 +49,7 @@ examples:
   python -m zeropg bench loss --links 100mbit,1gbit --seeds 5               the whole of it: some hours on two cores
   python -m zeropg bench loss --task digits --arm "ddp zeropg int4" --quick one arm beside the baseline
   python -m zeropg bench loss --links 100mbit --end-to-end --seeds 3        nothing combined: as it passes
+  python -m zeropg bench loss --task text --arm "ddp zeropg auto" --links 50mbit,1gbit --seeds 0   a step on each link
 
 status: 0 measured; 1 losses differ or a rank failed; 2 wrong options, or no hosts; 3 others were using the CPUs
 """
@@ -118,11 +120,11 @@ def _choose_arms(options: argparse.Namespace) -> dict[str, Any]:
 def _studies(task: str, arms: list[str], journal: Journal, options: argparse.Namespace) -> list[Study]:
     """One for each link."""
     every = math.ceil(options.steps / _VALIDATIONS)
-    factors = _sweep(task, arms, every, journal, options)
+    factors = _sweep(task, arms, every, journal, options) if options.seeds else dict.fromkeys(arms, 1.0)
     runs = [Job(task, arm, factors[arm], seed, options.steps, every) for arm in arms for seed in range(options.seeds)]
     studies = []
     outcomes: list[Outcome] = []
-    if not options.end_to_end:
+    if runs and not options.end_to_end:
         outcomes = _run(runs, None, journal, options)
         _check(runs, outcomes)
     for link in options.links:
@@ -190,26 +192,18 @@ def _launch(arguments: list[str], link: str | None, options: argparse.Namespace)
 
 
 def _print(rows: list[Row], quiet: harness.Quiet) -> None:
-    heads = {
-        "loss": 9,
-        "difference, 95 %": 24,
-        "right %": 8,
-        "step ms": 9,
-        "kB/step": 9,
-        "encode": 7,
-        "decode": 7,
-        "wire": 7,
-        "s in all": 9,
-        "to loss": 9,
-        "x faster": 9,
-    }
+    heads = (
+        *(("loss", 9), ("difference, 95 %", 24), ("right %", 8), ("difference, 95 %", 24)),
+        *(("step ms", 9), ("kB/step", 9), ("encode", 7), ("decode", 7), ("wire", 7)),
+        *(("s in all", 9), ("to loss", 9), ("x faster", 9)),
+    )
     for case, link in dict.fromkeys((row.case, row.parameters["link"]) for row in rows if "step" not in row.parameters):
-        print(f"\n{case}, {link}\n{'':28}" + "".join(f" {head:>{width}}" for head, width in heads.items()))
+        print(f"\n{case}, {link}\n{'':28}" + "".join(f" {head:>{width}}" for head, width in heads))
         for row in rows:
             if row.case == case and row.parameters["link"] == link and "step" not in row.parameters:
                 print(
                     f"{row.peer:28}"
-                    + "".join(f" {cell:>{w}}" for cell, w in zip(_cells(row), heads.values(), strict=True))
+                    + "".join(f" {cell:>{width}}" for cell, (_, width) in zip(_cells(row), heads, strict=True))
                 )
     if not quiet.may_claim:
         print(f"# times and ratios not claimed: {quiet.refusal()}")
@@ -219,19 +213,20 @@ def _cells(row: Row) -> list[str]:
     def number(name: str, form: str, missing: str = "-") -> str:
         return format(row.median(name), form) if name in row.figures else missing
 
-    difference = "-"
-    if "loss_difference" in row.figures:
-        ends = " to ".join(number(f"loss_difference_{end}", "+.3f", "?") for end in ("low", "high"))
-        difference = f"{number('loss_difference', '+.3f')} ({ends})"
+    def difference(name: str) -> str:
+        ends = " to ".join(number(f"{name}_{end}", "+.3f", "?") for end in ("low", "high"))
+        return f"{number(name, '+.3f')} ({ends})" if name in row.figures else "-"
+
     return [
-        number("loss", ".4f", "diverged"),
-        difference,
+        number("loss", ".4f", "diverged" if "diverged_seeds" in row.figures else "-"),
+        difference("loss_difference"),
         number("accuracy_percent", ".1f"),
+        difference("accuracy_difference"),
         number("step_ms", ".1f"),
         number("step_kb", ".1f"),
         *(number(f"{name}_ms", ".2f") for name in ("encode", "decode", "wire")),
         number("total_s", ".1f"),
-        number("to_loss_s", ".1f", "never"),
+        number("to_loss_s", ".1f", "never" if "loss" in row.figures else "-"),
         number("faster_than_ddp", ".2f"),
     ]
 
@@ -250,7 +245,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--hosts", type=int, default=2, help="(default 2)")
     parser.add_argument("--ranks-per-host", type=int, default=2, help="(default 2)")
-    parser.add_argument("--seeds", type=int, help="(default 5; with --quick 2)")
+    parser.add_argument("--seeds", type=int, help="(default 5; with --quick 2); 0: only times of steps")
     parser.add_argument("--steps", type=int, help="of each run (default 600; with --quick 24)")
     parser.add_argument("--timed-steps", type=int, help="on the limited link (default 30; with --quick 6)")
     parser.add_argument("--timeout", type=float, default=36000, help="seconds for one group of runs (default 36000)")
@@ -264,9 +259,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     for name, whole, quick in (("seeds", 5, 2), ("steps", 600, 24), ("timed_steps", 30, 6)):
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else whole)
-    for name in ("hosts", "ranks_per_host", "seeds", "steps", "timed_steps"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be positive")
+    for name, least in (("hosts", 1), ("ranks_per_host", 1), ("seeds", 0), ("steps", 1), ("timed_steps", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if options.end_to_end and not options.seeds:
+        parser.error("--end-to-end trains to the end: it needs --seeds of at least 1")
+    if options.plot and not options.seeds:
+        parser.error("--plot draws losses: it needs --seeds of at least 1")
     options.links = options.links.split(",")
     if harness.is_a_rank() and not options.as_rank_of:
         parser.error("this suite starts its own ranks: run it without torchrun, with --hosts and --ranks-per-host")

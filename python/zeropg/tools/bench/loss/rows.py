@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 from zeropg.tools.bench.loss.arms import ARMS, BASELINE
 from zeropg.tools.bench.loss.curves import Pace, paired_difference, steps_to
 from zeropg.tools.bench.loss.outcome import Outcome
-from zeropg.tools.bench.results import Row, Spread, ratios
+from zeropg.tools.bench.results import Row, Spread
 
-TOLERANCE = 0.02  # nats above the baseline's final loss that count as reaching it
+TOLERANCE = 0.02  # nats above the baseline's final loss that count as reaching it; between medians over the seeds
 
 
 @dataclass(frozen=True)
 class Study:
-    """One task over one link. `runs`: an outcome per seed; `timed`: steps on the link, none where runs were on it."""
+    """One task over one link.
+
+    runs: an outcome per seed; none where only steps were timed.
+    timed: steps on the link, none where runs were on it.
+    """
 
     task: str
     link: str
@@ -55,10 +59,10 @@ def rows_of(study: Study, *, may_claim: bool) -> list[Row]:
     rows = []
     for arm in study.runs:
         figures = _losses(study, arm) | _paces(study, arm)
-        if all(math.isfinite(each) for each in reached[arm]):
-            figures["to_loss_s"] = Spread.of(reached[arm])
+        if math.isfinite(reached[arm]):
+            figures["to_loss_s"] = reached[arm]
             if may_claim and arm != BASELINE:
-                figures["faster_than_ddp"] = ratios(reached[BASELINE], reached[arm])
+                figures["faster_than_ddp"] = reached[BASELINE] / reached[arm]
         rows.append(Row(study.task, arm, figures, {"link": study.link}))
         rows += _points(study, arm)
     return rows
@@ -69,18 +73,30 @@ def _final(study: Study, arm: str) -> list[float]:
 
 
 def _losses(study: Study, arm: str) -> dict[str, Spread | float]:
+    if not study.runs[arm]:
+        return {}
     final, baseline = _final(study, arm), _final(study, BASELINE)
     figures: dict[str, Spread | float] = {"lr_factor": study.lr_factors[arm]}
     if not all(math.isfinite(loss) for loss in (*final, *baseline)):
         return figures | {"diverged_seeds": float(sum(not math.isfinite(loss) for loss in final))}
     figures["loss"] = Spread.of(final)
-    figures["accuracy_percent"] = Spread.of([run.accuracy_percent for run in study.runs[arm]])
+    figures["accuracy_percent"] = Spread.of(_accuracies(study, arm))
     if arm != BASELINE:
-        difference = paired_difference(final, baseline)
-        figures["loss_difference"] = difference.mean
-        if math.isfinite(difference.low):
-            figures |= {"loss_difference_low": difference.low, "loss_difference_high": difference.high}
+        figures |= _difference("loss_difference", final, baseline)
+        figures |= _difference("accuracy_difference", _accuracies(study, arm), _accuracies(study, BASELINE))
     return figures
+
+
+def _accuracies(study: Study, arm: str) -> list[float]:
+    return [run.accuracy_percent for run in study.runs[arm]]
+
+
+def _difference(name: str, values: list[float], baseline: list[float]) -> dict[str, Spread | float]:
+    """The mean over seeds, and the ends of its 95 % interval where there are several."""
+    difference = paired_difference(values, baseline)
+    if not math.isfinite(difference.low):
+        return {name: difference.mean}
+    return {name: difference.mean, f"{name}_low": difference.low, f"{name}_high": difference.high}
 
 
 def _paces(study: Study, arm: str) -> dict[str, Spread | float]:
@@ -96,17 +112,28 @@ def _paces(study: Study, arm: str) -> dict[str, Spread | float]:
     return figures | {f"{name}_ms": 1000 * each for name, each in coded.items() if each > 0}
 
 
-def _seconds_to_loss(study: Study, arm: str) -> list[float]:
-    """For each seed; infinite where the run does not come to the baseline's loss."""
-    pace = study.seconds(arm)
-    targets = [loss + TOLERANCE for loss in _final(study, BASELINE)]
-    steps = [steps_to(run.curve, target) for run, target in zip(study.runs[arm], targets, strict=True)]
-    return [pace.at(step) if math.isfinite(step) else math.inf for step in steps]
+def _seconds_to_loss(study: Study, arm: str) -> float:
+    """Until the loss, its median over the seeds, is the baseline's at its end; infinite where it never is."""
+    if not study.runs[arm]:
+        return math.inf
+    step = steps_to(_median_curve(study, arm), median(_final(study, BASELINE)) + TOLERANCE)
+    return study.seconds(arm).at(step) if math.isfinite(step) else math.inf
+
+
+def _median_curve(study: Study, arm: str) -> list[tuple[int, float]]:
+    """Over the seeds; it ends where one of them diverges."""
+    curve = []
+    for points in zip(*(run.curve for run in study.runs[arm]), strict=True):
+        losses = [loss for _, loss in points]
+        if not all(map(math.isfinite, losses)):
+            break
+        curve.append((points[0][0], median(losses)))
+    return curve
 
 
 def _points(study: Study, arm: str) -> Iterator[Row]:
     seconds, sent = study.seconds(arm), study.sent_bytes(arm)
-    for at, (step, _) in enumerate(study.runs[arm][0].curve):
+    for at, (step, _) in enumerate(study.runs[arm][0].curve if study.runs[arm] else ()):
         losses = [run.curve[at][1] for run in study.runs[arm]]
         if all(math.isfinite(loss) for loss in losses):
             figures: dict[str, Spread | float] = {"loss": Spread.of(losses)}
