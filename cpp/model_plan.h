@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "sharding/module/units.h"
+#include "sharding/units/model_source.h"
 
 namespace zeropg {
 

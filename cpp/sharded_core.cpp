@@ -87,7 +87,7 @@ void say_what_changes_numbers(const ShardedModule& module, const FullyShardOptio
             << " ranks: computed in " << (options.param_dtype ? c10::toString(*options.param_dtype) : own)
             << ", gradients averaged in "
             << (options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "the masters' dtype") << "; parameters "
-            << module.fetch_name() << std::endl;
+            << module.whole_units().fetch().name() << std::endl;
 }
 
 }  // namespace
@@ -116,8 +116,8 @@ struct ShardedCore::State {
   }
 
   void list_update_ranges() {
-    for (size_t index = 0; index < module->flats().size(); ++index) {
-      const FlatParameter& flat = *module->flats()[index];
+    for (size_t index = 0; index < module->units().flats().size(); ++index) {
+      const FlatParameter& flat = *module->units().flats()[index];
       if (!flat.is_trainable()) {
         continue;
       }
@@ -205,17 +205,17 @@ void ShardedCore::before_forward(int64_t unit, const std::vector<at::Tensor*>& i
     }
     tensors.push_back(*input);
   }
-  const std::vector<at::Tensor> aliases = state_->module->pre_forward(unit, tensors);
+  const std::vector<at::Tensor> aliases = state_->module->forward().pre_forward(unit, tensors);
   for (size_t i = 0; i < inputs.size(); ++i) {
     *inputs[i] = aliases[i];
   }
 }
 
 void ShardedCore::after_forward(int64_t unit, const std::vector<at::Tensor>& outputs) {
-  state_->module->post_forward(unit, outputs);
+  state_->module->forward().post_forward(unit, outputs);
 }
 
-void ShardedCore::set_synchronize(bool synchronize) { state_->module->set_synchronize(synchronize); }
+void ShardedCore::set_synchronize(bool synchronize) { state_->module->backward().set_synchronize(synchronize); }
 
 // --- access between steps ---
 
@@ -232,12 +232,12 @@ StateDict ShardedCore::full_state_dict(std::optional<c10::ScalarType> dtype) {
   const auto root = state_->live_root("full_state_dict");
   state_->module->settle_writes("full_state_dict");
   std::map<std::string, at::Tensor> values;
-  for (size_t index = 0; index < state_->module->flats().size(); ++index) {
+  for (size_t index = 0; index < state_->module->units().flats().size(); ++index) {
     const at::Tensor whole = state_->module->masters().gather(static_cast<int64_t>(index));
     if (rank() != 0) {
       continue;
     }
-    for (const ParameterSlot& slot : state_->module->flats()[index]->slots()) {
+    for (const ParameterSlot& slot : state_->module->units().flats()[index]->slots()) {
       const at::Tensor value = copy(whole.narrow(0, slot.offset, slot.numel).view(slot.parameter.sizes()));
       for (const std::string& name : slot.names) {
         values[name] = value;
@@ -273,8 +273,8 @@ void ShardedCore::load_full_state_dict(const StateDict& state) {
                       "' is unexpected: the module has no such parameter or buffer.");
   }
   state_->module->begin_step();
-  for (size_t index = 0; index < state_->module->flats().size(); ++index) {
-    const auto& slots = state_->module->flats()[index]->slots();
+  for (size_t index = 0; index < state_->module->units().flats().size(); ++index) {
+    const auto& slots = state_->module->units().flats()[index]->slots();
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       state_->module->masters().load(static_cast<int64_t>(index), static_cast<int64_t>(slot),
                                      state[slots[slot].names.front()]);
@@ -300,9 +300,10 @@ const std::vector<ShardedCore::UpdateRange>& ShardedCore::update_ranges() const 
 void ShardedCore::begin_step() {
   ShardedModule& module = *state_->module;
   std::vector<at::Tensor> gradients;  // per flat
-  for (size_t index = 0; index < module.flats().size(); ++index) {
-    gradients.push_back(module.flats()[index]->is_trainable() ? module.gradients().of(static_cast<int64_t>(index))
-                                                              : at::Tensor());
+  for (size_t index = 0; index < module.units().flats().size(); ++index) {
+    gradients.push_back(module.units().flats()[index]->is_trainable()
+                            ? module.gradients().of(static_cast<int64_t>(index))
+                            : at::Tensor());
   }
   module.begin_step();
   for (size_t i = 0; i < state_->ranges.size(); ++i) {
@@ -321,7 +322,7 @@ void ShardedCore::end_step() {
       range.values.mutable_grad().reset();
     }
   }
-  for (const auto& flat : state_->module->flats()) {
+  for (const auto& flat : state_->module->units().flats()) {
     if (flat->is_trainable() && flat->parameter_out.defined()) {
       flat->parameter_out.copy_(flat->master.values);
     }
@@ -333,6 +334,6 @@ void ShardedCore::end_step() {
 
 int64_t ShardedCore::rank() const { return state_->module->communicator().rank(); }
 int64_t ShardedCore::world_size() const { return state_->module->communicator().world_size(); }
-std::string ShardedCore::fetch_name() const { return state_->module->fetch_name(); }
+std::string ShardedCore::fetch_name() const { return state_->module->whole_units().fetch().name(); }
 
 }  // namespace zeropg

@@ -122,10 +122,17 @@ ALLOWED: dict[str, set[str]] = {
     "sharding/comm": {"backend/diagnostics", "backend/group", "backend/process_group"},
     "sharding/parameters": {"compression", "sharding", "sharding/comm", "sharding/offload"},
     "sharding/fetch": {"backend/process_group", "sharding/comm", "sharding/parameters"},
+    "sharding/units": {"sharding/comm", "sharding/parameters", "sharding/fetch"},
     "sharding/gradients": {"sharding/comm", "sharding/parameters"},
-    "sharding/module": {"sharding/comm", "sharding/parameters", "sharding/fetch", "sharding/gradients"},
+    "sharding/module": {
+        "sharding/comm",
+        "sharding/parameters",
+        "sharding/fetch",
+        "sharding/units",
+        "sharding/gradients",
+    },
     "cpp/zeropg": set(),  # what programs include: it names itself and torch in angle brackets
-    "cpp": {"backend/process_group", "sharding/comm", "sharding/parameters", "sharding/module"},
+    "cpp": {"backend/process_group", "sharding/comm", "sharding/parameters", "sharding/units", "sharding/module"},
     "python/bindings": {
         "backend/bootstrap",
         "compression",

@@ -20,7 +20,7 @@ struct FlatGroup {
   std::shared_ptr<ShardedModule> module;
   int64_t index;
 
-  FlatParameter& flat() const { return *module->flats()[index]; }
+  FlatParameter& flat() const { return *module->units().flats()[index]; }
 
   int64_t slot_of(const at::Tensor& parameter) const {
     const auto& slots = flat().slots();
@@ -210,14 +210,27 @@ void bind_sharding(py::module_& m) {
            py::arg("reduce_dtype"), py::arg("codec"), py::arg("residuals"), py::arg("weights_codec"),
            py::arg("reshard_after_forward"), py::arg("limits") = UnitLimits(),
            py::arg("optimizer_offload") = py::none(), ReleaseGil())
-      .def("pre_forward", &ShardedModule::pre_forward, py::arg("unit"), py::arg("inputs"),
-           py::arg("has_other_inputs") = false, ReleaseGil())
-      .def("post_forward", &ShardedModule::post_forward, ReleaseGil())
-      .def("abandon_forward", &ShardedModule::abandon_forward, ReleaseGil())
-      .def("set_synchronize", &ShardedModule::set_synchronize)
-      .def_property_readonly("synchronizes", &ShardedModule::synchronizes)
-      .def("reduce_accumulated", &ShardedModule::reduce_accumulated, ReleaseGil(),
-           "Reduces what backwards have left that did not synchronize; collective.")
+      .def(
+          "pre_forward",
+          [](ShardedModule& self, int64_t unit, const std::vector<at::Tensor>& inputs, bool has_other_inputs) {
+            return self.forward().pre_forward(unit, inputs, has_other_inputs);
+          },
+          py::arg("unit"), py::arg("inputs"), py::arg("has_other_inputs") = false, ReleaseGil())
+      .def(
+          "post_forward",
+          [](ShardedModule& self, int64_t unit, const std::vector<at::Tensor>& outputs) {
+            self.forward().post_forward(unit, outputs);
+          },
+          ReleaseGil())
+      .def(
+          "abandon_forward", [](ShardedModule& self, int64_t unit) { self.forward().abandon_forward(unit); },
+          ReleaseGil())
+      .def("set_synchronize",
+           [](ShardedModule& self, bool synchronize) { self.backward().set_synchronize(synchronize); })
+      .def_property_readonly("synchronizes", [](ShardedModule& self) { return self.backward().synchronizes(); })
+      .def(
+          "reduce_accumulated", [](ShardedModule& self) { self.backward().reduce_accumulated(); }, ReleaseGil(),
+          "Reduces what backwards have left that did not synchronize; collective.")
       .def_property("averages_gradients", &ShardedModule::averages_gradients, &ShardedModule::set_averages_gradients)
       .def_property_readonly("is_compressed", [](const ShardedModule& self) { return self.options().codec != nullptr; })
       .def(
@@ -259,11 +272,12 @@ void bind_sharding(py::module_& m) {
           "publish_shards", [](ShardedModule& self) { self.masters().publish(); }, ReleaseGil())
       .def("unshard_all", &ShardedModule::unshard_all, ReleaseGil())
       .def("reshard_all", &ShardedModule::reshard_all, ReleaseGil())
-      .def_property_readonly("full_depth", &ShardedModule::full_depth)
+      .def_property_readonly("full_depth", [](const ShardedModule& self) { return self.whole_units().full_depth(); })
       .def("begin_step", &ShardedModule::begin_step, ReleaseGil())
       .def("end_step", &ShardedModule::end_step, py::arg("overlaps") = false, ReleaseGil())
-      .def("join_step", &ShardedModule::join_step, ReleaseGil(),
-           "Waits for what end_step(overlaps=True) has left on its way; does not communicate.")
+      .def(
+          "join_step", [](ShardedModule& self) { self.whole_units().join(); }, ReleaseGil(),
+          "Waits for what end_step(overlaps=True) has left on its way; does not communicate.")
       .def("end_load", &ShardedModule::end_load, ReleaseGil(),
            "Instead of end_step: publishes masters as they are. False, on every rank, where replicas had others.")
       .def(
@@ -306,14 +320,15 @@ void bind_sharding(py::module_& m) {
           "replica", [](const ShardedModule& self) { return self.communicator().replica(); },
           "Which copy of the model this rank has a part of, among `replicas`.")
       .def_property_readonly("replicas", [](const ShardedModule& self) { return self.communicator().replicas(); })
-      .def_property_readonly("fetch_name", &ShardedModule::fetch_name)
-      .def_property_readonly("fetch_is_collective", &ShardedModule::fetch_is_collective,
-                             "Whether ranks communicate to make a unit whole.")
+      .def_property_readonly("fetch_name", [](const ShardedModule& self) { return self.whole_units().fetch().name(); })
+      .def_property_readonly(
+          "fetch_is_collective", [](const ShardedModule& self) { return self.whole_units().fetch().is_collective(); },
+          "Whether ranks communicate to make a unit whole.")
       .def_property_readonly("codec", &codec_of_gradients, "The Compressor of gradients; None without compression.")
       .def_property_readonly("residuals", [](const ShardedModule& self) { return self.options().residuals; })
       .def_property_readonly("flat_groups", [](const std::shared_ptr<ShardedModule>& self) {
         std::vector<FlatGroup> groups;
-        for (size_t i = 0; i < self->flats().size(); ++i) {
+        for (size_t i = 0; i < self->units().flats().size(); ++i) {
           groups.push_back({self, static_cast<int64_t>(i)});
         }
         return groups;

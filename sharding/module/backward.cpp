@@ -47,12 +47,12 @@ void Backward::recover() {
     reducer_.abandon_backward();
   }
   accumulates_ = false;
-  units_.keep_whole(false);
+  whole_units_.keep_whole(false);
   is_running_ = false;  // not before: where a signal handler ends the waiting, the next call does this again
-  units_.forget_passes();
+  whole_units_.forget_passes();
   for (Unit& unit : units_.all()) {
     unit.end_backward();
-    units_.reshard(unit);
+    whole_units_.reshard(unit);
   }
 }
 
@@ -60,7 +60,7 @@ void Backward::begin() {
   recover();                                              // no forward need lie between that one and this
   const bool creates_graph = at::GradMode::is_enabled();  // autograd sets it so in what it calls
   if (creates_graph) {
-    units_.keep_whole(true);
+    whole_units_.keep_whole(true);
   }
   if (is_running_ && (accumulates_ || !reducer_.will_accumulate())) {
     return;
@@ -68,8 +68,8 @@ void Backward::begin() {
   // The first gradient of this backward, or of a backward() inside a grad().
   constexpr uint32_t kNeeded = StateOffload::kParameters | StateOffload::kGradients | StateOffload::kBuffers;
   state_offload_.check(kNeeded, "backward");
-  units_.join();      // what a forward of a part of the model did not need
-  notice_unfrozen();  // parameters may be used without a forward of the root
+  whole_units_.join();  // what a forward of a part of the model did not need
+  notice_unfrozen();    // parameters may be used without a forward of the root
   TORCH_CHECK(!reducer_.would_add_to_shown(), communicator_.context("backward"),
               "called inside full_gradients, where this rank's gradient would be added to the average that `.grad` "
               "shows; expected it before or after the `with`. Leave that first, and clone what is still needed of it.");
@@ -99,7 +99,7 @@ void Backward::begin_unit(Unit& unit, bool waits_for_inputs, bool stays_whole) {
   unit.waits_for_inputs = waits_for_inputs;
   unit.stays_whole |= stays_whole;
   const bool begins = !std::exchange(unit.is_in_backward, true);
-  units_.unshard(unit);
+  whole_units_.unshard(unit);
   if (begins) {
     unit.backward_began = communicator_.log()->now();
   }
@@ -122,7 +122,7 @@ void Backward::before_gradient(FlatParameter& flat) {
 void Backward::after_gradient(FlatParameter& flat) { maybe_reshard(units_.of(flat)); }
 
 void Backward::maybe_reshard(Unit& unit) {
-  if (unit.is_root || !unit.is_in_backward || unit.waits_for_inputs || unit.stays_whole || units_.keeps_whole() ||
+  if (unit.is_root || !unit.is_in_backward || unit.waits_for_inputs || unit.stays_whole || whole_units_.keeps_whole() ||
       !accumulates_) {
     return;
   }
@@ -133,7 +133,7 @@ void Backward::maybe_reshard(Unit& unit) {
   }
   end_unit(unit);
   unit.is_in_backward = false;
-  units_.reshard(unit);
+  whole_units_.reshard(unit);
 }
 
 void Backward::end_unit(Unit& unit) {
@@ -142,17 +142,17 @@ void Backward::end_unit(Unit& unit) {
 
 void Backward::finish() {
   // No unit is needed any more, but by a graph that this backward has made.
-  units_.keep_whole(creates_graph_);
+  whole_units_.keep_whole(creates_graph_);
   for (Unit& unit : units_.all()) {
     end_unit(unit);
     unit.end_backward();
     if (!creates_graph_) {
-      units_.reshard(unit);
+      whole_units_.reshard(unit);
     }
   }
   if (!accumulates_) {
     is_running_ = false;
-    units_.end_pass();
+    whole_units_.end_pass();
     return;  // no rank waits for this one
   }
   // Reduce what is left.
@@ -160,7 +160,7 @@ void Backward::finish() {
   reducer_.finish_backward();
   is_running_ = false;
   accumulates_ = false;
-  units_.end_pass();
+  whole_units_.end_pass();
   if (is_reduced) {  // else inside no_sync
     end_reduced();
   }
@@ -181,7 +181,7 @@ void Backward::reduce_accumulated() {
 
 void Backward::end_reduced() {
   // Parameters that forwards renormalized, then hooks of users, which may step.
-  if (units_.ledger().is_any_renormalized()) {  // before anything else is written to those parameters
+  if (whole_units_.ledger().is_any_renormalized()) {  // before anything else is written to those parameters
     masters_.settle("backward");
   }
   reducer_.run_hooks();

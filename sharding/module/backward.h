@@ -12,18 +12,20 @@
 #include "sharding/gradients/gradient_reducer.h"
 #include "sharding/module/masters.h"
 #include "sharding/module/state_offload.h"
-#include "sharding/module/units.h"
 #include "sharding/parameters/options.h"
+#include "sharding/units/units.h"
+#include "sharding/units/whole_units.h"
 
 namespace zeropg {
 
 class Backward final : public GradientListener {
  public:
-  Backward(const Communicator& communicator, const ShardingOptions& options, Units& units, Masters& masters,
-           GradientReducer& reducer, const StateOffload& state_offload)
+  Backward(const Communicator& communicator, const ShardingOptions& options, Units& units, WholeUnits& whole_units,
+           Masters& masters, GradientReducer& reducer, const StateOffload& state_offload)
       : communicator_(communicator),
         options_(options),
         units_(units),
+        whole_units_(whole_units),
         masters_(masters),
         reducer_(reducer),
         state_offload_(state_offload) {}
@@ -61,6 +63,7 @@ class Backward final : public GradientListener {
   const Communicator& communicator_;
   const ShardingOptions& options_;
   Units& units_;
+  WholeUnits& whole_units_;
   Masters& masters_;
   GradientReducer& reducer_;
   const StateOffload& state_offload_;

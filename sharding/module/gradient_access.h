@@ -4,7 +4,7 @@
 #include "sharding/comm/communicate.h"
 #include "sharding/gradients/gradient_reducer.h"
 #include "sharding/module/backward.h"
-#include "sharding/module/units.h"
+#include "sharding/units/units.h"
 
 namespace zeropg {
 

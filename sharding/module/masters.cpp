@@ -93,11 +93,11 @@ void Masters::fail_together(const std::exception_ptr& failure, const char* opera
 }
 
 void Masters::settle(const char* operation) {
-  if (units_.is_full_for_reading()) {
+  if (whole_units_.is_full_for_reading()) {
     return;  // nothing could be written, and what a forward inside wrote is settled after it
   }
-  if (units_.full_depth() == 0) {
-    units_.reshard_all();
+  if (whole_units_.full_depth() == 0) {
+    whole_units_.reshard_all();
   }
   begin_update(operation);
   if (options_.stage.shards_parameters) {  // where they are replicated, all ranks have the new values by now
@@ -106,15 +106,15 @@ void Masters::settle(const char* operation) {
 }
 
 void Masters::refresh_own() {
-  units_.join();
+  whole_units_.join();
   if (!options_.stage.shards_parameters) {  // where other ranks read what this one would write, ranks must meet first
-    apply(units_.ledger().own_writes());
+    apply(whole_units_.ledger().own_writes());
   }
 }
 
 void Masters::begin_update(const char* operation) {
-  const int64_t news = units_.ledger().digest();
-  const bool is_same_on_shards = units_.fetch().begin_update(news);
+  const int64_t news = whole_units_.ledger().digest();
+  const bool is_same_on_shards = whole_units_.fetch().begin_update(news);
   const std::exception_ptr failure = failure_of([&] {
     // What ranks have written, and what their steps have left (Note [Drift]).
     bool is_same = is_same_on_shards;
@@ -125,7 +125,7 @@ void Masters::begin_update(const char* operation) {
       is_same = told.is_same_news();
       has_drifted = !told.is_same_on_replicas();
     }
-    const WriteLedger::Settlement settlement = units_.ledger().settle(is_same, operation);
+    const WriteLedger::Settlement settlement = whole_units_.ledger().settle(is_same, operation);
     if (!settlement.changes.empty()) {
       fail_together(failure_of([&] { apply(settlement.changes); }), operation, "read and write", EIO);
     }
@@ -152,7 +152,7 @@ void Masters::end_update(Fetch::Change change) {
   const bool is_step = change != Fetch::Change::kLoad;
   steps_ += is_step ? 1 : 0;
   sample_ = is_step && communicator_.replicas() > 1 ? sample() : 0;
-  units_.end_update(change);
+  whole_units_.end_update(change);
 }
 
 // Note [Drift]

@@ -6,8 +6,9 @@
 #include <vector>
 
 #include "sharding/comm/communicate.h"
-#include "sharding/module/units.h"
 #include "sharding/parameters/options.h"
+#include "sharding/units/units.h"
+#include "sharding/units/whole_units.h"
 
 namespace zeropg {
 
@@ -18,8 +19,8 @@ std::exception_ptr failure_of(const std::function<void()>& action);
 
 class Masters {
  public:
-  Masters(Communicator& communicator, const ShardingOptions& options, Units& units)
-      : communicator_(communicator), options_(options), units_(units) {}
+  Masters(Communicator& communicator, const ShardingOptions& options, const Units& units, WholeUnits& whole_units)
+      : communicator_(communicator), options_(options), units_(units), whole_units_(whole_units) {}
 
   // Makes room for them, also in the tier. Collective with offload.
   void reserve();
@@ -56,7 +57,8 @@ class Masters {
 
   Communicator& communicator_;
   const ShardingOptions& options_;
-  Units& units_;
+  const Units& units_;
+  WholeUnits& whole_units_;
   int64_t steps_ = 0;
   int64_t sample_ = 0;  // what the last update has left of this rank's masters; 0 where that was no step
 };

@@ -2,11 +2,11 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
 #include <exception>
 #include <utility>
 
-#include "sharding/parameters/master.h"
+#include "sharding/module/memory_report.h"
+#include "sharding/units/adopt.h"
 
 namespace zeropg {
 
@@ -30,6 +30,7 @@ std::shared_ptr<ShardedModule> ShardedModule::create(const ModelSource& source, 
       std::shared_ptr<ShardedModule>(new ShardedModule(std::move(groups), std::move(reduction_groups), options));
   module->build(source);
   module->backward_->install(std::shared_ptr<Backward>(module, module->backward_.get()));
+  module->forward_->install(std::shared_ptr<Forward>(module, module->forward_.get()));
   return module;
 }
 
@@ -37,118 +38,24 @@ void ShardedModule::build(const ModelSource& source) {
   at::NoGradGuard no_grad;
   // The units and their masters, with rank 0's values.
   units_ = std::make_unique<Units>(communicator_, options_, source);
-  masters_ = std::make_unique<Masters>(communicator_, options_, *units_);
+  whole_units_ = std::make_unique<WholeUnits>(communicator_, options_, *units_, [this] { return answer_to_write(); });
+  masters_ = std::make_unique<Masters>(communicator_, options_, *units_, *whole_units_);
   masters_->reserve();
-  units_->adopt(source, [this] { return answer_to_write(); });
+  adopt(source, communicator_, *units_, whole_units_->fetch(), whole_units_->ledger());
   // What becomes of gradients.
   using DuringBackward = GradientReducer::DuringBackward;
   const bool have_own_group = reductions_.groups().shards != communicator_.groups().shards;
-  const DuringBackward during_backward = !units_->fetch().is_collective() ? DuringBackward::kSendAndWait
-                                         : have_own_group                 ? DuringBackward::kSend
-                                                                          : DuringBackward::kCollect;
+  const DuringBackward during_backward = !whole_units_->fetch().is_collective() ? DuringBackward::kSendAndWait
+                                         : have_own_group                       ? DuringBackward::kSend
+                                                                                : DuringBackward::kCollect;
   reducer_ = std::make_unique<GradientReducer>(reductions_, options_, units_->backward_order(), during_backward);
-  state_offload_ = std::make_unique<StateOffload>(communicator_, *units_, *reducer_);
-  backward_ = std::make_unique<Backward>(communicator_, options_, *units_, *masters_, *reducer_, *state_offload_);
+  state_offload_ = std::make_unique<StateOffload>(communicator_, *units_, *whole_units_, *reducer_);
+  // What runs.
+  backward_ = std::make_unique<Backward>(communicator_, options_, *units_, *whole_units_, *masters_, *reducer_,
+                                         *state_offload_);
+  forward_ = std::make_unique<Forward>(communicator_, options_, *units_, *whole_units_, *reducer_, *state_offload_,
+                                       *backward_);
   gradients_ = std::make_unique<GradientAccess>(communicator_, *units_, *backward_, *reducer_);
-}
-
-// --- forward ---
-
-std::vector<at::Tensor> ShardedModule::pre_forward(int64_t index, const std::vector<at::Tensor>& inputs,
-                                                   bool has_other_inputs) {
-  Unit& unit = (*units_)[index];
-  state_offload_->check(StateOffload::kParameters, "forward");
-  backward_->recover();
-  if (unit.is_root) {
-    backward_->notice_unfrozen();
-    if (!backward_->is_running()) {
-      units_->end_pass();
-    }
-  }
-  units_->unshard(unit);
-  if (has_overlapped_) {  // its weights may be shared with units, whose forward may be called alone
-    units_->unshard(units_->all().back());
-  }
-  // A forward inside a backward (activation checkpointing) is none of its own.
-  forward_depth_ = unit.is_root ? 1 : forward_depth_ + 1;
-  if (forward_depth_ == 1 && !backward_->is_running()) {
-    units_->ledger().begin_forward();
-    may_have_backward_ = at::GradMode::is_enabled();
-  }
-  units_->begin_forward(unit);
-  unit.forwards += backward_->is_running() ? 0 : 1;
-  unit.forward_began = communicator_.log()->now();
-  unit.has_hooked_inputs = false;
-  unit.has_other_inputs = has_other_inputs;
-  std::vector<at::Tensor> aliases = inputs;
-  if (!options_.stage.shards_parameters || !at::GradMode::is_enabled()) {
-    return aliases;
-  }
-  // The gradients of its inputs are the last that need its parameters.
-  for (at::Tensor& input : aliases) {
-    if (input.requires_grad() && input.layout() != at::kStrided) {
-      unit.has_other_inputs = true;
-    } else if (input.requires_grad()) {
-      input = input.view_as(input);
-      unit.has_hooked_inputs = true;
-      input.register_hook([weak = weak_from_this(), index](const at::Tensor& gradient) {
-        if (const auto self = weak.lock()) {
-          self->backward_->inputs_done((*self->units_)[index]);
-        }
-        return gradient;
-      });
-    }
-  }
-  return aliases;
-}
-
-void ShardedModule::post_forward(int64_t index, const std::vector<at::Tensor>& outputs) {
-  Unit& unit = (*units_)[index];
-  forward_depth_ = std::max<int64_t>(forward_depth_ - 1, 0);
-  units_->end_forward(unit);
-  communicator_.log()->add(EventLog::Kind::kForward, unit.name, std::exchange(unit.forward_began, 0));
-  communicator_.log()->sample([&] { return memory_report(); });
-  bool needs_backward = false;
-  for (const at::Tensor& output : outputs) {
-    if (output.requires_grad() && at::GradMode::is_enabled()) {
-      needs_backward = true;
-      if (unit.is_root || options_.stage.shards_parameters || communicator_.log()->is_on()) {
-        output.register_hook([weak = weak_from_this(), index, waits = unit.has_hooked_inputs,
-                              stays = unit.has_other_inputs](const at::Tensor& gradient) {
-          if (const auto self = weak.lock()) {
-            self->backward_->begin_unit((*self->units_)[index], waits, stays);
-          }
-          return gradient;
-        });
-      } else if (has_overlapped_) {  // a backward of a part of the model may read weights before it has any gradient
-        output.register_hook([weak = weak_from_this()](const at::Tensor& gradient) {
-          if (const auto self = weak.lock()) {
-            self->units_->join();
-          }
-          return gradient;
-        });
-      }
-    }
-  }
-  // The root's backward follows its forward at once; inside a backward (activation checkpointing) the unit is about to
-  // be used.
-  const bool keep = needs_backward && (unit.is_root || !options_.reshard_after_forward);
-  if (keep || backward_->is_running() || units_->keeps_whole()) {
-    return;
-  }
-  if (may_have_backward_ && !unit.is_root) {  // also under a checkpoint, whose forward has no graph
-    units_->reshard_or_keep(unit);
-  } else {
-    units_->reshard(unit);
-  }
-}
-
-void ShardedModule::abandon_forward(int64_t index) {
-  forward_depth_ = std::max<int64_t>(forward_depth_ - 1, 0);
-  units_->end_forward((*units_)[index]);
-  if (!backward_->is_running() && !units_->keeps_whole()) {
-    units_->reshard((*units_)[index]);
-  }
 }
 
 void ShardedModule::set_averages_gradients(bool averages) {
@@ -162,18 +69,18 @@ void ShardedModule::set_averages_gradients(bool averages) {
 
 WriteLedger::Answer ShardedModule::answer_to_write() const {
   using Answer = WriteLedger::Answer;
-  if (!options_.stage.shards_parameters || units_->is_full_for_writing()) {
+  if (!options_.stage.shards_parameters || whole_units_->is_full_for_writing()) {
     return Answer::kInPlace;
   }
-  const bool only_reads = units_->full_depth() > 0 && forward_depth_ == 0 && !backward_->is_running();
+  const bool only_reads = whole_units_->full_depth() > 0 && !forward_->is_running() && !backward_->is_running();
   // Raw pointers are mostly read (numpy(), torch.save); what is written through them is settled like the rest.
   return only_reads && is_asked_by_kernel() ? Answer::kRefused : Answer::kInCopy;
 }
 
 void ShardedModule::settle_writes(const char* operation) {
   state_offload_->check(StateOffload::kParameters | StateOffload::kMasters, operation);
-  units_->join();
-  if (!units_->is_full_for_reading()) {
+  whole_units_->join();
+  if (!whole_units_->is_full_for_reading()) {
     backward_->check_outside(operation);
     backward_->recover();
     masters_->settle(operation);
@@ -184,47 +91,47 @@ at::Tensor ShardedModule::read_only_shard(const at::Tensor& shard, const std::st
   state_offload_->check(StateOffload::kMasters | StateOffload::kParameters, "local_shards");
   return make_read_only(shard, message, [weak = weak_from_this()](WatchedStorage& storage) {
     if (const auto self = weak.lock()) {
-      self->units_->ledger().note_pointer_to_shards(storage);
+      self->whole_units_->ledger().note_pointer_to_shards(storage);
     }
   });
 }
 
 void ShardedModule::unshard_all(bool writable) {
   state_offload_->check(StateOffload::kParameters | (writable ? StateOffload::kMasters : 0u), "full_parameters");
-  TORCH_CHECK(!units_->is_full_for_reading() || !writable, communicator_.context("full_parameters"),
+  TORCH_CHECK(!whole_units_->is_full_for_reading() || !writable, communicator_.context("full_parameters"),
               "writable=True inside a full_parameters that is not; make the outer one writable.");
-  if (units_->full_depth() == 0) {
+  if (whole_units_->full_depth() == 0) {
     if (options_.stage.shards_parameters) {
       backward_->check_outside("full_parameters");
     }
-    forward_depth_ = 0;
-    if (units_->ledger().may_differ(options_.stage.shards_parameters)) {
+    forward_->forget();
+    if (whole_units_->ledger().may_differ(options_.stage.shards_parameters)) {
       settle_writes("full_parameters");
     }
     backward_->recover();
   }
-  units_->begin_full(writable);
+  whole_units_->begin_full(writable);
 }
 
 void ShardedModule::reshard_all() {
   const std::exception_ptr failure = failure_of([&] {
-    if (units_->full_depth() == 1 && units_->is_full_for_writing()) {
+    if (whole_units_->full_depth() == 1 && whole_units_->is_full_for_writing()) {
       settle_writes("full_parameters");
     }
   });
-  units_->end_full();
+  whole_units_->end_full();
   if (failure != nullptr) std::rethrow_exception(failure);
 }
 
 void ShardedModule::dissolve() {
   at::NoGradGuard no_grad;
   settle_writes("fully_shard");
-  for (size_t i = 0; i < flats().size(); ++i) {
+  for (size_t i = 0; i < units_->flats().size(); ++i) {
     const at::Tensor values = masters_->gather(static_cast<int64_t>(i));
-    for (ParameterSlot& slot : flats()[i]->slots()) {
+    for (ParameterSlot& slot : units_->flats()[i]->slots()) {
       const at::Tensor value = values.narrow(0, slot.offset, slot.numel).view(slot.parameter.sizes());
       slot.parameter.mutable_grad().reset();
-      slot.parameter.set_data(value.to(flats()[i]->original_dtype(), /*non_blocking=*/false, /*copy=*/true));
+      slot.parameter.set_data(value.to(units_->flats()[i]->original_dtype(), /*non_blocking=*/false, /*copy=*/true));
     }
   }
 }
@@ -235,16 +142,16 @@ void ShardedModule::begin_step() {
   state_offload_->check(StateOffload::kParameters | StateOffload::kMasters, "step");
   communicator_.log()->begin_step();
   backward_->check_outside("step");
-  TORCH_CHECK(units_->full_depth() == 0, communicator_.context("step"),
+  TORCH_CHECK(whole_units_->full_depth() == 0, communicator_.context("step"),
               "called inside full_parameters; call it after.");
-  TORCH_CHECK(!units_->is_updating(), communicator_.context("step"),
+  TORCH_CHECK(!whole_units_->is_updating(), communicator_.context("step"),
               "called while masters are written; call it after.");
   backward_->recover();
-  forward_depth_ = 0;
-  units_->join();
-  units_->reshard_all();  // a forward without backward leaves units whole, with the values of before the step
+  forward_->forget();
+  whole_units_->join();
+  whole_units_->reshard_all();  // a forward without backward leaves units whole, with the values of before the step
   masters_->begin_update("step");
-  units_->set_updating(true);
+  whole_units_->set_updating(true);
 }
 
 GradientAccess& ShardedModule::gradients() {
@@ -253,7 +160,6 @@ GradientAccess& ShardedModule::gradients() {
 }
 
 void ShardedModule::end_step(bool overlaps) {
-  has_overlapped_ |= overlaps && !options_.stage.shards_parameters;
   end_update(overlaps ? Fetch::Change::kOverlappedStep : Fetch::Change::kStep);
 }
 
@@ -266,7 +172,7 @@ bool ShardedModule::end_load() {
 }
 
 void ShardedModule::end_update(Fetch::Change change) {
-  for (const auto& flat : flats()) {
+  for (const auto& flat : units_->flats()) {
     for (const ParameterSlot& slot : flat->slots()) {
       if (slot.parameter.grad().defined()) {
         slot.parameter.unsafeGetTensorImpl()->bump_version();  // autograd refuses graphs of before the step
@@ -274,7 +180,7 @@ void ShardedModule::end_update(Fetch::Change change) {
     }
   }
   at::NoGradGuard no_grad;
-  units_->set_updating(false);
+  whole_units_->set_updating(false);
   masters_->end_update(change);
   if (change != Fetch::Change::kLoad) {
     communicator_.log()->end_step();
@@ -285,29 +191,16 @@ void ShardedModule::end_update(Fetch::Change change) {
 // --- facts ---
 
 std::vector<std::string> ShardedModule::changed_parameters() {
-  const std::vector<std::string> changed = units_->ledger().take_over_replaced();
+  const std::vector<std::string> changed = whole_units_->ledger().take_over_replaced();
   if (changed.empty() || options_.stage.shards_parameters) {
     return changed;
   }
-  units_->join();  // what is on its way cannot be taken over
-  return units_->ledger().take_over_replaced();
+  whole_units_->join();  // what is on its way cannot be taken over
+  return whole_units_->ledger().take_over_replaced();
 }
 
 std::map<std::string, int64_t> ShardedModule::memory_report() const {
-  const Fetch::Memory memory = units_->fetch().memory();
-  int64_t masters = 0;
-  for (const auto& flat : flats()) {
-    masters += resident_master_bytes(*flat);
-  }
-  std::map<std::string, int64_t> report = {
-      {"parameters", memory.parameters},     {"masters", masters},
-      {"gathered", memory.gathered},         {"gradients", reducer_->gradient_bytes()},
-      {"buckets", reducer_->bucket_bytes()}, {"residuals", reducer_->residual_bytes()}};
-  if (options_.optimizer_offload != nullptr) {
-    report["offloaded"] = static_cast<int64_t>(options_.optimizer_offload->tier().reserved_bytes());
-    report["staging"] = options_.optimizer_offload->staging_bytes();
-  }
-  return report;
+  return zeropg::memory_report(options_, *units_, whole_units_->fetch(), *reducer_);
 }
 
 }  // namespace zeropg

@@ -11,12 +11,15 @@
 #include "sharding/comm/communicate.h"
 #include "sharding/gradients/gradient_reducer.h"
 #include "sharding/module/backward.h"
+#include "sharding/module/forward.h"
 #include "sharding/module/gradient_access.h"
 #include "sharding/module/masters.h"
 #include "sharding/module/state_offload.h"
-#include "sharding/module/units.h"
 #include "sharding/parameters/flat_parameter.h"
 #include "sharding/parameters/options.h"
+#include "sharding/units/model_source.h"
+#include "sharding/units/units.h"
+#include "sharding/units/whole_units.h"
 
 namespace zeropg {
 
@@ -29,17 +32,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   static std::shared_ptr<ShardedModule> create(const ModelSource& source, RankGroups groups,
                                                RankGroups reduction_groups, const ShardingOptions& options);
 
-  // --- forward; `unit` is an index into the sources. Hooks on inputs and outputs begin and end its backward ---
-  // Returns the inputs to use instead: those that need a gradient are replaced by an alias of their own, whose hook
-  // says that the unit has finished its backward. `has_other_inputs`: some that need a gradient cannot be replaced;
-  // the unit then stays whole until backward ends.
-  std::vector<at::Tensor> pre_forward(int64_t unit, const std::vector<at::Tensor>& inputs,
-                                      bool has_other_inputs = false);
-  void post_forward(int64_t unit, const std::vector<at::Tensor>& outputs);
-  void abandon_forward(int64_t unit);  // instead of post_forward where it raised
-  void set_synchronize(bool synchronize) { backward_->set_synchronize(synchronize); }
-  bool synchronizes() const { return backward_->synchronizes(); }
-  void reduce_accumulated() { backward_->reduce_accumulated(); }  // collective
+  // --- forward and backward ---
+  Forward& forward() { return *forward_; }
+  Backward& backward() { return *backward_; }
   // Whether gradients are averaged over the ranks, or stay each rank's own: for stages that do not shard them.
   void set_averages_gradients(bool averages);
   bool averages_gradients() const { return reducer_->averages(); }
@@ -60,10 +55,8 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   // --- step ---
   void begin_step();  // collective
   // Collective. `overlaps`: in stages 1 and 2 it only sends the new weights; units wait for their own in the next
-  // forward, and every call here that needs some of them for all.
+  // forward, and every call here that needs some of them for all (WholeUnits::join).
   void end_step(bool overlaps = false);
-  // Waits for what such a step has left on its way; at once without. Not collective.
-  void join_step() { units_->join(); }
   // Instead of end_step where masters were changed by anything else than a step; collective. False, on every rank,
   // where replicas wrote different values (Masters::unite_replicas).
   [[nodiscard]] bool end_load();
@@ -73,16 +66,12 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   Masters& masters() { return *masters_; }
 
   // --- facts ---
-  int full_depth() const { return units_->full_depth(); }  // how many unshard_all wait for their reshard_all
-  const std::vector<std::unique_ptr<FlatParameter>>& flats() const { return units_->flats(); }
+  const Units& units() const { return *units_; }
+  WholeUnits& whole_units() const { return *whole_units_; }
   const ShardingOptions& options() const { return options_; }
   const Communicator& communicator() const { return communicator_; }
-  const char* fetch_name() const { return units_->fetch().name(); }
-  bool fetch_is_collective() const { return units_->fetch().is_collective(); }
   double communication_seconds() const { return communicator_.seconds() + reductions_.seconds(); }
-  // Bytes of this rank by class: parameters, masters, gathered units, gradients, buckets of the reducer, residuals of
-  // compression; with offload also what is in the tier, and the staging buffers.
-  std::map<std::string, int64_t> memory_report() const;
+  std::map<std::string, int64_t> memory_report() const;  // as in memory_report.h
   // Names of parameters whose data was replaced by what cannot be taken over.
   std::vector<std::string> changed_parameters();
 
@@ -96,14 +85,13 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   Communicator reductions_;
   ShardingOptions options_;
   std::unique_ptr<Units> units_;
+  std::unique_ptr<WholeUnits> whole_units_;
   std::unique_ptr<Masters> masters_;
   std::unique_ptr<GradientReducer> reducer_;
   std::unique_ptr<StateOffload> state_offload_;
   std::unique_ptr<Backward> backward_;
+  std::unique_ptr<Forward> forward_;
   std::unique_ptr<GradientAccess> gradients_;
-  bool has_overlapped_ = false;     // whether any step has left weights of stages 1 and 2 on their way
-  bool may_have_backward_ = false;  // the outermost forward began with gradients enabled
-  int64_t forward_depth_ = 0;       // units whose forward runs; too many after one that raised, until the root's next
 };
 
 }  // namespace zeropg

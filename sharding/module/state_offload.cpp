@@ -49,13 +49,13 @@ State StateOffload::named(const std::string& name) {
 
 void StateOffload::offload(uint32_t states, bool moves, bool pin_memory, bool non_blocking) {
   const char* operation = "offload_states";
-  TORCH_CHECK(units_.full_depth() == 0 && !units_.is_updating(), communicator_.context(operation),
+  TORCH_CHECK(whole_units_.full_depth() == 0 && !whole_units_.is_updating(), communicator_.context(operation),
               "called inside full_parameters or writable_shards; call it after the `with`.");
   states &= ~away_;
   if (moves && (states & kGradients) != 0) {
     reducer_.check_can_move(communicator_.context(operation));
   }
-  units_.reshard_all();
+  whole_units_.reshard_all();
   away_ |= states;
   if (!moves) {
     return;
@@ -68,7 +68,7 @@ void StateOffload::offload(uint32_t states, bool moves, bool pin_memory, bool no
       flat->master.values = move(flat->master.values);
     }
     if ((states & kParameters) != 0) {
-      units_.fetch().offload(*flat, move);
+      whole_units_.fetch().offload(*flat, move);
     }
   }
   if ((states & kGradients) != 0) {
@@ -87,7 +87,7 @@ void StateOffload::reload(bool non_blocking) {
       flat->master.values = move(flat->master.values);
     }
     if ((moved_ & kParameters) != 0) {
-      units_.fetch().reload(*flat, move);
+      whole_units_.fetch().reload(*flat, move);
     }
   }
   if ((moved_ & kGradients) != 0 && !units_.flats().empty()) {

@@ -10,7 +10,8 @@
 
 #include "sharding/comm/communicate.h"
 #include "sharding/gradients/gradient_reducer.h"
-#include "sharding/module/units.h"
+#include "sharding/units/units.h"
+#include "sharding/units/whole_units.h"
 
 namespace zeropg {
 
@@ -20,8 +21,8 @@ class StateOffload {
   enum State : uint32_t { kParameters = 1, kMasters = 2, kGradients = 4, kBuffers = 8, kAll = 15 };
   static State named(const std::string& name);  // "parameters", "masters", ...; ValueError
 
-  StateOffload(const Communicator& communicator, Units& units, GradientReducer& reducer)
-      : communicator_(communicator), units_(units), reducer_(reducer) {}
+  StateOffload(const Communicator& communicator, const Units& units, WholeUnits& whole_units, GradientReducer& reducer)
+      : communicator_(communicator), units_(units), whole_units_(whole_units), reducer_(reducer) {}
 
   // Moves `states` (bits of State), those that are away already aside, to host memory, page-locked if `pin_memory`;
   // `moves` false: only out of reach, where the host's memory is what computes. Nothing may be written and unsettled.
@@ -35,7 +36,8 @@ class StateOffload {
 
  private:
   const Communicator& communicator_;
-  Units& units_;
+  const Units& units_;
+  WholeUnits& whole_units_;
   GradientReducer& reducer_;
   uint32_t away_ = 0;
   uint32_t moved_ = 0;  // of these, what is in other memory

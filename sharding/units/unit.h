@@ -15,6 +15,7 @@ namespace zeropg {
 struct Unit {
   std::string name;
   std::vector<FlatParameter*> flats;
+  int64_t numel = 0;  // without padding: the same on any number of ranks
   bool is_root = false;
   bool is_whole = false;
   int64_t forwards = 0;       // since the last backward ended

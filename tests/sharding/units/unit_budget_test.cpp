@@ -1,5 +1,5 @@
 // What stays whole and what comes ahead, of five units of 10 elements and a root of 4.
-#include "sharding/module/unit_budget.h"
+#include "sharding/units/unit_budget.h"
 
 #include <gtest/gtest.h>
 

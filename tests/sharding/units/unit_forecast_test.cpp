@@ -1,5 +1,5 @@
 // What comes next is what last came there, and a step that differs changes nothing else.
-#include "sharding/module/unit_forecast.h"
+#include "sharding/units/unit_forecast.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "sharding/module/unit_budget.h"
+#include "sharding/units/unit_budget.h"
 
 #include <algorithm>
 #include <utility>
