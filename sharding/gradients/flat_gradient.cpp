@@ -1,9 +1,5 @@
 #include "sharding/gradients/flat_gradient.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-
-#include <algorithm>
 #include <utility>
 
 namespace zeropg {
@@ -31,14 +27,14 @@ void FlatGradient::choose_compression() {
 // --- what is collected, and its reduction ---
 
 void FlatGradient::open(const std::vector<GradientSlot>& slots, bool synchronize) {
-  if (!is_kept_) {
-    make_room(slots);
+  if (!average_.is_kept()) {
+    average_.make_room(slots);
   }
   const int64_t numel = flat_.layout().total_numel;
   // Inside no_sync gradients of several backwards are summed here, so they get the master's precision.
   const c10::ScalarType dtype = synchronize ? reduce_dtype() : flat_.master_dtype();
-  const bool in_place = !is_sharded_ && !is_kept_ && dtype == flat_.master_dtype();
-  collected_ = in_place ? average_ : context_.pool.acquire(numel, dtype, flat_.device());
+  const bool in_place = !average_.is_sharded() && !average_.is_kept() && dtype == flat_.master_dtype();
+  collected_ = in_place ? average_.values() : context_.pool.acquire(numel, dtype, flat_.device());
   int64_t end = 0;  // padding takes part in sums and norms, so it must be zero
   for (const ParameterSlot& slot : flat_.slots()) {
     collected_.narrow(0, end, slot.offset - end).zero_();
@@ -64,17 +60,17 @@ void FlatGradient::launch() {
   }
   began_ = communicator.log()->now();
   // Everybody's whole average, or this rank's slice of it.
-  if (!is_sharded_) {
+  if (!average_.is_sharded()) {
     if (context_.averages) work_ = communicator.all_reduce_average(collected_, compression_);
     return;
   }
   if (compression_.codec == nullptr && communicator.scatters_by_all_reduce(flat_.device())) {
     work_ = communicator.all_reduce_average(collected_, compression_);
-    reduced_ = collected_.narrow(0, start(), numel());
+    reduced_ = collected_.narrow(0, average_.start(), average_.numel());
     return;
   }
-  const bool in_place = !is_kept_ && dtype == flat_.master_dtype();
-  reduced_ = in_place ? average_ : context_.pool.acquire(numel(), dtype, flat_.device());
+  const bool in_place = !average_.is_kept() && dtype == flat_.master_dtype();
+  reduced_ = in_place ? average_.values() : context_.pool.acquire(average_.numel(), dtype, flat_.device());
   work_ = communicator.reduce_scatter_average(reduced_, collected_, compression_);
 }
 
@@ -95,14 +91,7 @@ void FlatGradient::finish() {
         flat_.layout().total_numel * static_cast<int64_t>(c10::elementSize(reduce_dtype())));
     work_.reset();
   }
-  if (!reduced_.is_alias_of(average_)) {
-    if (is_kept_) {
-      average_.add_(reduced_);
-    } else {
-      average_.copy_(reduced_);
-    }
-  }
-  is_kept_ = true;
+  average_.take(reduced_);
   release(reduced_);
   release(collected_);
   phase_ = Phase::kReduced;
@@ -132,110 +121,22 @@ void FlatGradient::abandon() {
 void FlatGradient::release(at::Tensor& buffer) {
   const at::Tensor memory = std::exchange(buffer, at::Tensor());
   const auto is_in = [&](const at::Tensor& other) { return other.defined() && memory.is_alias_of(other); };
-  if (memory.defined() && !is_in(average_) && !is_in(collected_)) {
+  if (memory.defined() && !is_in(average_.values()) && !is_in(collected_)) {
     context_.pool.release(memory);
-  }
-}
-
-// --- the average that is kept ---
-
-at::Tensor FlatGradient::of_masters() const {
-  return is_kept_ ? average_.narrow(0, flat_.master.start - start(), flat_.master.numel) : at::Tensor();
-}
-
-at::Tensor FlatGradient::kept(const ParameterSlot& slot, int64_t* first) const {
-  const int64_t begin = start();
-  const int64_t end = begin + numel();
-  const int64_t from = std::clamp(slot.offset, begin, end);
-  const int64_t to = std::clamp(slot.offset + slot.numel, begin, end);
-  if (first != nullptr) {
-    *first = std::min(from - std::min(from, slot.offset), slot.numel);
-  }
-  return average_.narrow(0, from - begin, to - from);
-}
-
-at::Tensor FlatGradient::gather() const {
-  at::Tensor whole = at::empty({flat_.layout().total_numel}, average_.options());
-  if (context_.communicator.shards() == 1) {
-    whole.copy_(average_);
-  } else {
-    context_.communicator.wait(context_.communicator.gather_slices(whole, average_));
-  }
-  return whole;
-}
-
-void FlatGradient::allocate() {
-  const auto options = at::TensorOptions().dtype(flat_.master_dtype()).device(flat_.device());
-  if (is_sharded_) {
-    average_ = at::zeros({numel()}, options);
-  } else {  // reduced where it is
-    const int64_t bytes = numel() * static_cast<int64_t>(options.dtype().itemsize());
-    average_ =
-        context_.communicator.allocate(bytes, flat_.device(), /*for_slices=*/false).view(flat_.master_dtype()).zero_();
-  }
-  own_uses_ = average_.storage().use_count();
-}
-
-// Whether somebody else has a tensor in this memory that `.grad` does not show any more.
-bool FlatGradient::has_users(const std::vector<GradientSlot>& slots) const {
-  if (is_sharded_) {
-    return false;
-  }
-  const auto shown =
-      std::count_if(slots.begin(), slots.end(), [](const GradientSlot& slot) { return slot.view.is_shown(); });
-  return average_.storage().use_count() > own_uses_ + static_cast<size_t>(shown);
-}
-
-void FlatGradient::make_room(const std::vector<GradientSlot>& slots) {
-  if (!average_.defined() || has_users(slots)) {
-    allocate();
-  }
-}
-
-void FlatGradient::keep(const std::vector<GradientSlot>& slots) {
-  if (!is_kept_) {
-    make_room(slots);
-    average_.zero_();
-    is_kept_ = true;
-  } else if (has_users(slots)) {
-    const at::Tensor before = average_;
-    allocate();
-    average_.copy_(before);
-    for (const GradientSlot& slot : slots) {
-      if (slot.view.is_shown()) {
-        slot.view.move_to(average_.narrow(0, slot.place->offset, slot.place->numel));
-      }
-    }
-  }
-}
-
-void FlatGradient::move(const Move& move) {
-  if (is_kept_) {
-    average_ = move(average_);
-  } else {
-    average_.reset();
   }
 }
 
 // --- both ---
 
 void FlatGradient::drop() {
-  is_kept_ = false;
+  average_.drop();
   release(collected_);
 }
 
 void FlatGradient::zero() {
-  if (is_kept_) {
-    average_.zero_();
-  }
+  average_.zero();
   if (is_open()) {
     collected_.zero_();
-  }
-}
-
-void FlatGradient::scale(double factor) {
-  if (is_kept_) {
-    average_.mul_(factor);
   }
 }
 

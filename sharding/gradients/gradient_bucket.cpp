@@ -138,7 +138,7 @@ void GradientBucket::show(GradientSlot& slot) {
   } else if (gradient_.is_open() && !gradient_.is_in_place()) {
     slot.view.show_unreduced(slot.place->names.front());
   } else {
-    slot.view.show(gradient_.average().narrow(0, slot.place->offset, slot.place->numel));
+    slot.view.show(gradient_.average().values().narrow(0, slot.place->offset, slot.place->numel));
   }
 }
 
@@ -172,9 +172,9 @@ void GradientBucket::absorb() {
 }
 
 void GradientBucket::drop(GradientSlot& slot) {
-  if (slot.has_gradient && gradient_.is_kept()) {
-    gradient_.keep(slots_);
-    gradient_.kept(*slot.place, nullptr).zero_();
+  if (slot.has_gradient && gradient_.average().is_kept()) {
+    gradient_.average().keep(slots_);
+    gradient_.average().of(*slot.place, nullptr).zero_();
   }
   slot.has_gradient = false;
   slot.is_filled = false;
@@ -187,9 +187,9 @@ void GradientBucket::replace(GradientSlot& slot, const at::Tensor& theirs) {
     gradient_.collected(*slot.place).copy_(values);
     slot.is_filled = true;
   } else {
-    gradient_.keep(slots_);
+    gradient_.average().keep(slots_);
     int64_t start = 0;
-    const at::Tensor part = gradient_.kept(*slot.place, &start);
+    const at::Tensor part = gradient_.average().of(*slot.place, &start);
     part.copy_(values.narrow(0, start, part.numel()));
     slot.has_gradient = true;
   }
@@ -206,10 +206,10 @@ void GradientBucket::zero() {
 }
 
 void GradientBucket::show_full() {
-  if (!gradient_.is_kept()) {
+  if (!gradient_.average().is_kept()) {
     return;
   }
-  const at::Tensor whole = gradient_.gather();
+  const at::Tensor whole = gradient_.average().gather();
   for (GradientSlot& slot : slots_) {
     if (slot.view.is_shown()) {
       slot.view.show_full(whole.narrow(0, slot.place->offset, slot.place->numel));

@@ -18,6 +18,7 @@ class GradientBucket {
   FlatParameter& flat() const { return flat_; }
   std::vector<GradientSlot>& slots() { return slots_; }
   const std::vector<GradientSlot>& slots() const { return slots_; }
+  FlatGradient& gradient() { return gradient_; }
   const FlatGradient& gradient() const { return gradient_; }
 
   // The flat parameter has become trainable. Until then the bucket takes part in nothing.
@@ -38,7 +39,6 @@ class GradientBucket {
   bool may_launch() const { return !is_active_ || (!is_held_ && is_complete()); }
   // Begins the reduction over the ranks, with zeros for what is missing. Collective.
   void launch();
-  void let_go() { gradient_.let_go(); }
   void finish();  // waits for it and keeps the average
   // After a backward that raised, instead of finish(): drops all gradients; where there were some before it, `.grad`
   // says that they are lost. Throws as FlatGradient::abandon, before anything is dropped.
@@ -50,10 +50,7 @@ class GradientBucket {
   void show();    // `.grad` becomes what stands for the gradient
   void absorb();  // takes over what the user has done to `.grad`
   void zero();
-  void scale(double factor) { gradient_.scale(factor); }
-  bool can_move() const { return gradient_.can_move(); }
-  void move(const Move& move) { gradient_.move(move); }  // FlatGradient::move
-  void show_full();                                      // collective
+  void show_full();  // collective
   void hide_full();
 
  private:

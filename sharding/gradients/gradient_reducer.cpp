@@ -126,14 +126,14 @@ void GradientReducer::finish_some() {
   int64_t held =
       std::count_if(buckets_.begin(), buckets_.end(), [](const auto& bucket) { return bucket->gradient().is_held(); });
   for (const auto& bucket : buckets_) {
-    const FlatGradient& gradient = bucket->gradient();
+    FlatGradient& gradient = bucket->gradient();
     if (gradient.is_held()) {
       const bool may_wait = during_backward_ == DuringBackward::kSendAndWait && held >= kMaxHeld;
       if (!may_wait && gradient.must_wait_to_let_go()) {
         return;
       }
       if (has_replicas) {
-        bucket->let_go();
+        gradient.let_go();
       } else {
         bucket->finish();
       }
@@ -228,7 +228,7 @@ void GradientReducer::absorb(GradientBucket& bucket) {
   }
 }
 
-GradientBucket& GradientReducer::bucket_of(const FlatParameter& flat) const {
+GradientBucket& GradientReducer::bucket_of(const FlatParameter& flat) {
   for (const auto& bucket : buckets_) {
     if (&bucket->flat() == &flat) {
       return *bucket;
@@ -240,11 +240,7 @@ GradientBucket& GradientReducer::bucket_of(const FlatParameter& flat) const {
 at::Tensor GradientReducer::gradient(const FlatParameter& flat) {
   GradientBucket& bucket = bucket_of(flat);
   absorb(bucket);
-  return bucket.gradient().of_masters();
-}
-
-bool GradientReducer::has_gradient(const FlatParameter& flat, int64_t slot) const {
-  return flat.slots()[slot].parameter.grad().defined();
+  return bucket.gradient().average().of_masters();
 }
 
 void GradientReducer::zero() {
@@ -257,7 +253,7 @@ void GradientReducer::zero() {
 
 void GradientReducer::scale(double factor) {
   for (const auto& bucket : buckets_) {
-    bucket->scale(factor);
+    bucket->gradient().average().scale(factor);
   }
 }
 
@@ -306,7 +302,8 @@ void GradientReducer::hide_full() {
 void GradientReducer::check_can_move(const std::string& context) {
   for (const auto& bucket : buckets_) {
     absorb(*bucket);
-    TORCH_CHECK(bucket->can_move(), context,
+    const FlatGradient& gradient = bucket->gradient();
+    TORCH_CHECK(!gradient.is_open() && gradient.average().can_move(), context,
                 "gradients wait for a step, and `.grad` shows them whole (stages 0 and 1), or they wait for their "
                 "reduction (no_sync); expected none: call it after engine.step() or engine.zero_grad(), or leave "
                 "gradients (lp_grads) out of what is offloaded.");
@@ -315,7 +312,7 @@ void GradientReducer::check_can_move(const std::string& context) {
 
 void GradientReducer::move_gradients(const Move& move) {
   for (const auto& bucket : buckets_) {
-    bucket->move(move);
+    bucket->gradient().average().move(move);
   }
 }
 
@@ -333,13 +330,9 @@ bool GradientReducer::has_unreduced_gradients() {
 int64_t GradientReducer::gradient_bytes() const {
   int64_t bytes = 0;
   for (const auto& bucket : buckets_) {
-    bytes += bucket->gradient().average_bytes();
+    bytes += bucket->gradient().average().bytes();
   }
   return bytes;
-}
-
-int64_t GradientReducer::residual_bytes() const {
-  return context_.options.residuals == nullptr ? 0 : context_.options.residuals->bytes();
 }
 
 }  // namespace zeropg

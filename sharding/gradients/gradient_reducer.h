@@ -43,8 +43,8 @@ class GradientReducer {
   // Only where gradients are replicated. The same on every rank.
   void set_averages(bool averages) { context_.averages = averages; }
   bool averages() const { return context_.averages; }
-  // In this backward the bucket of `flat` is sent at the end: it may get more than one gradient.
-  void hold_until_end(const FlatParameter& flat) { bucket_of(flat).hold_until_end(); }
+  // ValueError where `flat` is none of those that can be trained.
+  GradientBucket& bucket_of(const FlatParameter& flat);
 
   // Called once at the start of every backward; `synchronize`: reduce at its end (false inside no_sync).
   void begin_backward(bool synchronize);
@@ -59,13 +59,8 @@ class GradientReducer {
   // Waits for what is on the wire; where a signal handler ends that, throws what it raised, to be called again.
   void abandon_backward();
 
-  // Whether every slot of `flat` has got its gradient in this backward on this rank.
-  bool is_complete(const FlatParameter& flat) const { return bucket_of(flat).is_complete(); }
-
   // The averaged gradient of the flat's master range, in the master dtype, or undefined. Valid until the next backward.
   at::Tensor gradient(const FlatParameter& flat);
-  // Whether the optimizer should update this slot: some rank produced a gradient and the user did not drop it.
-  bool has_gradient(const FlatParameter& flat, int64_t slot) const;
   // Sets accumulated gradients to zero and keeps them present (zero_grad(set_to_none=False)).
   void zero();
   void scale(double factor);
@@ -80,7 +75,7 @@ class GradientReducer {
 
   // RuntimeError beginning with `context` where gradients cannot be in other memory now.
   void check_can_move(const std::string& context);
-  void move_gradients(const Move& move);  // FlatGradient::move, of all
+  void move_gradients(const Move& move);  // GradientAverage::move, of all
   void free_buffers() { context_.pool.clear(); }
 
   // Whether gradients wait for a backward outside of no_sync.
@@ -89,8 +84,6 @@ class GradientReducer {
   // Bytes of accumulated gradients and of buckets on this rank.
   int64_t gradient_bytes() const;
   int64_t bucket_bytes() const { return context_.pool.allocated_bytes(); }
-  // Bytes of what compression has still to make up for.
-  int64_t residual_bytes() const;
 
  private:
   void install(GradientBucket& bucket);
@@ -99,7 +92,6 @@ class GradientReducer {
   void finish_some();
   void share_which_slots_have_gradients();
   void absorb(GradientBucket& bucket);
-  GradientBucket& bucket_of(const FlatParameter& flat) const;
 
   BucketContext context_;
   std::vector<std::unique_ptr<GradientBucket>> buckets_;  // in the order in which they are sent

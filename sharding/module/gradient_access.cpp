@@ -26,7 +26,7 @@ at::Tensor GradientAccess::of(int64_t flat) {
 }
 
 bool GradientAccess::has(int64_t flat, int64_t slot) const {
-  return reducer_.has_gradient(*units_.flats()[flat], slot);
+  return units_.flats()[flat]->slots()[slot].parameter.grad().defined();
 }
 
 void GradientAccess::zero() {

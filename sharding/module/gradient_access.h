@@ -16,6 +16,7 @@ class GradientAccess {
 
   // The average, of the flat's masters, or undefined. RuntimeError where gradients are not reduced, or lost.
   at::Tensor of(int64_t flat);
+  // Whether the optimizer should update this slot: some rank produced a gradient and the user did not drop it.
   bool has(int64_t flat, int64_t slot) const;
   void zero();
   void scale(double factor);  // in place

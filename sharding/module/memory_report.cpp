@@ -11,10 +11,10 @@ std::map<std::string, int64_t> memory_report(const ShardingOptions& options, con
   for (const auto& flat : units.flats()) {
     masters += resident_master_bytes(*flat);
   }
-  std::map<std::string, int64_t> report = {
-      {"parameters", memory.parameters},   {"masters", masters},
-      {"gathered", memory.gathered},       {"gradients", reducer.gradient_bytes()},
-      {"buckets", reducer.bucket_bytes()}, {"residuals", reducer.residual_bytes()}};
+  const int64_t residuals = options.residuals == nullptr ? 0 : options.residuals->bytes();
+  std::map<std::string, int64_t> report = {{"parameters", memory.parameters},   {"masters", masters},
+                                           {"gathered", memory.gathered},       {"gradients", reducer.gradient_bytes()},
+                                           {"buckets", reducer.bucket_bytes()}, {"residuals", residuals}};
   if (options.optimizer_offload != nullptr) {
     report["offloaded"] = static_cast<int64_t>(options.optimizer_offload->tier().reserved_bytes());
     report["staging"] = options.optimizer_offload->staging_bytes();
