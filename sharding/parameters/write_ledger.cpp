@@ -6,7 +6,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/Allocator.h>
 
 #include <algorithm>
 #include <array>
@@ -21,36 +20,18 @@ namespace {
 
 constexpr int64_t kCannotTell = -1;  // how many elements a rank changed in place
 
-at::Tensor home_of(const FlatParameter& flat, int64_t slot) {
-  return flat.whole().narrow(0, flat.slots()[slot].offset, flat.slots()[slot].numel);
-}
-
-at::Tensor tensor_of(const c10::Storage& storage, const FlatParameter& flat, int64_t numel) {
-  return at::empty({0}, at::dtype(flat.dtype()).device(flat.device())).set_(storage, 0, {numel});
-}
-
-// The same elements as integers: NaNs are compared as they are, and every dtype can be moved.
-at::Tensor bits_of(const at::Tensor& tensor) {
-  switch (tensor.element_size()) {
-    case 1:
-      return tensor.view(at::kByte);
-    case 2:
-      return tensor.view(at::kShort);
-    case 4:
-      return tensor.view(at::kInt);
-    case 8:
-      return tensor.view(at::kLong);
-    default:
-      TORCH_CHECK_NOT_IMPLEMENTED(false, "[zeropg] writes to parameters of ", tensor.scalar_type(),
-                                  " cannot be merged; write them inside full_parameters(model, writable=True).");
-  }
-}
-
 std::string refusal(const std::string& name) {
   return c10::str(
       "[zeropg] full_parameters: write access to parameter '", name,
       "' inside a `with` that only reads. To change it, pass writable=True; for an operator that only reads but asks "
       "for a writable pointer, clone() it first.");
+}
+
+std::string conflict_in(const std::string& name) {
+  return c10::str("ranks wrote different values to parameter '", name,
+                  "'; expected the same program on every rank. Values of the lowest rank that wrote were kept. Compute "
+                  "what is written from the same numbers on every rank (torch.distributed.broadcast or all_reduce them "
+                  "first).");
 }
 
 }  // namespace
@@ -61,7 +42,7 @@ WriteLedger::WriteLedger(Communicator& communicator, std::function<Answer()> ans
 void WriteLedger::watch(FlatParameter& flat) {
   for (int64_t slot = 0; slot < static_cast<int64_t>(flat.slots().size()); ++slot) {
     entry_of_[&flat].push_back(entries_.size());
-    Entry& entry = entries_.emplace_back();
+    WrittenParameter& entry = entries_.emplace_back();
     entry.flat = &flat;
     entry.slot = slot;
     flat.slots()[slot].storage.set_before_write(
@@ -72,76 +53,57 @@ void WriteLedger::watch(FlatParameter& flat) {
 // --- while the program runs ---
 
 // Called in the middle of somebody's kernel: nothing here goes through the dispatcher.
-WatchedStorage::Target WriteLedger::before_write(Entry& entry) {
-  const ParameterSlot& slot = entry.flat->slots()[entry.slot];
-  const WatchedStorage::Target home = target_in(entry.flat->whole(), slot.offset);
+WatchedStorage::Target WriteLedger::before_write(WrittenParameter& entry) {
+  const ParameterSlot& slot = entry.place();
   switch (answer_()) {
     case Answer::kRefused:
       TORCH_CHECK(false, refusal(slot.names.front()));
     case Answer::kInCopy:
-      entry.copy = copy_of(home, entry);
+      entry.copy = copy_of(entry);
       return {entry.copy, entry.copy.mutable_data()};
     case Answer::kInPlace:
       if (slot.is_renormalized && !entry.before) {
-        entry.before = copy_of(home, entry);
+        entry.before = copy_of(entry);
       }
       keep_settled(entry);
       entry.is_written = true;
-      return home;
+      return entry.home_target();
   }
   TORCH_INTERNAL_ASSERT(false);
 }
 
 // Before the first write since ranks last settled.
-void WriteLedger::keep_settled(Entry& entry) {
+void WriteLedger::keep_settled(WrittenParameter& entry) {
   if (entry.flat->sends_differences() && !entry.settled) {
-    entry.settled = copy_of(target_in(entry.flat->whole(), entry.flat->slots()[entry.slot].offset), entry);
+    entry.settled = copy_of(entry);
   }
 }
 
-at::Tensor WriteLedger::settled_values(const Entry& entry) const {
-  return entry.settled ? tensor_of(entry.settled, *entry.flat, entry.flat->slots()[entry.slot].numel) : at::Tensor();
-}
-
-c10::Storage WriteLedger::copy_of(const WatchedStorage::Target& home, const Entry& entry) {
-  const size_t bytes = entry.flat->slots()[entry.slot].numel * c10::elementSize(entry.flat->dtype());
-  c10::Allocator* allocator = c10::GetAllocator(entry.flat->device().type());
-  const auto spare = spare_copies_.find(bytes);
-  if (spare == spare_copies_.end()) {
-    return {c10::Storage::use_byte_size_t(), bytes, allocator->clone(home.address, bytes), allocator,
-            /*resizable=*/false};
-  }
-  c10::Storage copy = std::move(spare_copies_.extract(spare).mapped());
-  allocator->copy_data(copy.mutable_data(), home.address, bytes);
-  return copy;
-}
-
-void WriteLedger::give_up(c10::Storage& copy) {
-  if (copy) {
-    const size_t bytes = copy.nbytes();
-    spare_copies_.emplace(bytes, std::exchange(copy, c10::Storage()));
-  }
+// Of what the parameter has in its home.
+c10::Storage WriteLedger::copy_of(const WrittenParameter& entry) {
+  const size_t bytes = entry.place().numel * c10::elementSize(entry.flat->dtype());
+  return copies_.copy(entry.home_target().address, bytes, entry.flat->device().type());
 }
 
 void WriteLedger::begin_forward() {
-  for (Entry& entry : entries_) {
-    const ParameterSlot& slot = entry.flat->slots()[entry.slot];
+  for (WrittenParameter& entry : entries_) {
+    const ParameterSlot& slot = entry.place();
     if (!slot.is_renormalized || std::exchange(entry.had_forward, true) || !entry.is_written) {
       continue;
     }
-    give_up(entry.before);
-    entry.before = copy_of(target_in(entry.flat->whole(), slot.offset), entry);
-    entry.digest_before = static_cast<int64_t>(digest_of(tensor_of(entry.before, *entry.flat, slot.numel), 1));
+    copies_.give_up(entry.before);
+    entry.before = copy_of(entry);
+    entry.digest_before = static_cast<int64_t>(digest_of(entry.tensor_of(entry.before), 1));
   }
 }
 
 void WriteLedger::show_own_writes(FlatParameter& flat) {
   for (const size_t index : entry_of_.at(&flat)) {
-    Entry& entry = entries_[index];
+    WrittenParameter& entry = entries_[index];
     if (entry.positions.defined()) {
       ParameterSlot& slot = flat.slots()[entry.slot];
-      entry.copy = copy_of(target_in(flat.whole(), slot.offset), entry);
-      const at::Tensor values = tensor_of(entry.copy, flat, slot.numel);
+      entry.copy = copy_of(entry);
+      const at::Tensor values = entry.tensor_of(entry.copy);
       bits_of(values).index_copy_(0, entry.positions, bits_of(entry.values));
       slot.storage.attach(values, 0, /*is_watched=*/false);
     }
@@ -150,30 +112,20 @@ void WriteLedger::show_own_writes(FlatParameter& flat) {
 
 void WriteLedger::keep_own_writes(FlatParameter& flat) {
   for (const size_t index : entry_of_.at(&flat)) {
-    Entry& entry = entries_[index];
+    WrittenParameter& entry = entries_[index];
     entry.is_written = false;  // what a settle that failed has left
     if (entry.copy) {
-      find_changes(entry, tensor_of(entry.copy, flat, flat.slots()[entry.slot].numel), home_of(flat, entry.slot));
-      give_up(entry.copy);
+      entry.find_changes(entry.tensor_of(entry.copy), entry.home());
+      copies_.give_up(entry.copy);
     }
-  }
-}
-
-void WriteLedger::find_changes(Entry& entry, const at::Tensor& after, const at::Tensor& before) {
-  entry.positions = bits_of(after).ne(bits_of(before)).nonzero().squeeze(1);
-  if (entry.positions.numel() == 0) {
-    entry.positions.reset();
-    entry.values.reset();
-  } else {
-    entry.values = bits_of(after).index_select(0, entry.positions).view(after.scalar_type());
   }
 }
 
 std::vector<std::string> WriteLedger::take_over_replaced() {
   at::NoGradGuard no_grad;
   std::vector<std::string> others;
-  for (Entry& entry : entries_) {
-    const ParameterSlot& slot = entry.flat->slots()[entry.slot];
+  for (WrittenParameter& entry : entries_) {
+    const ParameterSlot& slot = entry.place();
     if (!slot.storage.is_used_by(slot.parameter) && !take_over(entry)) {
       others.push_back(slot.names.front());
     }
@@ -182,7 +134,7 @@ std::vector<std::string> WriteLedger::take_over_replaced() {
 }
 
 // A write like any other, of the whole parameter.
-bool WriteLedger::take_over(Entry& entry) {
+bool WriteLedger::take_over(WrittenParameter& entry) {
   FlatParameter& flat = *entry.flat;
   ParameterSlot& slot = flat.slots()[entry.slot];
   const at::Tensor theirs = slot.parameter.detach();
@@ -192,10 +144,10 @@ bool WriteLedger::take_over(Entry& entry) {
     return false;
   }
   slot.storage.take_back(slot.parameter);
-  at::Tensor home = home_of(flat, entry.slot);
+  at::Tensor home = entry.home();
   if (answer == Answer::kInCopy) {
-    entry.copy = copy_of(target_in(flat.whole(), slot.offset), entry);
-    home = tensor_of(entry.copy, flat, slot.numel);
+    entry.copy = copy_of(entry);
+    home = entry.tensor_of(entry.copy);
     slot.storage.attach(home, 0, /*is_watched=*/false);
   } else {
     keep_settled(entry);
@@ -214,7 +166,7 @@ void WriteLedger::note_pointer_to_shards(WatchedStorage& storage) {
 
 bool WriteLedger::is_any_renormalized() const {
   return std::any_of(entries_.begin(), entries_.end(),
-                     [](const Entry& entry) { return entry.flat->slots()[entry.slot].is_renormalized; });
+                     [](const WrittenParameter& entry) { return entry.place().is_renormalized; });
 }
 
 bool WriteLedger::may_differ(bool in_copies) const {
@@ -226,7 +178,7 @@ int64_t WriteLedger::digest() {
   replaced_ = take_over_replaced();
   uint64_t result = (replaced_.empty() ? 0 : 1) + (may_have_written_shards_ ? 2 : 0);
   for (const size_t index : own_news()) {
-    const std::array<uint64_t, 3> parts = {result, index, static_cast<uint64_t>(digest_of_news(entries_[index]))};
+    const std::array<uint64_t, 3> parts = {result, index, static_cast<uint64_t>(entries_[index].digest_of_news())};
     result = zeropg::digest(std::as_bytes(std::span(parts))) | 1U;
   }
   return static_cast<int64_t>(result);
@@ -246,12 +198,12 @@ WriteLedger::Settlement WriteLedger::settle(bool is_same, const char* operation)
   if (!is_same) {
     unite(find_differing(news), settlement);
   }
-  for (Entry& entry : entries_) {
+  for (WrittenParameter& entry : entries_) {
     entry.had_forward = false;
   }
   for (const size_t index : news) {
-    Entry& entry = entries_[index];
-    settlement.changes.push_back({entry.flat, entry.slot, entry.positions, entry.values, settled_values(entry)});
+    WrittenParameter& entry = entries_[index];
+    settlement.changes.push_back({entry.flat, entry.slot, entry.positions, entry.values, entry.settled_values()});
     forget(entry);
   }
   settlement.may_have_written_shards = std::exchange(may_have_written_shards_, false);
@@ -266,7 +218,7 @@ WriteLedger::Settlement WriteLedger::settle(bool is_same, const char* operation)
 std::vector<size_t> WriteLedger::own_news() const {
   std::vector<size_t> news;
   for (size_t i = 0; i < entries_.size(); ++i) {
-    if (has_news(entries_[i])) {
+    if (entries_[i].has_news()) {
       news.push_back(i);
     }
   }
@@ -301,7 +253,7 @@ std::vector<size_t> WriteLedger::all_news() {
 std::vector<size_t> WriteLedger::find_differing(const std::vector<size_t>& news) {
   std::vector<int64_t> mine;
   for (const size_t index : news) {
-    mine.push_back(digest_of_news(entries_[index]));
+    mine.push_back(entries_[index].digest_of_news());
   }
   const std::vector<int64_t> all = gather(mine);
   std::vector<size_t> differing;
@@ -319,19 +271,12 @@ std::vector<size_t> WriteLedger::find_differing(const std::vector<size_t>& news)
 
 std::vector<WriteLedger::Change> WriteLedger::own_writes() const {
   std::vector<Change> changes;
-  for (const Entry& entry : entries_) {
+  for (const WrittenParameter& entry : entries_) {
     if (entry.is_written && entry.flat->is_attached()) {
-      changes.push_back({entry.flat, entry.slot, at::Tensor(), at::Tensor(), settled_values(entry)});
+      changes.push_back({entry.flat, entry.slot, at::Tensor(), at::Tensor(), entry.settled_values()});
     }
   }
   return changes;
-}
-
-int64_t WriteLedger::digest_of_news(const Entry& entry) const {
-  if (entry.flat->is_attached()) {  // the whole content, which a rank that wrote nothing can compare
-    return static_cast<int64_t>(digest_of(home_of(*entry.flat, entry.slot), 0));
-  }
-  return entry.positions.defined() ? static_cast<int64_t>(digest_of(entry.values, digest_of(entry.positions, 1))) : 0;
 }
 
 // Makes what ranks have written differently one set of changes, the same on every rank.
@@ -342,12 +287,11 @@ void WriteLedger::unite(const std::vector<size_t>& differing, Settlement& settle
   std::vector<int64_t> counts;
   std::vector<int64_t> origins;
   for (const size_t index : differing) {
-    Entry& entry = entries_[index];
+    WrittenParameter& entry = entries_[index];
     keep_settled(entry);
     origins.push_back(entry.digest_before);
     if (entry.before) {
-      const int64_t numel = entry.flat->slots()[entry.slot].numel;
-      find_changes(entry, home_of(*entry.flat, entry.slot), tensor_of(entry.before, *entry.flat, numel));
+      entry.find_changes(entry.home(), entry.tensor_of(entry.before));
     } else if (entry.is_written) {
       counts.push_back(kCannotTell);
       continue;
@@ -362,19 +306,18 @@ void WriteLedger::unite(const std::vector<size_t>& differing, Settlement& settle
       of_ranks.push_back(all_origins[at] == all_origins[i] ? all_counts[at] : kCannotTell);
     }
     if (!unite(entries_[differing[i]], of_ranks) && settlement.conflict.empty()) {
-      settlement.conflict = conflict(entries_[differing[i]]);
+      settlement.conflict = conflict_in(entries_[differing[i]].place().names.front());
     }
   }
 }
 
-bool WriteLedger::unite(Entry& entry, const std::vector<int64_t>& counts) {
+bool WriteLedger::unite(WrittenParameter& entry, const std::vector<int64_t>& counts) {
   const at::TensorOptions options = at::dtype(entry.flat->dtype()).device(entry.flat->device());
   const int64_t most = *std::max_element(counts.begin(), counts.end());
   if (most == 0 || std::count(counts.begin(), counts.end(), kCannotTell) > 0) {
-    const at::Tensor home = home_of(*entry.flat, entry.slot);
+    const at::Tensor home = entry.home();
     communicator_.wait(communicator_.broadcast(home, /*root=*/0));
-    entry.positions.reset();
-    entry.values.reset();
+    entry.forget_changes();
     return false;
   }
   // Everybody's changes, padded to the longest.
@@ -407,30 +350,21 @@ bool WriteLedger::unite(Entry& entry, const std::vector<int64_t>& counts) {
   entry.positions = sorted.index_select(0, chosen);
   entry.values = bits.index_select(0, chosen).view(entry.flat->dtype());
   if (entry.flat->is_attached()) {
-    bits_of(home_of(*entry.flat, entry.slot)).index_copy_(0, entry.positions, bits_of(entry.values));
-    entry.positions.reset();
-    entry.values.reset();
+    bits_of(entry.home()).index_copy_(0, entry.positions, bits_of(entry.values));
+    entry.forget_changes();
   }
   return !is_repeated.logical_and(is_different).any().item<bool>();
 }
 
-std::string WriteLedger::conflict(const Entry& entry) const {
-  return c10::str("ranks wrote different values to parameter '", entry.flat->slots()[entry.slot].names.front(),
-                  "'; expected the same program on every rank. Values of the lowest rank that wrote were kept. Compute "
-                  "what is written from the same numbers on every rank (torch.distributed.broadcast or all_reduce them "
-                  "first).");
-}
-
-void WriteLedger::forget(Entry& entry) {
+void WriteLedger::forget(WrittenParameter& entry) {
   entry.is_written = false;
-  give_up(entry.before);
-  give_up(entry.settled);
+  copies_.give_up(entry.before);
+  copies_.give_up(entry.settled);
   entry.digest_before = 0;
-  entry.positions.reset();
-  entry.values.reset();
-  const ParameterSlot& slot = entry.flat->slots()[entry.slot];
+  entry.forget_changes();
+  const ParameterSlot& slot = entry.place();
   if (entry.flat->is_attached()) {
-    entry.flat->slots()[entry.slot].storage.attach(entry.flat->whole(), slot.offset, /*is_watched=*/true);
+    entry.place().storage.attach(entry.flat->whole(), slot.offset, /*is_watched=*/true);
   }
 }
 

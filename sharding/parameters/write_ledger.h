@@ -22,6 +22,8 @@
 
 #include "sharding/comm/communicate.h"
 #include "sharding/parameters/flat_parameter.h"
+#include "sharding/parameters/spare_copies.h"
+#include "sharding/parameters/written_parameter.h"
 
 namespace zeropg {
 
@@ -81,48 +83,29 @@ class WriteLedger {
   std::vector<Change> own_writes() const;
 
  private:
-  struct Entry {
-    FlatParameter* flat = nullptr;
-    int64_t slot = 0;
-    bool is_written = false;    // in place
-    c10::Storage settled;       // what was there before, of flats that send differences
-    c10::Storage before;        // what changes count from, of parameters that are renormalized and written in place
-    bool had_forward = false;   // since the last settle()
-    int64_t digest_before = 0;  // of `before`; 0: as the last settle() left it
-    c10::Storage copy;          // what kInCopy has given
-    at::Tensor positions;       // of what changed in a copy that was given up, [n]; undefined: nothing
-    at::Tensor values;          // [n]
-  };
-
-  WatchedStorage::Target before_write(Entry& entry);
-  void keep_settled(Entry& entry);
-  at::Tensor settled_values(const Entry& entry) const;
-  c10::Storage copy_of(const WatchedStorage::Target& home, const Entry& entry);
-  void give_up(c10::Storage& copy);
-  static void find_changes(Entry& entry, const at::Tensor& after, const at::Tensor& before);
-  bool take_over(Entry& entry);
-  static bool has_news(const Entry& entry) { return entry.is_written || entry.positions.defined(); }
+  WatchedStorage::Target before_write(WrittenParameter& entry);
+  void keep_settled(WrittenParameter& entry);
+  c10::Storage copy_of(const WrittenParameter& entry);
+  bool take_over(WrittenParameter& entry);
   std::vector<size_t> own_news() const;
   std::vector<size_t> all_news();
   std::vector<size_t> find_differing(const std::vector<size_t>& news);
-  int64_t digest_of_news(const Entry& entry) const;
   void unite(const std::vector<size_t>& differing, Settlement& settlement);
   // `counts`: how many elements each rank changed, kCannotTell where it does not know. False for a conflict.
-  bool unite(Entry& entry, const std::vector<int64_t>& counts);
-  std::string conflict(const Entry& entry) const;
-  void forget(Entry& entry);
+  bool unite(WrittenParameter& entry, const std::vector<int64_t>& counts);
+  void forget(WrittenParameter& entry);
   std::vector<int64_t> gather(const std::vector<int64_t>& mine);  // [world_size * n]
   c10::Device device() const;
 
   Communicator& communicator_;
   std::function<Answer()> answer_;
-  std::vector<Entry> entries_;  // every parameter, in one order on all ranks
+  std::vector<WrittenParameter> entries_;  // every parameter, in one order on all ranks
   std::map<const FlatParameter*, std::vector<size_t>> entry_of_;
   std::vector<std::string> replaced_;  // by what cannot be taken over, when digest() was called
   bool is_replaced_elsewhere_ = false;
   bool may_have_written_shards_ = false;
   std::vector<c10::weak_intrusive_ptr<WatchedStorage>> written_shards_;
-  std::multimap<size_t, c10::Storage> spare_copies_;  // by bytes; fresh pages cost 6 to 10 times warm ones
+  SpareCopies copies_;
 };
 
 }  // namespace zeropg
