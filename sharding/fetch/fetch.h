@@ -15,9 +15,9 @@ class Fetch {
   virtual ~Fetch() = default;
   virtual const char* name() const = 0;
 
-  // Gives a flat parameter its home and its master, filled from its initial values. Collective: once for each, on all
-  // ranks in the same order. end_adoption comes after the last.
-  virtual void adopt(FlatParameter& flat) = 0;
+  // Gives a flat parameter its home and its master, filled from `values`, which FlatParameter::take_over has returned.
+  // Collective: once for each, on all ranks in the same order. end_adoption comes after the last.
+  virtual void adopt(FlatParameter& flat, const at::Tensor& values) = 0;
   virtual void end_adoption() {}
 
   // What a flat parameter is made whole for: a unit's forward and backward, a program that reads it, or one that may

@@ -21,9 +21,8 @@ class GatheredFetch final : public Fetch {
   const char* name() const override { return buffers_.shares_in_node() ? "gathered per node" : "gathered"; }
   bool is_collective() const override { return communicator_.shards() > 1; }
 
-  void adopt(FlatParameter& flat) override {
+  void adopt(FlatParameter& flat, const at::Tensor& values) override {
     device_ = flat.device();
-    const at::Tensor values = flat.take_initial_values();
     at::Tensor shard = at::empty({flat.layout().shard_numel}, values.options().dtype(flat.dtype()));
     make_master(flat, shard, values, flat.shard_start());
     memory_.parameters += static_cast<int64_t>(shard.nbytes());

@@ -24,9 +24,8 @@ class ReplicatedFetch final : public Fetch {
   const char* name() const override { return "replicated"; }
   bool is_collective() const override { return false; }
 
-  void adopt(FlatParameter& flat) override {
+  void adopt(FlatParameter& flat, const at::Tensor& values) override {
     device_ = flat.device();
-    const at::Tensor values = flat.take_initial_values();
     const int64_t total = flat.layout().total_numel;
     at::Tensor whole = at::empty({total}, values.options().dtype(flat.dtype()));
     whole.copy_(values);

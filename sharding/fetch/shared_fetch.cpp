@@ -32,8 +32,7 @@ class SharedFetch final : public Fetch {
   const char* name() const override { return "shared"; }
   bool is_collective() const override { return false; }
 
-  void adopt(FlatParameter& flat) override {
-    const at::Tensor values = flat.take_initial_values();
+  void adopt(FlatParameter& flat, const at::Tensor& values) override {
     const auto options = values.options().dtype(flat.dtype());
     auto keep = segment_;
     at::Tensor whole = at::from_blob(

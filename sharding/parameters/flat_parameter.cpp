@@ -70,9 +70,9 @@ FlatParameter::FlatParameter(std::string unit_name, std::vector<Source> sources,
   layout_ = make_flat_layout(numels, world_size);
 }
 
-void FlatParameter::take_over(const std::vector<at::Tensor>& of_unit) {
+at::Tensor FlatParameter::take_over(const std::vector<at::Tensor>& of_unit) {
   at::NoGradGuard no_grad;
-  initial_values_ = at::zeros({layout_.total_numel}, at::TensorOptions().dtype(original_dtype_).device(device_));
+  at::Tensor values = at::zeros({layout_.total_numel}, at::TensorOptions().dtype(original_dtype_).device(device_));
   slots_.reserve(sources_.size());
   for (const Source& source : std::exchange(sources_, {})) {
     const at::Tensor& parameter = of_unit.at(source.index);
@@ -83,11 +83,12 @@ void FlatParameter::take_over(const std::vector<at::Tensor>& of_unit) {
                 " on ", device_, ", as when it was planned.");
     const int64_t offset = layout_.offsets[slots_.size()];
     const int64_t numel = parameter.numel();
-    initial_values_.narrow(0, offset, numel).copy_(parameter.detach().reshape({-1}));
+    values.narrow(0, offset, numel).copy_(parameter.detach().reshape({-1}));
     slots_.push_back({source.names, parameter, source.sizes, offset, numel,
                       ParameterStorage(parameter, dtype_, sharded_message(source.names.front())),
                       source.is_renormalized});
   }
+  return values;
 }
 
 std::string FlatParameter::describe() const {

@@ -67,9 +67,9 @@ class FlatParameter {
   // `device`: where all parameters are, or will be when they are taken over.
   FlatParameter(std::string unit_name, std::vector<Source> sources, const ShardingOptions& options, c10::Device device,
                 int64_t rank, int64_t world_size);
-  // Takes over those of its sources among the unit's parameters: their data moves to `initial_values()`, they are left
-  // sharded (unreadable). Called once; there are no slots before.
-  void take_over(const std::vector<at::Tensor>& of_unit);
+  // Takes over those of its sources among the unit's parameters, which are left sharded (unreadable). Returns their
+  // values, flat [total_numel], in their original dtype. Called once; there are no slots before.
+  [[nodiscard]] at::Tensor take_over(const std::vector<at::Tensor>& of_unit);
 
   const std::string& unit_name() const { return unit_name_; }
   c10::ScalarType dtype() const { return dtype_; }
@@ -90,10 +90,6 @@ class FlatParameter {
   std::vector<ParameterSlot>& slots() { return slots_; }
   const std::vector<ParameterSlot>& slots() const { return slots_; }
   std::string describe() const;  // "unit 'layers.3' (float32, trainable, 4 parameters)"
-
-  // The flat values [total_numel] in the parameters' original dtype; taken once, by the fetch.
-  const at::Tensor& initial_values() const { return initial_values_; }
-  at::Tensor take_initial_values() { return std::move(initial_values_); }
 
   // The overlaps of the slots with flat range [start, stop), in order.
   std::vector<SlotRange> slots_in(int64_t start, int64_t stop) const;
@@ -129,7 +125,6 @@ class FlatParameter {
   FlatLayout layout_;
   std::vector<Source> sources_;  // until they are taken over
   std::vector<ParameterSlot> slots_;
-  at::Tensor initial_values_;
   at::Tensor whole_;
 };
 

@@ -42,12 +42,12 @@ void adopt(const ModelSource& source, Communicator& communicator, Units& units, 
     const Unit& unit = units.all().at(index);
     const std::vector<at::Tensor> parameters = take_together(source, index, unit, communicator);
     for (FlatParameter* flat : unit.flats) {
-      flat->take_over(parameters);
+      const at::Tensor values = flat->take_over(parameters);
       ledger.watch(*flat);
       if (communicator.world_size() > 1) {
-        communicator.wait(communicator.broadcast(flat->initial_values(), /*root=*/0));
+        communicator.wait(communicator.broadcast(values, /*root=*/0));
       }
-      fetch.adopt(*flat);
+      fetch.adopt(*flat, values);
     }
     // glibc keeps what was freed between what stays: without this a rank would hold twice what its shards take.
     if (padded_numel_of(unit) >= kLargeNumel) {
