@@ -90,56 +90,8 @@ std::vector<ResidualRange> ranges_in(const std::vector<ResidualRange>& ranges, i
 
 }  // namespace
 
-// Note [Two hops]
-// Between nodes a slice should travel, not the whole. So a slice is averaged among the shards of each copy, and then
-// among the replicas, which get the same bits: one all-reduce makes them. No rank may block between the two, and ranks
-// see the end of a first hop at different times. So the second hops are issued by whoever polls or waits, but always in
-// the order of the first ones, which is the same on all ranks. Each communicator that does this needs a replica group
-// of its own: anything else on it would meet the second hops in another order on each rank.
-class Communicator::TwoHops final : public c10d::Work {
- public:
-  TwoHops(Communicator& communicator, WorkPointer first, std::function<WorkPointer()> issue)
-      : communicator_(communicator), first_(std::move(first)), issue_(std::move(issue)) {}
-
-  bool isCompleted() override {
-    communicator_.advance();
-    return failure_ != nullptr || (second_ && second_->isCompleted());
-  }
-
-  bool wait(std::chrono::milliseconds timeout) override {
-    communicator_.advance_to(*this);
-    if (failure_ != nullptr) {
-      std::rethrow_exception(failure_);
-    }
-    return second_->wait(timeout);
-  }
-
-  bool is_first_done() { return first_->isCompleted(); }
-  bool is_issued() const { return failure_ != nullptr || second_; }
-
-  // Throws what a signal handler raised while this rank waits, to be called again.
-  void begin_second() {
-    try {
-      first_->wait();
-      second_ = issue_();
-    } catch (const c10::Error&) {
-      failure_ = std::current_exception();
-    } catch (const std::runtime_error&) {  // gloo's
-      failure_ = std::current_exception();
-    }
-  }
-
- private:
-  Communicator& communicator_;
-  WorkPointer first_;
-  std::function<WorkPointer()> issue_;
-  WorkPointer second_;
-  std::exception_ptr failure_;
-};
-
 Communicator::Communicator(RankGroups groups, std::shared_ptr<EventLog> log)
     : groups_(std::move(groups)), log_(std::move(log)) {}
-Communicator::~Communicator() = default;
 
 at::Tensor Communicator::gather_values_in(const RankGroups::Group& group, at::IntArrayRef values, c10::Device device) {
   const at::Tensor mine = at::tensor(values, at::kLong).to(device);
@@ -209,9 +161,7 @@ WorkPointer Communicator::reduce_scatter_average(at::Tensor part, at::Tensor who
     }
     return average_replicas();
   }
-  auto hops = c10::make_intrusive<TwoHops>(*this, reduce_scatter(groups_.shards, part, whole), average_replicas);
-  first_hops_.push_back(hops);
-  return hops;
+  return second_hops_.add(reduce_scatter(groups_.shards, part, whole), average_replicas);
 }
 
 bool Communicator::scatters_by_all_reduce(c10::Device device) const {
@@ -227,7 +177,7 @@ bool Communicator::has_read(const WorkPointer& work) {
   if (hops == nullptr) {
     return work->isCompleted();
   }
-  advance();
+  second_hops_.issue_ready();
   return hops->is_issued();
 }
 
@@ -236,33 +186,12 @@ void Communicator::wait_until_read(const WorkPointer& work) {
   if (hops == nullptr) {
     wait(work);
   } else {
-    timed([&] { advance_to(*hops); });
+    timed([&] { second_hops_.issue_to(*hops); });
   }
 }
 
 void Communicator::issue_second_hops() {
-  timed([&] {
-    while (!first_hops_.empty()) {
-      begin_second_hop();
-    }
-  });
-}
-
-void Communicator::advance() {
-  while (!first_hops_.empty() && first_hops_.front()->is_first_done()) {
-    begin_second_hop();
-  }
-}
-
-void Communicator::advance_to(const TwoHops& last) {
-  while (!last.is_issued()) {
-    begin_second_hop();
-  }
-}
-
-void Communicator::begin_second_hop() {
-  first_hops_.front()->begin_second();
-  first_hops_.pop_front();
+  timed([&] { second_hops_.issue_all(); });
 }
 
 // --- every rank of the model ---

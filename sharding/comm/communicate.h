@@ -4,11 +4,10 @@
 // held.
 //
 // Slices travel between the shards of one copy of the model. What ranks average, or agree upon, is every rank's: where
-// the model has replicas, a slice's average takes a second hop between these (Note [Two hops] in communicate.cpp).
+// the model has replicas, a slice's average takes a second hop between these (Note [Two hops] in two_hops.h).
 #pragma once
 
 #include <chrono>
-#include <deque>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -16,6 +15,7 @@
 #include "backend/group/collective_args.h"
 #include "sharding/comm/event_log.h"
 #include "sharding/comm/rank_groups.h"
+#include "sharding/comm/two_hops.h"
 
 namespace zeropg {
 
@@ -26,7 +26,6 @@ class Communicator {
  public:
   // `log`: of the model that communicates, which has one for all of its communicators.
   explicit Communicator(RankGroups groups, std::shared_ptr<EventLog> log = std::make_shared<EventLog>());
-  ~Communicator();
 
   // Among all ranks of the model; then which slice this rank has of how many, and which copy of the model.
   int64_t rank() const { return groups_.everybody->getRank(); }
@@ -110,18 +109,12 @@ class Communicator {
   double seconds() const { return seconds_; }
 
  private:
-  class TwoHops;
-
   at::Tensor gather_values_in(const RankGroups::Group& group, at::IntArrayRef values, c10::Device device);
   ProcessGroupZero& zeropg_group(const RankGroups::Group& group) const;
-  // Issue the second hops whose first ones are done, or of all up to `last`: in the order of the calls.
-  void advance();
-  void advance_to(const TwoHops& last);
-  void begin_second_hop();
 
   RankGroups groups_;
   std::shared_ptr<EventLog> log_;
-  std::deque<c10::intrusive_ptr<TwoHops>> first_hops_;  // those whose second hop is not issued
+  SecondHops second_hops_;
   double seconds_ = 0;
 };
 
