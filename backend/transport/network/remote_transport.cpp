@@ -62,8 +62,8 @@ void RemoteTransport::throw_gone(int32_t peer) const {
 size_t RemoteTransport::try_send(int32_t peer, Lane lane, std::span<const std::byte> data) {
   const std::lock_guard lock(mutex_);
   OutgoingStream& stream = peer_at(peer).outgoing[static_cast<size_t>(lane)];
-  const uint64_t events_before = events_;
-  wanted_ = {FrameKind::kCredit, peer, static_cast<uint8_t>(lane)};
+  const uint64_t others_before = awaited_.others();
+  awaited_.await(FrameKind::kCredit, peer, static_cast<uint8_t>(lane));
   size_t moved = 0;
   bool has_looked = false;
   while (moved < data.size()) {
@@ -82,55 +82,36 @@ size_t RemoteTransport::try_send(int32_t peer, Lane lane, std::span<const std::b
       read_from(peer);
     }
   }
-  if (events_ != events_before) ring_doorbell(process_doorbell());  // see Note [Other people's frames]
+  if (awaited_.others() != others_before) ring_doorbell(process_doorbell());  // Note [Other people's frames]
   return moved;
 }
 
-// Note [Other people's frames]
-// Whoever reads from a peer's connection gets whatever comes next on it, also what another thread sleeps for: the
-// progress thread, which polls the descriptor, would not notice. So it is woken by its bell.
 size_t RemoteTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte> data) {
   const std::lock_guard lock(mutex_);
   IncomingStream& stream = peer_at(peer).incoming[static_cast<size_t>(lane)];
-  const uint64_t events_before = events_;
+  const uint64_t others_before = awaited_.others();
   size_t moved = stream.take(data);
   if (moved < data.size() && !is_closed_) {
-    wanted_ = {FrameKind::kData, peer, static_cast<uint8_t>(lane)};
-    moved += read_into(peer, data.subspan(moved));
+    awaited_.await(FrameKind::kData, peer, static_cast<uint8_t>(lane));
+    moved += awaited_.read_into(data.subspan(moved), [&] { read_from(peer); });
     moved += stream.take(data.subspan(moved));
   }
   if (moved > 0) tell_taken(peer, static_cast<size_t>(lane));
-  if (events_ != events_before) ring_doorbell(process_doorbell());
+  if (awaited_.others() != others_before) ring_doorbell(process_doorbell());  // Note [Other people's frames]
   // A rank that sent and then left is still heard to the end.
   if (moved == 0 && !data.empty() && is_gone(peer)) throw_gone(peer);
   return moved;
 }
 
-// Note [Bytes in place]
-// While try_receive() reads, bytes of its stream go straight to the caller's memory, provided that none are queued
-// before them. What progress() reads is queued and copied once more, also when an operation waits for it.
-size_t RemoteTransport::read_into(int32_t peer, std::span<std::byte> place) {
-  struct Scope {
-    RemoteTransport& transport;
-    ~Scope() {
-      transport.has_place_ = false;
-      transport.place_ = {};
-    }
-  } scope{*this};
-  has_place_ = true;
-  place_ = place;
-  read_from(peer);
-  return place.size() - place_.size();
-}
-
 std::span<std::byte> RemoteTransport::place_for(int32_t peer, const FrameHeader& header) {
-  if (!has_place_ || wanted_ != Wanted{header.kind, peer, header.index}) return {};
-  return peers_[static_cast<size_t>(peer)].incoming[header.index].queued_bytes() == 0 ? place_ : std::span<std::byte>();
+  const std::span<std::byte> place = awaited_.place();
+  if (place.empty() || !awaited_.include(peer, header)) return {};
+  return peers_[static_cast<size_t>(peer)].incoming[header.index].queued_bytes() == 0 ? place : std::span<std::byte>();
 }
 
 void RemoteTransport::note_placed(int32_t peer, const FrameHeader& header, size_t bytes) {
   peers_[static_cast<size_t>(peer)].incoming[header.index].note_placed(bytes);
-  place_ = place_.subspan(bytes);
+  awaited_.note_placed(bytes);
 }
 
 bool RemoteTransport::read_from(int32_t peer) {
@@ -203,7 +184,7 @@ void RemoteTransport::check_frame(int32_t peer, const FrameHeader& header) {
 }
 
 void RemoteTransport::take_frame(int32_t peer, const FrameHeader& header, Payload payload) {
-  if (wanted_ != Wanted{header.kind, peer, header.index}) ++events_;
+  if (!awaited_.include(peer, header)) awaited_.note_other();
   switch (header.kind) {
     case FrameKind::kData:
       peers_[static_cast<size_t>(peer)].incoming[header.index].put(std::move(payload));
@@ -221,7 +202,7 @@ void RemoteTransport::take_frame(int32_t peer, const FrameHeader& header, Payloa
 }
 
 void RemoteTransport::lose_peer(int32_t peer, const std::string& reason) {
-  ++events_;
+  awaited_.note_other();
   liveness_.lose(peer, reason);
 }
 

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/transport/network/awaited_frames.h"
 #include "backend/transport/network/byte_stream.h"
 #include "backend/transport/network/peer_liveness.h"
 #include "backend/transport/network/wire.h"
@@ -68,26 +69,19 @@ class RemoteTransport final : public Transport, private FrameSink {
     OutgoingStream outgoing[kLaneCount];
     IncomingStream incoming[kLaneCount];
   };
-  struct Wanted {
-    FrameKind kind = FrameKind::kPing;
-    int32_t peer = -1;
-    uint8_t index = 0;
-    bool operator==(const Wanted&) const = default;
-  };
 
   void check_frame(int32_t peer, const FrameHeader& header) override;
   void take_frame(int32_t peer, const FrameHeader& header, Payload payload) override;
   std::span<std::byte> place_for(int32_t peer, const FrameHeader& header) override;
   void note_placed(int32_t peer, const FrameHeader& header, size_t bytes) override;
-  bool has_enough() const override { return has_place_ && place_.empty(); }
+  bool has_enough() const override { return awaited_.is_place_full(); }
   void lose_peer(int32_t peer, const std::string& reason) override;
   void note_sign_of_life(int32_t peer) override;
 
   Peer& peer_at(int32_t rank);
   bool is_gone(int32_t peer) const { return is_closed_ || liveness_.is_gone(peer); }
   [[noreturn]] void throw_gone(int32_t peer) const;
-  bool read_from(int32_t peer);                                // what the wire has, of one or, with -1, of all
-  size_t read_into(int32_t peer, std::span<std::byte> place);  // the wanted bytes; returns how many lie there
+  bool read_from(int32_t peer);  // what the wire has, of one or, with -1, of all
   void answer_pings();
   void ask(const std::vector<int32_t>& peers);
   void tell_taken(int32_t peer, size_t lane);
@@ -99,10 +93,7 @@ class RemoteTransport final : public Transport, private FrameSink {
   PeerLiveness liveness_;     // has a lock of its own
   mutable std::mutex mutex_;  // guards all below, and the wire
   std::vector<Peer> peers_;   // by rank
-  Wanted wanted_;             // what the thread that reads waits for itself
-  bool has_place_ = false;    // while wanted bytes are read: Note [Bytes in place]
-  std::span<std::byte> place_;
-  uint64_t events_ = 0;  // counts all else that came: Note [Other people's frames]
+  AwaitedFrames awaited_;
   bool is_closed_ = false;
 };
 

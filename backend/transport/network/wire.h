@@ -22,7 +22,7 @@ class FrameSink {
   virtual void check_frame(int32_t peer, const FrameHeader& header) = 0;
   virtual void take_frame(int32_t peer, const FrameHeader& header, Payload payload) = 0;
   // Where the next bytes of this frame's payload go if they need no memory of their own: Note [Bytes in place] in
-  // remote_transport.cpp. Asked before each read, and good for that read only; often empty.
+  // awaited_frames.h. Asked before each read, and good for that read only; often empty.
   virtual std::span<std::byte> place_for(int32_t peer, const FrameHeader& header) = 0;
   // The next `bytes` of the payload lie in that place. take_frame() gets the rest, at the end of the frame.
   virtual void note_placed(int32_t peer, const FrameHeader& header, size_t bytes) = 0;
