@@ -166,7 +166,7 @@ bool CollectiveQueue::let_go() {
 }
 
 void CollectiveQueue::help(const ZeroWork& work, Clock::time_point until) {
-  group_->check_own_process(work.label());
+  check_own_process(*group_, work.label());
   GroupContext::Use use(*group_, /*must_succeed=*/false);
   if (!use) {
     return;  // the work has failed, or is just failing

@@ -63,11 +63,8 @@ void GroupContext::free_if_unused() {
 
 bool GroupContext::is_own_process() const { return owner_ == ::getpid(); }
 
-void GroupContext::check_own_process(const OperationLabel& label) const {
-  TORCH_CHECK_WITH(DistBackendError, is_own_process(), label.prefix(),
-                   ": this operation belongs to the parent of this forked process; wait for it there.");
-}
-
+// Peers are told under the lock: who closes the group takes it first (in depart), and so closes no connection before
+// they are.
 void GroupContext::fail(const Failure& failure) {
   const Use use(*this, /*must_succeed=*/false);
   {
@@ -77,7 +74,7 @@ void GroupContext::fail(const Failure& failure) {
     }
     failure_ = failure;
     has_failed_.store(true, std::memory_order_release);
-    tell_state(RankState::kFailed, failure.news());
+    peers_->tell_state(RankState::kFailed, failure.news());
   }
   if (hooks_->has_abort() && background_) {
     run_in_background([hooks = hooks_, run = std::make_shared<RunsBeforeShutdown>()] { hooks->run_abort(); });
@@ -104,16 +101,12 @@ void GroupContext::depart() {
   failure_ = {.text = c10::str("[zeropg rank ", rank(), "/", world_size(),
                                "] the process group was shut down; make a new one to communicate again.")};
   has_failed_.store(true, std::memory_order_release);
-  tell_state(RankState::kDeparted);
+  peers_->tell_state(RankState::kDeparted);
 }
 
-// Under the lock: who closes the group takes it first (in depart), and so closes no connection before the peers are
-// told.
-void GroupContext::tell_state(RankState state, const std::string& message) {
-  arena().set_state(state, message);
-  if (network() != nullptr) {
-    network()->tell_state(state, message);
-  }
+void check_own_process(const GroupContext& group, const OperationLabel& label) {
+  TORCH_CHECK_WITH(DistBackendError, group.is_own_process(), label.prefix(),
+                   ": this operation belongs to the parent of this forked process; wait for it there.");
 }
 
 }  // namespace zeropg

@@ -65,8 +65,6 @@ class GroupContext {
   Peers& peers() { return *peers_; }
   // False in a forked child: nothing of this group may be touched there.
   bool is_own_process() const;
-  // DistBackendError in a forked child, where nobody would ever run the operation.
-  void check_own_process(const OperationLabel& label) const;
 
   // Note [Failure]
   // The first failure of a group is its last state: operations that run fail with it, later ones raise it at the call,
@@ -89,7 +87,6 @@ class GroupContext {
   RetiredWorks& retired_works() { return retired_works_; }
 
  private:
-  void tell_state(RankState state, const std::string& message = {});
   void free_if_unused();
 
   BootstrapResult bootstrap_;  // all but the topology goes when nobody uses the group after let_go()
@@ -108,5 +105,8 @@ class GroupContext {
   StatisticsTable statistics_;
   RetiredWorks retired_works_;
 };
+
+// DistBackendError in a forked child, where nobody would ever run the operation.
+void check_own_process(const GroupContext& group, const OperationLabel& label);
 
 }  // namespace zeropg

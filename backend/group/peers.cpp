@@ -112,6 +112,13 @@ void throw_if_lost(const OperationLabel& label, const PeerStates& peers, const s
   }
 }
 
+void Peers::tell_state(RankState state, const std::string& text) {
+  arena_.set_state(state, text);
+  if (network_ != nullptr) {
+    network_->tell_state(state, text);
+  }
+}
+
 std::string Peers::silence() const {
   constexpr std::chrono::milliseconds kLimit{1'000};
   if (network_ == nullptr) {

@@ -37,6 +37,8 @@ class Peers {
 
   PeerStates states();                                // system calls
   void throw_if_failed(const OperationLabel& label);  // cheap: before an operation begins
+  // Tells all of them that this rank has failed, and why, or leaves.
+  void tell_state(RankState state, const std::string& text = {});
   // "; no sign of life from ranks 2, 3", or "": which ranks of other nodes do not even answer.
   std::string silence() const;
 

@@ -104,7 +104,7 @@ Activity PointToPoint::advance(const ZeroWork* own) {
 
 void PointToPoint::help(const ZeroWork& work, std::chrono::steady_clock::time_point until) {
   using Clock = std::chrono::steady_clock;
-  group_->check_own_process(work.label());
+  check_own_process(*group_, work.label());
   GroupContext::Use use(*group_, /*must_succeed=*/false);
   if (!use) {
     return;  // the work has failed, or is just failing
