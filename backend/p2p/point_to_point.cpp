@@ -31,6 +31,23 @@ void end_waits(FinishedMessages& finished, size_t first, std::vector<WaitTimer>&
   }
 }
 
+std::vector<int32_t> awaited_by(const PostedMessage& posted, const Topology& topology) {
+  const MessageRoute& route = posted.message.route;
+  return route.is_from_anybody() ? topology.others_than(topology.rank) : std::vector<int32_t>{route.peer};
+}
+
+// A receive that stays posted for a whole run must not be all that this rank asks about.
+std::vector<int32_t> awaited_by_all(const std::vector<const PostedMessage*>& pending, const Topology& topology) {
+  std::vector<int32_t> awaited;
+  for (const PostedMessage* posted : pending) {
+    const std::vector<int32_t> more = awaited_by(*posted, topology);
+    awaited.insert(awaited.end(), more.begin(), more.end());
+  }
+  std::sort(awaited.begin(), awaited.end());
+  awaited.erase(std::unique(awaited.begin(), awaited.end()), awaited.end());
+  return awaited;
+}
+
 }  // namespace
 
 PointToPoint::PointToPoint(std::shared_ptr<GroupContext> group, ProgressEngine& engine, bool may_use_cma)
@@ -321,26 +338,18 @@ void PointToPoint::check(const ZeroWork* own) {
 }
 
 void PointToPoint::check_all_locked(const PeerStates& peers) {
-  if (const PostedMessage* posted = oldest_locked()) {
-    const MessageRoute& route = posted->message.route;
-    group_->peers().note_wait(Lane::kPointToPoint, route.is_from_anybody() ? Peers::kAnybody : route.peer,
-                              awaited_by(*posted), {}, awaited_by_all_locked());
+  const std::vector<const PostedMessage*> pending = pending_locked();
+  if (pending.empty()) {
+    return;
   }
-  for (const PostedMessage* posted : pending_locked()) {
+  const PostedMessage& oldest =
+      **std::ranges::min_element(pending, {}, [](const auto* posted) { return posted->order; });
+  const MessageRoute& route = oldest.message.route;
+  group_->peers().note_wait(Lane::kPointToPoint, route.is_from_anybody() ? Peers::kAnybody : route.peer,
+                            awaited_by(oldest, group_->topology()), {}, awaited_by_all(pending, group_->topology()));
+  for (const PostedMessage* posted : pending) {
     check_locked(*posted, peers);
   }
-}
-
-// A receive that stays posted for a whole run must not be all that this rank asks about.
-std::vector<int32_t> PointToPoint::awaited_by_all_locked() const {
-  std::vector<int32_t> awaited;
-  for (const PostedMessage* posted : pending_locked()) {
-    const std::vector<int32_t> more = awaited_by(*posted);
-    awaited.insert(awaited.end(), more.begin(), more.end());
-  }
-  std::sort(awaited.begin(), awaited.end());
-  awaited.erase(std::unique(awaited.begin(), awaited.end()), awaited.end());
-  return awaited;
 }
 
 std::vector<const PostedMessage*> PointToPoint::pending_locked() const {
@@ -359,31 +368,9 @@ std::vector<const PostedMessage*> PointToPoint::pending_locked() const {
   return pending;
 }
 
-const PostedMessage* PointToPoint::oldest_locked() const {
-  const PostedMessage* oldest = nullptr;
-  const auto look = [&](const PostedMessage& posted) {
-    if (oldest == nullptr || posted.order < oldest->order) {
-      oldest = &posted;
-    }
-  };
-  std::for_each(posted_.queue().begin(), posted_.queue().end(), look);
-  for (size_t i = 0; i < senders_.size(); ++i) {
-    std::for_each(senders_[i].queue().begin(), senders_[i].queue().end(), look);
-    if (receivers_[i].target()) {
-      look(*receivers_[i].target());
-    }
-  }
-  return oldest;
-}
-
-std::vector<int32_t> PointToPoint::awaited_by(const PostedMessage& posted) const {
-  const MessageRoute& route = posted.message.route;
-  return route.is_from_anybody() ? group_->topology().others_than(group_->rank()) : std::vector<int32_t>{route.peer};
-}
-
 void PointToPoint::check_locked(const PostedMessage& posted, const PeerStates& peers) {
   const OperationLabel& label = posted.message.work->label();
-  std::vector<int32_t> awaited = awaited_by(posted);
+  std::vector<int32_t> awaited = awaited_by(posted, group_->topology());
   // A receive from anybody goes on as long as anybody is left.
   const bool is_any = posted.message.route.is_from_anybody();
   const bool is_alone = peers.departed.size() + peers.dead.size() + 1 == static_cast<size_t>(group_->world_size());

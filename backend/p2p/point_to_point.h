@@ -64,9 +64,6 @@ class PointToPoint final : public OperationHost, public Channel {
   [[noreturn]] void blame_locked(int32_t peer, const c10::DistNetworkError& error) const;
   void check(const ZeroWork* own);
   void check_all_locked(const PeerStates& peers);
-  const PostedMessage* oldest_locked() const;
-  std::vector<int32_t> awaited_by(const PostedMessage& posted) const;
-  std::vector<int32_t> awaited_by_all_locked() const;
   std::vector<const PostedMessage*> pending_locked() const;
   void check_locked(const PostedMessage& posted, const PeerStates& peers);
   void fail_locked(const std::exception_ptr& error, FinishedMessages& finished);
