@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.declarations import members
 from tests.test_cpp import BUILD, ROOT
 
 # Folder -> the other folders whose files it may include. All stand above it, so no arrow points up or in a circle.
@@ -218,6 +219,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "__main__": set(),
 }
 MOST_FILES = 25
+MOST_MEMBERS = 40
 TORCH = re.compile(r"<(torch|ATen|c10|pybind11)/|<Python\.h>")
 PYTHON = re.compile(r"<(torch/extension\.h|torch/csrc/utils/|torch/csrc/autograd/python|pybind11/|Python\.h)")
 FORBIDDEN_FOLDERS = {"common", "util", "utils", "misc", "helpers"}
@@ -231,6 +233,10 @@ def sources() -> list[Path]:
         for path in sorted((ROOT / top).rglob("*"))
         if path.suffix in {".h", ".cpp", ".inc", ".cu", ".cuh"}
     ]
+
+
+def headers() -> list[Path]:
+    return [path for path in sources() if path.suffix == ".h"]
 
 
 def includes(path: Path) -> Iterator[str]:
@@ -306,6 +312,51 @@ def test_no_folder_is_too_large_to_look_over() -> None:
     files = {path.relative_to(ROOT) for top in ("python/zeropg", "tests") for path in (ROOT / top).rglob("*.py")}
     counts = Counter(folder(path) for path in [*sources(), *files] if path.name != "__init__.py")
     assert not {name: count for name, count in counts.items() if count > MOST_FILES}
+
+
+def test_no_class_declares_too_much_to_look_over() -> None:
+    counts = {(path, name): count for path in headers() for name, count in members((ROOT / path).read_text()).items()}
+    # What c10d::Backend has for each operation, ProcessGroupZero has too.
+    assert counts.pop((Path("backend/process_group/process_group.h"), "ProcessGroupZero")) > MOST_MEMBERS
+    wrong = [
+        f"{path}: {name} declares {count} members, at most {MOST_MEMBERS}: make a class of one of its concepts"
+        for (path, name), count in counts.items()
+        if count > MOST_MEMBERS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_members_are_counted_as_a_reader_counts_them() -> None:
+    header = """
+    // class Comment { int a; };
+    #define MACRO { \\
+      {
+    namespace outer {
+    class Announced;
+    template <typename T, int n = (3)>
+    class Box final : public std::vector<std::pair<T, int>> {
+     public:
+      explicit Box(int a) : a_{a}, b_(a) {}
+      Box(const Box&) = delete;
+      ~Box() override;
+      bool operator<(const Box& other) const { return a_ < other.a_; }
+      struct Inner {
+        int x = 0, y = 0;
+        enum Kind : uint8_t { kOne, kTwo };
+      };
+      using Map = std::map<int, T>;
+      static_assert(sizeof(T) > 1, "}");
+
+     private:
+      friend class Announced;
+      class Hidden;
+      std::function<void(int, int)> call_;
+      alignas(64) std::atomic<int64_t> bytes_{int64_t{4} << 20};
+      int a_{0}, b_ = 1;  // }
+    };
+    }  // namespace outer
+    """
+    assert members(header) == {"Box": 10, "Box::Inner": 3}
 
 
 def test_a_wire_is_its_source_a_line_of_the_registry_its_suites_and_a_row() -> None:
