@@ -44,7 +44,15 @@ ALLOWED: dict[str, set[str]] = {
         "backend/diagnostics",
         "backend/transport",
     },
+    "backend/bootstrap/sockets": {
+        "backend/cryptography",
+        "backend/platform/process",
+        "backend/diagnostics",
+        "backend/topology",
+        "backend/transport/network",
+    },
     "backend/bootstrap": {
+        "backend/bootstrap/sockets",
         "backend/cryptography",
         "backend/platform/cpu",
         "backend/platform/memory",
@@ -135,7 +143,7 @@ ALLOWED: dict[str, set[str]] = {
     "cpp/zeropg": set(),  # what programs include: it names itself and torch in angle brackets
     "cpp": {"backend/process_group", "sharding/comm", "sharding/parameters", "sharding/units", "sharding/module"},
     "python/bindings": {
-        "backend/bootstrap",
+        "backend/bootstrap/sockets",
         "compression",
         "compression/weights",
         "compression/registry",

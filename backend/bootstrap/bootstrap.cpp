@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "backend/bootstrap/authentication.h"
+#include "backend/bootstrap/sockets/authentication.h"
 #include "backend/bootstrap/join_network.h"
 #include "backend/bootstrap/link_probe.h"
 #include "backend/bootstrap/node_admission.h"

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/bootstrap/authentication.h"
+#include "backend/bootstrap/sockets/authentication.h"
 #include "backend/bootstrap/network_wait.h"
-#include "backend/bootstrap/tcp_mesh.h"
+#include "backend/bootstrap/sockets/tcp_mesh.h"
 #include "backend/diagnostics/notices.h"
 #include "backend/topology/topology_probe.h"
 

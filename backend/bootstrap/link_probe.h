@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "backend/bootstrap/unix_socket.h"
+#include "backend/bootstrap/sockets/unix_socket.h"
 #include "backend/topology/topology.h"
 #include "backend/transport/network/remote_transport.h"
 

@@ -4,7 +4,7 @@
 #include <functional>
 #include <vector>
 
-#include "backend/bootstrap/unix_socket.h"
+#include "backend/bootstrap/sockets/unix_socket.h"
 #include "backend/transport/network/remote_transport.h"
 
 namespace zeropg {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "backend/bootstrap/authenticated_socket.h"
+#include "backend/bootstrap/sockets/authenticated_socket.h"
 
 namespace zeropg {
 

@@ -12,7 +12,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
-#include "backend/bootstrap/authentication.h"
+#include "backend/bootstrap/sockets/authentication.h"
 #include "backend/diagnostics/format_ranks.h"
 #include "backend/diagnostics/notices.h"
 #include "backend/diagnostics/printable.h"

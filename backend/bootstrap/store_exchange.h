@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "backend/bootstrap/store_records.h"
-#include "backend/bootstrap/unix_socket.h"
+#include "backend/bootstrap/sockets/unix_socket.h"
 
 namespace zeropg {
 

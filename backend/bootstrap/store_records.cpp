@@ -6,7 +6,7 @@
 #include <cstring>
 #include <map>
 
-#include "backend/bootstrap/authentication.h"
+#include "backend/bootstrap/sockets/authentication.h"
 #include "backend/diagnostics/printable.h"
 
 namespace zeropg {

@@ -2,7 +2,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "backend/bootstrap/tcp_socket.h"
+#include "backend/bootstrap/sockets/tcp_socket.h"
 #include "backend/collectives/reduce/reduce_kernels.h"
 #include "backend/collectives/select/registry.h"
 #include "backend/platform/cpu/copy.h"

@@ -10,7 +10,7 @@
 #include <string_view>
 
 #include "backend/bootstrap/store_records.h"
-#include "backend/bootstrap/tcp_socket.h"
+#include "backend/bootstrap/sockets/tcp_socket.h"
 
 namespace zeropg::fuzz {
 

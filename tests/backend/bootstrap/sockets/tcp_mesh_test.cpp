@@ -1,4 +1,4 @@
-#include "backend/bootstrap/tcp_mesh.h"
+#include "backend/bootstrap/sockets/tcp_mesh.h"
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
@@ -7,7 +7,7 @@
 #include <atomic>
 #include <thread>
 
-#include "backend/bootstrap/authentication.h"
+#include "backend/bootstrap/sockets/authentication.h"
 
 namespace zeropg {
 namespace {

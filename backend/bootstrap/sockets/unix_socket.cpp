@@ -1,4 +1,4 @@
-#include "backend/bootstrap/unix_socket.h"
+#include "backend/bootstrap/sockets/unix_socket.h"
 
 #include <c10/util/Exception.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-#include "backend/bootstrap/authentication.h"
+#include "backend/bootstrap/sockets/authentication.h"
 
 #include <c10/util/Exception.h>
 #include <sys/random.h>

@@ -1,4 +1,4 @@
-#include "backend/bootstrap/authentication.h"
+#include "backend/bootstrap/sockets/authentication.h"
 
 #include <gtest/gtest.h>
 

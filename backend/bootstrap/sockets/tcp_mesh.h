@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "backend/bootstrap/tcp_socket.h"
-#include "backend/bootstrap/unix_socket.h"
+#include "backend/bootstrap/sockets/tcp_socket.h"
+#include "backend/bootstrap/sockets/unix_socket.h"
 #include "backend/transport/network/wire_setup.h"
 
 namespace zeropg {

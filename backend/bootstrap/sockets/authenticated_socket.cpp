@@ -1,4 +1,4 @@
-#include "backend/bootstrap/authenticated_socket.h"
+#include "backend/bootstrap/sockets/authenticated_socket.h"
 
 #include <c10/util/Exception.h>
 

@@ -1,4 +1,4 @@
-#include "backend/bootstrap/tcp_mesh.h"
+#include "backend/bootstrap/sockets/tcp_mesh.h"
 
 #include <c10/util/Exception.h>
 #include <sys/socket.h>
@@ -10,7 +10,7 @@
 #include <optional>
 #include <utility>
 
-#include "backend/bootstrap/authentication.h"
+#include "backend/bootstrap/sockets/authentication.h"
 #include "backend/diagnostics/format_ranks.h"
 #include "backend/diagnostics/peer_lost.h"
 

@@ -6,8 +6,8 @@
 #include <span>
 #include <string_view>
 
-#include "backend/bootstrap/authentication.h"
-#include "backend/bootstrap/unix_socket.h"
+#include "backend/bootstrap/sockets/authentication.h"
+#include "backend/bootstrap/sockets/unix_socket.h"
 
 namespace zeropg {
 

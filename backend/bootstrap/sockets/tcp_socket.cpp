@@ -1,4 +1,4 @@
-#include "backend/bootstrap/tcp_socket.h"
+#include "backend/bootstrap/sockets/tcp_socket.h"
 
 #include <arpa/inet.h>
 #include <c10/util/Exception.h>
@@ -16,7 +16,7 @@
 #include <memory>
 #include <span>
 
-#include "backend/bootstrap/unix_socket.h"
+#include "backend/bootstrap/sockets/unix_socket.h"
 
 namespace zeropg {
 namespace {
