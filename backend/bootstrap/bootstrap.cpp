@@ -8,10 +8,10 @@
 #include <string>
 #include <utility>
 
-#include "backend/bootstrap/sockets/authentication.h"
 #include "backend/bootstrap/join_network.h"
 #include "backend/bootstrap/link_probe.h"
 #include "backend/bootstrap/node_admission.h"
+#include "backend/bootstrap/sockets/authentication.h"
 #include "backend/bootstrap/store_exchange.h"
 #include "backend/bootstrap/with_peer.h"
 #include "backend/cryptography/derived_keys.h"
@@ -195,10 +195,25 @@ void join(const Session& session, BootstrapResult* result) {
   result->channel = std::make_shared<DescriptorChannel>(session.rank, session.world_size, std::move(peers), false);
 }
 
-NetworkPlan plan_network(const Session& session, const Topology& topology, const BootstrapOptions& options) {
+// The first ranks of nodes meet rank 0, so that what is in the way between machines is found while the group is made.
+std::vector<int32_t> first_met_on_demand(const Topology& topology) {
+  const std::vector<int32_t>& own_node = topology.nodes[topology.node_rank[topology.rank]];
+  std::vector<int32_t> met;
+  if (topology.rank == own_node[0] && topology.rank != 0) met.push_back(0);
+  if (topology.rank == 0) {
+    for (const std::vector<int32_t>& node : topology.nodes) {
+      if (node[0] != 0) met.push_back(node[0]);
+    }
+  }
+  return met;
+}
+
+NetworkPlan plan_network(const Session& session, const Topology& topology, const WireEntry& wire,
+                         const BootstrapOptions& options) {
   NetworkPlan plan{.rank = session.rank,
                    .world_size = session.world_size,
                    .peers = {},
+                   .first_met = {},
                    .window_bytes = shared_window_bytes(options.window_bytes, session.world_size),
                    .group = session.group,
                    .key = session.place.key,
@@ -206,11 +221,13 @@ NetworkPlan plan_network(const Session& session, const Topology& topology, const
                    .ports = options.ports,
                    .library_root = options.library_root,
                    .authenticates_frames = options.authenticates_frames,
+                   .connects_on_demand = connects_on_demand(options.connections, wire, session.world_size),
                    .deadline = session.deadline,
                    .tick = session.tick};
   for (int32_t peer = 0; peer < session.world_size; ++peer) {
     if (topology.node_rank[peer] != topology.node_rank[session.rank]) plan.peers.push_back(peer);
   }
+  plan.first_met = plan.connects_on_demand ? first_met_on_demand(topology) : plan.peers;
   return plan;
 }
 
@@ -272,6 +289,7 @@ RankRecord describe(int32_t world_size, const BootstrapOptions& options, const W
   own.network = options.network;
   own.wires = offer.names();
   own.authenticates_frames = options.authenticates_frames ? 1 : 0;
+  own.connections = options.connections;
   own.has_secret = options.secret.empty() ? 0 : 1;
   own.known_salt = known_key.salt;
   own.place = place_of(options);
@@ -327,7 +345,7 @@ void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, co
                   .measures_links = options.measures_links && known_links.node_bytes_per_us.empty()};
   if (result->topology.node_count() > 1) {
     const WireEntry& wire = chosen_wire(map.network, offer, rank, world_size);
-    join_network(wire, plan_network(session, result->topology, options), store_exchange, &result->network);
+    join_network(wire, plan_network(session, result->topology, wire, options), store_exchange, &result->network);
   }
   if (session.local_rank == 0) {
     host(session, store_exchange, listener, result);

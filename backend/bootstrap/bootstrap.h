@@ -36,7 +36,8 @@ struct BootstrapOptions {
   std::string network{kAutomaticNetwork};   // or a wire's name
   std::string library_root;                 // see WireOptions, as the next
   bool authenticates_frames = false;
-  InterfaceRules interfaces;  // between nodes, as the ports
+  std::string connections{kAutomaticConnections};  // see check_connections
+  InterfaceRules interfaces;                       // between nodes, as the ports
   PortRange ports;
 };
 

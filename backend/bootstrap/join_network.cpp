@@ -5,8 +5,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/bootstrap/sockets/authentication.h"
 #include "backend/bootstrap/network_wait.h"
+#include "backend/bootstrap/sockets/authentication.h"
+#include "backend/bootstrap/sockets/tcp_connector.h"
 #include "backend/bootstrap/sockets/tcp_mesh.h"
 #include "backend/diagnostics/notices.h"
 #include "backend/topology/topology_probe.h"
@@ -21,9 +22,13 @@ class StoreOutOfBand final : public OutOfBand {
       : wire_(wire), plan_(plan), store_exchange_(store_exchange) {}
 
   std::vector<PeerConnection> connect_to_peers() override;
+  std::unique_ptr<Connector> connect_on_demand() override;
   std::vector<PeerContact> exchange_addresses(const std::string& own) override;
 
  private:
+  // Listens, and exchanges addresses with all ranks; the plan has those of `called`.
+  ConnectorPlan open_door(const std::vector<int32_t>& called, const std::vector<int32_t>& callers,
+                          Descriptor* listener);
   std::string pair_key(int32_t peer, const std::string& own_nonce, const std::string& their_nonce) const;
 
   const WireEntry& wire_;
@@ -31,22 +36,39 @@ class StoreOutOfBand final : public OutOfBand {
   StoreExchange& store_exchange_;
 };
 
+ConnectorPlan StoreOutOfBand::open_door(const std::vector<int32_t>& called, const std::vector<int32_t>& callers,
+                                        Descriptor* listener) {
+  ConnectorPlan plan{.own = {.rank = plan_.rank, .group = plan_.group, .key = plan_.key},
+                     .network_id = probe_network_id(),
+                     .addresses = std::vector<TcpAddress>(static_cast<size_t>(plan_.world_size)),
+                     .callers = callers};
+  TcpAddress own{.port = 0, .network_id = plan.network_id, .hosts = local_addresses(plan_.interfaces)};
+  *listener = listen_tcp(plan_.ports, &own.port);
+  const std::vector<std::string> addresses =
+      store_exchange_.exchange_addresses(encode(own), called, {plan_.group, plan_.key});
+  for (const int32_t peer : called) plan.addresses[peer] = decode_tcp_address(addresses[peer]);
+  return plan;
+}
+
 // Those with a lower rank listen.
 std::vector<PeerConnection> StoreOutOfBand::connect_to_peers() {
-  MeshPlan mesh{.rank = plan_.rank,
-                .group = plan_.group,
-                .key = plan_.key,
-                .network_id = probe_network_id(),
-                .to = {},
-                .from = {},
-                .addresses = std::vector<TcpAddress>(static_cast<size_t>(plan_.world_size))};
-  for (const int32_t peer : plan_.peers) (peer < plan_.rank ? mesh.to : mesh.from).push_back(peer);
-  TcpAddress own{.port = 0, .network_id = mesh.network_id, .hosts = local_addresses(plan_.interfaces)};
-  const Descriptor listener = listen_tcp(plan_.ports, &own.port);
-  const std::vector<std::string> addresses =
-      store_exchange_.exchange_addresses(encode(own), mesh.to, {plan_.group, plan_.key});
-  for (const int32_t peer : mesh.to) mesh.addresses[peer] = decode_tcp_address(addresses[peer]);
-  return connect_mesh(listener, mesh, plan_.deadline, plan_.tick);
+  std::vector<int32_t> called;
+  std::vector<int32_t> callers;
+  for (const int32_t peer : plan_.peers) (peer < plan_.rank ? called : callers).push_back(peer);
+  Descriptor listener;
+  const ConnectorPlan plan = open_door(called, callers, &listener);
+  return connect_mesh(std::move(listener), plan, called, plan_.deadline, plan_.tick);
+}
+
+std::unique_ptr<Connector> StoreOutOfBand::connect_on_demand() {
+  constexpr std::chrono::milliseconds kLeast{5'000};
+  constexpr std::chrono::milliseconds kPatience{30'000};  // as with a connection that nobody answers on
+  Descriptor listener;
+  ConnectorPlan plan = open_door(plan_.peers, plan_.peers, &listener);
+  // While the group is made, who cannot be reached is to be named by where it was tried, not by the deadline.
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(plan_.deadline - Clock::now());
+  plan.patience = std::clamp(left * 3 / 4, kLeast, kPatience);
+  return std::make_unique<TcpConnector>(std::move(listener), std::move(plan));
 }
 
 std::vector<PeerContact> StoreOutOfBand::exchange_addresses(const std::string& own) {
@@ -74,9 +96,9 @@ std::string StoreOutOfBand::pair_key(int32_t peer, const std::string& own_nonce,
   return {key.begin(), key.end()};
 }
 
-// Until every peer answered.
-void greet_peers(RemoteTransport& network, const NetworkPlan& plan) {
-  network.greet();
+// Until each of them answered.
+void greet_first_met(RemoteTransport& network, const NetworkPlan& plan) {
+  network.greet(plan.first_met);
   wait_on_network(network, {plan.deadline, plan.tick, "no answer"},
                   [&] { return network.liveness().silent_for(std::chrono::milliseconds(0)); });
 }
@@ -118,14 +140,15 @@ void join_network(const WireEntry& wire, const NetworkPlan& plan, StoreExchange&
                                             .world_size = plan.world_size,
                                             .peers = plan.peers,
                                             .library_root = plan.library_root,
-                                            .authenticates_frames = plan.authenticates_frames},
+                                            .authenticates_frames = plan.authenticates_frames,
+                                            .connects_on_demand = plan.connects_on_demand},
                                            out_of_band);
   // Peers that this rank has answered may go on while it still waits for others. Should it fail here, they hear why.
   *network = std::make_unique<RemoteTransport>(
       std::move(joined),
       RemoteTransportOptions{
           .rank = plan.rank, .world_size = plan.world_size, .peers = plan.peers, .window_bytes = plan.window_bytes});
-  greet_peers(**network, plan);
+  greet_first_met(**network, plan);
 }
 
 }  // namespace zeropg

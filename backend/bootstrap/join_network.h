@@ -16,7 +16,8 @@ namespace zeropg {
 struct NetworkPlan {
   int32_t rank = 0;
   int32_t world_size = 1;
-  std::vector<int32_t> peers;  // those on other nodes
+  std::vector<int32_t> peers;      // those on other nodes
+  std::vector<int32_t> first_met;  // of these, those that answer before the group is there
   int64_t window_bytes = 0;
   std::string group;  // a name that no other group has
   std::string key;    // proves membership
@@ -24,6 +25,7 @@ struct NetworkPlan {
   PortRange ports;
   std::string library_root;  // see WireOptions, as the next
   bool authenticates_frames = false;
+  bool connects_on_demand = false;  // with those that are not met first
   Clock::time_point deadline;
   Tick tick;
 };

@@ -70,6 +70,7 @@ void check_same(const std::vector<RankRecord>& records) {
   check_same(records, "window_bytes", &RankRecord::window_bytes);
   check_same(records, "network", &RankRecord::network);
   check_same(records, "authenticate_frames", &RankRecord::authenticates_frames);
+  check_same(records, "connections", &RankRecord::connections);
   check_same(records, "whether a secret is given", &RankRecord::has_secret);
   check_same(records, "the SHA-256 of the topology file", &RankRecord::topology_digest);
 }

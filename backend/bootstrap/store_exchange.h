@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "backend/bootstrap/store_records.h"
 #include "backend/bootstrap/sockets/unix_socket.h"
+#include "backend/bootstrap/store_records.h"
 
 namespace zeropg {
 

@@ -130,6 +130,7 @@ std::string encode(const RankRecord& record) {
   Writer writer;
   writer.put(record.protocol).put(record.world_size).put(record.bank_bytes).put(record.mailbox_bytes);
   writer.put(record.window_bytes).put(record.has_secret).put(record.known_salt).put(record.authenticates_frames);
+  writer.put(record.connections);
   writer.put(record.network).put(record.wires);
   put(writer, record.place);
   return writer.put(record.host_name).put(record.topology_digest).put(record.socket_name).bytes();
@@ -146,6 +147,7 @@ RankRecord decode_record(std::string_view bytes) {
   record.has_secret = reader.number();
   record.known_salt = reader.text();
   record.authenticates_frames = reader.number();
+  record.connections = reader.text();
   record.network = reader.text();
   record.wires = reader.texts(kMaxWires);
   record.place = read_place(reader);

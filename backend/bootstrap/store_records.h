@@ -13,7 +13,7 @@ namespace zeropg {
 
 // What a rank says of itself.
 struct RankRecord {
-  int64_t protocol = 8;  // of the bootstrap; all ranks must have the same
+  int64_t protocol = 9;  // of the bootstrap; all ranks must have the same
   int64_t world_size = 0;
   int64_t bank_bytes = 0;
   int64_t mailbox_bytes = 0;
@@ -21,6 +21,7 @@ struct RankRecord {
   int64_t has_secret = 0;  // whether the user gave one
   std::string known_salt;  // of the key that was last derived from it; empty: none yet
   int64_t authenticates_frames = 0;
+  std::string connections;         // when ranks of several nodes connect, as the user asked for it
   std::string network;             // what the user asked for: "automatic" or a wire's name
   std::vector<std::string> wires;  // names of those between nodes that can be used here
   RankPlace place;

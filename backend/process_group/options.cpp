@@ -82,6 +82,10 @@ void BackendOptions::resolve() {
     }
   }
   authenticate_frames = is_set("ZEROPG_AUTHENTICATE_FRAMES") || authenticate_frames;
+  const std::string mode = environment("ZEROPG_CONNECTIONS");
+  if (connections == kAutomaticConnections && !mode.empty()) {
+    connections = mode;
+  }
   const std::pair<std::string*, const char*> from_environment[] = {
       {&host_id, "ZEROPG_HOST_ID"},   {&domain_id, "ZEROPG_DOMAIN_ID"},  {&rack_id, "ZEROPG_RACK_ID"},
       {&ucx_root, "ZEROPG_UCX_ROOT"}, {&interfaces, "ZEROPG_INTERFACE"}, {&topology_file, "ZEROPG_TOPOLOGY_FILE"},
@@ -91,6 +95,7 @@ void BackendOptions::resolve() {
       *option = environment(name);
     }
   }
+  check_connections(connections);
   InterfaceRules{interfaces};  // both throw for what they cannot read
   parse_ports(ports);
 }

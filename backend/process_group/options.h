@@ -58,6 +58,9 @@ struct BackendOptions : c10d::Backend::Options {
   // Whether every byte between nodes is proven to come from its rank, so that a change on the way is an error. It costs
   // the time of SHA-256 on either side, and does not encrypt. Also on where the environment's is 1.
   bool authenticate_frames = false;
+  // When ranks of several nodes connect over TCP: "all" while the group is made; "on_demand", each pair as soon as one
+  // has something for the other; "automatic": the environment's, else on demand in groups of more than 128 ranks.
+  std::string connections{kAutomaticConnections};
   // Ranks with equal host ids share memory. Empty: the environment's, else probed.
   std::string host_id;
   // Ranks of a node with equal domain ids are near each other: their CPUs share a cache, or the way to their memory.
@@ -78,6 +81,7 @@ struct BackendOptions : c10d::Backend::Options {
   //   ZEROPG_SECRET       the secret itself
   //   ZEROPG_SECRET_FILE  a file that holds it, readable by its owner only (mode 0600 or 0400)
   //   ZEROPG_AUTHENTICATE_FRAMES  1 or 0, as above
+  //   ZEROPG_CONNECTIONS  when ranks connect, as above
   //   ZEROPG_UCX_ROOT     which UCX, as above
   //   ZEROPG_INTERFACE    network interfaces, as above
   //   ZEROPG_PORTS        TCP ports, as above

@@ -43,6 +43,7 @@ std::shared_ptr<GroupContext> join_group(const c10::intrusive_ptr<c10d::Store>& 
                                                       .network = options.network,
                                                       .library_root = options.ucx_root,
                                                       .authenticates_frames = options.authenticate_frames,
+                                                      .connections = options.connections,
                                                       .interfaces = InterfaceRules(options.interfaces),
                                                       .ports = parse_ports(options.ports)});
   return std::make_shared<GroupContext>(std::move(joined), std::move(hooks));

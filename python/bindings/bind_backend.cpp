@@ -112,6 +112,8 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
         options->secret = value.cast<std::string>();
       } else if (name == "authenticate_frames") {
         options->authenticate_frames = value.cast<bool>();
+      } else if (name == "connections") {
+        options->connections = value.cast<std::string>();
       } else if (name == "host_id") {
         options->host_id = value.cast<std::string>();
       } else if (name == "domain_id") {
@@ -203,6 +205,9 @@ ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the syste
 secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
 authenticate_frames: bool, whether all bytes between nodes carry a proof that nobody changed them on the way, at the
   price of SHA-256's time; default False, or True where ZEROPG_AUTHENTICATE_FRAMES is 1. It encrypts nothing.
+connections: str, when ranks of several nodes connect over TCP: "all" while the group is made, or "on_demand": each pair
+  as soon as one has something for the other, at a port that stays open; default "automatic": ZEROPG_CONNECTIONS, else
+  on demand in groups of more than 128 ranks.
 host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.
 domain_id: str, ranks of a node with equal ones share a cache or the way to their memory; default ZEROPG_DOMAIN_ID, else
   probed from the CPUs that the process is bound to.
@@ -225,6 +230,7 @@ measure_links: bool, whether a group on several nodes measures their links when 
       .def_readwrite("ucx_root", &BackendOptions::ucx_root)
       .def_readwrite("secret", &BackendOptions::secret)
       .def_readwrite("authenticate_frames", &BackendOptions::authenticate_frames)
+      .def_readwrite("connections", &BackendOptions::connections)
       .def_readwrite("host_id", &BackendOptions::host_id)
       .def_readwrite("domain_id", &BackendOptions::domain_id)
       .def_readwrite("rack_id", &BackendOptions::rack_id)

@@ -9,8 +9,8 @@
 #include <string>
 #include <string_view>
 
-#include "backend/bootstrap/store_records.h"
 #include "backend/bootstrap/sockets/tcp_socket.h"
+#include "backend/bootstrap/store_records.h"
 
 namespace zeropg::fuzz {
 

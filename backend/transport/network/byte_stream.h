@@ -15,6 +15,7 @@
 #include <span>
 
 #include "backend/transport/network/frame.h"
+#include "backend/transport/transport.h"
 
 namespace zeropg {
 
@@ -63,6 +64,13 @@ class IncomingStream {
   uint64_t received_ = 0;
   uint64_t taken_ = 0;
   uint64_t told_ = 0;
+};
+
+// Those with one peer.
+struct PeerStreams {
+  bool is_member = false;  // of the peers that are reached over streams
+  OutgoingStream outgoing[kLaneCount];
+  IncomingStream incoming[kLaneCount];
 };
 
 }  // namespace zeropg

@@ -80,6 +80,16 @@ void PeerLiveness::note_wait(Lane lane, const std::vector<int32_t>& awaited, con
   wait.noted = Clock::now();
 }
 
+void PeerLiveness::note_own_state(RankState state, std::string text) {
+  const std::lock_guard lock(mutex_);
+  own_state_ = {state, std::move(text)};
+}
+
+PeerLiveness::OwnState PeerLiveness::own_state() const {
+  const std::lock_guard lock(mutex_);
+  return own_state_;
+}
+
 void PeerLiveness::forget_waits() {
   const std::lock_guard lock(mutex_);
   for (Peer& peer : by_rank_) {
@@ -160,13 +170,12 @@ void PeerLiveness::lose(int32_t peer, const std::string& reason) {
   state_changes_.fetch_add(1, std::memory_order_release);
 }
 
-std::vector<int32_t> PeerLiveness::ask_all() {
+void PeerLiveness::note_asked(const std::vector<int32_t>& peers) {
   const std::lock_guard lock(mutex_);
-  for (const int32_t rank : peers_) {
-    Peer& peer = by_rank_[static_cast<size_t>(rank)];
+  for (const int32_t rank : peers) {
+    Peer& peer = by_rank_.at(static_cast<size_t>(rank));
     peer.asked = peer.last_asked = Clock::now();
   }
-  return peers_;
 }
 
 std::vector<int32_t> PeerLiveness::ask_due(const std::vector<int32_t>& peers) {

@@ -60,6 +60,13 @@ class PeerLiveness {
   // This rank waits for `awaited` in `lane`, and, in that of collectives, in `call`.
   void note_wait(Lane lane, const std::vector<int32_t>& awaited, const std::optional<WaitingCall>& call);
   void forget_waits();
+  // What this rank has become, to be told to every peer; kAlive until it is said.
+  struct OwnState {
+    RankState state = RankState::kAlive;
+    std::string text;
+  };
+  void note_own_state(RankState state, std::string text);
+  OwnState own_state() const;
   std::vector<int32_t> own_waits(Lane lane) const;  // whom this rank waits for just now
 
   // What came. fault_in: what makes no sense in a frame of kind kState, kPing or kPong; null: nothing. Only frames
@@ -69,9 +76,9 @@ class PeerLiveness {
   void note_sign_of_life(int32_t peer);
   void lose(int32_t peer, const std::string& reason);
 
-  // What is to be sent. Each of the peers that ask_all and ask_due return has to get a kPing now; each that
-  // askers returns is owed this rank's sign of life until note_answered.
-  std::vector<int32_t> ask_all();
+  // What is to be sent. Each of the peers of note_asked, and of those that ask_due returns, has to get a kPing now;
+  // each that askers returns is owed this rank's sign of life until note_answered.
+  void note_asked(const std::vector<int32_t>& peers);
   std::vector<int32_t> ask_due(const std::vector<int32_t>& peers);  // of these, those not asked for a while
   std::vector<int32_t> askers();
   SignOfLife sign_of_life() const;
@@ -104,7 +111,8 @@ class PeerLiveness {
   mutable std::mutex mutex_;   // guards all below
   std::vector<Peer> by_rank_;  // those that are no peers stay as they are
   Wait waits_[kLaneCount];     // this rank's
-  bool has_askers_ = false;    // some Peer::is_asker
+  OwnState own_state_;
+  bool has_askers_ = false;  // some Peer::is_asker
 };
 
 }  // namespace zeropg

@@ -12,9 +12,14 @@ namespace zeropg {
 namespace {
 
 constexpr WireEntry kWires[] = {
-    {"tcp", "TCP", 0, "", "", probe_tcp, join_tcp},
-    {"ucx", "UCX", 1, "RDMA", "libucx", probe_ucx, join_ucx},
+    {"tcp", "TCP", 0, "", "", probe_tcp, true, join_tcp},
+    {"ucx", "UCX", 1, "RDMA", "libucx", probe_ucx, false, join_ucx},
 };
+
+constexpr std::string_view kAll = "all";
+constexpr std::string_view kOnDemand = "on_demand";
+// In larger groups most pairs of ranks never talk: each would cost a descriptor and the kernel's buffers.
+constexpr int32_t kMostConnectedRanks = 128;
 
 std::vector<const WireEntry*> by_preference() {
   std::vector<const WireEntry*> sorted;
@@ -36,6 +41,20 @@ void check_network(std::string_view network) {
     known.append(&wire == std::end(kWires) - 1 ? " or " : ", ").append(wire.name);
   }
   TORCH_CHECK_VALUE(is_known, "[zeropg] BackendOptions: network is '", network, "', expected ", known, ".");
+}
+
+void check_connections(std::string_view connections) {
+  TORCH_CHECK_VALUE(connections == kAutomaticConnections || connections == kAll || connections == kOnDemand,
+                    "[zeropg] BackendOptions: connections is '", connections, "', expected automatic, all or on_demand",
+                    " (ZEROPG_CONNECTIONS is used where it is automatic).");
+}
+
+bool connects_on_demand(std::string_view connections, const WireEntry& wire, int32_t world_size) {
+  if (connections == kAutomaticConnections) return wire.can_connect_on_demand && world_size > kMostConnectedRanks;
+  TORCH_CHECK_WITH(DistBackendError, connections != kOnDemand || wire.can_connect_on_demand, wire.title,
+                   " connects all ranks when the group is made; leave connections=\"on_demand\" (ZEROPG_CONNECTIONS)"
+                   " out, or choose network=\"tcp\"");
+  return connections == kOnDemand;
 }
 
 std::vector<std::string> WireOffer::names() const {

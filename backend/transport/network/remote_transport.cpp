@@ -27,9 +27,9 @@ RemoteTransport::RemoteTransport(std::unique_ptr<Wire> wire, RemoteTransportOpti
       wire_(std::move(wire)),
       options_(std::move(options)),
       liveness_(options_.world_size, options_.peers),
-      peers_(static_cast<size_t>(options_.world_size)) {
+      streams_(static_cast<size_t>(options_.world_size)) {
   TORCH_INTERNAL_ASSERT(options_.window_bytes > 0);
-  for (const int32_t peer : options_.peers) peers_.at(static_cast<size_t>(peer)).is_member = true;
+  for (const int32_t peer : options_.peers) streams_.at(static_cast<size_t>(peer)).is_member = true;
 }
 
 RemoteTransport::~RemoteTransport() {
@@ -43,13 +43,13 @@ RemoteTransport::~RemoteTransport() {
 }
 
 bool RemoteTransport::can_reach(int32_t peer) const {
-  return peer >= 0 && peer < options_.world_size && peers_[static_cast<size_t>(peer)].is_member;
+  return peer >= 0 && peer < options_.world_size && streams_[static_cast<size_t>(peer)].is_member;
 }
 
-RemoteTransport::Peer& RemoteTransport::peer_at(int32_t rank) {
+PeerStreams& RemoteTransport::streams_of(int32_t rank) {
   TORCH_INTERNAL_ASSERT(can_reach(rank), wire_->name(), " transport: rank ", options_.rank, " cannot reach rank ",
                         rank);
-  return peers_[static_cast<size_t>(rank)];
+  return streams_[static_cast<size_t>(rank)];
 }
 
 void RemoteTransport::throw_gone(int32_t peer) const {
@@ -61,7 +61,7 @@ void RemoteTransport::throw_gone(int32_t peer) const {
 
 size_t RemoteTransport::try_send(int32_t peer, Lane lane, std::span<const std::byte> data) {
   const std::lock_guard lock(mutex_);
-  OutgoingStream& stream = peer_at(peer).outgoing[static_cast<size_t>(lane)];
+  OutgoingStream& stream = streams_of(peer).outgoing[static_cast<size_t>(lane)];
   const uint64_t others_before = awaited_.others();
   awaited_.await(FrameKind::kCredit, peer, static_cast<uint8_t>(lane));
   size_t moved = 0;
@@ -88,7 +88,7 @@ size_t RemoteTransport::try_send(int32_t peer, Lane lane, std::span<const std::b
 
 size_t RemoteTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte> data) {
   const std::lock_guard lock(mutex_);
-  IncomingStream& stream = peer_at(peer).incoming[static_cast<size_t>(lane)];
+  IncomingStream& stream = streams_of(peer).incoming[static_cast<size_t>(lane)];
   const uint64_t others_before = awaited_.others();
   size_t moved = stream.take(data);
   if (moved < data.size() && !is_closed_) {
@@ -96,7 +96,11 @@ size_t RemoteTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte
     moved += awaited_.read_into(data.subspan(moved), [&] { read_from(peer); });
     moved += stream.take(data.subspan(moved));
   }
-  if (moved > 0) tell_taken(peer, static_cast<size_t>(lane));
+  if (moved > 0) {
+    if (const std::optional<uint64_t> taken = stream.credit_to_tell(options_.window_bytes)) {
+      send_small(peer, FrameKind::kCredit, static_cast<uint8_t>(lane), *taken);
+    }
+  }
   if (awaited_.others() != others_before) ring_doorbell(process_doorbell());  // Note [Other people's frames]
   // A rank that sent and then left is still heard to the end.
   if (moved == 0 && !data.empty() && is_gone(peer)) throw_gone(peer);
@@ -106,11 +110,12 @@ size_t RemoteTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte
 std::span<std::byte> RemoteTransport::place_for(int32_t peer, const FrameHeader& header) {
   const std::span<std::byte> place = awaited_.place();
   if (place.empty() || !awaited_.include(peer, header)) return {};
-  return peers_[static_cast<size_t>(peer)].incoming[header.index].queued_bytes() == 0 ? place : std::span<std::byte>();
+  return streams_[static_cast<size_t>(peer)].incoming[header.index].queued_bytes() == 0 ? place
+                                                                                        : std::span<std::byte>();
 }
 
 void RemoteTransport::note_placed(int32_t peer, const FrameHeader& header, size_t bytes) {
-  peers_[static_cast<size_t>(peer)].incoming[header.index].note_placed(bytes);
+  streams_[static_cast<size_t>(peer)].incoming[header.index].note_placed(bytes);
   awaited_.note_placed(bytes);
 }
 
@@ -128,13 +133,6 @@ void RemoteTransport::answer_pings() {
   const SignOfLife sign = liveness_.sign_of_life();
   for (const int32_t peer : askers) {
     if (wire_->send(peer, sign.header, sign.payload, Urgency::kCanWait)) liveness_.note_answered(peer);
-  }
-}
-
-void RemoteTransport::tell_taken(int32_t peer, size_t lane) {
-  IncomingStream& stream = peers_[static_cast<size_t>(peer)].incoming[lane];
-  if (const std::optional<uint64_t> taken = stream.credit_to_tell(options_.window_bytes)) {
-    send_small(peer, FrameKind::kCredit, static_cast<uint8_t>(lane), *taken);
   }
 }
 
@@ -165,7 +163,7 @@ void RemoteTransport::check_frame(int32_t peer, const FrameHeader& header) {
   switch (header.kind) {
     case FrameKind::kData: {
       if (header.index >= kLaneCount) throw_senseless("bytes of a stream that does not exist");
-      const IncomingStream& stream = peers_[static_cast<size_t>(peer)].incoming[header.index];
+      const IncomingStream& stream = streams_[static_cast<size_t>(peer)].incoming[header.index];
       if (stream.queued_bytes() + header.payload_bytes > stream_limit_bytes(options_.window_bytes)) {
         throw_senseless("more than its window allows");
       }
@@ -187,10 +185,10 @@ void RemoteTransport::take_frame(int32_t peer, const FrameHeader& header, Payloa
   if (!awaited_.include(peer, header)) awaited_.note_other();
   switch (header.kind) {
     case FrameKind::kData:
-      peers_[static_cast<size_t>(peer)].incoming[header.index].put(std::move(payload));
+      streams_[static_cast<size_t>(peer)].incoming[header.index].put(std::move(payload));
       break;
     case FrameKind::kCredit:
-      if (!peers_[static_cast<size_t>(peer)].outgoing[header.index].take_credit(header.value))
+      if (!streams_[static_cast<size_t>(peer)].outgoing[header.index].take_credit(header.value))
         throw_senseless("an impossible credit");
       break;
     case FrameKind::kState:
@@ -210,18 +208,31 @@ void RemoteTransport::note_sign_of_life(int32_t peer) { liveness_.note_sign_of_l
 
 void RemoteTransport::tell_state(RankState state, std::string_view text) {
   const std::lock_guard lock(mutex_);
+  liveness_.note_own_state(state, std::string(text.substr(0, kFailureBytes)));
   for (const int32_t rank : options_.peers) {
-    send_small(rank, FrameKind::kState, 0, static_cast<uint64_t>(state), as_bytes_of(text.substr(0, kFailureBytes)));
+    if (wire_->has_met(rank)) send_own_state(rank);
   }
+}
+
+void RemoteTransport::note_connected(int32_t peer) {
+  awaited_.note_other();  // what waited to be sent can be sent
+  send_own_state(peer);
+}
+
+void RemoteTransport::send_own_state(int32_t peer) {
+  const auto [state, text] = liveness_.own_state();
+  if (state == RankState::kAlive) return;
+  send_small(peer, FrameKind::kState, 0, static_cast<uint64_t>(state), as_bytes_of(text));
 }
 
 void RemoteTransport::ask(const std::vector<int32_t>& peers) {
   for (const int32_t peer : peers) send_small(peer, FrameKind::kPing, 0, 0);
 }
 
-void RemoteTransport::greet() {
+void RemoteTransport::greet(const std::vector<int32_t>& peers) {
   const std::lock_guard lock(mutex_);
-  ask(liveness_.ask_all());
+  liveness_.note_asked(peers);
+  ask(peers);
 }
 
 void RemoteTransport::ask_for_life(const std::vector<int32_t>& peers) {

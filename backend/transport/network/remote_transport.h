@@ -46,11 +46,12 @@ class RemoteTransport final : public Transport, private FrameSink {
   int descriptor() const { return wire_->descriptor(); }
   bool arm();
 
-  std::optional<Delivery> delivery_to(int32_t peer) const;  // as of the wire
+  std::optional<Delivery> delivery_to(int32_t peer) const;  // as of the wire; empty also where it has not met the peer
   const PeerLiveness& liveness() const { return liveness_; }
-  void tell_state(RankState state, std::string_view text = {});  // to every peer
-  // Asks every peer for a sign of life now; liveness().silent_for(0 ms) are those that have not answered.
-  void greet();
+  // To every peer that this rank has met, and to any other as soon as it does.
+  void tell_state(RankState state, std::string_view text = {});
+  // Asks these for a sign of life now; liveness().silent_for(0 ms) are those that have not answered.
+  void greet(const std::vector<int32_t>& peers);
   // Asks these of the peers now and then for a sign of life; to be called while something is awaited. Also loses peers
   // that the wire finds unreachable.
   void ask_for_life(const std::vector<int32_t>& peers);
@@ -64,35 +65,30 @@ class RemoteTransport final : public Transport, private FrameSink {
   void close(std::chrono::milliseconds patience);
 
  private:
-  struct Peer {
-    bool is_member = false;
-    OutgoingStream outgoing[kLaneCount];
-    IncomingStream incoming[kLaneCount];
-  };
-
   void check_frame(int32_t peer, const FrameHeader& header) override;
   void take_frame(int32_t peer, const FrameHeader& header, Payload payload) override;
   std::span<std::byte> place_for(int32_t peer, const FrameHeader& header) override;
   void note_placed(int32_t peer, const FrameHeader& header, size_t bytes) override;
   bool has_enough() const override { return awaited_.is_place_full(); }
   void lose_peer(int32_t peer, const std::string& reason) override;
+  void note_connected(int32_t peer) override;
   void note_sign_of_life(int32_t peer) override;
 
-  Peer& peer_at(int32_t rank);
+  PeerStreams& streams_of(int32_t rank);
   bool is_gone(int32_t peer) const { return is_closed_ || liveness_.is_gone(peer); }
   [[noreturn]] void throw_gone(int32_t peer) const;
   bool read_from(int32_t peer);  // what the wire has, of one or, with -1, of all
   void answer_pings();
   void ask(const std::vector<int32_t>& peers);
-  void tell_taken(int32_t peer, size_t lane);
+  void send_own_state(int32_t peer);
   void send_small(int32_t peer, FrameKind kind, uint8_t index, uint64_t value, std::span<const std::byte> payload = {});
 
   const pid_t owner_;
   std::unique_ptr<Wire> wire_;
   const RemoteTransportOptions options_;
-  PeerLiveness liveness_;     // has a lock of its own
-  mutable std::mutex mutex_;  // guards all below, and the wire
-  std::vector<Peer> peers_;   // by rank
+  PeerLiveness liveness_;             // has a lock of its own
+  mutable std::mutex mutex_;          // guards all below, and the wire
+  std::vector<PeerStreams> streams_;  // by rank
   AwaitedFrames awaited_;
   bool is_closed_ = false;
 };

@@ -27,6 +27,7 @@ namespace {
 constexpr size_t kArrivingBytes = size_t{16} << 10;
 constexpr int kReadsPerTurn = 16;  // of one connection, before others have theirs
 constexpr int kEventsPerTurn = 64;
+constexpr uint32_t kOfConnector = std::numeric_limits<uint32_t>::max();  // in place of a peer
 
 std::span<const std::byte> as_bytes_of(const FrameHeader& header) { return std::as_bytes(std::span(&header, 1)); }
 
@@ -38,38 +39,69 @@ std::span<const std::byte> tag_of(std::span<const std::byte> part, FrameTags& ta
   return std::as_bytes(std::span(*tag));
 }
 
+Descriptor make_epoll() {
+  Descriptor epoll(::epoll_create1(EPOLL_CLOEXEC));
+  if (!epoll) C10_THROW_ERROR(DistBackendError, c10::str("tcp transport: epoll_create1: ", std::strerror(errno)));
+  close_in_children(epoll.get());
+  return epoll;
+}
+
+void watch_for_bytes(const Descriptor& epoll, int descriptor, uint32_t mark) {
+  epoll_event event{.events = EPOLLIN, .data = {.u32 = mark}};
+  if (::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, descriptor, &event) != 0) {
+    C10_THROW_ERROR(DistBackendError, c10::str("tcp transport: epoll_ctl: ", std::strerror(errno)));
+  }
+}
+
 bool is_passing(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
 }  // namespace
 
 TcpWire::TcpWire(std::vector<Descriptor> connections, std::vector<FrameKeys> keys, std::chrono::milliseconds patience)
     : patience_(patience),
-      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      epoll_(make_epoll()),
       connections_(connections.size()),
+      was_met_(connections.size()),
       arriving_(kArrivingBytes) {
-  if (!epoll_) C10_THROW_ERROR(DistBackendError, c10::str("tcp transport: epoll_create1: ", std::strerror(errno)));
-  close_in_children(epoll_.get());
   for (size_t peer = 0; peer < connections.size(); ++peer) {
     if (!connections[peer]) continue;
-    Connection& connection = connections_[peer];
-    connection.socket = std::move(connections[peer]);
-    if (!keys.empty()) {
-      connection.outgoing_tags.emplace(keys[peer].sent);
-      connection.incoming = FrameDecoder(FrameTags(keys[peer].received));
-    }
-    close_in_children(connection.socket.get());
-    epoll_event event{.events = EPOLLIN, .data = {.u32 = static_cast<uint32_t>(peer)}};
-    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.socket.get(), &event) != 0) {
-      C10_THROW_ERROR(DistBackendError, c10::str("tcp transport: epoll_ctl: ", std::strerror(errno)));
-    }
+    adopt(static_cast<int32_t>(peer), std::move(connections[peer]),
+          keys.empty() ? std::nullopt : std::optional(keys[peer]));
   }
+}
+
+TcpWire::TcpWire(std::unique_ptr<Connector> connector, const WireOptions& options)
+    : patience_(kPatience),
+      rank_(options.rank),
+      authenticates_frames_(options.authenticates_frames),
+      epoll_(make_epoll()),
+      connector_(std::move(connector)),
+      connections_(static_cast<size_t>(options.world_size)),
+      was_met_(static_cast<size_t>(options.world_size)),
+      arriving_(kArrivingBytes) {
+  watch_for_bytes(epoll_, connector_->descriptor(), kOfConnector);
+}
+
+void TcpWire::adopt(int32_t peer, Descriptor socket, const std::optional<FrameKeys>& keys) {
+  const auto at = static_cast<size_t>(peer);
+  connections_[at] = std::make_unique<Connection>();
+  was_met_[at] = true;
+  Connection& connection = *connections_[at];
+  connection.socket = std::move(socket);
+  if (keys) {
+    connection.outgoing_tags.emplace(keys->sent);
+    connection.incoming = FrameDecoder(FrameTags(keys->received));
+  }
+  close_in_children(connection.socket.get());
+  watch_for_bytes(epoll_, connection.socket.get(), static_cast<uint32_t>(peer));
 }
 
 TcpWire::~TcpWire() { close(std::chrono::milliseconds(0)); }
 
 bool TcpWire::send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) {
-  Connection& connection = connections_[static_cast<size_t>(peer)];
-  if (!connection.socket) return false;
+  const auto at = static_cast<size_t>(peer);
+  if (connections_[at] == nullptr) return send_early(peer, header, payload, urgency);
+  Connection& connection = *connections_[at];
   const bool is_clear = flush(connection);
   if (!is_clear && urgency == Urgency::kCanWait) return false;
   FrameParts parts{as_bytes_of(header), {}, payload, {}};
@@ -92,11 +124,40 @@ bool TcpWire::send(int32_t peer, const FrameHeader& header, std::span<const std:
   return true;
 }
 
+bool TcpWire::has_met(int32_t peer) const { return was_met_[static_cast<size_t>(peer)]; }
+
+// Only small frames are kept: what can wait comes again, when there is a connection.
+bool TcpWire::send_early(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) {
+  if (!connector_ || has_met(peer)) return false;
+  connector_->call(peer);
+  if (urgency == Urgency::kCanWait) return false;
+  early_[peer].emplace_back(header, std::vector<std::byte>(payload.begin(), payload.end()));
+  return true;
+}
+
+bool TcpWire::meet(FrameSink& sink) {
+  ConnectorNews news = connector_->advance();
+  for (ConnectorNews::Made& made : news.made) {
+    adopt(made.peer, std::move(made.connection.socket),
+          authenticates_frames_ ? std::optional(frame_keys(made.connection.key, rank_, made.peer)) : std::nullopt);
+    for (const auto& [header, payload] : early_[made.peer]) send(made.peer, header, payload, Urgency::kMustTake);
+    early_.erase(made.peer);
+    sink.note_connected(made.peer);
+  }
+  for (const ConnectorNews::Lost& lost : news.lost) {
+    was_met_[static_cast<size_t>(lost.peer)] = true;  // nobody is called twice
+    early_.erase(lost.peer);
+    sink.lose_peer(lost.peer, lost.reason);
+  }
+  return !news.made.empty() || !news.lost.empty();
+}
+
 size_t TcpWire::room(int32_t peer) const {
   std::array<uint32_t, SK_MEMINFO_VARS> memory{};
   socklen_t bytes = sizeof memory;
-  const Connection& connection = connections_[static_cast<size_t>(peer)];
-  if (::getsockopt(connection.socket.get(), SOL_SOCKET, SO_MEMINFO, memory.data(), &bytes) != 0) {
+  const auto& connection = connections_[static_cast<size_t>(peer)];
+  if (connection == nullptr ||
+      ::getsockopt(connection->socket.get(), SOL_SOCKET, SO_MEMINFO, memory.data(), &bytes) != 0) {
     return Wire::room(peer);
   }
   const uint32_t limit = memory[SK_MEMINFO_SNDBUF], used = memory[SK_MEMINFO_WMEM_QUEUED];
@@ -147,11 +208,11 @@ void TcpWire::watch(int32_t peer, Connection& connection) {
 
 bool TcpWire::progress(int32_t peer, FrameSink& sink) {
   if (peer >= 0) {
-    Connection& connection = connections_[static_cast<size_t>(peer)];
-    if (!connection.socket) return false;
-    if (!connection.waiting.empty() && flush(connection)) {
-      connection.wants_room = false;
-      watch(peer, connection);
+    const auto& connection = connections_[static_cast<size_t>(peer)];
+    if (connection == nullptr) return connector_ && !has_met(peer) && meet(sink);
+    if (!connection->waiting.empty() && flush(*connection)) {
+      connection->wants_room = false;
+      watch(peer, *connection);
     }
     return receive(peer, sink);
   }
@@ -159,11 +220,16 @@ bool TcpWire::progress(int32_t peer, FrameSink& sink) {
   const int count = ::epoll_wait(epoll_.get(), events, kEventsPerTurn, 0);
   bool has_moved = false;
   for (int i = 0; i < count; ++i) {
+    if (events[i].data.u32 == kOfConnector) {
+      has_moved |= meet(sink);
+      continue;
+    }
     const auto ready = static_cast<int32_t>(events[i].data.u32);
-    Connection& connection = connections_[static_cast<size_t>(ready)];
-    if ((events[i].events & EPOLLOUT) != 0 && connection.socket && flush(connection)) {
-      connection.wants_room = false;
-      watch(ready, connection);
+    const auto& connection = connections_[static_cast<size_t>(ready)];
+    if (connection == nullptr) continue;
+    if ((events[i].events & EPOLLOUT) != 0 && flush(*connection)) {
+      connection->wants_room = false;
+      watch(ready, *connection);
       has_moved = true;
     }
     if ((events[i].events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) has_moved |= receive(ready, sink);
@@ -172,9 +238,9 @@ bool TcpWire::progress(int32_t peer, FrameSink& sink) {
 }
 
 bool TcpWire::receive(int32_t peer, FrameSink& sink) {
-  Connection& connection = connections_[static_cast<size_t>(peer)];
+  Connection& connection = *connections_[static_cast<size_t>(peer)];
   bool has_moved = false;
-  for (int turn = 0; turn < kReadsPerTurn && connection.socket; ++turn) {
+  for (int turn = 0; turn < kReadsPerTurn; ++turn) {
     // Straight to where the payload belongs, and what is behind it to where headers are looked at. Behind a long one
     // only a header is read, so that the next payload, which may be as long, goes where it belongs as well. (With tags
     // it is the payload's tag, and the next header takes another read.)
@@ -214,8 +280,8 @@ void TcpWire::lose_unreachable(FrameSink& sink) {
   if (now - last_look_ < patience_ / kLooks) return;
   last_look_ = now;
   for (size_t peer = 0; peer < connections_.size(); ++peer) {
-    Connection& connection = connections_[peer];
-    if (!connection.socket) continue;
+    if (connections_[peer] == nullptr) continue;
+    Connection& connection = *connections_[peer];
     tcp_info info{};
     socklen_t bytes = sizeof info;
     const bool is_known = ::getsockopt(connection.socket.get(), IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0;
@@ -233,15 +299,15 @@ void TcpWire::lose_unreachable(FrameSink& sink) {
 }
 
 std::optional<Delivery> TcpWire::delivery_to(int32_t peer) const {
-  const Connection& connection = connections_[static_cast<size_t>(peer)];
-  return connection.socket ? delivery_of(connection.socket.get()) : std::nullopt;
+  const auto& connection = connections_[static_cast<size_t>(peer)];
+  return connection != nullptr ? delivery_of(connection->socket.get()) : std::nullopt;
 }
 
 void TcpWire::drop(int32_t peer, const std::string& reason, FrameSink& sink) {
-  Connection& connection = connections_[static_cast<size_t>(peer)];
-  forget_in_children(connection.socket.get());
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection.socket.get(), nullptr);
-  connection = Connection();
+  std::unique_ptr<Connection>& connection = connections_[static_cast<size_t>(peer)];
+  forget_in_children(connection->socket.get());
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection->socket.get(), nullptr);
+  connection.reset();
   sink.lose_peer(peer, reason);
 }
 
@@ -250,6 +316,7 @@ void TcpWire::drop(int32_t peer, const std::string& reason, FrameSink& sink) {
 // nothing, not with a slow one.
 void TcpWire::close(std::chrono::milliseconds patience) {
   if (!epoll_) return;
+  connector_.reset();  // nobody is met any more
   auto deadline = Clock::now() + patience;
   size_t least_left = std::numeric_limits<size_t>::max();
   bool is_pending = true;
@@ -257,8 +324,9 @@ void TcpWire::close(std::chrono::milliseconds patience) {
     is_pending = false;
     const bool is_late = Clock::now() >= deadline;
     size_t left = 0;
-    for (Connection& connection : connections_) {
-      if (!connection.socket) continue;
+    for (std::unique_ptr<Connection>& each : connections_) {
+      if (each == nullptr) continue;
+      Connection& connection = *each;
       const bool is_flushed = flush(connection);
       if (is_flushed && !connection.has_said_end) {
         ::shutdown(connection.socket.get(), SHUT_WR);
@@ -271,7 +339,7 @@ void TcpWire::close(std::chrono::milliseconds patience) {
       if (is_late || (is_flushed && is_known && unacknowledged == 0)) {
         forget_in_children(connection.socket.get());
         ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection.socket.get(), nullptr);
-        connection = Connection();
+        each.reset();
       } else {
         is_pending = true;
         left += connection.waiting.size() - connection.waiting_sent + static_cast<size_t>(unacknowledged);
@@ -290,6 +358,7 @@ void TcpWire::close(std::chrono::milliseconds patience) {
 WireProbe probe_tcp(const std::string&) { return {.is_viable = true, .obstacle = ""}; }
 
 std::unique_ptr<Wire> join_tcp(const WireOptions& options, OutOfBand& out_of_band) {
+  if (options.connects_on_demand) return std::make_unique<TcpWire>(out_of_band.connect_on_demand(), options);
   std::vector<Descriptor> sockets;
   std::vector<FrameKeys> keys;
   for (PeerConnection& connection : out_of_band.connect_to_peers()) {

@@ -1,11 +1,14 @@
-// Frames over TCP: one connection per peer, made and proven by tcp_mesh.h. The default between nodes without RDMA.
+// Frames over TCP: one connection per peer, made and proven by the ranks' bootstrap, together with the group or on
+// demand. The default between nodes without RDMA.
 #pragma once
 
 #include <array>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend/platform/process/descriptor.h"
@@ -25,9 +28,13 @@ class TcpWire final : public Wire {
   // that is stopped, and takes nothing, has a system that acknowledges.
   explicit TcpWire(std::vector<Descriptor> connections, std::vector<FrameKeys> keys = {},
                    std::chrono::milliseconds patience = kPatience);
+  // On demand: a peer is called when something is first sent to it. `authenticates_frames`: under keys of each
+  // connection, of which this is the end of `rank`.
+  TcpWire(std::unique_ptr<Connector> connector, const WireOptions& options);
   ~TcpWire() override;
 
   std::string_view name() const override { return "tcp"; }
+  bool has_met(int32_t peer) const override;
   bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) override;
   size_t room(int32_t peer) const override;
   bool progress(int32_t peer, FrameSink& sink) override;
@@ -41,6 +48,8 @@ class TcpWire final : public Wire {
   using Clock = std::chrono::steady_clock;
   static constexpr std::chrono::milliseconds kPatience{30'000};
 
+  using Frame = std::pair<FrameHeader, std::vector<std::byte>>;
+
   struct Connection {
     Descriptor socket;
     bool wants_room = false;  // waits for the socket to take more
@@ -53,6 +62,9 @@ class TcpWire final : public Wire {
     std::optional<FrameTags> outgoing_tags;
   };
 
+  void adopt(int32_t peer, Descriptor socket, const std::optional<FrameKeys>& keys);
+  bool meet(FrameSink& sink);  // what the connector has; true when there is news
+  bool send_early(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency);
   bool receive(int32_t peer, FrameSink& sink);
   bool flush(Connection& connection);
   using FrameParts = std::array<std::span<const std::byte>, 4>;  // header and payload, each with its tag
@@ -62,10 +74,15 @@ class TcpWire final : public Wire {
   void drop(int32_t peer, const std::string& reason, FrameSink& sink);
 
   const std::chrono::milliseconds patience_;
+  const int32_t rank_ = -1;  // with the connector alone, as the next
+  const bool authenticates_frames_ = false;
   Clock::time_point last_look_{};
   Descriptor epoll_;
-  std::vector<Connection> connections_;  // by rank
-  std::vector<std::byte> arriving_;      // where headers and small payloads are read to
+  std::unique_ptr<Connector> connector_;                  // none: all connections are there
+  std::vector<std::unique_ptr<Connection>> connections_;  // by rank; none: not met, or lost
+  std::vector<bool> was_met_;                             // by rank
+  std::map<int32_t, std::vector<Frame>> early_;           // taken before there is a connection
+  std::vector<std::byte> arriving_;                       // where headers and small payloads are read to
 };
 
 // For the registry. It needs nothing that a machine might lack.

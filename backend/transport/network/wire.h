@@ -30,6 +30,8 @@ class FrameSink {
   virtual bool has_enough() const = 0;
   // Once per peer: nothing will come from it any more, and nothing reaches it.
   virtual void lose_peer(int32_t peer, const std::string& reason) = 0;
+  // This wire connects ranks on demand: from now on frames to `peer` are sent, and it may be lost.
+  virtual void note_connected(int32_t /*peer*/) {}
   // Some bytes came from `peer`, though perhaps no whole frame.
   virtual void note_sign_of_life(int32_t peer) = 0;
 };
@@ -52,6 +54,8 @@ class Wire {
  public:
   virtual ~Wire() = default;
   virtual std::string_view name() const = 0;
+  // Whether there is a connection to `peer`, or was one. Where not, to send makes one.
+  virtual bool has_met(int32_t /*peer*/) const { return true; }
   // False: not taken. What is taken is sent or copied before the call returns.
   virtual bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) = 0;
   // About how many bytes of a payload go out now. A longer one is taken as well, but its rest is copied, to be sent

@@ -4,9 +4,13 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <cstring>
+#include <fstream>
 #include <set>
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
@@ -371,17 +375,73 @@ TEST(Bootstrap, FramesThatOnlySomeRanksAuthenticateAreAnErrorOnEveryRank) {
 }
 
 TEST(Bootstrap, WrongSecretOnAnotherNodeIsAnErrorOnEveryRankBeforeTheDeadline) {
-  const auto start = std::chrono::steady_clock::now();
-  auto outcomes = run(3, [](int rank) {
-    BootstrapOptions options = options_on(std::to_string(rank));
-    options.secret = rank == 1 ? "wrong" : "right";
+  for (const char* connections : {"all", "on_demand"}) {
+    const auto start = std::chrono::steady_clock::now();
+    auto outcomes = run(3, [&](int rank) {
+      BootstrapOptions options = options_on(std::to_string(rank));
+      options.connections = connections;
+      options.secret = rank == 1 ? "wrong" : "right";
+      return options;
+    });
+    for (const Outcome& outcome : outcomes) {
+      EXPECT_NE(outcome.error.find("does not prove the group's secret"), std::string::npos) << outcome.error;
+      EXPECT_NE(outcome.error.find("ZEROPG_SECRET"), std::string::npos) << outcome.error;
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(10000));
+  }
+}
+
+int tcp_connections() {
+  int count = 0;
+  for (const std::string& name : open_descriptors()) {
+    int protocol = 0;
+    socklen_t bytes = sizeof protocol;
+    sockaddr_storage peer{};
+    socklen_t peer_bytes = sizeof peer;
+    const int fd = std::atoi(name.c_str());
+    if (::getsockopt(fd, SOL_SOCKET, SO_PROTOCOL, &protocol, &bytes) != 0 || protocol != IPPROTO_TCP) continue;
+    count += ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_bytes) == 0 ? 1 : 0;
+  }
+  return count;
+}
+
+int64_t anonymous_bytes() {
+  std::ifstream status("/proc/self/status");
+  std::string line;
+  while (std::getline(status, line)) {
+    if (line.starts_with("RssAnon:")) return std::stoll(line.substr(8)) * 1024;
+  }
+  return 0;
+}
+
+constexpr bool kIsSanitized =
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    true;
+#else
+    false;
+#endif
+
+// Threads of one process, so what a rank costs is theirs, and descriptors are all of one table.
+TEST(Bootstrap, ALargeGroupConnectsAtFirstTheFirstRanksOfNodesWithRankZero) {
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  limit.rlim_cur = limit.rlim_max;
+  ::setrlimit(RLIMIT_NOFILE, &limit);
+  const int nodes = limit.rlim_cur > 10'000 && !kIsSanitized ? 128 : 16;
+  const int ranks = nodes * 8;
+  const int64_t before = anonymous_bytes();
+  auto outcomes = run(ranks, [&](int rank) {
+    BootstrapOptions options = options_on(std::to_string(rank % nodes));
+    options.measures_links = false;
+    options.timeout = milliseconds(120'000);
+    options.connections = "on_demand";
     return options;
   });
-  for (const Outcome& outcome : outcomes) {
-    EXPECT_NE(outcome.error.find("does not prove the group's secret"), std::string::npos) << outcome.error;
-    EXPECT_NE(outcome.error.find("ZEROPG_SECRET"), std::string::npos) << outcome.error;
+  for (const Outcome& outcome : outcomes) ASSERT_EQ(outcome.error, "");
+  EXPECT_EQ(tcp_connections(), 2 * (nodes - 1)) << "both ends are here";
+  if (!kIsSanitized) {
+    EXPECT_LT((anonymous_bytes() - before) / ranks, 2 << 20);
   }
-  EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(10000));
 }
 
 TEST(Bootstrap, ARankOfAnotherNodeThatStaysAwayIsNamed) {

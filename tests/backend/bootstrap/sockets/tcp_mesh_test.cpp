@@ -24,20 +24,24 @@ struct Node {
   }
 };
 
-MeshPlan plan_for(int32_t rank, const std::vector<Node>& nodes, const std::string& key = "key") {
-  MeshPlan plan{
-      .rank = rank, .group = "group", .key = key, .network_id = "here", .to = {}, .from = {}, .addresses = {}};
+// Ranks call those of lower rank.
+ConnectorPlan plan_for(int32_t rank, const std::vector<Node>& nodes, const std::string& key = "key") {
+  ConnectorPlan plan{
+      .own = {.rank = rank, .group = "group", .key = key}, .network_id = "here", .addresses = {}, .callers = {}};
   for (int32_t peer = 0; peer < static_cast<int32_t>(nodes.size()); ++peer) {
     plan.addresses.push_back(nodes[peer].address);
-    if (peer != rank) (peer < rank ? plan.to : plan.from).push_back(peer);
+    if (peer > rank) plan.callers.push_back(peer);
   }
   return plan;
 }
 
-std::string connect(const Node& node, const MeshPlan& plan, std::vector<PeerConnection>* connections,
+std::string connect(Node& node, const ConnectorPlan& plan, std::vector<PeerConnection>* connections,
                     milliseconds limit = milliseconds(20'000)) {
+  std::vector<int32_t> to;
+  for (int32_t peer = 0; peer < plan.own.rank; ++peer) to.push_back(peer);
   try {
-    *connections = connect_mesh(node.listener, plan, Clock::now() + limit, [](const std::vector<int32_t>&) {});
+    *connections =
+        connect_mesh(std::move(node.listener), plan, to, Clock::now() + limit, [](const std::vector<int32_t>&) {});
     return "";
   } catch (const c10::DistError& error) {
     return error.what_without_backtrace();

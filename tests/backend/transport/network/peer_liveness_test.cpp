@@ -50,7 +50,8 @@ TEST(PeerLiveness, AQuestionIsOpenUntilAnythingComesAndIsNotAskedAgain) {
   liveness.note_sign_of_life(2);
   EXPECT_EQ(liveness.silent_for(milliseconds(0)), std::vector<int32_t>{1});
   EXPECT_TRUE(liveness.silent_for(milliseconds(60'000)).empty());
-  EXPECT_EQ(liveness.ask_all(), (std::vector<int32_t>{1, 2}));
+  liveness.note_asked({1, 2});
+  EXPECT_EQ(liveness.silent_for(milliseconds(0)), (std::vector<int32_t>{1, 2}));
 }
 
 TEST(PeerLiveness, WhoAsksIsOwedOneAnswerUnlessItIsGone) {

@@ -37,7 +37,12 @@ class NetworkWorld : public TransportWorld {
  protected:
   // Until everybody has heard from everybody.
   void greet() {
-    for (auto& network : networks_) network->greet();
+    for (size_t rank = 0; rank < networks_.size(); ++rank) {
+      std::vector<int32_t> others(networks_.size());
+      std::iota(others.begin(), others.end(), 0);
+      std::erase(others, static_cast<int32_t>(rank));
+      networks_[rank]->greet(others);
+    }
     for (auto& network : networks_) {
       while (!network->liveness().silent_for(std::chrono::milliseconds(0)).empty()) std::this_thread::yield();
     }
@@ -77,19 +82,19 @@ class NetworkWorld : public TransportWorld {
 
 using MakeNetworkWorld = std::unique_ptr<NetworkWorld> (*)(int32_t world_size);
 
+template <typename Condition>
+bool eventually(const Condition& condition) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
 class NetworkSuite : public ::testing::TestWithParam<MakeNetworkWorld> {
  protected:
   std::unique_ptr<NetworkWorld> make(int32_t world_size) { return GetParam()(world_size); }
-
-  template <typename Condition>
-  static bool eventually(const Condition& condition) {
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    while (!condition()) {
-      if (std::chrono::steady_clock::now() > deadline) return false;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    return true;
-  }
 };
 
 TEST_P(NetworkSuite, AWindowMayBeSentBeforeAnythingIsReceived) {
