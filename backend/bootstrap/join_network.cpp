@@ -61,13 +61,9 @@ std::vector<PeerConnection> StoreOutOfBand::connect_to_peers() {
 }
 
 std::unique_ptr<Connector> StoreOutOfBand::connect_on_demand() {
-  constexpr std::chrono::milliseconds kLeast{5'000};
-  constexpr std::chrono::milliseconds kPatience{30'000};  // as with a connection that nobody answers on
   Descriptor listener;
   ConnectorPlan plan = open_door(plan_.peers, plan_.peers, &listener);
-  // While the group is made, who cannot be reached is to be named by where it was tried, not by the deadline.
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(plan_.deadline - Clock::now());
-  plan.patience = std::clamp(left * 3 / 4, kLeast, kPatience);
+  plan.patience = std::chrono::milliseconds(30'000);  // as with a connection on which nothing is acknowledged
   return std::make_unique<TcpConnector>(std::move(listener), std::move(plan));
 }
 

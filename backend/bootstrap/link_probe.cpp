@@ -197,6 +197,7 @@ class Leader {
     for (const auto& [node, ways] : directions) {
       exchanges.try_emplace(node, network_, leader_of(node), ways.first, ways.second);
     }
+    greet(exchanges);
     const auto start = Clock::now();
     const auto runnable_before = runnable_time();
     const NetworkWait wait{plan_.deadline, plan_.tick, "no end of the measurement of links", start + kSending};
@@ -212,6 +213,15 @@ class Leader {
       return awaited;
     });
     for (const int32_t distance : distances) counted_.push_back(exchanges.at(node_at(-distance)).windows());
+  }
+
+  // Connections that are made on demand are made now, and not while it is measured what they carry.
+  void greet(const std::map<int32_t, Exchange>& exchanges) {
+    std::vector<int32_t> leaders;
+    for (const auto& [node, exchange] : exchanges) leaders.push_back(leader_of(node));
+    network_.greet(leaders);
+    wait_on_network(network_, {plan_.deadline, plan_.tick, "no answer"},
+                    [&] { return network_.liveness().silent_for(std::chrono::milliseconds(0)); });
   }
 
   size_t seen_bytes() const { return sizeof(double) + probe_distances(nodes_).size() * sizeof(WindowBytes); }

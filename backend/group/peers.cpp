@@ -151,7 +151,9 @@ std::vector<int32_t> Peers::awaited_elsewhere(const std::vector<int32_t>& also) 
   const auto add = [&](const std::vector<int32_t>& ranks) {
     for (const int32_t rank : ranks) {
       const bool is_new = rank != topology_.rank && std::find(found.begin(), found.end(), rank) == found.end();
-      if (!is_new || (!topology_.is_on_this_node(rank) && ++asked > kMostAsked)) continue;
+      const bool is_elsewhere = !topology_.is_on_this_node(rank);
+      if (!is_new || (is_elsewhere && network_->liveness().is_gone(rank))) continue;
+      if (is_elsewhere && ++asked > kMostAsked) continue;
       found.push_back(rank);
     }
   };

@@ -18,6 +18,8 @@ namespace {
 constexpr size_t kMaxStrangers = 64;  // connections that may hang at the door beside the expected ranks
 constexpr std::chrono::milliseconds kPatience{10'000};  // with one of them
 constexpr std::chrono::milliseconds kAttempt{4'000};    // to reach a peer at one of its addresses, before the next
+constexpr std::chrono::milliseconds kDoorPause{200};    // where no descriptor is left for who is at the door
+constexpr int kMostWelcomes = 64;                       // before calls have their turn
 constexpr std::chrono::milliseconds kPause{50};         // before a peer that refused is tried again
 
 // Closes a socket that no child may keep.
@@ -68,29 +70,32 @@ void TcpConnector::watch(const Descriptor& socket, uint32_t events, int operatio
 void TcpConnector::call(int32_t peer) {
   const auto at = static_cast<size_t>(peer);
   if (is_settled_.at(at)) return;
-  const auto [entry, is_new] = calls_.try_emplace(peer);
-  if (!is_new) return;
-  Call& call = entry->second;
+  if (calls_.contains(peer)) return;
+  Call call;
   call.hosts = candidates(plan_.addresses[at], plan_.network_id);
+  call.answers.resize(call.hosts.size());
   const auto now = Clock::now();
   call.lost_at = lasts() ? now + plan_.patience : Clock::time_point::max();
   call.until = is_proven_visitor(peer) ? now + kAttempt : now;
+  calls_.emplace(peer, std::move(call));
   set_timer();
 }
 
 ConnectorNews TcpConnector::advance() {
+  epoll_event event;
+  if (::epoll_wait(epoll_.get(), &event, 1, 0) == 0) return {};
   uint64_t expirations = 0;
   while (::read(timer_.get(), &expirations, sizeof expirations) > 0) {
   }
   // What is ready, of all: there are few at a time.
-  std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
+  std::vector<pollfd> entries;
   for (const auto& [peer, call] : calls_) {
     entries.push_back({call.socket.get(), static_cast<short>(call.is_connected ? POLLIN : POLLOUT), 0});
   }
   for (const Visitor& visitor : visitors_) entries.push_back({visitor.socket.get(), POLLIN, 0});
   ::poll(entries.data(), entries.size(), 0);
 
-  size_t entry = 1;
+  size_t entry = 0;
   std::vector<std::pair<int32_t, bool>> turns;
   for (const auto& [peer, call] : calls_) turns.emplace_back(peer, entries[entry++].revents != 0);
   std::vector<Visitor> staying;
@@ -105,7 +110,7 @@ ConnectorNews TcpConnector::advance() {
   for (const auto& [peer, is_ready] : turns) {
     if (!is_settled_[static_cast<size_t>(peer)]) advance(peer, calls_.at(peer), is_ready);
   }
-  if (entries[0].revents != 0) welcome();
+  welcome_all();
   std::erase_if(calls_, [&](const auto& each) { return is_settled_[static_cast<size_t>(each.first)]; });
   set_timer();
   return std::exchange(news_, {});
@@ -114,7 +119,10 @@ ConnectorNews TcpConnector::advance() {
 void TcpConnector::set_timer() {
   auto next = Clock::time_point::max();
   for (const auto& [peer, call] : calls_) next = std::min(next, call.until);
-  for (const Visitor& visitor : visitors_) next = std::min(next, visitor.patience);
+  for (const Visitor& visitor : visitors_) {
+    if (visitor.handshake.rank() < 0) next = std::min(next, visitor.patience);
+  }
+  if (door_opens_ != Clock::time_point{}) next = std::min(next, door_opens_);
   itimerspec when{};  // zero: never
   if (next != Clock::time_point::max()) {
     const auto left = std::max(std::chrono::nanoseconds(next - Clock::now()), std::chrono::nanoseconds(1));
@@ -133,12 +141,19 @@ void TcpConnector::advance(int32_t peer, Call& call, bool is_ready) {
     } else if (is_ready) {
       converse(peer, call);
     }
-    if (call.socket && now >= call.until) C10_THROW_ERROR(DistNetworkError, "no answer");
+    if (!call.socket || now < call.until) return;
+    if (call.is_connected && call.hosts.size() == 1) {  // there is nowhere else to look for it
+      call.until = now + kAttempt;
+      call.trouble = "no answer";
+      return;
+    }
+    if (call.is_connected && lasts()) call.lost_at = now + plan_.patience;
+    C10_THROW_ERROR(DistNetworkError, "no answer");
   } catch (const c10::DistNetworkError& error) {
     give_up(peer, call, error.what_without_backtrace());
   } catch (const c10::DistBackendError& error) {
     if (!lasts()) throw;
-    lose(peer, error.what_without_backtrace());
+    give_up(peer, call, error.what_without_backtrace());
   }
 }
 
@@ -147,7 +162,9 @@ void TcpConnector::begin(int32_t peer, Call& call) {
     lose(peer, "it has no address but loopback, which does not lead there from here");
     return;
   }
-  const std::string& host = call.hosts[call.next_host++ % call.hosts.size()];
+  const size_t at = call.next_host++ % call.hosts.size();
+  const std::string& host = call.hosts[at];
+  call.answers[at] = Answer::kNone;
   call.until = Clock::now() + kAttempt;
   call.socket = connect_tcp(host, plan_.addresses[static_cast<size_t>(peer)].port);
   close_in_children(call.socket.get());
@@ -157,7 +174,7 @@ void TcpConnector::begin(int32_t peer, Call& call) {
 void TcpConnector::converse(int32_t peer, Call& call) {
   if (!call.is_connected) {
     const int error = connect_error(call.socket);
-    call.closed_hosts = error == ECONNREFUSED ? call.closed_hosts + 1 : 0;
+    if (error == ECONNREFUSED) call.answers[(call.next_host - 1) % call.hosts.size()] = Answer::kClosed;
     if (error != 0) C10_THROW_ERROR(DistNetworkError, std::strerror(error));
     call.is_connected = true;
     call.handshake.emplace(plan_.own, peer);
@@ -184,17 +201,18 @@ void TcpConnector::suspend(Call& call, std::chrono::milliseconds pause) {
 }
 
 void TcpConnector::give_up(int32_t peer, Call& call, const std::string& trouble) {
-  const std::string& host = call.hosts[(call.next_host - 1) % call.hosts.size()];
+  const size_t at = (call.next_host - 1) % call.hosts.size();
   const uint16_t port = plan_.addresses[static_cast<size_t>(peer)].port;
-  call.trouble = host + " port " + std::to_string(port) + ": " + trouble;
-  if (call.handshake && call.handshake->has_proved()) ++call.refusals;
+  call.trouble = call.hosts[at] + " port " + std::to_string(port) + ": " + trouble;
+  if (call.handshake && call.handshake->is_refused()) call.answers[at] = Answer::kRefused;
   suspend(call, kPause);
+  const auto answered = [&](Answer answer) { return std::count(call.answers.begin(), call.answers.end(), answer); };
+  const auto hosts = std::ssize(call.hosts);
   // A wrong secret stays wrong. At one of several addresses somebody else may have answered; and a peer refuses once
   // more whose own call this rank is about to take.
-  const bool is_refused = call.refusals >= call.hosts.size() && !is_proven_visitor(peer);
-  const bool is_closed = lasts() && call.closed_hosts >= call.hosts.size();
-  if (is_closed) {
-    lose(peer, call.trouble + ": it left the group or ended before this rank had anything for it");
+  const bool is_refused = answered(Answer::kRefused) == hosts && !is_proven_visitor(peer);
+  if (lasts() && answered(Answer::kClosed) == hosts) {
+    lose(peer, call.trouble, /*has_left=*/true);
   } else if (is_refused || Clock::now() >= call.lost_at) {
     lose(peer, call.trouble);
   }
@@ -207,14 +225,22 @@ std::string TcpConnector::trouble_with(int32_t peer) const {
 
 // --- visitors ---
 
-void TcpConnector::welcome() {
+void TcpConnector::welcome_all() {
+  if (Clock::now() < door_opens_) return;
+  if (door_opens_ != Clock::time_point{}) watch_door(true);
+  for (int i = 0; i < kMostWelcomes && welcome(); ++i) {
+  }
+}
+
+bool TcpConnector::welcome() {
   Visitor visitor{{}, ListenerHandshake(plan_.own), Clock::now() + kPatience};
   try {
     visitor.socket = accept_tcp(listener_);
   } catch (const c10::DistBackendError&) {
-    if (!lasts()) throw;  // otherwise they wait at the door until a descriptor is left
+    if (!lasts()) throw;
+    watch_door(false);  // for a while: who is there would wake this rank again and again
   }
-  if (!visitor.socket) return;
+  if (!visitor.socket) return false;
   close_in_children(visitor.socket.get());
   prepare_connection(visitor.socket);
   try {
@@ -222,7 +248,7 @@ void TcpConnector::welcome() {
     watch(visitor.socket, EPOLLIN, EPOLL_CTL_ADD);
   } catch (const c10::DistNetworkError&) {
     hang_up(visitor.socket);
-    return;
+    return true;
   }
   if (visitors_.size() >= plan_.callers.size() + kMaxStrangers) {  // who has proven itself stays
     const auto stranger =
@@ -233,10 +259,17 @@ void TcpConnector::welcome() {
     }
   }
   visitors_.push_back(std::move(visitor));
+  return true;
+}
+
+void TcpConnector::watch_door(bool watches) {
+  door_opens_ = watches ? Clock::time_point{} : Clock::now() + kDoorPause;
+  watch(listener_, watches ? EPOLLIN : 0U, EPOLL_CTL_MOD);
 }
 
 bool TcpConnector::stays(Visitor& visitor, bool is_ready) {
-  if (!is_ready) return Clock::now() < visitor.patience;
+  // Who has proven itself and says nothing may be stopped, and would believe in this connection when it goes on.
+  if (!is_ready) return visitor.handshake.rank() >= 0 || Clock::now() < visitor.patience;
   try {
     return converse(visitor);
   } catch (const c10::DistNetworkError&) {
@@ -291,11 +324,11 @@ void TcpConnector::make(int32_t peer, Descriptor socket, std::string key) {
   news_.made.push_back({peer, {std::move(socket), std::move(key)}});
 }
 
-void TcpConnector::lose(int32_t peer, std::string reason) {
+void TcpConnector::lose(int32_t peer, std::string reason, bool has_left) {
   const auto at = static_cast<size_t>(peer);
   is_settled_[at] = true;
   is_caller_[at] = false;
-  news_.lost.push_back({peer, std::move(reason)});
+  news_.lost.push_back({peer, std::move(reason), has_left});
 }
 
 }  // namespace zeropg

@@ -21,8 +21,9 @@ struct ConnectorPlan {
   std::string network_id;             // of this process, see TcpAddress
   std::vector<TcpAddress> addresses;  // by rank; of those that are called
   std::vector<int32_t> callers;       // ranks that may call this one
-  // How long a peer is called in vain before it is lost. Zero, while a group is made: for ever, but for one that
-  // refuses this rank's proof; and that no descriptor is left is an exception instead.
+  // How long a peer is called in vain before it is lost; for ever while its system lets the call in and the process
+  // says nothing, as one that is stopped does. Zero, while a group is made: for ever, but for one that refuses this
+  // rank's proof; and that no descriptor is left is an exception instead.
   std::chrono::milliseconds patience{};
 };
 
@@ -44,6 +45,7 @@ class TcpConnector final : public Connector {
   size_t refused() const { return refused_; }
 
  private:
+  enum class Answer : uint8_t { kNone, kClosed, kRefused };
   // A connection that this rank makes.
   struct Call {
     std::vector<std::string> hosts;
@@ -54,8 +56,7 @@ class TcpConnector final : public Connector {
     bool is_connected = false;
     std::optional<CallerHandshake> handshake;
     std::string trouble;
-    size_t refusals = 0;      // of proofs, on either side
-    size_t closed_hosts = 0;  // in a row: nobody listens there
+    std::vector<Answer> answers;  // by host, of the last attempt
   };
   // A connection that somebody else makes.
   struct Visitor {
@@ -70,13 +71,15 @@ class TcpConnector final : public Connector {
   void converse(int32_t peer, Call& call);
   void give_up(int32_t peer, Call& call, const std::string& trouble);
   void suspend(Call& call, std::chrono::milliseconds pause);
-  void welcome();
+  void welcome_all();
+  bool welcome();  // false: nobody is at the door, or there is no descriptor for it
+  void watch_door(bool watches);
   bool stays(Visitor& visitor, bool is_ready);  // false: show them out (or they are in)
   bool converse(Visitor& visitor);
   bool hear_proof(Visitor& visitor);
   bool is_proven_visitor(int32_t peer) const;
   void make(int32_t peer, Descriptor socket, std::string key);
-  void lose(int32_t peer, std::string reason);
+  void lose(int32_t peer, std::string reason, bool has_left = false);
   void set_timer();
   void watch(const Descriptor& socket, uint32_t events, int operation);
 
@@ -90,6 +93,7 @@ class TcpConnector final : public Connector {
   std::vector<bool> is_settled_;  // by rank: made or lost
   ConnectorNews news_;
   size_t refused_ = 0;
+  Clock::time_point door_opens_{};  // zero: it is watched
 };
 
 }  // namespace zeropg

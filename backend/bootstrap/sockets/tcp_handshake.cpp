@@ -75,6 +75,7 @@ CallerHandshake::Step CallerHandshake::judge_answer(const Descriptor& socket) {
   try {
     is_whole = receive_up_to(socket, sizeof(Digest), &received_);
   } catch (const c10::DistNetworkError& error) {
+    is_refused_ = true;
     C10_THROW_ERROR(
         DistNetworkError,
         c10::str("it did not take this rank's proof of the group's secret (", error.what_without_backtrace(),
@@ -85,6 +86,7 @@ CallerHandshake::Step CallerHandshake::judge_answer(const Descriptor& socket) {
   std::memcpy(answer.data(), received_.data(), sizeof answer);
   if (answer == kCallsItself) return Step::kPeerCalls;
   if (!is_same_mac(answer, prove(own_->key, Role::kLeader, *context_))) {
+    is_refused_ = true;
     C10_THROW_ERROR(DistNetworkError, "it did not prove the group's secret; set the same ZEROPG_SECRET on every rank");
   }
   send_whole(socket, {&kSeen, 1});

@@ -33,8 +33,9 @@ class CallerHandshake {
   enum class Step { kContinues, kProven, kPeerCalls };
   // Does what can be done without waiting. DistNetworkError where the connection broke or the other end proved nothing.
   Step advance(const Descriptor& socket);
-  // Whether the other end has this rank's proof: from then on a failure is a refusal, on one of the sides.
-  bool has_proved() const { return context_.has_value(); }
+  bool has_proved() const { return context_.has_value(); }  // to the other end
+  // Whether that one did not take the proof, or had none of its own.
+  bool is_refused() const { return is_refused_; }
   std::string session_key() const;  // of a proven connection
 
  private:
@@ -45,6 +46,7 @@ class CallerHandshake {
   int32_t peer_;
   std::optional<ProofContext> context_;
   std::string received_;
+  bool is_refused_ = false;
 };
 
 // The listener's end, likewise.

@@ -56,8 +56,8 @@ std::vector<PeerConnection> connect_mesh(Descriptor listener, const ConnectorPla
       std::erase(callers, made.peer);
     }
     if (!news.lost.empty()) {
-      const auto& [peer, reason] = news.lost.front();
-      throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", peer, " at ", reason), peer);
+      const ConnectorNews::Lost& lost = news.lost.front();
+      throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", lost.peer, " at ", lost.reason), lost.peer);
     }
     const auto now = Clock::now();
     if (now >= next_tick || now >= deadline) {

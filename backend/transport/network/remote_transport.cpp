@@ -11,6 +11,8 @@
 namespace zeropg {
 namespace {
 
+constexpr size_t kMostToldOfFailure = 256;  // beside those that this rank has met
+
 // Less than that is not worth the question how much room the wire has.
 constexpr size_t kCheapCopyBytes = size_t{32} << 10;
 
@@ -209,8 +211,11 @@ void RemoteTransport::note_sign_of_life(int32_t peer) { liveness_.note_sign_of_l
 void RemoteTransport::tell_state(RankState state, std::string_view text) {
   const std::lock_guard lock(mutex_);
   liveness_.note_own_state(state, std::string(text.substr(0, kFailureBytes)));
+  // Who waits for a third rank that knows nothing of this failure would wait on; so in a group that is not very large
+  // all are called.
+  const bool tells_all = state == RankState::kFailed && options_.peers.size() <= kMostToldOfFailure;
   for (const int32_t rank : options_.peers) {
-    if (wire_->has_met(rank)) send_own_state(rank);
+    if (tells_all || wire_->has_met(rank)) send_own_state(rank);
   }
 }
 

@@ -48,7 +48,7 @@ class RemoteTransport final : public Transport, private FrameSink {
 
   std::optional<Delivery> delivery_to(int32_t peer) const;  // as of the wire; empty also where it has not met the peer
   const PeerLiveness& liveness() const { return liveness_; }
-  // To every peer that this rank has met, and to any other as soon as it does.
+  // To every peer that this rank has met, and to any other as soon as it does; a failure also calls the others.
   void tell_state(RankState state, std::string_view text = {});
   // Asks these for a sign of life now; liveness().silent_for(0 ms) are those that have not answered.
   void greet(const std::vector<int32_t>& peers);

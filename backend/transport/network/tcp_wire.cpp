@@ -20,6 +20,7 @@
 
 #include "backend/platform/process/inherited_sockets.h"
 #include "backend/transport/network/tcp_delivery.h"
+#include "backend/transport/rank_state.h"
 
 namespace zeropg {
 namespace {
@@ -138,8 +139,14 @@ bool TcpWire::send_early(int32_t peer, const FrameHeader& header, std::span<cons
 bool TcpWire::meet(FrameSink& sink) {
   ConnectorNews news = connector_->advance();
   for (ConnectorNews::Made& made : news.made) {
-    adopt(made.peer, std::move(made.connection.socket),
-          authenticates_frames_ ? std::optional(frame_keys(made.connection.key, rank_, made.peer)) : std::nullopt);
+    const std::optional<FrameKeys> keys =
+        authenticates_frames_ ? std::optional(frame_keys(made.connection.key, rank_, made.peer)) : std::nullopt;
+    try {
+      adopt(made.peer, std::move(made.connection.socket), keys);
+    } catch (const c10::DistBackendError& error) {
+      drop(made.peer, error.what_without_backtrace(), sink);
+      continue;
+    }
     for (const auto& [header, payload] : early_[made.peer]) send(made.peer, header, payload, Urgency::kMustTake);
     early_.erase(made.peer);
     sink.note_connected(made.peer);
@@ -147,6 +154,9 @@ bool TcpWire::meet(FrameSink& sink) {
   for (const ConnectorNews::Lost& lost : news.lost) {
     was_met_[static_cast<size_t>(lost.peer)] = true;  // nobody is called twice
     early_.erase(lost.peer);
+    if (lost.has_left) {  // it would have said goodbye to a peer that it knew
+      sink.take_frame(lost.peer, {FrameKind::kState, 0, 0, 0, static_cast<uint64_t>(RankState::kDeparted)}, {});
+    }
     sink.lose_peer(lost.peer, lost.reason);
   }
   return !news.made.empty() || !news.lost.empty();

@@ -45,6 +45,7 @@ struct ConnectorNews {
   struct Lost {
     int32_t peer = -1;
     std::string reason;
+    bool has_left = false;  // nobody listens any more where it did
   };
   std::vector<Made> made;  // by this rank's call or the peer's; each peer once
   std::vector<Lost> lost;  // called in vain; each peer once, and never one of those that were made

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,14 +26,16 @@ def run_on_demand(hosts: tuple[int, ...], function: Callable[..., Any], *args: A
 
 def connections() -> int:
     """TCP connections of this process."""
-    links = (os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if exists(fd))
-    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return sum(row[3] == "01" and row[9] in inodes for row in rows)
+    return sum(is_connected(int(fd)) for fd in os.listdir("/proc/self/fd"))
 
 
-def exists(fd: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{fd}")  # the one that lists the folder is gone
+def is_connected(fd: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as copy:
+            copy.getpeername()
+            return copy.family in (socket.AF_INET, socket.AF_INET6)
+    except OSError:  # no socket, no connection, or gone: the one that lists the folder
+        return False
 
 
 def count_connections() -> dict[str, int]:
@@ -48,13 +50,14 @@ def count_connections() -> dict[str, int]:
     total = torch.ones(1000)
     dist.all_reduce(total, group=group)
     assert total.eq(9).all()
+    dist.barrier()
     counts["after"] = connections() - before
     rank = dist.get_rank()
     if rank == 1:
         dist.send(torch.ones(3), 8, group=group)
     elif rank == 8:
         dist.recv(torch.zeros(3), 1, group=group)
-    dist.barrier(group=group)
+    dist.barrier()
     counts["message"] = connections() - before
     return counts
 
@@ -158,7 +161,28 @@ def lose_one(how: str) -> str:
 def test_who_is_gone_before_it_was_called_is_named_soon(how: str) -> None:
     text = run_on_demand((0, 0, 1, 1), lose_one, how, expect_death=(3,) if how == "killed" else ())[1]
     assert float(text.split(" s: ")[0]) < 6, text
-    assert "rank 3" in text and "it left the group or ended" in text
+    assert "rank 3 left the group (destroyed it or exited)" in text
+
+
+def hear_from_whoever_is_left() -> int:
+    """Rank 3 leaves while rank 0, which never met it, waits for anybody."""
+    group = dist.new_group()
+    dist.barrier()
+    rank = dist.get_rank()
+    sender = -1
+    if rank == 0:
+        sender = dist.recv(torch.zeros(1), group=group)
+    elif rank == 3:
+        dist.destroy_process_group(group)
+    elif rank == 2:
+        time.sleep(4)  # rank 0 has asked for signs of life by then
+        dist.send(torch.ones(1), 0, group=group)
+    dist.barrier()
+    return sender
+
+
+def test_a_receive_from_anybody_outlives_one_that_leaves() -> None:
+    assert run_on_demand((0, 0, 1, 1), hear_from_whoever_is_left)[0] == 2
 
 
 def choose(connections: list[str], network: str) -> str:

@@ -125,16 +125,25 @@ TEST(OnDemand, TwoThatCallEachOtherKeepOneConnection) {
   }
 }
 
-TEST(OnDemand, WhoIsMetLaterHearsThatARankFailed) {
+TEST(OnDemand, WhoIsMetLaterHearsThatARankHasLeft) {
   OnDemandWorld world(3, false);
-  world.rank(1).tell_state(RankState::kFailed, "no memory");
+  world.rank(1).tell_state(RankState::kDeparted);
   world.rank(0).ask_for_life({1});
   EXPECT_TRUE(eventually([&] { return world.rank(0).liveness().is_gone(1); }));
-  EXPECT_EQ(world.rank(0).liveness().why_gone(1), "rank 1 failed: no memory");
+  EXPECT_EQ(world.rank(0).liveness().why_gone(1), "rank 1 left the group");
   EXPECT_FALSE(world.rank(2).delivery_to(1));
 }
 
-TEST(OnDemand, WhoLeftBeforeItWasCalledIsLostAtOnce) {
+TEST(OnDemand, AFailureIsToldToAll) {
+  OnDemandWorld world(4, false);
+  world.rank(1).tell_state(RankState::kFailed, "no memory");
+  for (const int32_t rank : {0, 2, 3}) {
+    EXPECT_TRUE(eventually([&] { return world.rank(rank).liveness().is_gone(1); }));
+    EXPECT_EQ(world.rank(rank).liveness().why_gone(1), "rank 1 failed: no memory");
+  }
+}
+
+TEST(OnDemand, WhoLeftBeforeItWasCalledHasLeft) {
   OnDemandWorld world(2, false);
   world.depart(1);
   const auto start = Clock::now();
@@ -143,8 +152,7 @@ TEST(OnDemand, WhoLeftBeforeItWasCalledIsLostAtOnce) {
     FAIL();
   } catch (const c10::DistNetworkError& error) {
     const std::string text = error.what_without_backtrace();
-    EXPECT_NE(text.find("Connection refused"), std::string::npos) << text;
-    EXPECT_NE(text.find("it left the group or ended"), std::string::npos) << text;
+    EXPECT_NE(text.find("rank 1 left the group"), std::string::npos) << text;
   }
   EXPECT_LT(Clock::now() - start, milliseconds(5'000));
 }
@@ -160,15 +168,63 @@ ConnectorNews news_of(TcpConnector& connector, milliseconds limit = milliseconds
   return {};
 }
 
-TEST(OnDemand, WhoDoesNotAnswerIsLostWhenPatienceEnds) {
-  Doors doors(2);  // rank 1 listens, and never looks
+// Its system lets the call in. As long as it lives it is not lost, however long that is, and then they meet.
+TEST(OnDemand, WhoIsStoppedIsCalledUntilItGoesOn) {
+  for (const std::vector<std::string>& hosts : {std::vector<std::string>{"127.0.0.1"}, {"127.0.0.1", "127.0.0.2"}}) {
+    Doors doors(2);
+    doors.addresses[1].hosts = hosts;
+    auto caller = doors.open(0, "key", milliseconds(300));
+    caller->call(1);
+    EXPECT_TRUE(news_of(*caller, milliseconds(5'000)).lost.empty());
+    auto stopped = doors.open(1);  // it looks for the first time
+    std::atomic<bool> is_over = false;
+    size_t met = 0;
+    std::thread host([&] {
+      while (!is_over) met += news_of(*stopped, milliseconds(20)).made.size();
+    });
+    EXPECT_EQ(news_of(*caller).made.size(), 1U);
+    std::this_thread::sleep_for(milliseconds(100));
+    is_over = true;
+    host.join();
+    EXPECT_EQ(met, 1U);
+  }
+}
+
+// Where the listener waits for the last byte of a stopped caller.
+TEST(OnDemand, ACallerThatIsStoppedInTheMiddleGoesOn) {
+  Doors doors(2);
+  auto caller = doors.open(0);
+  auto listener = doors.open(1);
+  caller->call(1);
+  const auto both = [&](milliseconds limit, bool caller_runs) {
+    size_t made = 0;
+    for (const auto end = Clock::now() + limit; Clock::now() < end;) {
+      if (caller_runs) made += caller->advance().made.size();
+      made += listener->advance().made.size();
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    return made;
+  };
+  // Three rounds: connected, the nonce, the proof.
+  for (int round = 0; round < 3; ++round) {
+    EXPECT_EQ(both(milliseconds(20), /*caller_runs=*/false), 0U);
+    caller->advance();
+  }
+  EXPECT_EQ(both(milliseconds(11'000), /*caller_runs=*/false), 0U);
+  EXPECT_EQ(both(milliseconds(200), /*caller_runs=*/true), 2U);
+}
+
+TEST(OnDemand, WhoCannotBeReachedIsLostWhenPatienceEnds) {
+  Doors doors(2);
+  ::listen(doors.listeners[1].get(), 0);  // a door that is full drops who comes, as some firewalls do
+  std::vector<Descriptor> strangers;
+  for (int i = 0; i < 4; ++i) strangers.push_back(connect_tcp("127.0.0.1", doors.addresses[1].port));
+  std::this_thread::sleep_for(milliseconds(50));
   auto connector = doors.open(0, "key", milliseconds(700));
   connector->call(1);
-  const auto start = Clock::now();
   const ConnectorNews news = news_of(*connector);
   ASSERT_EQ(news.lost.size(), 1U);
-  EXPECT_GE(Clock::now() - start, milliseconds(700));
-  EXPECT_LT(Clock::now() - start, milliseconds(8'000));
+  EXPECT_FALSE(news.lost[0].has_left);
   EXPECT_NE(news.lost[0].reason.find("no answer"), std::string::npos) << news.lost[0].reason;
 }
 
