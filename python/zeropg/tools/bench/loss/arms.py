@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,12 +36,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Trainer:
-    """What an arm makes of it: what is called, the update after a backward pass, and the codec's counters."""
+    """What an arm makes of it: what is called, the update after a backward pass, the codec's counters, and the end."""
 
     model: Any
     optimizer: torch.optim.Optimizer
     clip: Callable[[], Any]
     compressor: Any = None
+    close: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,31 @@ def _auto(setup: Setup) -> Trainer:
     return _trainer(setup, ddp, state.compressor)
 
 
+class _LateNowAndThen(nn.Module):
+    """The last rank comes 50 ms late to a step in every second."""
+
+    def __init__(self, model: nn.Module, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.inner = model
+        self._is_late = rank == world_size - 1
+        self._next = time.monotonic() + 1
+
+    def forward(self, *inputs: Any) -> Any:
+        if self._is_late and self.training and time.monotonic() >= self._next:
+            time.sleep(0.05)
+            self._next = time.monotonic() + 1
+        return self.inner(*inputs)
+
+
+def _partial(setup: Setup) -> Trainer:
+    ddp = _ddp(setup)
+    state = zeropg.PartialReduction(setup.group, slow_node_tolerance=1 / setup.task.world_size)
+    ddp.register_comm_hook(state, zeropg.partial_hook)
+    model = _LateNowAndThen(ddp, setup.task.rank, setup.task.world_size)
+    trainer = _trainer(setup, ddp)
+    return Trainer(model, trainer.optimizer, trainer.clip, close=state.close)
+
+
 def _one_bit_adam(setup: Setup) -> Trainer:
     optim = importlib.import_module("zeropg.optim")
     groups = setup.task.optimizer(setup.model, setup.lr).param_groups
@@ -219,6 +246,7 @@ ARMS: dict[str, Arm] = {
         missing=_no_such_optimizer("OneBitAdam"),
     ),
     "ddp zeropg dgc 1%": Arm("zeropg", _dgc, tasks=("digits",), missing=_no_such_optimizer("DGC")),
+    "ddp zeropg, one rank late": Arm("zeropg", _partial),
     "stage 2 fp32": Arm("zeropg", _sharded(lambda: None)),
     "stage 2 int4": Arm("zeropg", _sharded(lambda: BlockQuant(4))),
     "stage 2 int4, weights int4": Arm(

@@ -67,6 +67,7 @@ def _run(job: Job) -> Outcome:
             meter.start()
     meter.pause()
     _sum_up(outcome, meter, job.steps)
+    trainer.close()
     dist.destroy_process_group(group)
     return outcome
 
