@@ -10,7 +10,7 @@ import torch
 from zeropg._native import _C
 from zeropg.checkpoint.plan import ModelPlan
 from zeropg.checkpoint.values import put_whole
-from zeropg.optim.flat_update import segments_of
+from zeropg.optim.flat_update import Segment, segments_of
 from zeropg.rank_io.agreement import together
 from zeropg.rank_io.progress import progress
 from zeropg.sharding.access import check_replicas
@@ -19,6 +19,9 @@ from zeropg.sharding.state import ShardedState
 Advance = Callable[[int], None]
 # (index of the plan's tensor, start, stop) -> (first element, values) of the flat tensor's elements [start, stop).
 Pieces = Callable[[int, int, int], Iterator[tuple[int, torch.Tensor]]]
+# (index of the plan's tensor, first element, room on the CPU) -> bytes that lie in the room now, one after the other.
+# None, and nothing is read: the values have another dtype, or there are none.
+IntoPlace = Callable[[int, int, torch.Tensor], Iterator[int] | None]
 
 
 def load_masters(
@@ -46,16 +49,26 @@ def load_masters(
 
 
 @torch.no_grad()
-def set_values(state: ShardedState, plan: ModelPlan, pieces: Pieces, advance: Advance) -> None:
+def set_values(
+    state: ShardedState, plan: ModelPlan, pieces: Pieces, advance: Advance, into_place: IntoPlace | None = None
+) -> None:
     """Sets this rank's masters, and parameters and buffers that nothing shards; what has no pieces stays.
 
-    Inside `load_masters`, as its `read`.
+    Inside `load_masters`, as its `read`. into_place: reads masters where they lie, which saves a copy.
     """
     groups: list[Any] = list(state.core.flat_groups)
     for group in groups:
         slot_of = {id(parameter): slot for slot, (_, parameter, _, _) in enumerate(group.slots)}
         for segment in segments_of(group):
             index = plan.index_of[segment.name]
+            room = _room_of(group, segment)
+            arrived = None if room is None or into_place is None else into_place(index, segment.offset, room)
+            if arrived is not None:
+                for bytes_now in arrived:
+                    advance(bytes_now)
+                if group.parameter_out is not None:
+                    group.parameter_out[segment.start : segment.stop].copy_(room)
+                continue
             for start, values in pieces(index, segment.offset, segment.offset + segment.numel):
                 group.load(slot_of[id(segment.parameter)], values, start)
                 advance(values.nbytes)
@@ -64,3 +77,9 @@ def set_values(state: ShardedState, plan: ModelPlan, pieces: Pieces, advance: Ad
             for start, values in pieces(index, 0, tensor.value.numel()):
                 put_whole(tensor.value.detach(), start, values)
                 advance(values.nbytes)
+
+
+def _room_of(group: Any, segment: Segment) -> torch.Tensor | None:
+    """The segment's masters themselves; None where a tier or a device has them."""
+    master = group.master
+    return None if master is None or master.device.type != "cpu" else master[segment.start : segment.stop]

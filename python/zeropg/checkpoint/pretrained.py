@@ -32,9 +32,10 @@ class LoadedNames(NamedTuple):
 def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True) -> LoadedNames:
     """Sets a sharded model from Hugging Face safetensors, as save_pretrained writes them. All ranks must call.
 
-    Each rank reads the elements that it owns, some MiB at a time, straight into the masters; nobody holds the model
-    whole. Names are found as from_pretrained finds them: tied weights under any of their names, with or without the
-    model's base_model_prefix, and LayerNorm's of BERT's time. Floating dtypes are cast to the masters'.
+    Each rank reads the elements that it owns, some MiB at a time, straight into the masters where these are on the CPU
+    and have the files' dtype; nobody holds the model whole. Names are found as from_pretrained finds them: tied weights
+    under any of their names, with or without the model's base_model_prefix, and LayerNorm's of BERT's time. Floating
+    dtypes are cast to the masters'.
 
     Args:
         model: a module that `fully_shard` has sharded, in any stage.
@@ -106,11 +107,17 @@ class _Loading:
 
     def read(self, advance: Advance) -> None:
         """Sets masters, parameters and buffers; between the core's begin_step and end_load."""
-        set_values(self._state, self._plan, self._pieces, advance)
+        set_values(self._state, self._plan, self._pieces, advance, self._into_place)
 
     def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
         stored = self._stored.get(index)
         return iter(()) if stored is None else self._folder.pieces(stored, start, stop)
+
+    def _into_place(self, index: int, start: int, room: torch.Tensor) -> Iterator[int] | None:
+        stored = self._stored.get(index)
+        if stored is None or stored.dtype != room.dtype or not room.is_floating_point() or not room.is_contiguous():
+            return None
+        return self._folder.into_place(stored, start, room)
 
     def close(self) -> None:
         self._folder.close()

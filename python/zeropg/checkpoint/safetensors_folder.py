@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from zeropg.checkpoint.regular_file import check_no_pipe
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PIECE_BYTES = 1 << 20  # stays in a core's cache from the read to the cast
+_STEP_BYTES = 16 << 20  # of what needs no cast: between two moves of the progress bar
 _MOST_HEADER_BYTES = 8 + 100_000_000  # of files that safetensors itself takes
 _DTYPES = (
     torch.float64,
@@ -83,6 +85,17 @@ class SafetensorsFolder:
             numel = min(step, stop - first)
             _read_whole(self._descriptors[tensor.path], tensor, first * width, memoryview(buffer)[: numel * width])
             yield first, torch.frombuffer(buffer, dtype=tensor.dtype, count=numel)
+
+    def into_place(self, tensor: StoredTensor, start: int, room: torch.Tensor) -> Iterator[int]:
+        """Reads elements from `start` of the flat tensor into `room`, contiguous, on the CPU and of the tensor's dtype.
+
+        Yields how many bytes have come, some MiB at a time. Raises as `pieces`.
+        """
+        places = memoryview((ctypes.c_char * room.nbytes).from_address(room.data_ptr())).cast("B")
+        for first in range(0, room.nbytes, _STEP_BYTES):
+            place = places[first : first + _STEP_BYTES]
+            _read_whole(self._descriptors[tensor.path], tensor, start * tensor.dtype.itemsize + first, place)
+            yield len(place)
 
     def close(self) -> None:
         self._descriptors.clear()
