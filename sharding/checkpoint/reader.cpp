@@ -65,29 +65,37 @@ void FileReader::check_range(uint64_t offset, uint64_t bytes) const {
                     ") is outside '", path_, "', which has ", bytes_, " bytes");
 }
 
+uint64_t FileReader::bytes_of_chunk(uint64_t index) const {
+  return std::min(chunk_bytes_, bytes_ - index * chunk_bytes_);
+}
+
+void FileReader::read_chunk(uint64_t index, std::byte* place) const {
+  const uint64_t start = index * chunk_bytes_;
+  const uint64_t count = bytes_of_chunk(index);
+  uint32_t found = 0;
+  for (uint64_t done = 0; done < count;) {
+    const ssize_t got =
+        ::pread(descriptor_, place + done, std::min(kAtOnce, count - done), static_cast<off_t>(start + done));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) fail("read", errno, start + done);
+    TORCH_CHECK_VALUE(got > 0, "'", path_, "' ends at byte ", start + done, ", expected ", bytes_, " bytes");
+    found = crc32c({place + done, static_cast<size_t>(got)}, found);
+    done += static_cast<uint64_t>(got);
+  }
+  TORCH_CHECK_VALUE(found == checksums_[index], "'", path_, "' is damaged: bytes [", start, ", ", start + count,
+                    ") have the CRC-32C ", hexadecimal(found), ", expected ", hexadecimal(checksums_[index]));
+}
+
 std::byte* FileReader::at_offset(uint64_t offset) {
   const uint64_t index = offset / chunk_bytes_;
-  const uint64_t start = index * chunk_bytes_;
   if (index != present_) {
-    const uint64_t count = std::min(chunk_bytes_, bytes_ - start);
     // Both are bounded by the size that the file really has.
     if (chunk_ == nullptr) chunk_ = std::make_unique_for_overwrite<std::byte[]>(std::min(chunk_bytes_, bytes_));
     present_ = checksums_.size();
-    uint32_t found = 0;
-    for (uint64_t done = 0; done < count;) {
-      const ssize_t got =
-          ::pread(descriptor_, chunk_.get() + done, std::min(kAtOnce, count - done), static_cast<off_t>(start + done));
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) fail("read", errno, start + done);
-      TORCH_CHECK_VALUE(got > 0, "'", path_, "' ends at byte ", start + done, ", expected ", bytes_, " bytes");
-      found = crc32c({chunk_.get() + done, static_cast<size_t>(got)}, found);
-      done += static_cast<uint64_t>(got);
-    }
-    TORCH_CHECK_VALUE(found == checksums_[index], "'", path_, "' is damaged: bytes [", start, ", ", start + count,
-                      ") have the CRC-32C ", hexadecimal(found), ", expected ", hexadecimal(checksums_[index]));
+    read_chunk(index, chunk_.get());
     present_ = index;
   }
-  return chunk_.get() + (offset - start);
+  return chunk_.get() + (offset - index * chunk_bytes_);
 }
 
 void FileReader::read(uint64_t offset, c10::ScalarType dtype, const at::Tensor& flat) {
@@ -101,9 +109,16 @@ void FileReader::read(uint64_t offset, c10::ScalarType dtype, const at::Tensor& 
   TORCH_CHECK_VALUE(offset % element_bytes == 0 && chunk_bytes_ % element_bytes == 0, "offset ", offset,
                     " or chunks of ", chunk_bytes_, " bytes are not aligned to elements of ", element_bytes);
   const at::NoGradGuard no_grad;
+  const bool takes_chunks = flat.device().is_cpu() && flat.scalar_type() == dtype && flat.is_contiguous();
   for (uint64_t done = 0; done < numel;) {
     const uint64_t at_byte = offset + done * element_bytes;
     const uint64_t count = std::min(numel - done, (chunk_bytes_ - at_byte % chunk_bytes_) / element_bytes);
+    const uint64_t index = at_byte / chunk_bytes_;
+    if (takes_chunks && index != present_ && count * element_bytes == bytes_of_chunk(index)) {
+      read_chunk(index, static_cast<std::byte*>(flat.mutable_data_ptr()) + done * element_bytes);
+      done += count;
+      continue;
+    }
     const at::Tensor part =
         at::from_blob(at_offset(at_byte), {static_cast<int64_t>(count)}, at::TensorOptions().dtype(dtype));
     flat.narrow(0, static_cast<int64_t>(done), static_cast<int64_t>(count)).copy_(part);

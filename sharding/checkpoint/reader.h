@@ -24,7 +24,8 @@ class FileReader {
   FileReader& operator=(const FileReader&) = delete;
 
   // Fills `flat` ([numel], any device, any dtype that Tensor::copy_ casts to) from elements of `dtype` at `offset`.
-  // ValueError when a chunk is not what was written.
+  // Whole chunks go straight to `flat` where it is contiguous, on the CPU and of that dtype. ValueError when a chunk is
+  // not what was written; what `flat` holds then is of no use.
   void read(uint64_t offset, c10::ScalarType dtype, const at::Tensor& flat);
   std::string read_bytes(uint64_t offset, uint64_t bytes);
 
@@ -34,6 +35,9 @@ class FileReader {
  private:
   [[noreturn]] void fail(const char* action, int code, uint64_t offset) const;
   void check_range(uint64_t offset, uint64_t bytes) const;
+  // Reads a chunk, and verifies it.
+  void read_chunk(uint64_t index, std::byte* place) const;
+  uint64_t bytes_of_chunk(uint64_t index) const;
   // Makes the chunk that holds `offset` present; returns where the byte at `offset` lies.
   std::byte* at_offset(uint64_t offset);
 

@@ -20,7 +20,7 @@ from zeropg.checkpoint.optimizers import check_same_names, own_words
 from zeropg.checkpoint.plan import ModelPlan, group_names, optimizer_kind, plan_model
 from zeropg.checkpoint.regular_file import check_no_pipe
 from zeropg.checkpoint.residuals import is_residual_file, load_residuals, residual_file
-from zeropg.checkpoint.saved_tensors import manifest_in, read_pieces
+from zeropg.checkpoint.saved_tensors import manifest_in, read_into_place, read_pieces
 from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.checkpoint.structure_file import read_structure_file
 from zeropg.optim.flat_update import FACTORS
@@ -113,6 +113,7 @@ class Loading:
             self._plan,
             self._pieces_of,
             advance,
+            self._into_place,
         )
         if not self._reads_model:
             return
@@ -209,6 +210,13 @@ class Loading:
     def _pieces_of(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
         name = self._saved_names.get(index) if self._reads_model else None
         return iter(()) if name is None else self._pieces(self._manifest.tensors[name], start, stop)
+
+    def _into_place(self, index: int, start: int, room: torch.Tensor) -> Iterator[int] | None:
+        name = self._saved_names.get(index) if self._reads_model else None
+        saved = None if name is None else self._manifest.tensors[name]
+        if saved is None or saved.dtype != room.dtype or not room.is_contiguous():
+            return None
+        return read_into_place(self._readers[saved.file], saved, start, room)
 
     def _pieces(self, saved: SavedTensor, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
         return read_pieces(self._readers[saved.file], saved, start, stop)

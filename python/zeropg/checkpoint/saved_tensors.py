@@ -15,6 +15,7 @@ from zeropg.checkpoint.foreign import describe_foreign
 from zeropg.checkpoint.manifest import Manifest, SavedTensor, read_manifest
 from zeropg.checkpoint.regular_file import check_no_pipe
 
+_STEP_BYTES = 16 << 20  # of what needs no cast: between two moves of the progress bar
 _PIECE_BYTES = 1 << 20  # stays in a core's cache from the copy to the cast
 
 
@@ -26,6 +27,15 @@ def read_pieces(reader: _C.FileReader, saved: SavedTensor, start: int, stop: int
         values = buffer[: min(step, stop - at)]
         reader.read(saved.offset + at * saved.dtype.itemsize, saved.dtype, values)
         yield at, values
+
+
+def read_into_place(reader: _C.FileReader, saved: SavedTensor, start: int, room: torch.Tensor) -> Iterator[int]:
+    """Reads elements from `start` into `room`, which has the saved dtype. Yields how many bytes have come, in turn."""
+    step = _STEP_BYTES // saved.dtype.itemsize
+    for at in range(0, room.numel(), step):
+        part = room[at : at + step]
+        reader.read(saved.offset + (start + at) * saved.dtype.itemsize, saved.dtype, part)
+        yield part.nbytes
 
 
 def manifest_in(directory: Path) -> Manifest:

@@ -67,6 +67,17 @@ TEST_F(Reader, reads_any_range_in_any_dtype) {
   EXPECT_EQ(0, std::memcmp(raw.data(), values_.const_data_ptr<float>() + 250, 3000));
 }
 
+// Whole chunks go straight to where they belong; parts of one, before and behind, do not.
+TEST_F(Reader, reads_whole_chunks_into_place) {
+  FileReader file = reader();
+  for (const auto& [start, stop] : {std::pair{0, 1501}, {256, 512}, {200, 1300}, {1024, 1501}, {1200, 1501}}) {
+    at::Tensor flat = at::full({stop - start + 2}, -1, at::kFloat);
+    file.read(start * 4, at::kFloat, flat.slice(0, 1, stop - start + 1));
+    EXPECT_TRUE(at::equal(flat.slice(0, 1, stop - start + 1), values_.slice(0, start, stop)));
+    EXPECT_TRUE(flat[0].item<float>() == -1 && flat[-1].item<float>() == -1);
+  }
+}
+
 TEST_F(Reader, refuses_ranges_that_the_file_does_not_have) {
   FileReader file = reader();
   expect_error<c10::ValueError>([&] { file.read(4, at::kFloat, at::empty({1501})); }, "is outside");
