@@ -323,7 +323,11 @@ def test_no_folder_is_too_large_to_look_over() -> None:
 
 
 def test_no_class_declares_too_much_to_look_over() -> None:
-    counts = {(path, name): count for path in headers() for name, count in members((ROOT / path).read_text()).items()}
+    counts = {
+        (path, name): count
+        for path in headers()
+        for name, count in members((ROOT / path).read_text(), str(path)).items()
+    }
     # What c10d::Backend has for each operation, ProcessGroupZero has too.
     assert counts.pop((Path("backend/process_group/process_group.h"), "ProcessGroupZero")) > MOST_MEMBERS
     wrong = [
@@ -335,19 +339,20 @@ def test_no_class_declares_too_much_to_look_over() -> None:
 
 
 def test_members_are_counted_as_a_reader_counts_them() -> None:
-    header = """
+    code = """
     // class Comment { int a; };
     #define MACRO { \\
       {
     namespace outer {
     class Announced;
     template <typename T, int n = (3)>
-    class Box final : public std::vector<std::pair<T, int>> {
+    class Box final : public std::vector<std::pair<T, int>>, private Other {
      public:
       explicit Box(int a) : a_{a}, b_(a) {}
       Box(const Box&) = delete;
       ~Box() override;
       bool operator<(const Box& other) const { return a_ < other.a_; }
+      bool operator==(const Box&) const = default;
       struct Inner {
         int x = 0, y = 0;
         enum Kind : uint8_t { kOne, kTwo };
@@ -357,14 +362,68 @@ def test_members_are_counted_as_a_reader_counts_them() -> None:
 
      private:
       friend class Announced;
+      template <typename U>
+      friend class Box;
       class Hidden;
       std::function<void(int, int)> call_;
       alignas(64) std::atomic<int64_t> bytes_{int64_t{4} << 20};
       int a_{0}, b_ = 1;  // }
+      [[maybe_unused]] int first_ = f(1, 2), second_ = n < 3, third_ = 1'000;
+      const char* const text_ = R"end(class Text { )" int a; })end", *more_ = R"(\\)";
+      char open_ = '{';
     };
+    template <int n = int{3}>
+    class Braced : Base<int{3}> {
+      int x;
+    };
+    template <typename T>
+      requires C<T> && (sizeof(T) > 1)
+    class Constrained {
+      int x, y;
+    };
+    template <typename T>
+      requires requires(T t) { t.x(); }
+    class Required {
+      int x;
+    };
+    template <template <class> class Kind, class... Types>
+    class Box<Kind<Types...>> {};
+    class Box<int>::Hidden {
+      void f(class Elaborated x, struct Announced* y);
+      enum class Scoped { kOne, kTwo } scoped_;
+    };
+    void function() {
+      struct Local {
+        int x;
+      };
+      run([] { union { int a; float b; } both; });
+    }
     }  // namespace outer
     """
-    assert members(header) == {"Box": 10, "Box::Inner": 3}
+    assert members(code, "x.h") == {
+        "Box": 17,
+        "Box::Inner": 3,
+        "Braced": 1,
+        "Constrained": 2,
+        "Required": 1,
+        "Box::Hidden": 3,
+        "Local": 1,
+        "(unnamed)": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("class X { int a; ", "x.h: a { is not closed"),
+        ("class X { int a; }; }", "x.h: a } closes nothing"),
+        ("class X { int a = (1; };", "x.h: a } closes nothing"),
+        ("class X { int a; MACRO };", "x.h: X: no declaration ends with 'MACRO'"),
+    ],
+)
+def test_what_cannot_be_counted_is_an_error(code: str, what: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(what)):
+        members(code, "x.h")
 
 
 def test_a_wire_is_its_source_a_line_of_the_registry_its_suites_and_a_row() -> None:
