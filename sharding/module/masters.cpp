@@ -57,6 +57,31 @@ struct Told {
   }
 };
 
+// What a rank tells of a failure of another one.
+struct FailureElsewhere {
+  const char* operation;
+  const char* could_not;
+  int code;
+};
+
+// Throws `failure`, or that of another rank: what a disk refuses to one must be an error on all of them, before they
+// wait for each other. Collective with offload.
+void throw_together(Communicator& communicator, const ShardingOptions& options, const Units& units,
+                    const std::exception_ptr& failure, const FailureElsewhere& elsewhere) {
+  if (options.optimizer_offload != nullptr && communicator.world_size() > 1 && !units.flats().empty()) {
+    const at::Tensor mine = at::zeros({1}, at::kDouble).fill_(failure == nullptr ? 0.0 : 1.0);
+    const c10::Device device = units.flats().front()->device();
+    const at::Tensor all = at::empty({communicator.world_size()}, mine.options().device(device));
+    communicator.wait(communicator.all_gather(all, mine.to(device)));
+    if (failure == nullptr && all.max().item<double>() > 0) {
+      throw TierError(c10::str(communicator.context(elsewhere.operation), "rank ", all.argmax().item<int64_t>(),
+                               " could not ", elsewhere.could_not, " its masters; see its error."),
+                      elsewhere.code);
+    }
+  }
+  if (failure != nullptr) std::rethrow_exception(failure);
+}
+
 }  // namespace
 
 std::exception_ptr failure_of(const std::function<void()>& action) {
@@ -68,28 +93,17 @@ std::exception_ptr failure_of(const std::function<void()>& action) {
   return nullptr;
 }
 
-void Masters::reserve() {
+void reserve_masters(Communicator& communicator, const ShardingOptions& options, const Units& units) {
   const std::exception_ptr failure = failure_of([&] {
-    for (const auto& flat : units_.flats()) {
-      reserve_master(*flat, options_);
+    for (const auto& flat : units.flats()) {
+      reserve_master(*flat, options);
     }
   });
-  fail_together(failure, "fully_shard", "reserve room for", ENOSPC);
+  throw_together(communicator, options, units, failure, {"fully_shard", "reserve room for", ENOSPC});
 }
 
 void Masters::fail_together(const std::exception_ptr& failure, const char* operation, const char* could_not, int code) {
-  if (options_.optimizer_offload != nullptr && communicator_.world_size() > 1 && !units_.flats().empty()) {
-    const at::Tensor mine = at::zeros({1}, at::kDouble).fill_(failure == nullptr ? 0.0 : 1.0);
-    const c10::Device device = units_.flats().front()->device();
-    const at::Tensor all = at::empty({communicator_.world_size()}, mine.options().device(device));
-    communicator_.wait(communicator_.all_gather(all, mine.to(device)));
-    if (failure == nullptr && all.max().item<double>() > 0) {
-      throw TierError(c10::str(communicator_.context(operation), "rank ", all.argmax().item<int64_t>(), " could not ",
-                               could_not, " its masters; see its error."),
-                      code);
-    }
-  }
-  if (failure != nullptr) std::rethrow_exception(failure);
+  throw_together(communicator_, options_, units_, failure, {operation, could_not, code});
 }
 
 void Masters::settle(const char* operation) {

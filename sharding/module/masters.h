@@ -17,13 +17,14 @@ extern const char* const kReplicasDiffer;  // why Masters::unite_replicas return
 // What `action` throws, or null.
 std::exception_ptr failure_of(const std::function<void()>& action);
 
+// Makes room for the masters of all units in their tier, if there is one. Collective with offload. To be called before
+// the fetch takes its memory, which may be the same: where it suffices for one of them, the masters have it.
+void reserve_masters(Communicator& communicator, const ShardingOptions& options, const Units& units);
+
 class Masters {
  public:
   Masters(Communicator& communicator, const ShardingOptions& options, const Units& units, WholeUnits& whole_units)
       : communicator_(communicator), options_(options), units_(units), whole_units_(whole_units) {}
-
-  // Makes room for them, also in the tier. Collective with offload.
-  void reserve();
 
   // Gives the masters what the program has written to parameters since the last call that did; every step, load and
   // unshard_all does. Collective. Throws, on every rank, where ranks wrote different values; `operation` begins the
@@ -47,8 +48,7 @@ class Masters {
   at::Tensor gather(int64_t flat);  // [total_numel], master dtype; collective
 
  private:
-  // Throws `failure`, or that of another rank: what a disk refuses to one must be an error on all of them, before they
-  // wait for each other. Collective with offload.
+  // Throws `failure`, or that of another rank. Collective with offload.
   void fail_together(const std::exception_ptr& failure, const char* operation, const char* could_not, int code);
   int64_t sample() const;
   void apply(const std::vector<WriteLedger::Change>& changes);

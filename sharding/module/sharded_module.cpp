@@ -38,9 +38,9 @@ void ShardedModule::build(const ModelSource& source) {
   at::NoGradGuard no_grad;
   // The units and their masters, with rank 0's values.
   units_ = std::make_unique<Units>(communicator_, options_, source);
+  reserve_masters(communicator_, options_, *units_);
   whole_units_ = std::make_unique<WholeUnits>(communicator_, options_, *units_, [this] { return answer_to_write(); });
   masters_ = std::make_unique<Masters>(communicator_, options_, *units_, *whole_units_);
-  masters_->reserve();
   adopt(source, communicator_, *units_, whole_units_->fetch(), whole_units_->ledger());
   // What becomes of gradients.
   using DuringBackward = GradientReducer::DuringBackward;
