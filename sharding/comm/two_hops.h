@@ -45,6 +45,9 @@ class TwoHops final : public c10d::Work {
 // The averages of one communicator whose second hops are not issued, in the order of the calls.
 class SecondHops {
  public:
+  SecondHops() = default;
+  SecondHops(const SecondHops&) = delete;  // works refer to it
+
   c10::intrusive_ptr<c10d::Work> add(TwoHops::WorkPointer first, std::function<TwoHops::WorkPointer()> issue);
   // Issue the second hops whose first ones are done; or wait for these, and issue those of all, or of all up to `last`.
   void issue_ready();

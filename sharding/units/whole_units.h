@@ -22,6 +22,7 @@ class WholeUnits {
   // Chooses the fetch. Collective. `answer`: to the ledger.
   WholeUnits(Communicator& communicator, const ShardingOptions& options, Units& units,
              std::function<WriteLedger::Answer()> answer);
+  WholeUnits(const WholeUnits&) = delete;  // the prefetcher calls this one
 
   Fetch& fetch() const { return *fetch_; }
   WriteLedger& ledger() { return ledger_; }
