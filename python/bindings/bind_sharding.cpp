@@ -275,9 +275,8 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly("full_depth", [](const ShardedModule& self) { return self.whole_units().full_depth(); })
       .def("begin_step", &ShardedModule::begin_step, ReleaseGil())
       .def("end_step", &ShardedModule::end_step, py::arg("overlaps") = false, ReleaseGil())
-      .def(
-          "join_step", [](ShardedModule& self) { self.whole_units().join(); }, ReleaseGil(),
-          "Waits for what end_step(overlaps=True) has left on its way; does not communicate.")
+      .def("join_step", &ShardedModule::join_step, ReleaseGil(),
+           "Waits for what end_step(overlaps=True) has left on its way; does not communicate.")
       .def("end_load", &ShardedModule::end_load, ReleaseGil(),
            "Instead of end_step: publishes masters as they are. False, on every rank, where replicas had others.")
       .def(

@@ -14,6 +14,15 @@ namespace {
 // Buckets that the wire reads at once: one being reduced while the next is filled. More would only hold memory.
 constexpr int64_t kMaxHeld = 2;
 
+GradientBucket& find(const std::vector<std::unique_ptr<GradientBucket>>& buckets, const FlatParameter& flat) {
+  for (const auto& bucket : buckets) {
+    if (&bucket->flat() == &flat) {
+      return *bucket;
+    }
+  }
+  TORCH_CHECK_VALUE(false, "[zeropg] ", flat.describe(), " is frozen and has no gradient");
+}
+
 }  // namespace
 
 GradientReducer::GradientReducer(Communicator& communicator, const ShardingOptions& options,
@@ -228,17 +237,12 @@ void GradientReducer::absorb(GradientBucket& bucket) {
   }
 }
 
-GradientBucket& GradientReducer::bucket_of(const FlatParameter& flat) {
-  for (const auto& bucket : buckets_) {
-    if (&bucket->flat() == &flat) {
-      return *bucket;
-    }
-  }
-  TORCH_CHECK_VALUE(false, "[zeropg] ", flat.describe(), " is frozen and has no gradient");
-}
+const GradientBucket& GradientReducer::bucket_of(const FlatParameter& flat) const { return find(buckets_, flat); }
+
+void GradientReducer::hold_until_end(const FlatParameter& flat) { find(buckets_, flat).hold_until_end(); }
 
 at::Tensor GradientReducer::gradient(const FlatParameter& flat) {
-  GradientBucket& bucket = bucket_of(flat);
+  GradientBucket& bucket = find(buckets_, flat);
   absorb(bucket);
   return bucket.gradient().average().of_masters();
 }

@@ -44,7 +44,8 @@ class GradientReducer {
   void set_averages(bool averages) { context_.averages = averages; }
   bool averages() const { return context_.averages; }
   // ValueError where `flat` is none of those that can be trained.
-  GradientBucket& bucket_of(const FlatParameter& flat);
+  const GradientBucket& bucket_of(const FlatParameter& flat) const;
+  void hold_until_end(const FlatParameter& flat);  // GradientBucket::hold_until_end, of that one
 
   // Called once at the start of every backward; `synchronize`: reduce at its end (false inside no_sync).
   void begin_backward(bool synchronize);

@@ -115,7 +115,7 @@ void Backward::before_gradient(FlatParameter& flat) {
   // Where checkpoints run backwards inside this one, a parameter that was used twice gets a gradient from each.
   const Unit& unit = units_.of(flat);
   if (torch::autograd::get_current_graph_task_id() != task_ && (unit.is_root || unit.forwards > 1)) {
-    reducer_.bucket_of(flat).hold_until_end();
+    reducer_.hold_until_end(flat);
   }
 }
 

@@ -57,6 +57,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   // Collective. `overlaps`: in stages 1 and 2 it only sends the new weights; units wait for their own in the next
   // forward, and every call here that needs some of them for all (WholeUnits::join).
   void end_step(bool overlaps = false);
+  void join_step() { whole_units_->join(); }  // waits for what it has left on its way; not collective
   // Instead of end_step where masters were changed by anything else than a step; collective. False, on every rank,
   // where replicas wrote different values (Masters::unite_replicas).
   [[nodiscard]] bool end_load();
@@ -67,7 +68,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
 
   // --- facts ---
   const Units& units() const { return *units_; }
-  WholeUnits& whole_units() const { return *whole_units_; }
+  const WholeUnits& whole_units() const { return *whole_units_; }
   const ShardingOptions& options() const { return options_; }
   const Communicator& communicator() const { return communicator_; }
   double communication_seconds() const { return communicator_.seconds() + reductions_.seconds(); }

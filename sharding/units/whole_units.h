@@ -24,7 +24,8 @@ class WholeUnits {
              std::function<WriteLedger::Answer()> answer);
   WholeUnits(const WholeUnits&) = delete;  // the prefetcher calls this one
 
-  Fetch& fetch() const { return *fetch_; }
+  Fetch& fetch() { return *fetch_; }
+  const Fetch& fetch() const { return *fetch_; }
   WriteLedger& ledger() { return ledger_; }
 
   // Collective where the fetch is.
