@@ -23,7 +23,9 @@ class UnitPrefetcher {
   void begin_forward(const Unit& unit) { budget_.begin_forward(units_.index_of(unit)); }
   void end_forward(const Unit& unit) { budget_.end_forward(units_.index_of(unit)); }
 
-  // The unit is made whole next, for `use`: begins its gather, if that has not begun, and those of what comes after it.
+  // The unit is made whole next, for `use`. Nothing happens for one that persists. Otherwise, where it is not the unit
+  // that was expected next to compute, what was gathered ahead is dropped; and to compute, its gather begins, if it has
+  // not, and those of what comes after it. For other uses the caller gathers.
   void need(Unit& unit, Fetch::Use use);
   // The unit is needed again, and still whole.
   void need_again(const Unit& unit);

@@ -1,4 +1,5 @@
-// Which frames the thread that reads from a wire waits for itself, and where their bytes go.
+// Which frames the thread that reads from a wire waits for itself, and where their bytes go. The mutex of the
+// RemoteTransport that has it guards it.
 //
 // Note [Other people's frames]
 // Whoever reads from a peer's connection gets whatever comes next on it, also what another thread sleeps for: the
