@@ -161,7 +161,7 @@ WorkPointer Communicator::reduce_scatter_average(at::Tensor part, at::Tensor who
     }
     return average_replicas();
   }
-  return second_hops_.add(reduce_scatter(groups_.shards, part, whole), average_replicas);
+  return two_hops_.add(reduce_scatter(groups_.shards, part, whole), average_replicas);
 }
 
 bool Communicator::scatters_by_all_reduce(c10::Device device) const {
@@ -177,7 +177,7 @@ bool Communicator::has_read(const WorkPointer& work) {
   if (hops == nullptr) {
     return work->isCompleted();
   }
-  second_hops_.issue_ready();
+  two_hops_.issue_ready();
   return hops->is_issued();
 }
 
@@ -186,12 +186,12 @@ void Communicator::wait_until_read(const WorkPointer& work) {
   if (hops == nullptr) {
     wait(work);
   } else {
-    timed([&] { second_hops_.issue_to(*hops); });
+    timed([&] { two_hops_.issue_to(*hops); });
   }
 }
 
 void Communicator::issue_second_hops() {
-  timed([&] { second_hops_.issue_all(); });
+  timed([&] { two_hops_.issue_all(); });
 }
 
 // --- every rank of the model ---

@@ -114,7 +114,7 @@ class Communicator {
 
   RankGroups groups_;
   std::shared_ptr<EventLog> log_;
-  SecondHops second_hops_;
+  TwoHopQueue two_hops_;
   double seconds_ = 0;
 };
 

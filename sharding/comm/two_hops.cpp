@@ -7,7 +7,7 @@
 
 namespace zeropg {
 
-TwoHops::TwoHops(SecondHops& queue, WorkPointer first, std::function<WorkPointer()> issue)
+TwoHops::TwoHops(TwoHopQueue& queue, WorkPointer first, std::function<WorkPointer()> issue)
     : queue_(queue), first_(std::move(first)), issue_(std::move(issue)) {}
 
 bool TwoHops::isCompleted() {
@@ -34,32 +34,32 @@ void TwoHops::begin_second() {
   }
 }
 
-c10::intrusive_ptr<c10d::Work> SecondHops::add(TwoHops::WorkPointer first,
-                                               std::function<TwoHops::WorkPointer()> issue) {
+c10::intrusive_ptr<c10d::Work> TwoHopQueue::add(TwoHops::WorkPointer first,
+                                                std::function<TwoHops::WorkPointer()> issue) {
   auto hops = c10::make_intrusive<TwoHops>(*this, std::move(first), std::move(issue));
   waiting_.push_back(hops);
   return hops;
 }
 
-void SecondHops::issue_ready() {
+void TwoHopQueue::issue_ready() {
   while (!waiting_.empty() && waiting_.front()->is_first_done()) {
     issue_next();
   }
 }
 
-void SecondHops::issue_all() {
+void TwoHopQueue::issue_all() {
   while (!waiting_.empty()) {
     issue_next();
   }
 }
 
-void SecondHops::issue_to(const TwoHops& last) {
+void TwoHopQueue::issue_to(const TwoHops& last) {
   while (!last.is_issued()) {
     issue_next();
   }
 }
 
-void SecondHops::issue_next() {
+void TwoHopQueue::issue_next() {
   waiting_.front()->begin_second();
   waiting_.pop_front();
 }

@@ -16,7 +16,7 @@
 
 namespace zeropg {
 
-class SecondHops;
+class TwoHopQueue;
 
 // Ends with its second hop.
 class TwoHops final : public c10d::Work {
@@ -24,7 +24,7 @@ class TwoHops final : public c10d::Work {
   using WorkPointer = c10::intrusive_ptr<c10d::Work>;
 
   // `issue` begins the second hop when `first`, which has begun, is done.
-  TwoHops(SecondHops& queue, WorkPointer first, std::function<WorkPointer()> issue);
+  TwoHops(TwoHopQueue& queue, WorkPointer first, std::function<WorkPointer()> issue);
 
   bool isCompleted() override;
   bool wait(std::chrono::milliseconds timeout) override;
@@ -35,7 +35,7 @@ class TwoHops final : public c10d::Work {
   bool is_issued() const { return failure_ != nullptr || second_; }
 
  private:
-  SecondHops& queue_;
+  TwoHopQueue& queue_;
   WorkPointer first_;
   std::function<WorkPointer()> issue_;
   WorkPointer second_;
@@ -43,10 +43,10 @@ class TwoHops final : public c10d::Work {
 };
 
 // The averages of one communicator whose second hops are not issued, in the order of the calls.
-class SecondHops {
+class TwoHopQueue {
  public:
-  SecondHops() = default;
-  SecondHops(const SecondHops&) = delete;  // works refer to it
+  TwoHopQueue() = default;
+  TwoHopQueue(const TwoHopQueue&) = delete;  // works refer to it
 
   c10::intrusive_ptr<c10d::Work> add(TwoHops::WorkPointer first, std::function<TwoHops::WorkPointer()> issue);
   // Issue the second hops whose first ones are done; or wait for these, and issue those of all, or of all up to `last`.

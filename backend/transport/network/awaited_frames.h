@@ -28,7 +28,7 @@ class AwaitedFrames {
     peer_ = peer;
     index_ = index;
   }
-  bool include(int32_t peer, const FrameHeader& header) const {
+  bool includes(int32_t peer, const FrameHeader& header) const {
     return header.kind == kind_ && peer == peer_ && header.index == index_;
   }
 

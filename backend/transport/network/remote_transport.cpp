@@ -111,7 +111,7 @@ size_t RemoteTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte
 
 std::span<std::byte> RemoteTransport::place_for(int32_t peer, const FrameHeader& header) {
   const std::span<std::byte> place = awaited_.place();
-  if (place.empty() || !awaited_.include(peer, header)) return {};
+  if (place.empty() || !awaited_.includes(peer, header)) return {};
   return streams_[static_cast<size_t>(peer)].incoming[header.index].queued_bytes() == 0 ? place
                                                                                         : std::span<std::byte>();
 }
@@ -184,7 +184,7 @@ void RemoteTransport::check_frame(int32_t peer, const FrameHeader& header) {
 }
 
 void RemoteTransport::take_frame(int32_t peer, const FrameHeader& header, Payload payload) {
-  if (!awaited_.include(peer, header)) awaited_.note_other();
+  if (!awaited_.includes(peer, header)) awaited_.note_other();
   switch (header.kind) {
     case FrameKind::kData:
       streams_[static_cast<size_t>(peer)].incoming[header.index].put(std::move(payload));
