@@ -325,7 +325,7 @@ def test_no_folder_is_too_large_to_look_over() -> None:
 def test_no_class_declares_too_much_to_look_over() -> None:
     counts = {
         (path, name): count
-        for path in headers()
+        for path in sources()
         for name, count in members((ROOT / path).read_text(), str(path)).items()
     }
     # What c10d::Backend has for each operation, ProcessGroupZero has too.
