@@ -1,5 +1,5 @@
-// The other ranks of a group, as this one sees them: who failed, left or died, and who waits for whom; and what this one
-// tells them of itself.
+// The other ranks of a group, as this one sees them: who failed, left or died, and who waits for whom; and what this
+// one tells them of itself.
 #pragma once
 
 #include <chrono>
