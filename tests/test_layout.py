@@ -243,10 +243,6 @@ def sources() -> list[Path]:
     ]
 
 
-def headers() -> list[Path]:
-    return [path for path in sources() if path.suffix == ".h"]
-
-
 def includes(path: Path) -> Iterator[str]:
     """What stands after #include, with its quotes or angle brackets."""
     for line in (ROOT / path).read_text().splitlines():

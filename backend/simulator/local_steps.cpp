@@ -20,8 +20,8 @@ void LocalSteps::spend(int32_t rank) {
 
 void LocalSteps::copy(int32_t rank) {
   const Step& step = programs_.step_of(rank);
-  const bool is_in_place = memory_.locate(rank, step.source, step.bytes, false) ==
-                           memory_.locate(rank, step.destination, step.bytes, true);
+  const bool is_in_place =
+      memory_.locate(rank, step.source, step.bytes, false) == memory_.locate(rank, step.destination, step.bytes, true);
   if (is_in_place) return;
   const std::byte* source = memory_.resolve(rank, step.source, step.bytes, false);
   std::byte* destination = memory_.resolve(rank, step.destination, step.bytes, true);
