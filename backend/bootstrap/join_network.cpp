@@ -92,13 +92,6 @@ std::string StoreOutOfBand::pair_key(int32_t peer, const std::string& own_nonce,
   return {key.begin(), key.end()};
 }
 
-// Until each of them answered.
-void greet_first_met(RemoteTransport& network, const NetworkPlan& plan) {
-  network.greet(plan.first_met);
-  wait_on_network(network, {plan.deadline, plan.tick, "no answer"},
-                  [&] { return network.liveness().silent_for(std::chrono::milliseconds(0)); });
-}
-
 }  // namespace
 
 const WireEntry& chosen_wire(const std::string& name, const WireOffer& offer, int32_t rank, int32_t world_size) {
@@ -144,7 +137,7 @@ void join_network(const WireEntry& wire, const NetworkPlan& plan, StoreExchange&
       std::move(joined),
       RemoteTransportOptions{
           .rank = plan.rank, .world_size = plan.world_size, .peers = plan.peers, .window_bytes = plan.window_bytes});
-  greet_first_met(**network, plan);
+  greet_and_wait(**network, plan.first_met, plan.deadline, plan.tick);
 }
 
 }  // namespace zeropg

@@ -219,9 +219,7 @@ class Leader {
   void greet(const std::map<int32_t, Exchange>& exchanges) {
     std::vector<int32_t> leaders;
     for (const auto& [node, exchange] : exchanges) leaders.push_back(leader_of(node));
-    network_.greet(leaders);
-    wait_on_network(network_, {plan_.deadline, plan_.tick, "no answer"},
-                    [&] { return network_.liveness().silent_for(std::chrono::milliseconds(0)); });
+    greet_and_wait(network_, leaders, plan_.deadline, plan_.tick);
   }
 
   size_t seen_bytes() const { return sizeof(double) + probe_distances(nodes_).size() * sizeof(WindowBytes); }

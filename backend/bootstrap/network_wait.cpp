@@ -40,4 +40,11 @@ void wait_on_network(RemoteTransport& network, const NetworkWait& wait,
   }
 }
 
+void greet_and_wait(RemoteTransport& network, const std::vector<int32_t>& peers, Clock::time_point deadline,
+                    const Tick& tick) {
+  network.greet(peers);
+  wait_on_network(network, {deadline, tick, "no answer"},
+                  [&] { return network.liveness().silent_for(std::chrono::milliseconds(0)); });
+}
+
 }  // namespace zeropg

@@ -21,4 +21,8 @@ struct NetworkWait {
 void wait_on_network(RemoteTransport& network, const NetworkWait& wait,
                      const std::function<std::vector<int32_t>()>& awaited);
 
+// Asks these peers for a sign of life, and waits until each has answered. Throws as wait_on_network.
+void greet_and_wait(RemoteTransport& network, const std::vector<int32_t>& peers, Clock::time_point deadline,
+                    const Tick& tick);
+
 }  // namespace zeropg

@@ -22,6 +22,10 @@ constexpr std::chrono::milliseconds kDoorPause{200};    // where no descriptor i
 constexpr int kMostWelcomes = 64;                       // before calls have their turn
 constexpr std::chrono::milliseconds kPause{50};         // before a peer that refused is tried again
 
+std::string trouble_at(const std::string& host, uint16_t port, const std::string& what) {
+  return host + " port " + std::to_string(port) + ": " + what;
+}
+
 // Closes a socket that no child may keep.
 void hang_up(Descriptor& socket) {
   if (socket) forget_in_children(socket.get());
@@ -144,7 +148,7 @@ void TcpConnector::advance(int32_t peer, Call& call, bool is_ready) {
     if (!call.socket || now < call.until) return;
     if (call.is_connected && call.hosts.size() == 1) {  // there is nowhere else to look for it
       call.until = now + kAttempt;
-      call.trouble = "no answer";
+      call.trouble = trouble_at(call.hosts[0], plan_.addresses[static_cast<size_t>(peer)].port, "no answer");
       return;
     }
     if (call.is_connected && lasts()) call.lost_at = now + plan_.patience;
@@ -202,8 +206,7 @@ void TcpConnector::suspend(Call& call, std::chrono::milliseconds pause) {
 
 void TcpConnector::give_up(int32_t peer, Call& call, const std::string& trouble) {
   const size_t at = (call.next_host - 1) % call.hosts.size();
-  const uint16_t port = plan_.addresses[static_cast<size_t>(peer)].port;
-  call.trouble = call.hosts[at] + " port " + std::to_string(port) + ": " + trouble;
+  call.trouble = trouble_at(call.hosts[at], plan_.addresses[static_cast<size_t>(peer)].port, trouble);
   if (call.handshake && call.handshake->is_refused()) call.answers[at] = Answer::kRefused;
   suspend(call, kPause);
   const auto answered = [&](Answer answer) { return std::count(call.answers.begin(), call.answers.end(), answer); };
@@ -293,7 +296,7 @@ bool TcpConnector::converse(Visitor& visitor) {
 bool TcpConnector::hear_proof(Visitor& visitor) {
   const int32_t rank = visitor.handshake.rank();
   const auto at = static_cast<size_t>(rank);
-  if (at >= is_caller_.size() || !is_caller_[at]) C10_THROW_ERROR(DistNetworkError, "not expected");
+  if (at >= is_caller_.size() || is_settled_[at] || !is_caller_[at]) C10_THROW_ERROR(DistNetworkError, "not expected");
   const auto own = calls_.find(rank);
   if (own != calls_.end()) {  // Note [Two that call each other]
     Call& call = own->second;
@@ -318,7 +321,6 @@ void TcpConnector::make(int32_t peer, Descriptor socket, std::string key) {
   forget_in_children(socket.get());
   if (is_settled_[at]) return;  // two of its calls came through, or it was lost meanwhile
   is_settled_[at] = true;
-  is_caller_[at] = false;
   const auto own = calls_.find(peer);
   if (own != calls_.end()) hang_up(own->second.socket);
   news_.made.push_back({peer, {std::move(socket), std::move(key)}});
@@ -327,7 +329,6 @@ void TcpConnector::make(int32_t peer, Descriptor socket, std::string key) {
 void TcpConnector::lose(int32_t peer, std::string reason, bool has_left) {
   const auto at = static_cast<size_t>(peer);
   is_settled_[at] = true;
-  is_caller_[at] = false;
   news_.lost.push_back({peer, std::move(reason), has_left});
 }
 

@@ -89,7 +89,7 @@ class TcpConnector final : public Connector {
   Descriptor timer_;
   std::map<int32_t, Call> calls_;  // by peer
   std::vector<Visitor> visitors_;
-  std::vector<bool> is_caller_;   // by rank: may still call
+  std::vector<bool> is_caller_;   // by rank
   std::vector<bool> is_settled_;  // by rank: made or lost
   ConnectorNews news_;
   size_t refused_ = 0;
