@@ -188,7 +188,15 @@ def _one_bit_adam(setup: Setup) -> Trainer:
 
 def _dgc(setup: Setup) -> Trainer:
     optim = importlib.import_module("zeropg.optim")
-    optimizer = optim.DGC(setup.model.parameters(), lr=setup.lr, momentum=0.9, ratio=0.01, clip=setup.task.clip)
+    momentum = setup.task.momentum
+    optimizer = optim.DGC(
+        setup.model.parameters(),
+        lr=setup.lr,
+        momentum=momentum,
+        ratio=0.01,
+        weight_decay=setup.task.weight_decay / (1 - momentum),  # DGC's passes no momentum, SGD's does
+        clip=setup.task.clip,
+    )
     ddp = _ddp(setup)
     optimizer.attach(ddp)
     return Trainer(ddp, optimizer, lambda: None)

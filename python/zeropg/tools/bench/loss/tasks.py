@@ -22,6 +22,8 @@ class Task(ABC):
     """One task on one rank. The batches depend on seed and step, never on the arm or the number of ranks."""
 
     lr: float  # 1 in the sweep
+    momentum: float = 0.0  # of its optimizer, where that is SGD
+    weight_decay: float = 0.0  # as SGD takes it
     clip: float | None = None  # norm of the gradient
 
     def __init__(self, seed: int, rank: int, world_size: int) -> None:
@@ -99,9 +101,14 @@ class TextTask(Task):
 
 
 class DigitsTask(Task):
-    """A convolutional network of 0.15 million parameters on scikit-learn's 1797 images of digits."""
+    """A convolutional network of 0.15 million parameters on scikit-learn's 1797 images of digits, a third unseen.
+
+    Without the weight decay the final loss is higher, and small changes of the gradients move it by 5 % instead of 1 %.
+    """
 
     lr = 0.05
+    momentum = 0.9
+    weight_decay = 5e-3
     _BATCH = 64
 
     def __init__(self, seed: int, rank: int, world_size: int) -> None:
@@ -111,7 +118,7 @@ class DigitsTask(Task):
         images, labels = (torch.from_numpy(part) for part in load_digits(return_X_y=True))
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         images, labels = images[order].float().view(-1, 1, 8, 8) / 16, labels[order].long()
-        kept = len(images) // 5
+        kept = len(images) // 3
         self._images, self._labels = images[kept:], labels[kept:]
         mine = slice(rank, kept, world_size)
         self._validation = (images[:kept][mine], labels[:kept][mine])
@@ -127,7 +134,7 @@ class DigitsTask(Task):
         )
 
     def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
     def loss(self, model: Any, step: int) -> Tensor:
         each = -(-self._BATCH // self.world_size)
