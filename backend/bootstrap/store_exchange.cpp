@@ -125,8 +125,6 @@ GroupMap make_map(std::vector<RankRecord> records) {
   return map;
 }
 
-std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-
 // A FileStore only ever appends, so what was in it stays in its file, which torch lets everybody read. Ranks write to
 // it: who may read and not write is none, and loses the right to read.
 void close_to_readers(c10::intrusive_ptr<c10d::Store> store, int32_t world_size) {
@@ -148,7 +146,7 @@ void close_to_readers(c10::intrusive_ptr<c10d::Store> store, int32_t world_size)
 
 StoreExchange::StoreExchange(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t world_size,
                              Clock::time_point deadline)
-    : store_(std::move(store)),
+    : store_(std::move(store), deadline, [this] { wait_for_the_store(); }),
       rank_(rank),
       world_size_(world_size),
       deadline_(deadline),
@@ -157,20 +155,20 @@ StoreExchange::StoreExchange(c10::intrusive_ptr<c10d::Store> store, int32_t rank
 GroupMap StoreExchange::exchange(const RankRecord& own) {
   GroupMap map;
   if (rank_ == 0) {
-    store_->set(rank_key(0), "");  // so that the others know who came, should there be no map
+    store_.set(rank_key(0), "");  // so that the others know who came, should there be no map
     try {
       map = make_map(collect(own));
     } catch (const c10::Error& error) {
       map.error = error.what_without_backtrace();
     }
-    if (!map.secret.empty()) close_to_readers(store_, world_size_);
-    store_->set(kMapKey, encode(map));
-    store_->deleteKey(rank_key(0));
+    if (!map.secret.empty()) close_to_readers(store_.store(), world_size_);
+    store_.set(kMapKey, encode(map));
+    store_.remove(rank_key(0));
   } else {
-    store_->set(rank_key(rank_), encode(own));
+    store_.set(rank_key(rank_), encode(own));
     wait_for({{0, kMapKey}});
-    store_->deleteKey(rank_key(rank_));  // rank 0 has read it, or there would be no map
-    map = decode_map(to_text(store_->get(kMapKey)), world_size_);
+    store_.remove(rank_key(rank_));  // rank 0 has read it, or there would be no map
+    map = decode_map(store_.get(kMapKey), world_size_);
   }
   if (!map.error.empty()) C10_THROW_ERROR(DistBackendError, map.error);
   return map;
@@ -181,19 +179,8 @@ std::vector<RankRecord> StoreExchange::collect(const RankRecord& own) {
   for (int32_t rank = 1; rank < world_size_; ++rank) awaited.push_back({rank, rank_key(rank)});
   wait_for(awaited);
   std::vector<RankRecord> records{own};
-  for (const std::string& value : read(awaited)) records.push_back(decode_record(value));
+  for (const std::string& value : store_.get_all(keys_of(awaited))) records.push_back(decode_record(value));
   return records;
-}
-
-std::vector<std::string> StoreExchange::read(const std::vector<Awaited>& awaited) {
-  const std::vector<std::string> keys = keys_of(awaited);
-  std::vector<std::string> values;
-  if (store_->hasExtendedApi()) {
-    for (const auto& value : store_->multiGet(keys)) values.push_back(to_text(value));
-  } else {
-    for (const std::string& key : keys) values.push_back(to_text(store_->get(key)));
-  }
-  return values;
 }
 
 std::vector<std::string> StoreExchange::keys_of(const std::vector<Awaited>& awaited) {
@@ -209,7 +196,7 @@ void StoreExchange::wait_for(const std::vector<Awaited>& awaited) {
   const auto start = Clock::now();
   const auto longest_pause = kLongestPause + world_size_ * kPausePerRank;
   next_look_ = start + kLookInterval;
-  while (!store_->check(keys)) {
+  while (!store_.check(keys)) {
     look([&] { return missing_of(awaited); });
     const auto now = Clock::now();
     if (now >= deadline_) {
@@ -228,16 +215,16 @@ std::vector<int32_t> StoreExchange::missing_of(const std::vector<Awaited>& await
   const bool is_map = awaited[0].key == kMapKey;
   if (is_map || awaited[0].key == kAddressesKey) {
     for (int32_t rank = 0; rank < world_size_; ++rank) {
-      if (!store_->check({is_map ? rank_key(rank) : address_key(rank)})) missing.push_back(rank);
+      if (!store_.check({is_map ? rank_key(rank) : address_key(rank)})) missing.push_back(rank);
     }
     if (missing.empty()) missing.push_back(0);
   } else {
     for (const Awaited& entry : awaited) {
-      if (!store_->check({entry.key})) missing.push_back(entry.rank);
+      if (!store_.check({entry.key})) missing.push_back(entry.rank);
     }
   }
   // Once all is there, ranks go on, and take back what they wrote.
-  if (store_->check(keys_of(awaited))) missing.clear();
+  if (store_.check(keys_of(awaited))) missing.clear();
   return missing;
 }
 
@@ -250,17 +237,17 @@ void StoreExchange::throw_late(const std::vector<int32_t>& missing) {
 
 std::vector<std::string> StoreExchange::exchange_addresses(const std::string& own, const std::vector<int32_t>& peers,
                                                            const AddressKey& key) {
-  store_->set(address_key(rank_), sign_address(key, rank_, own));
+  store_.set(address_key(rank_), sign_address(key, rank_, own));
   if (rank_ == 0) {
     std::vector<Awaited> awaited;
     for (int32_t rank = 0; rank < world_size_; ++rank) awaited.push_back({rank, address_key(rank)});
     wait_for(awaited);
-    store_->set(kAddressesKey, encode_texts(read(awaited)));
+    store_.set(kAddressesKey, encode_texts(store_.get_all(keys_of(awaited))));
   } else {
     wait_for({{0, kAddressesKey}});
   }
-  store_->deleteKey(address_key(rank_));  // rank 0 has read it
-  const std::vector<std::string> all = decode_texts(to_text(store_->get(kAddressesKey)), world_size_);
+  store_.remove(address_key(rank_));  // rank 0 has read it
+  const std::vector<std::string> all = decode_texts(store_.get(kAddressesKey), world_size_);
   std::vector<std::string> addresses(static_cast<size_t>(world_size_));
   for (const int32_t peer : peers) {
     const auto index = static_cast<size_t>(peer);
@@ -275,6 +262,11 @@ void StoreExchange::look_around(const std::vector<int32_t>& awaited) {
   look([&] { return awaited_; });
 }
 
+void StoreExchange::wait_for_the_store() {
+  check_signals();
+  meanwhile_(awaited_);
+}
+
 void StoreExchange::look(const std::function<std::vector<int32_t>()>& awaited) {
   check_signals();
   const auto now = Clock::now();
@@ -285,25 +277,25 @@ void StoreExchange::look(const std::function<std::vector<int32_t>()>& awaited) {
     names_the_late_ = true;
     C10_THROW_ERROR(DistBackendError, failure);
   }
-  if (answered_ ? *answered_ != awaited() : store_->check({kRollCallKey})) answer_roll_call(awaited());
+  if (answered_ ? *answered_ != awaited() : store_.check({kRollCallKey})) answer_roll_call(awaited());
 }
 
 std::string StoreExchange::reported_failure() {
-  return store_->check({kFailureKey}) ? printable(to_text(store_->get(kFailureKey)), kMaxFailureBytes) : "";
+  return store_.check({kFailureKey}) ? printable(store_.get(kFailureKey), kMaxFailureBytes) : "";
 }
 
 void StoreExchange::answer_roll_call(const std::vector<int32_t>& awaited) {
   answered_ = awaited;
-  store_->set(present_key(rank_), encode_ranks(awaited));
+  store_.set(present_key(rank_), encode_ranks(awaited));
 }
 
 std::string StoreExchange::call_roll(const std::string& failure) {
   if (awaited_.empty()) return failure;
-  store_->set(kRollCallKey, "");
+  store_.set(kRollCallKey, "");
   answer_roll_call(awaited_);
   std::vector<int32_t> silent;
   const WaitsOf waits_of = [&](int32_t rank) -> std::vector<int32_t> {
-    if (store_->check({present_key(rank)})) return decode_ranks(to_text(store_->get(present_key(rank))), world_size_);
+    if (store_.check({present_key(rank)})) return decode_ranks(store_.get(present_key(rank)), world_size_);
     silent.push_back(rank);
     return {};
   };
@@ -328,17 +320,17 @@ std::string StoreExchange::find_cause(const std::string& failure, std::optional<
     if (names_the_late_) return failure;
     if (Clock::now() >= deadline_) return call_roll(failure);
     if (!lost) return failure;
-    store_->set(broken_key(rank_), encode(BreakRecord{*lost, failure}));
+    store_.set(broken_key(rank_), encode(BreakRecord{*lost, failure}));
     const auto start = Clock::now();
     const auto end = std::min(start + patience_, std::max(deadline_, start + kRollCall));
     for (bool is_last = false; !is_last; std::this_thread::sleep_for(kPause)) {
       is_last = Clock::now() >= end;
       if (const std::string cause = reported_failure(); !cause.empty()) return cause;
       meanwhile_(awaited_);
-      if (!answered_ && store_->check({kRollCallKey})) answer_roll_call(awaited_);
+      if (!answered_ && store_.check({kRollCallKey})) answer_roll_call(awaited_);
     }
     // The rank that is lost may have left at its deadline.
-    return store_->check({kRollCallKey}) ? call_roll(failure) : first_break({*lost, failure});
+    return store_.check({kRollCallKey}) ? call_roll(failure) : first_break({*lost, failure});
   } catch (const std::exception&) {
     // The store is what failed, or it is gone.
   }
@@ -351,8 +343,8 @@ std::string StoreExchange::first_break(BreakRecord first) {
   std::set<int64_t> known{rank_, first.lost};
   while (first.lost >= 0 && first.lost < world_size_) {
     const std::string key = broken_key(static_cast<int32_t>(first.lost));
-    if (!store_->check({key})) break;
-    BreakRecord next = decode_break(to_text(store_->get(key)));
+    if (!store_.check({key})) break;
+    BreakRecord next = decode_break(store_.get(key));
     if (!known.insert(next.lost).second) break;
     first = std::move(next);
   }
@@ -367,21 +359,21 @@ void StoreExchange::report_failure(const std::string& error) noexcept {
   try {
     const std::string text = "rank " + std::to_string(rank_) + ": " + error;
     try {
-      store_->compareSet(kFailureKey, "", text);  // the first one stays
+      store_.compare_set(kFailureKey, "", text);  // the first one stays
     } catch (const std::exception&) {             // a store that cannot
-      if (!store_->check({kFailureKey})) store_->set(kFailureKey, text);
+      if (!store_.check({kFailureKey})) store_.set(kFailureKey, text);
     }
     GroupMap map;
     map.error = text;
-    if (rank_ == 0) store_->set(kMapKey, encode(map));
+    if (rank_ == 0) store_.set(kMapKey, encode(map));
   } catch (const std::exception&) {
     // The store is what failed, or it is gone; the others have their deadlines.
   }
 }
 
 void StoreExchange::clean_up() {
-  store_->deleteKey(kMapKey);
-  store_->deleteKey(kAddressesKey);
+  store_.remove(kMapKey);
+  store_.remove(kAddressesKey);
 }
 
 }  // namespace zeropg

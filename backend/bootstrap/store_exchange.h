@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "backend/bootstrap/sockets/unix_socket.h"
+#include "backend/bootstrap/store_client.h"
 #include "backend/bootstrap/store_records.h"
 
 namespace zeropg {
@@ -19,7 +20,7 @@ namespace zeropg {
 // deadline), "zeropg/roll_call", "zeropg/present/<r>" (for whom r waits) and "zeropg/broken/<r>" (which rank r lost,
 // and how). Rank 0 alone reads what each rank wrote, and publishes all of it in one value: so the questions to the
 // store grow with the ranks, not with their pairs. Every wait ends at the deadline with DistBackendError naming the
-// ranks that did not come.
+// ranks that did not come; a store that is silent until then is a DistNetworkError (Note [A silent store]).
 //
 // Note [Roll call]
 // Who runs into the deadline has waited for some rank, which may itself have waited for another one. So it calls the
@@ -57,17 +58,17 @@ class StoreExchange {
     std::string key;
   };
   static std::vector<std::string> keys_of(const std::vector<Awaited>& awaited);
-  std::vector<std::string> read(const std::vector<Awaited>& awaited);
   void wait_for(const std::vector<Awaited>& awaited);
   std::vector<int32_t> missing_of(const std::vector<Awaited>& awaited);  // empty: all is there by now
   [[noreturn]] void throw_late(const std::vector<int32_t>& missing);
+  void wait_for_the_store();
   void look(const std::function<std::vector<int32_t>()>& awaited);
   std::string reported_failure();  // "": none
   std::string first_break(BreakRecord own);
   void answer_roll_call(const std::vector<int32_t>& awaited);
   std::string call_roll(const std::string& failure);
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  StoreClient store_;
   int32_t rank_ = 0;
   int32_t world_size_ = 1;
   Clock::time_point deadline_;
