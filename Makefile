@@ -103,7 +103,8 @@ fuzz: $(VENV)/requirements.stamp
 soak: build
 	ZEROPG_BUILD_DIR=$(BUILD) ZEROPG_PROGRAM_SECONDS=$(SECONDS) $(BIN)/python -m pytest -o faulthandler_timeout=0 \
 	  tests/backend/process_group/test_random_programs.py tests/sharding/uses/test_random_uses.py \
-	  tests/lab/test_bench_loss.py tests/lab/test_bench_nodes.py tests/lab/test_training.py tests/tools/test_tune.py $(ARGS)
+	  tests/lab/test_random_faults.py tests/lab/test_bench_loss.py tests/lab/test_bench_nodes.py \
+	  tests/lab/test_training.py tests/tools/test_tune.py $(ARGS)
 
 # ARGS='-k transport' goes to pytest; SANITIZERS=thread runs one of them. Without address randomisation, of which new
 # kernels have more than ThreadSanitizer expects, and without UCX's hooks in the allocator. torch is not instrumented:

@@ -112,6 +112,38 @@ def test_a_host_whose_cable_is_pulled(tmp_path: Path, network: str) -> None:
         check(failures[2:], ("rank 0", "rank 1", "ranks 0"), cut[0], GROUP_TIMEOUT + MARGIN)
 
 
+def join_when_told(folder: str, timeout: float) -> Failure:
+    """Rank 0 never comes; the others wait for it in the store."""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    Path(folder, f"rank{rank}").touch()
+    if rank == 0:
+        time.sleep(timeout)
+        del store
+        return Failure("", time.time())
+    try:
+        join(timeout)
+    except Exception as error:
+        return Failure(str(error), time.time())
+    raise AssertionError("the ranks joined without rank 0")
+
+
+def test_a_store_that_is_cut_off_is_missed_at_the_deadline(tmp_path: Path) -> None:
+    def cut_a_little_later() -> None:
+        time.sleep(1)  # they ask the store over and over by now
+        lab.cut(1)
+
+    with Lab(hosts=2) as lab, RankPool(4, backend=None, place=HostsPlace(lab)) as pool:
+        with when_all_train(tmp_path, cut_a_little_later) as begin:
+            failures = pool.run(join_when_told, str(tmp_path), 8.0, timeout=150)
+        assert "rank 0 did not come to the store in time" in failures[1].message
+        for failure in failures[2:]:
+            assert "[zeropg rank" in failure.message and "the store at 10.77.0." in failure.message, failure.message
+            assert "has not answered for" in failure.message and "look at the network" in failure.message
+        assert all(failure.time - begin[0] < 8 + MARGIN for failure in failures)
+
+
 def wait_for_a_host_that_is_gone(folder: str) -> Failure:
     join(150)
     dist.all_reduce(torch.ones(1))
