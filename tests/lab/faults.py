@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.wires import USABLE_WIRES
 from zeropg.tools.lab.lab import Lab
 
 FROM_OUTSIDE = ("cut", "separate", "kill host", "kill rank", "stop rank")
@@ -39,6 +40,7 @@ class Plan:
     calls: int  # after which a rank misbehaves
     length: float  # seconds of what passes
     groups: int  # besides the world
+    network: str
     connections: str
     authenticate_frames: bool
 
@@ -49,6 +51,8 @@ class Plan:
         per_host = choose.choice((1, 2)) if hosts == 2 else 1
         fault = choose.choice((*FROM_OUTSIDE, *BY_A_RANK, *PASSING))
         is_of_host = fault in ("cut", "separate", "kill host", "blink", "slow link")
+        network = choose.choice(("tcp", "tcp", "tcp", "ucx"))
+        network = network if network in USABLE_WIRES else "tcp"
         return Plan(
             seed=seed,
             hosts=hosts,
@@ -61,7 +65,8 @@ class Plan:
             calls=choose.randrange(60),
             length=0.2 + choose.random() * 1.3,
             groups=choose.choice((0, 0, 1)),
-            connections=choose.choice(("all", "on_demand")),
+            network=network,
+            connections=choose.choice(("all", "on_demand")) if network == "tcp" else "all",
             authenticate_frames=choose.random() < 0.3,
         )
 

@@ -73,7 +73,7 @@ def _play(plan: Plan, folder: Path) -> None:
         world_size=plan.world_size,
         timeout=timedelta(seconds=JOIN_TIMEOUT),
         pg_options=zeropg.BackendOptions(
-            connections=plan.connections, authenticate_frames=plan.authenticate_frames, network="tcp"
+            connections=plan.connections, authenticate_frames=plan.authenticate_frames, network=plan.network
         ),
     )
     program = Program(plan.seed, groups=plan.groups, largest_block_bits=17)

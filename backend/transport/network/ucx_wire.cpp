@@ -138,6 +138,8 @@ void UcxWireOverLibrary::start() {
   check(ucx_.config_read(nullptr, nullptr, &config), "read its configuration");
   ucx_.config_modify(config, "TLS", ucx_.has_rdma ? "ib" : "tcp");  // never shared memory: these are other nodes
   ucx_.config_modify(config, "TCP_PUT_ENABLE", "n");
+  // Otherwise a thread that reaches a peer waits in the kernel, for minutes where nobody answers.
+  ucx_.config_modify(config, "TCP_CONN_NB", "y");
   ucp_params_t context{};
   context.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS;
   context.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
