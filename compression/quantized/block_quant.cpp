@@ -2,39 +2,24 @@
 
 #include <stdexcept>
 
+#include "backend/platform/cpu/instruction_sets.h"
+
 namespace zeropg {
 
 namespace {
 
 constexpr int64_t kScaleBytes = 2;  // a bfloat16: the range of fp32, so that small gradients keep their scale
 
-struct Detected {
-  BlockQuantSet sets[3];
-  size_t count = 0;
-};
-
-Detected detect() {
-  Detected detected;
-  detected.sets[detected.count++] = {"portable", portable_block_quant};
+const UsableKernels<BlockQuantSet> kernels {
+  {Instructions::kPortable, {"portable", portable_block_quant}},
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2")) {
-    detected.sets[detected.count++] = {"avx2", avx2_block_quant};
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq")) {
-      detected.sets[detected.count++] = {"avx512", avx512_block_quant};
-    }
-  }
+      {Instructions::kAvx2, {"avx2", avx2_block_quant}}, {Instructions::kAvx512, {"avx512", avx512_block_quant}},
 #endif
-  return detected;
-}
-
-// Found at load: a fork in the middle of a function's static would leave the child waiting for it.
-const Detected detected = detect();
+};
 
 }  // namespace
 
-std::span<const BlockQuantSet> usable_block_quant_sets() { return {detected.sets, detected.count}; }
+std::span<const BlockQuantSet> usable_block_quant_sets() { return kernels.all(); }
 
 BlockQuant::BlockQuant(int64_t bits, int64_t block, const BlockQuantSet& set) : bits_(bits), block_(block) {
   if (bits != 4 && bits != 8) {

@@ -3,33 +3,18 @@
 #include <bit>
 #include <stdexcept>
 
+#include "backend/platform/cpu/instruction_sets.h"
+
 namespace zeropg {
 
 namespace {
 
-struct Detected {
-  LowBitSet sets[3];
-  size_t count = 0;
-};
-
-Detected detect() {
-  Detected detected;
-  detected.sets[detected.count++] = {"portable", portable_low_bit};
+const UsableKernels<LowBitSet> kernels {
+  {Instructions::kPortable, {"portable", portable_low_bit}},
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2")) {
-    detected.sets[detected.count++] = {"avx2", avx2_low_bit};
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq")) {
-      detected.sets[detected.count++] = {"avx512", avx512_low_bit};
-    }
-  }
+      {Instructions::kAvx2, {"avx2", avx2_low_bit}}, {Instructions::kAvx512, {"avx512", avx512_low_bit}},
 #endif
-  return detected;
-}
-
-// Found at load: a fork in the middle of a function's static would leave the child waiting for it.
-const Detected detected = detect();
+};
 
 const char* name_of(LowBitCode code) { return low_bits(code) == 1 ? "one_bit" : "two_bit"; }
 
@@ -37,7 +22,7 @@ bool is_rotated(LowBitCode code) { return code == LowBitCode::kRotatedSign || co
 
 }  // namespace
 
-std::span<const LowBitSet> usable_low_bit_sets() { return {detected.sets, detected.count}; }
+std::span<const LowBitSet> usable_low_bit_sets() { return kernels.all(); }
 
 LowBit::LowBit(LowBitCode code, int64_t block, const LowBitSet& set) : code_(code), block_(block) {
   const bool is_block = block >= 64 && block <= kLargestLowBitBlock && block % 64 == 0;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/platform/cpu/instruction_sets.h"
 #include "compression/decimal.h"
 #include "compression/selective/elias_gamma.h"
 #include "compression/selective/top_k_selection.h"
@@ -14,33 +15,16 @@ namespace zeropg {
 
 namespace {
 
-struct Detected {
-  TopKSet sets[3];
-  size_t count = 0;
-};
-
-Detected detect() {
-  Detected detected;
-  detected.sets[detected.count++] = {"portable", portable_top_k};
+const UsableKernels<TopKSet> kernels {
+  {Instructions::kPortable, {"portable", portable_top_k}},
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2")) {
-    detected.sets[detected.count++] = {"avx2", avx2_top_k};
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq")) {
-      detected.sets[detected.count++] = {"avx512", avx512_top_k};
-    }
-  }
+      {Instructions::kAvx2, {"avx2", avx2_top_k}}, {Instructions::kAvx512, {"avx512", avx512_top_k}},
 #endif
-  return detected;
-}
-
-// Found at load: a fork in the middle of a function's static would leave the child waiting for it.
-const Detected detected = detect();
+};
 
 }  // namespace
 
-std::span<const TopKSet> usable_top_k_sets() { return {detected.sets, detected.count}; }
+std::span<const TopKSet> usable_top_k_sets() { return kernels.all(); }
 
 TopK::TopK(double ratio, int64_t value_bits, bool exact, const TopKSet& set)
     : TopK(set.kernels(), ratio, value_bits, exact) {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "backend/platform/cpu/instruction_sets.h"
 #include "compression/weights/nf4_levels.h"
 
 namespace zeropg {
@@ -18,29 +19,13 @@ constexpr int64_t kMostRows = (int64_t{1} << 32) - 1;  // and columns; their pro
 // Two's complement, as BlockQuant's codes.
 constexpr WeightLevels kInt4Levels = {{0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1}};
 
-struct Detected {
-  PackedWeightSet sets[3];
-  size_t count = 0;
-};
-
-Detected detect() {
-  Detected detected;
-  detected.sets[detected.count++] = {"portable", portable_packed_weight, portable_block_quant};
+const UsableKernels<PackedWeightSet> kernels {
+  {Instructions::kPortable, {"portable", portable_packed_weight, portable_block_quant}},
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2")) {
-    detected.sets[detected.count++] = {"avx2", avx2_packed_weight, avx2_block_quant};
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq")) {
-      detected.sets[detected.count++] = {"avx512", avx512_packed_weight, avx512_block_quant};
-    }
-  }
+      {Instructions::kAvx2, {"avx2", avx2_packed_weight, avx2_block_quant}},
+      {Instructions::kAvx512, {"avx512", avx512_packed_weight, avx512_block_quant}},
 #endif
-  return detected;
-}
-
-// Found at load: a fork in the middle of a function's static would leave the child waiting for it.
-const Detected detected = detect();
+};
 
 int64_t code_bits(WeightFormat format) { return format == WeightFormat::kInt8 ? 8 : 4; }
 
@@ -86,7 +71,7 @@ void unpack_8_bit(const PackedWeightShape& shape, const std::byte* blocks, int64
 
 }  // namespace
 
-std::span<const PackedWeightSet> usable_packed_weight_sets() { return {detected.sets, detected.count}; }
+std::span<const PackedWeightSet> usable_packed_weight_sets() { return kernels.all(); }
 
 WeightFormat weight_format_of(const std::string& name) {
   for (const WeightFormat format : {WeightFormat::kNf4, WeightFormat::kInt4, WeightFormat::kInt8}) {

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <memory>
 
+#include "backend/platform/cpu/instruction_sets.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -129,15 +131,12 @@ double checked_beta(std::string_view optimizer, const Hyperparameters& hyperpara
 
 std::vector<Isa> supported_isas() {
   std::vector<Isa> isas{Isa::kPlain};
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) {
+  if (has(Instructions::kAvx2)) {
     isas.push_back(Isa::kAvx2);
   }
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
+  if (has(Instructions::kAvx512)) {
     isas.push_back(Isa::kAvx512);
   }
-#endif
   return isas;
 }
 

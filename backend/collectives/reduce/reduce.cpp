@@ -6,31 +6,11 @@
 
 #include "backend/collectives/reduce/reduce_kernels.h"
 #include "backend/platform/cpu/ieee_arithmetic.h"
+#include "backend/platform/cpu/instruction_sets.h"
 
 namespace zeropg {
 
 namespace {
-
-struct Dispatch {
-  InstructionSet sets[3];
-  size_t count = 0;
-};
-
-Dispatch detect() {
-  Dispatch dispatch;
-  dispatch.sets[dispatch.count++] = {"portable", portable_kernel, portable_accumulator_kernel};
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
-    dispatch.sets[dispatch.count++] = {"avx2", avx2_kernel, avx2_accumulator_kernel};
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
-      dispatch.sets[dispatch.count++] = {"avx512", avx512_kernel, avx512_accumulator_kernel};
-    }
-  }
-#endif
-  return dispatch;
-}
 
 // One source, and an operation that leaves it as it is.
 bool is_copy(int32_t source_count, DType dtype, ReduceOp op) {
@@ -42,12 +22,17 @@ ReduceKernel best_kernel(DType dtype, ReduceOp op, ReduceForm form) {
   return form == ReduceForm::kWhole ? best.kernel(dtype, op) : best.accumulator_kernel(dtype, op, form);
 }
 
-// Found at load: a fork in the middle of a function's static would leave the child waiting for it.
-const Dispatch dispatch = detect();
+const UsableKernels<InstructionSet> kernels {
+  {Instructions::kPortable, {"portable", portable_kernel, portable_accumulator_kernel}},
+#if defined(__x86_64__)
+      {Instructions::kAvx2, {"avx2", avx2_kernel, avx2_accumulator_kernel}},
+      {Instructions::kAvx512Vnni, {"avx512", avx512_kernel, avx512_accumulator_kernel}},
+#endif
+};
 
 }  // namespace
 
-std::span<const InstructionSet> usable_instruction_sets() { return {dispatch.sets, dispatch.count}; }
+std::span<const InstructionSet> usable_instruction_sets() { return kernels.all(); }
 
 bool is_supported(DType dtype, ReduceOp op) { return portable_kernel(dtype, op) != nullptr; }
 
