@@ -410,7 +410,7 @@ BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank
   }
   failure = store_exchange.find_cause(failure, lost);
   store_exchange.report_failure(failure);
-  const std::string text = c10::str("[zeropg rank ", rank, "/", world_size, "] bootstrap: ", failure);
+  const std::string text = c10::str("[zeropg rank ", rank, "/", world_size, options.members, "] bootstrap: ", failure);
   // Peers that were told to go on already wait for this rank in their first operation.
   if (result.arena) result.arena->set_state(RankState::kFailed, text);
   if (result.network) result.network->tell_state(RankState::kFailed, text);

@@ -22,6 +22,7 @@ struct BootstrapOptions {
   static constexpr int64_t kShareOfMemory = -1;
 
   std::chrono::milliseconds timeout{};
+  std::string members;  // of describe_members, for errors
   std::string secret;   // empty: a random one through the store (keeps out only those who cannot reach the store)
   std::string host_id;  // empty: probed; the same of the next
   std::string domain_id;

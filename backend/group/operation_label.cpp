@@ -9,7 +9,7 @@ namespace zeropg {
 const char* OperationLabel::name() const { return std::strchr(title, ':') + 1; }
 
 std::string OperationLabel::prefix() const {
-  std::string text = c10::str("[zeropg rank ", rank, "/", world_size, "] ", name());
+  std::string text = c10::str("[zeropg rank ", rank, "/", world_size, members, "] ", name());
   if (sequence > 0) {
     text += c10::str(" #", sequence);
   }

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "backend/bootstrap/bootstrap.h"
+#include "backend/diagnostics/group_members.h"
 #include "backend/platform/process/interpreter_shutdown.h"
 #include "backend/platform/process/signal_check.h"
 
@@ -29,6 +30,7 @@ std::shared_ptr<GroupContext> join_group(const c10::intrusive_ptr<c10d::Store>& 
                                          std::shared_ptr<const Hooks> hooks) {
   BootstrapResult joined = bootstrap(store, rank, size,
                                      BootstrapOptions{.timeout = timeout,
+                                                      .members = describe_members(options.global_ranks_in_group),
                                                       .secret = options.secret,
                                                       .host_id = options.host_id,
                                                       .domain_id = options.domain_id,
@@ -76,6 +78,7 @@ ProcessGroupZero::ProcessGroupZero(const c10::intrusive_ptr<c10d::Store>& store,
 }
 
 void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
+  members_ = describe_members(options_->global_ranks_in_group);
   // Before the group is joined: a wrong option must not leave peers waiting in a group that half exists.
   auto planner =
       std::make_shared<Planner>(PlannerOptions{.rank = rank_,
@@ -179,7 +182,7 @@ void ProcessGroupZero::abort() {
 }
 
 std::string ProcessGroupZero::prefix(const char* title) const {
-  return OperationLabel{.rank = rank_, .world_size = size_, .title = title}.prefix();
+  return OperationLabel{.rank = rank_, .world_size = size_, .members = members_, .title = title}.prefix();
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupZero::getBackendOptions() {
@@ -244,7 +247,8 @@ void ProcessGroupZero::unregisterCompletionHook(int64_t id) { hooks_->set_comple
 void ProcessGroupZero::check_peer(const char* title, int32_t peer) {
   const GroupContext::Use use(group());
   group().throw_if_failed();
-  throw_if_lost(OperationLabel{.rank = rank_, .world_size = size_, .title = title}, group().peers().states(), {peer});
+  throw_if_lost(OperationLabel{.rank = rank_, .world_size = size_, .members = members_, .title = title},
+                group().peers().states(), {peer});
 }
 
 std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_per_rank) {

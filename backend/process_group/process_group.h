@@ -269,6 +269,7 @@ class ProcessGroupZero : public c10d::Backend {
   mutable std::mutex membership_mutex_;
   // Both null until the first reconfiguration where that is asked for. Written under membership_mutex_, which only
   // those take who may run beside a reconfiguration.
+  const char* members_ = "";                // of describe_members
   std::shared_ptr<Planner> planner_;        // life shared with the queue, which plans anew what links have changed
   std::shared_ptr<GroupRuntime> channels_;  // life shared with close_all, which may be closing it
   mutable std::string handle_;              // guarded by membership_mutex_

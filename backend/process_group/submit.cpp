@@ -9,7 +9,7 @@ using c10d::Work;
 Call ProcessGroupZero::make_call(const char* title) {
   TORCH_CHECK_WITH(DistBackendError, group().is_own_process(), "[zeropg rank ", rank_, "/", size_,
                    "] this process group belongs to the parent of this forked process; make a new one here.");
-  return Call(OperationLabel{.rank = rank_, .world_size = size_, .title = title});
+  return Call(OperationLabel{.rank = rank_, .world_size = size_, .members = members_, .title = title});
 }
 
 c10::intrusive_ptr<ZeroWork> ProcessGroupZero::make_work(Call& call, OpType type, std::chrono::milliseconds timeout,

@@ -522,5 +522,5 @@ def _join(state: ShardedState) -> None:
     try:
         pending.wait()
     except Exception as error:
-        words = re.sub(r"^\[zeropg rank \d+/\d+\] ", "", str(error))
+        words = re.sub(r"^\[zeropg rank \d+/\d+[^\]]*\] ", "", str(error))
         raise type(error)(f"the save before failed in the background: {words}") from error

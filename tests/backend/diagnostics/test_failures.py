@@ -551,3 +551,22 @@ def receive_from_who_is_left() -> int | None:
 
 def test_a_receive_from_anybody_outlives_a_rank_that_leaves() -> None:
     assert run_ranks(3, receive_from_who_is_left, timeout=60)[0] == 2
+
+
+def wait_in_a_pair() -> str:
+    """Ranks 1 and 3 are the group; rank 3 does not call."""
+    pair = dist.new_group([1, 3], timeout=timedelta(seconds=20))
+    if dist.get_rank() != 1:
+        dist.barrier()
+        return ""
+    give_seconds(pair, 1.0)
+    error = error_of(lambda: dist.all_reduce(torch.ones(1), group=pair))
+    dist.barrier()
+    return error
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 0, 0), (0, 0, 1, 1)], ids=["one host", "two hosts"])
+def test_an_error_says_which_global_ranks_a_groups_ranks_are(hosts: tuple[int, ...]) -> None:
+    error = run_ranks(4, wait_in_a_pair, place=SeparateHosts(hosts=hosts))[1]
+    assert error.startswith("[zeropg rank 0/2 of global ranks 1, 3] all_reduce #1"), error
+    assert "waiting for rank 1;" in error, error
