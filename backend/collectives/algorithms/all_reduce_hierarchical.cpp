@@ -55,6 +55,9 @@ Sizes sizes_of(const CollectiveSpec& spec, bool is_one_shot) {
   if (chunks.bytes <= slot_bytes || has_one_group) return {alignment, chunks, 1};
   const int32_t nodes = node_count(spec);
   const int64_t parts = alignment * nodes;
+  // A codec's blocks may be so large that a chunk has none for some nodes.
+  if (most < parts)
+    return {alignment, equal_chunks(spec.bytes, std::min(most, slot_bytes / alignment * alignment), alignment), 1};
   const Chunks in_parts = equal_chunks(spec.bytes, most / parts * parts, parts);
   if (in_parts.bytes <= slot_bytes) return {alignment, in_parts, 1};
   return {alignment, in_parts, group_count(nodes, in_parts.bytes / nodes, slot_bytes)};

@@ -32,7 +32,7 @@ Region scratch(int64_t offset_bytes) { return {.space = Space::kScratch, .offset
 bool can_exchange(const CollectiveSpec& spec, int32_t piece_count, int32_t messages_under_way) {
   if (spec.codec != nullptr) {
     const int64_t alignment = exchange_alignment(spec, piece_count, messages_under_way);
-    return spec.bank_bytes >= piece_count * alignment &&
+    return network_slot_bytes(spec) >= piece_count * alignment &&
            largest_message_bytes(spec, messages_under_way, alignment) >= alignment;
   }
   return can_cut_chunk(spec, piece_count) && spec.window_bytes >= int64_t{messages_under_way} * spec.element_bytes;
@@ -50,7 +50,7 @@ int64_t network_slot_bytes(const CollectiveSpec& spec) { return std::min(spec.ba
 
 int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment) {
   const int64_t wanted = std::max(total_bytes / kChunksToOverlap, kLeastChunkBytes);
-  return std::min(network_slot_bytes(spec), wanted) / alignment * alignment;
+  return std::max(std::min(network_slot_bytes(spec), wanted) / alignment, int64_t{1}) * alignment;
 }
 
 bool are_all_alone(const CollectiveSpec& spec) { return largest_node_size(spec) == 1 && spec.codec == nullptr; }
