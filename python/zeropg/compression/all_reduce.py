@@ -29,7 +29,8 @@ def all_reduce(
     group: of zeropg; default: that of `state`, else the world.
     op: SUM or AVG.
     name: whose residuals these are. Default: the name of the parameter whose `.grad` the tensor is, where the state
-      knows the model; else "tensor of SHAPE", which serves one tensor of each shape.
+      knows the model; else "tensor of SHAPE", which serves one tensor of each shape. Give names where tensors of one
+      shape are made anew in each step: one that is gone cannot be told from the next.
     async_op: return a Work at once instead of waiting. The tensor belongs to the operation until it is complete.
 
     Returns `tensor`, or the Work. Raises TypeError for something that is no codec and for tensors that cannot be

@@ -154,8 +154,8 @@ class Fsdp2AllGather:
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(Fsdp2AllGather(BlockQuant(8), module))
 
-    codec: e.g. BlockQuant(8), or a Plan whose weights have one. What it loses is not made up for: with 4 bits a model
-      learns worse.
+    codec: e.g. BlockQuant(8), or a Plan whose weights have one; its `exclude` means names in the whole model, or in
+      `module`. What the codec loses is not made up for: with 4 bits a model learns worse.
     module: the FSDP module whose parameters these are. Norms, biases and small parameters travel as they are, and so
       does what FSDP2 gathers in another layout: parameters of several dtypes, those whose class or tensor subclass
       has a way of its own (fsdp_pre_all_gather), and the second, smaller sharding of reshard_after_forward=n.
@@ -208,14 +208,19 @@ class Fsdp2AllGather:
         parameters = [] if self._group is None else list(self._group.fsdp_params)
         parts = [
             _Part(
-                name := self._names.get(id(parameter.sharded_param), ""),
+                self._names.get(id(parameter.sharded_param), ""),
                 parameter.padded_sharded_param_size.numel(),
-                self._plan.encodes(name, parameter.sharded_param),
+                all(self._plan.encodes(name, parameter.sharded_param) for name in self._names_of(parameter)),
             )
             for parameter in parameters
         ]
         has_layout = input.is_floating_point() and sum(part.numel for part in parts) == input.numel()
         return parts if has_layout else [_Part("", input.numel(), False)]
+
+    def _names_of(self, parameter: Any) -> set[str]:
+        """In the module, and in the whole model, which FSDP2 knows from its first forward on."""
+        own = self._names.get(id(parameter.sharded_param), "")
+        return {own, getattr(parameter, "_param_fqn", None) or own}
 
 
 class _Part(NamedTuple):

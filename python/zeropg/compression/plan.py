@@ -86,9 +86,13 @@ def check_plan(compression: Any, who: str) -> Plan:
 
 
 def say_what_is_not_encoded(plan: Plan, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Prints one line: how much of a model travels encoded, and what does not."""
+    """Prints a line: how much of a model travels encoded, and what does not; and one for what excludes nothing."""
     encoded, plain, rest = 0, 0, []
-    for name, parameter in parameters:
+    named_parameters = list(parameters)
+    for pattern in plan.exclude:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in named_parameters):
+            print(f"[zeropg] compression: no parameter's name matches exclude={pattern!r}", file=sys.stderr)
+    for name, parameter in named_parameters:
         if plan.encodes(name, parameter):
             encoded += parameter.numel()
         else:

@@ -1,5 +1,6 @@
 """What a compressed reduction keeps between steps: what its encodings have lost, by parameter."""
 
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from zeropg._native import _C
 from zeropg.compression.auto import Watch, choose, say
 from zeropg.compression.codec import Codec, check_codec
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
+from zeropg.rank_io.agreement import check_same, together
 
 
 def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
@@ -32,6 +34,7 @@ def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
 
 # Of residuals in units of this rank's gradient, and of the average; compression/error_feedback.h.
 CONTRIBUTION_HOP, RESULT_HOP = 0, 1
+_MOST_NAMED = 4  # in a warning
 
 
 class State:
@@ -40,8 +43,8 @@ class State:
     codec: e.g. BlockQuant(4), a Plan whose gradients have one, or "auto": what is fastest on this link, measured now
       and again when reductions become slower or faster (then collective; rank 0 says what it chose and why).
     process_group: that of the model; default: the world.
-    model: the module that was wrapped by DDP or sharded by FSDP2; its parameters' names then stand in `state_dict`.
-      Without it DDP's parameters are numbered in the order of the first buckets.
+    model: the module that was wrapped by DDP or sharded by FSDP2; its parameters' names then stand in `state_dict`, and
+      a plan's `exclude` means these. Without it DDP's parameters are numbered in the order of the first buckets.
 
     Raises TypeError for something that is no codec, ValueError for a group of another backend.
     """
@@ -56,6 +59,8 @@ class State:
         self._is_auto = codec == "auto"
         given = None if isinstance(codec, str) and self._is_auto else check_plan(codec, "State")
         self.backend = backend_of(process_group, "State")
+        self._group = dist.distributed_c10d._get_default_group() if process_group is None else process_group
+        self._is_compared = self._is_auto  # whether all ranks are known to have this plan
         self._watch: Watch | None = None
         if given is None:
             choice = choose(self.backend)
@@ -68,19 +73,23 @@ class State:
         self.residuals = _C.ResidualStore() if self._is_auto or (self.codec and self.codec.error_feedback) else None
         # By identity, and kept alive: DDP rebuilds its buckets after the first step, the parameters stay.
         self._names: dict[torch.Tensor, str] = {}
+        self._has_model = model is not None
         if model is not None:
+            model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
             self._names = {parameter: name for name, parameter in model.named_parameters()}
             if self.backend.rank() == 0 and self.plan is not None:
                 say_what_is_not_encoded(self.plan, model.named_parameters())
         self._unnamed: dict[tuple[int, ...], weakref.ref[torch.Tensor]] = {}  # the last one of each shape
         # By name, in units of this rank's gradient: owed since another world size, so to be paid in the next step.
         self._arrears: dict[str, torch.Tensor] = {}
+        self._summed: set[str] = set()  # names whose tensors were added up last time, and not averaged
 
     def use(self, codec: Codec) -> None:
         """Encodes with `codec` from the next call on; what earlier encodings lost stays owed."""
         if codec != self.codec:
             gradients = check_codec(codec, "State")
             self._use(Plan(gradients=gradients) if self.plan is None else replace(self.plan, gradients=gradients))
+            self._is_compared = False
 
     def _use(self, plan: Plan | None) -> None:
         self.plan = plan
@@ -88,7 +97,14 @@ class State:
         self.compressor = None if self.codec is None else self.codec.make_compressor()
 
     def begin_bucket(self) -> None:
-        """Before each bucket: with "auto", at times, measures again. Collective then."""
+        """Before each bucket: compares the ranks' plans once; with "auto" measures again at times. Collective then.
+
+        Raises ValueError, on every rank, where ranks have different plans: they would mix what they encode.
+        """
+        if not self._is_compared:
+            announced = together(self._group, "ddp_hook", lambda: {"the State's plan": repr(self.plan)})
+            check_same(self._group, "ddp_hook", announced)
+            self._is_compared = True
         if self._watch is None or not self._watch.begin_call():
             return
         choice = choose(self.backend)
@@ -105,7 +121,8 @@ class State:
     def _owe_all(self) -> None:
         if self.residuals is not None:
             for name, hop, start, values in self.residuals.segments():
-                self._owe(name, start, values * (self.backend.size() if hop == RESULT_HOP else 1))
+                is_of_average = hop == RESULT_HOP and name not in self._summed
+                self._owe(name, start, values * (self.backend.size() if is_of_average else 1))
             self.residuals.clear()
 
     def ranges(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, int, int]]:
@@ -154,7 +171,12 @@ class State:
             )
 
     def encodes(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradient of this parameter travels encoded."""
+        """Whether the gradient of this parameter travels encoded. Raises ValueError where its name would matter."""
+        if self.plan is not None and self.plan.exclude and not self._has_model:
+            raise ValueError(
+                "[zeropg] State: the plan excludes parameters by name, and the state knows no names; pass the module "
+                "that was wrapped: State(plan, model=model)."
+            )
         return self.plan is not None and self.plan.encodes(self._names.get(parameter, ""), parameter)
 
     def all_reduce(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Any:
@@ -169,6 +191,8 @@ class State:
         What another world size left of earlier calls is added to what this rank contributes.
         """
         assert self.compressor is not None and self.codec is not None
+        names = {name for name, *_ in ranges}
+        self._summed = self._summed | names if op == dist.ReduceOp.SUM else self._summed - names
         if any(name in self._arrears for name, *_ in ranges):
             flat = tensor.contiguous().view(-1)
             self.pay_arrears(flat, ranges)
@@ -197,11 +221,16 @@ class State:
             self._arrears.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals, as copies: {"residuals": [(name, hop, start, tensor)], "world_size", "arrears"}."""
+        """This rank's residuals, as copies.
+
+        {"residuals": [(name, hop, start, tensor)], "rank", "world_size", "arrears", "summed": names of added tensors}
+        """
         segments = [] if self.residuals is None else self.residuals.segments()
         return {
             "residuals": [(name, hop, start, values.clone()) for name, hop, start, values in segments],
+            "rank": self.backend.rank(),
             "world_size": self.backend.size(),
+            "summed": sorted(self._summed),
             "arrears": {name: values.clone() for name, values in self._arrears.items()},
         }
 
@@ -210,6 +239,7 @@ class State:
 
         In a world of another size other ranks own other ranges, so what this rank owed the average goes uncompressed
         into its next gradients. What ranks that are gone owed is lost, and new ranks, which load nothing, owe nothing.
+        Warns of another rank's, and of names that the model does not have: these stay owed until a tensor has them.
         Raises ValueError for residuals that are not finite.
         """
         if self.residuals is None:
@@ -218,14 +248,36 @@ class State:
         self._arrears.clear()
         for name, hop, start, values in state["residuals"]:
             self.residuals.load(name, hop, start, values)
+        self._summed = set(state.get("summed", ()))
         world_size = self.backend.size()
         former = state.get("world_size", world_size)
+        self._warn_of_strangers(state, former)
         for name, values in state.get("arrears", {}).items():
-            self._owe(name, 0, values * (world_size / former))
+            self._owe(name, 0, values * (1 if name in self._summed else world_size / former))
         if world_size != former:
             for name, hop, start, values in self.residuals.segments():
-                self._owe(name, start, values * (world_size if hop == RESULT_HOP else world_size / former))
+                share = world_size if hop == RESULT_HOP else world_size / former  # of an average
+                self._owe(name, start, values * (1 if name in self._summed else share))
             self.residuals.clear()
+
+    def _warn_of_strangers(self, state: Mapping[str, Any], former: int) -> None:
+        rank = self.backend.rank()
+        if state.get("rank", rank) != rank and former == self.backend.size():
+            warnings.warn(
+                f"[zeropg] State: rank {rank} loads the residuals of rank {state['rank']}; each rank must save and "
+                "load its own, or what some lost is owed twice and what others lost never",
+                stacklevel=3,
+            )
+        names = {name for name, *_ in state["residuals"]} | set(state.get("arrears", {}))
+        unknown = sorted(names - set(self._names.values())) if self._has_model else []
+        if unknown:
+            more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
+            warnings.warn(
+                f"[zeropg] State: the model has no parameters called {', '.join(unknown[:_MOST_NAMED])}{more}, whose "
+                "residuals were loaded; these stay owed until a tensor of that name is reduced. Save and load with "
+                "the same model=",
+                stacklevel=3,
+            )
 
     def _owe(self, name: str, start: int, values: torch.Tensor) -> None:
         _C.ResidualStore().load(name, 0, start, values)  # refuses what is not finite
