@@ -284,6 +284,12 @@ void bind_sharding(py::module_& m) {
       .def(
           "scale_gradients", [](ShardedModule& self, double factor) { self.gradients().scale(factor); }, ReleaseGil())
       .def(
+          "scale_gradients_of",
+          [](ShardedModule& self, const std::vector<at::Tensor>& parameters, double factor) {
+            self.gradients().scale(factor, &parameters);
+          },
+          py::arg("parameters"), py::arg("factor"), ReleaseGil(), "Those alone.")
+      .def(
           "show_full_gradients", [](ShardedModule& self) { self.gradients().show_full(); }, ReleaseGil())
       .def(
           "hide_full_gradients", [](ShardedModule& self) { self.gradients().hide_full(); }, ReleaseGil())

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <unordered_set>
 #include <utility>
 
 namespace zeropg {
@@ -255,9 +256,19 @@ void GradientReducer::zero() {
   }
 }
 
-void GradientReducer::scale(double factor) {
+void GradientReducer::scale(double factor, const std::vector<at::Tensor>* parameters) {
+  if (parameters == nullptr) {
+    for (const auto& bucket : buckets_) bucket->gradient().average().scale(factor);
+    return;
+  }
+  std::unordered_set<const c10::TensorImpl*> wanted;
+  for (const at::Tensor& parameter : *parameters) wanted.insert(parameter.unsafeGetTensorImpl());
   for (const auto& bucket : buckets_) {
-    bucket->gradient().average().scale(factor);
+    const GradientAverage& average = bucket->gradient().average();
+    if (!average.is_kept()) continue;
+    for (const GradientSlot& slot : bucket->slots()) {
+      if (wanted.contains(slot.place->parameter.unsafeGetTensorImpl())) average.of(*slot.place, nullptr).mul_(factor);
+    }
   }
 }
 

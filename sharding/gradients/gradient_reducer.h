@@ -64,7 +64,7 @@ class GradientReducer {
   at::Tensor gradient(const FlatParameter& flat);
   // Sets accumulated gradients to zero and keeps them present (zero_grad(set_to_none=False)).
   void zero();
-  void scale(double factor);
+  void scale(double factor, const std::vector<at::Tensor>* parameters = nullptr);  // null: of all
   // RuntimeError beginning with `context` where a backward that raised has taken earlier gradients with it.
   void check_not_lost(const std::string& context) const;
   // Makes every `.grad` whole, in the master dtype, until hide_full(), which takes this rank's slice of what is there

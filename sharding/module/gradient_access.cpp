@@ -34,10 +34,10 @@ void GradientAccess::zero() {
   reducer_.zero();
 }
 
-void GradientAccess::scale(double factor) {
+void GradientAccess::scale(double factor, const std::vector<at::Tensor>* parameters) {
   at::NoGradGuard no_grad;
   backward_.recover();
-  reducer_.scale(factor);
+  reducer_.scale(factor, parameters);
 }
 
 void GradientAccess::show_full() {

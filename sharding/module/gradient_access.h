@@ -19,8 +19,8 @@ class GradientAccess {
   // Whether the optimizer should update this slot: some rank produced a gradient and the user did not drop it.
   bool has(int64_t flat, int64_t slot) const;
   void zero();
-  void scale(double factor);  // in place
-  void show_full();           // collective; until hide_full every `.grad` is whole
+  void scale(double factor, const std::vector<at::Tensor>* parameters = nullptr);  // in place; null: of all
+  void show_full();  // collective; until hide_full every `.grad` is whole
   void hide_full();
   // The norm before clipping. Collective.
   double clip_norm(double max_norm, double norm_type, bool error_if_nonfinite);

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from zeropg._native import _C
 from zeropg.compression.state import State
+from zeropg.optim.flat_update import segments_of
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import collective_device
@@ -65,8 +66,8 @@ class GradScaler:
         self._enabled = enabled
         self._last_given: float | None = None  # the scale by which the last loss was multiplied
         self._spent: set[int] = set()  # optimizers that were unscaled for that loss, and not stepped before update()
-        # Since the last update, by id: whether an optimizer met a gradient that was not finite; optimizers and models
-        # (cores) that are unscaled; optimizers that have stepped.
+        # Since the last update, by id: whether an optimizer met a gradient that was not finite; optimizers that are
+        # unscaled; optimizers that have stepped.
         self._found_inf: dict[int, bool] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
@@ -85,9 +86,9 @@ class GradScaler:
         raise TypeError(f"[zeropg] GradScaler.scale: got a {type(outputs).__name__}, expected tensors, lists or tuples")
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients of the optimizer's model by the scale, in place. All ranks must call.
+        """Divides the gradients of the optimizer's parameters by the scale, in place. All ranks must call.
 
-        Once per model: further optimizers of it then find their gradients unscaled.
+        As torch's: where several optimizers share a model and clip it together, unscale each of them before.
 
         Raises RuntimeError when called twice between two updates, after `step`, and where the scale has changed since
         the loss was scaled.
@@ -98,7 +99,6 @@ class GradScaler:
         if id(sharded) in self._unscaled:
             raise RuntimeError("[zeropg] GradScaler.unscale_: called twice for this optimizer since the last update()")
         self._unscale(sharded)
-        self._unscaled.add(id(sharded))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps the optimizer, unless a gradient is not finite on some rank. All ranks must call.
@@ -114,7 +114,7 @@ class GradScaler:
         if self._found_inf[id(sharded)]:
             self._stepped.add(id(sharded))
             return None
-        if _model_key(sharded) not in self._unscaled:
+        if id(sharded) not in self._unscaled:
             sharded.gradient_factor = 1.0 / self._scale  # saves a pass over the gradients
         try:
             result = sharded.step(*args, **kwargs)
@@ -211,7 +211,7 @@ class GradScaler:
                 f"[zeropg] GradScaler.{call}: the gradients were unscaled before update(), and would be divided once "
                 "more; call step() before update(), or scale the loss of another backward"
             )
-        if self._last_given not in (None, self._scale) and _model_key(optimizer) not in self._unscaled:
+        if self._last_given not in (None, self._scale) and id(optimizer) not in self._unscaled:
             raise RuntimeError(
                 f"[zeropg] GradScaler.{call}: the loss was scaled by {self._last_given:g}, and the scale is "
                 f"{self._scale:g} now; call update() and load_state_dict() after the step, and not between backward "
@@ -224,14 +224,12 @@ class GradScaler:
         if isinstance(optimizer, ShardedOptimizer) and optimizer._model_state is not None:
             optimizer._model_state.check_outside_full_gradients("GradScaler")
         self._find_inf(optimizer)
-        if _model_key(optimizer) in self._unscaled:
-            return
-        self._unscaled.add(_model_key(optimizer))
+        self._unscaled.add(id(optimizer))
         if isinstance(optimizer, MomentumOptimizer):
             torch._foreach_mul_(optimizer.gradients(), 1.0 / self._scale)
         else:
-            optimizer._core.scale_gradients(1.0 / self._scale)
-            for gradient in _ignored_gradients(optimizer._model, optimizer._core):
+            optimizer._core.scale_gradients_of(optimizer.own_parameters(), 1.0 / self._scale)
+            for gradient in _ignored_gradients(optimizer):
                 gradient.mul_(1.0 / self._scale)
 
     @torch.no_grad()
@@ -269,27 +267,28 @@ def has_nonfinite(optimizer: Scaled) -> bool:
     return bool(worst.item())
 
 
-def _model_key(optimizer: Scaled) -> int:
-    return id(optimizer._core if isinstance(optimizer, ShardedOptimizer) else optimizer)
-
-
 def _gradients(optimizer: Scaled) -> Iterator[torch.Tensor]:
-    """Yields the gradients that this rank steps by: flat parts of the whole model, and ignored parameters'."""
+    """Yields the gradients that this rank steps by: parts of flat ones, and ignored parameters'."""
     if isinstance(optimizer, MomentumOptimizer):
         yield from optimizer.gradients()
         return
     if not optimizer._core.averages_gradients:  # each rank has others, also outside of the part that it updates
         yield from (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         return
+    own = set(map(id, optimizer.own_parameters()))
     for flat in optimizer._core.flat_groups:
         gradient = flat.grad() if flat.is_trainable else None
-        if gradient is not None:
-            yield gradient
-    yield from _ignored_gradients(optimizer._model, optimizer._core)
+        if gradient is None:
+            continue
+        if all(id(parameter) in own for _, parameter, _, _ in flat.slots):
+            yield gradient  # in one piece
+        else:
+            yield from (gradient[part.start : part.stop] for part in segments_of(flat) if id(part.parameter) in own)
+    yield from _ignored_gradients(optimizer)
 
 
-def _ignored_gradients(model: torch.nn.Module, core: Any) -> Iterator[torch.Tensor]:
-    sharded = {id(parameter) for flat in core.flat_groups for _, parameter, _, _ in flat.slots}
-    for parameter in model.parameters():
+def _ignored_gradients(optimizer: ShardedOptimizer) -> Iterator[torch.Tensor]:
+    sharded = {id(parameter) for flat in optimizer._core.flat_groups for _, parameter, _, _ in flat.slots}
+    for parameter in optimizer.own_parameters():
         if id(parameter) not in sharded and parameter.grad is not None:
             yield parameter.grad

@@ -234,10 +234,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             if self._model_state is not None:
                 self._model_state.check_outside_full_gradients("zero_grad(set_to_none=False)")
-            self._core.zero_gradients()
+            if self._holds_all_gradients():
+                self._core.zero_gradients()
+            else:
+                self._zero_own_gradients()
             for updater in self._updaters:
                 if isinstance(updater, WholeUpdater):
                     updater.zero_gradients()
+
+    def own_parameters(self) -> list[torch.Tensor]:
+        """Those in its param_groups: other optimizers may have the model's other ones."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _holds_all_gradients(self) -> bool:
+        own = set(map(id, self.own_parameters()))
+        slots = (slot for group in self._core.flat_groups for slot in group.slots)
+        return all(id(parameter) in own for _, parameter, _, _ in slots if parameter.requires_grad)
+
+    def _zero_own_gradients(self) -> None:
+        """Other optimizers have gradients in the same buffers. The next backward takes these over."""
+        for parameter in self.own_parameters():
+            if parameter.grad is not None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad.dtype)
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds parameters of the sharded model that no group holds yet; all ranks must do so alike."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
@@ -233,3 +234,51 @@ def test_a_scaler_takes_values_and_not_tensors() -> None:
     with raises(ValueError, "growth_interval 0"):
         scaler.load_state_dict({**state, "growth_interval": 0})
     assert scaler.get_scale() == 32.0
+
+
+def two_optimizers(is_sharded: bool, stage: int, program: str) -> list[torch.Tensor]:
+    """Layers 0 and 2 have an optimizer each; the parameters after `program`."""
+    import zeropg
+
+    model = make()
+    ranks = [dist.get_rank()] if is_sharded else [0, 1]
+    scaler: Any = zeropg.GradScaler(init_scale=1024.0) if is_sharded else torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = zeropg.fully_shard(model, stage=stage) if is_sharded else model
+    optimizers: list[Any] = [torch.optim.SGD(model[layer].parameters(), lr=0.1) for layer in (0, 2)]
+    if is_sharded:
+        optimizers = [zeropg.shard_optimizer(optimizer, model) for optimizer in optimizers]
+    first, second = optimizers
+    generator = torch.Generator().manual_seed(0)
+    for step in range(2):
+        x = torch.randn(2, 4, 7, generator=generator, dtype=torch.float64)
+        scaler.scale(torch.stack([model(x[rank]).square().mean() for rank in ranks]).mean()).backward()
+        if program == "zeroed apart":
+            scaler.step(first)
+            first.zero_grad(set_to_none=False)
+            scaler.step(second)
+            second.zero_grad(set_to_none=False)
+        elif program == "unscaled apart":  # and the second one accumulates
+            scaler.unscale_(first)
+            scaler.step(first)
+            first.zero_grad()
+            if step == 1:
+                scaler.step(second)
+        else:  # one overflows alone
+            with zeropg.full_gradients(model) if is_sharded else contextlib.nullcontext():
+                model[2].weight.grad[0, 0] = torch.inf
+            scaler.step(first)
+            scaler.step(second)
+            model.zero_grad()
+        scaler.update()
+    values = zeropg.full_state_dict(model, rank0_only=False) if is_sharded else model.state_dict()
+    return [value.detach().clone() for value in values.values()]
+
+
+@pytest.mark.parametrize("program", ["zeroed apart", "unscaled apart", "overflows alone"])
+@on_ranks(2)
+def test_optimizers_that_share_a_model_are_scaled_and_zeroed_apart(program: str) -> None:
+    expected = two_optimizers(False, 0, program)
+    for stage in STAGES:
+        found = two_optimizers(True, stage, program)
+        for value, truth in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, truth, rtol=1e-12, atol=1e-12)
