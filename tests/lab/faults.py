@@ -53,6 +53,8 @@ class Plan:
         is_of_host = fault in ("cut", "separate", "kill host", "blink", "slow link")
         network = choose.choice(("tcp", "tcp", "tcp", "ucx"))
         network = network if network in USABLE_WIRES else "tcp"
+        # UCX looks at its interfaces once: one without a cable at that moment is not there.
+        sees_no_cable = network == "ucx" and fault == "blink"
         return Plan(
             seed=seed,
             hosts=hosts,
@@ -60,7 +62,7 @@ class Plan:
             fault=fault,
             victim=choose.randrange(hosts if is_of_host else hosts * per_host),
             other=choose.randrange(hosts - 1),
-            moment="play" if fault in BY_A_RANK else choose.choice(("join", "play", "play", "play")),
+            moment="play" if fault in BY_A_RANK or sees_no_cable else choose.choice(("join", "play", "play", "play")),
             delay=choose.random() * 0.4,
             calls=choose.randrange(60),
             length=0.2 + choose.random() * 1.3,

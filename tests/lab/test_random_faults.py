@@ -156,14 +156,29 @@ def try_fault(plan: Plan, folder: Path) -> None:
         assert outcome.time - struck[0] < limit, f"rank {rank} noticed after {outcome.time - struck[0]} s: {outcome}"
         if plan.cuts_off_from_the_store(rank) and "the store at" in outcome.error:
             continue
-        earlier = {other for other in failed if plan.groups and failed[other].time < outcome.time}
-        assert named(outcome.error) & (plan.culprits(rank) | earlier), f"rank {rank} names no culprit: {failed}"
+        assert accused(rank, failed) & plan.culprits(rank), f"rank {rank} names no culprit: {failed}"
+
+
+def accused(rank: int, failed: dict[int, Outcome]) -> set[int]:
+    """Whom the error of `rank` names, and whom theirs name: a rank may wait for one that waits in another group."""
+    found: set[int] = set()
+    new = {rank}
+    while new:
+        found |= new
+        new = {other for each in new if each in failed for other in named(failed[each].error)} - found
+    return found - {rank}
 
 
 def named(text: str) -> set[int]:
-    """The ranks that an error speaks of, besides the one that raises it."""
-    lists = re.findall(r"\branks? (\d+(?:(?:, | and )\d+)*)", re.sub(r"\[zeropg rank \d+\]", "", text))
-    return {int(number) for each in lists for number in re.findall(r"\d+", each)}
+    """The global ranks that an error speaks of, besides those that raise it."""
+    found: set[int] = set()
+    for part in text.split("[zeropg rank ")[1:]:
+        title, _, body = part.partition("]")
+        members = [int(number) for number in re.findall(r"\d+", title.partition(" of global rank")[2])]
+        for listed in re.findall(r"\branks? (\d+(?:(?:, | and )\d+)*)", body):
+            ranks = [int(number) for number in re.findall(r"\d+", listed)]
+            found |= {members[each] for each in ranks} if members else set(ranks)
+    return found
 
 
 def seeds() -> Iterator[int]:

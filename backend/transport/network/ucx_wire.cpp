@@ -106,7 +106,7 @@ class UcxWireOverLibrary final : public UcxWire {
   static void on_sent(void* request, ucs_status_t status, void* outgoing);
 
   void start();
-  void check(ucs_status_t status, const char* what) const;
+  void check(ucs_status_t status, const std::string& what) const;
   void take(const Envelope& envelope, const std::byte* data, size_t bytes);
   void finish(Outgoing* outgoing, ucs_status_t status);
   void close_endpoints(bool is_forced, std::chrono::steady_clock::time_point deadline);
@@ -168,7 +168,7 @@ void UcxWireOverLibrary::start() {
 
 UcxWireOverLibrary::~UcxWireOverLibrary() { close(std::chrono::milliseconds(0)); }
 
-void UcxWireOverLibrary::check(ucs_status_t status, const char* what) const {
+void UcxWireOverLibrary::check(ucs_status_t status, const std::string& what) const {
   if (status != UCS_OK) {
     C10_THROW_ERROR(DistBackendError,
                     c10::str("UCX at ", ucx_.path, " cannot ", what, ": ", ucx_.status_string(status)));
@@ -182,7 +182,7 @@ void UcxWireOverLibrary::connect(int32_t peer, const std::string& address) {
   endpoint.address = reinterpret_cast<const ucp_address_t*>(address.data());
   endpoint.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   endpoint.err_handler = {on_error, &peers_.at(static_cast<size_t>(peer))};
-  check(ucx_.ep_create(worker_, &endpoint, &peers_[static_cast<size_t>(peer)].endpoint), "reach a peer");
+  check(ucx_.ep_create(worker_, &endpoint, &peers_[static_cast<size_t>(peer)].endpoint), c10::str("reach rank ", peer));
 }
 
 void UcxWireOverLibrary::on_error(void* peer, ucp_ep_h, ucs_status_t status) {
