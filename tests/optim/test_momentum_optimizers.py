@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -400,3 +401,16 @@ def test_the_state_of_another_rank_is_taken_without_its_debts() -> None:
         with pytest.warns(UserWarning, match="this is the state of rank 0"):
             optimizer.load_state_dict(saved[0])
         assert optimizer.state_dict()["zeropg"]["debts"]["residuals"] == []
+
+
+@each_optimizer
+@on_ranks(2)
+def test_copies_and_states_of_other_optimizers_are_refused_at_once(make: Make) -> None:
+    _, optimizer = make_ddp(make)
+    for broken in (copy.deepcopy, pickle.dumps):
+        with raises(TypeError, "cannot be copied or pickled", "load its state_dict"):
+            broken(optimizer)
+    model = make_model()
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        with raises(ValueError, "the param groups lack", "steps", "the state of another optimizer"):
+            optimizer.load_state_dict(kind(model.parameters(), lr=0.1).state_dict())

@@ -203,8 +203,9 @@ class MomentumOptimizer(CheckedOptimizer):
         """Takes over what `state_dict` gave on this rank, also in a world of another size.
 
         What another rank owed is not taken over, with a warning: this rank then owes nothing. Options that decide the
-        phase and were unknown when `state_dict` was saved stay as they are.
+        phase and were unknown when `state_dict` was saved stay as they are. Raises ValueError for another optimizer's.
         """
+        self._check_is_own(state_dict)
         own = [{key: group[key] for key in self.common_options if key in group} for group in self.param_groups]
         super().load_state_dict(dict(state_dict))
         for group, options in zip(self.param_groups, own, strict=True):
@@ -212,6 +213,24 @@ class MomentumOptimizer(CheckedOptimizer):
         self._loaded = state_dict.get("zeropg", {})
         if self.exchange is not None:
             self.load_debts(self._loaded)
+
+    def _check_is_own(self, state_dict: Mapping[str, Any]) -> None:
+        for mine, theirs in zip(self.param_groups, state_dict.get("param_groups", ()), strict=False):
+            if missing := sorted(set(mine) - set(theirs) - set(self.common_options)):
+                who = type(self).__name__
+                raise ValueError(
+                    f"[zeropg] {who}.load_state_dict: the param groups lack {', '.join(missing)}: this is the state of "
+                    f"another optimizer. Load what a {who} has saved, or begin with a new one, whose warm-up learns "
+                    "the moments again"
+                )
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"[zeropg] {type(self).__name__} cannot be copied or pickled; make another one and load its state_dict"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__getstate__()
 
     @abstractmethod
     def _is_warming_up(self, group: Mapping[str, Any]) -> bool:
