@@ -155,6 +155,10 @@ def test_folders_that_lie_are_one_error_on_every_rank(folders: Path, tmp_path: P
     os.mkfifo(tmp_path / "pipe" / files[0].name)
     for path in (tmp_path / "misshapen").glob("*.safetensors"):
         save_file({name: value.reshape(-1) for name, value in load_file(path).items()}, path)
+    shutil.copytree(folders / "single", tmp_path / "untied")
+    values = load_file(tmp_path / "untied" / "model.safetensors")
+    twin = {"lm_head.weight": values["transformer.wte.weight"] + 1}
+    save_file({**values, **twin}, tmp_path / "untied" / "model.safetensors")
     (tmp_path / "nothing").mkdir()
     torch.save({}, tmp_path / "nothing" / "pytorch_model.bin")
     cases = {
@@ -164,6 +168,7 @@ def test_folders_that_lie_are_one_error_on_every_rank(folders: Path, tmp_path: P
         "gone": "is missing, though the index names it",
         "pipe": "is a pipe, a socket or a device; expected a file",
         "misshapen": "of another shape or kind: transformer.",
+        "untied": "tied in the model, but with other values in the files",
         "nothing": "holds no safetensors files: it holds files of torch.save",
         "nowhere": "there is no such directory",
     }

@@ -41,14 +41,16 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         model: a module that `fully_shard` has sharded, in any stage.
         directory: with model.safetensors, or several files and model.safetensors.index.json; or one such file. Seen by
             every rank, with the same content.
-        strict: raise where a name is missing or unexpected. False: what is missing keeps its value.
+        strict: raise where a name is missing or unexpected. False: what is missing keeps its value, and of two
+            values for a tied weight the last one in the file counts.
 
     Returns:
         The names that were missing and unexpected, but for those of which the model says that they may be.
 
     Raises:
         FileNotFoundError: no safetensors there; the message says what is there instead.
-        ValueError: a file is damaged, or names, shapes or kinds of dtype differ; the message lists them.
+        ValueError: a file is damaged, names, shapes or kinds of dtype differ, or (strict) the names of one tied weight
+            have different values; the message lists them.
         OSError: a file cannot be read. Every rank raises the same error, and unless it says otherwise, the model is as
         it was.
     """
@@ -85,6 +87,7 @@ class _Loading:
         try:
             self._stored, self.names = match_names(state.model, self._plan, self._folder.tensors)
             problems = _problems(self._plan, self._stored, self.names if strict else LoadedNames([], []))
+            problems += self._untied() if strict else []
             if problems:
                 if any(name.endswith("packed_weight") for name in self.names.missing_keys):
                     problems.append("call zeropg.quantize_frozen after a plain model has loaded its weights")
@@ -93,6 +96,24 @@ class _Loading:
         except BaseException:
             self.close()
             raise
+
+    def _untied(self) -> list[str]:
+        """What the files give several values for, and the model has once. Each rank compares its share."""
+        core = self._state.core
+        problems = []
+        for name, stored in self._folder.tensors.items():
+            index = self._plan.index_of.get(name)
+            kept = stored if index is None else self._stored[index]
+            if kept is stored:
+                continue
+            begin, end = (stored.numel * part // core.world_size for part in (core.rank, core.rank + 1))
+            pieces = (self._folder.pieces(each, begin, end) for each in (stored, kept))
+            if (stored.shape, stored.dtype) != (kept.shape, kept.dtype) or any(
+                not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+                for (_, ours), (_, theirs) in zip(*pieces, strict=True)
+            ):
+                problems.append(f"tied in the model, but with other values in the files: {kept.name} and {name}")
+        return problems
 
     def announcement(self) -> dict[str, str]:
         """What must be the same on all ranks."""
