@@ -53,6 +53,16 @@ void ResidualStore::load(const std::string& name, int32_t hop, int64_t start, st
   }
 }
 
+std::vector<ResidualSegment> ResidualStore::take(const std::string& name, int32_t hop) {
+  std::vector<ResidualSegment> result;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = segments_.find(Key(name, hop));
+  if (found == segments_.end()) return result;
+  for (const auto& [start, values] : found->second) result.push_back({name, hop, start, values});
+  segments_.erase(found);
+  return result;
+}
+
 void ResidualStore::scale(float factor) {
   for (const ResidualSegment& segment : segments()) {
     for (float& value : *segment.values) value *= factor;

@@ -20,6 +20,9 @@ namespace zeropg {
 enum ResidualHop : int32_t {
   kContributionHop = 0,  // what a rank (or a node, of its sum) contributes; in units of the sum
   kResultHop = 1,        // what the owner of a range sends back: in units of the result (the average)
+  // None: lost in a world of another size, where other ranks encoded other ranges. This rank adds it, as it is, to what
+  // it contributes next; in units of the sum.
+  kArrearsHop = 2,
 };
 
 // A stretch of the residuals of one (name, hop): elements [start, start + values->size()) of what `name` names.
@@ -44,6 +47,9 @@ class ResidualStore {
   // Sets elements [start, start + values.size()). std::invalid_argument for values that are not finite: they would
   // spoil every later step.
   void load(const std::string& name, int32_t hop, int64_t start, std::span<const float> values);
+
+  // Removes what there is of one (name, hop), and returns it.
+  std::vector<ResidualSegment> take(const std::string& name, int32_t hop);
 
   // Multiplies everything, e.g. by new scale / old scale when the loss is scaled by another factor than before.
   void scale(float factor);

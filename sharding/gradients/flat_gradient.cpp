@@ -1,5 +1,7 @@
 #include "sharding/gradients/flat_gradient.h"
 
+#include <ATen/ops/from_blob.h>
+
 #include <utility>
 
 namespace zeropg {
@@ -53,6 +55,7 @@ void FlatGradient::launch() {
     release(collected_);
     collected_ = std::move(cast);
   }
+  pay_arrears();
   phase_ = Phase::kInFlight;
   reduced_ = collected_;
   if (communicator.world_size() == 1) {
@@ -72,6 +75,20 @@ void FlatGradient::launch() {
   const bool in_place = !average_.is_kept() && dtype == flat_.master_dtype();
   reduced_ = in_place ? average_.values() : context_.pool.acquire(average_.numel(), dtype, flat_.device());
   work_ = communicator.reduce_scatter_average(reduced_, collected_, compression_);
+}
+
+// Parameters are whole in the buffer, so ranges of their residuals are ranges of it.
+void FlatGradient::pay_arrears() {
+  if (compression_.residuals == nullptr) return;
+  for (const ParameterSlot& slot : flat_.slots()) {
+    for (const ResidualSegment& owed : compression_.residuals->take(slot.names.front(), kArrearsHop)) {
+      const auto numel = static_cast<int64_t>(owed.values->size());
+      TORCH_CHECK_VALUE(owed.start >= 0 && owed.start + numel <= slot.numel, "[zeropg] residuals of '",
+                        slot.names.front(), "' reach to element ", owed.start + numel, ", and it has ", slot.numel);
+      collected_.narrow(0, slot.offset + owed.start, numel)
+          .add_(at::from_blob(owed.values->data(), {numel}, at::kFloat));
+    }
+  }
 }
 
 void FlatGradient::let_go() {

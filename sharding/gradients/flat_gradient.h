@@ -69,6 +69,7 @@ class FlatGradient {
 
   c10::ScalarType reduce_dtype() const { return context_.options.reduce_dtype.value_or(flat_.master_dtype()); }
   void release(at::Tensor& buffer);
+  void pay_arrears();  // adds to what is collected what worlds of other sizes have lost (error_feedback.h)
 
   BucketContext& context_;
   const FlatParameter& flat_;

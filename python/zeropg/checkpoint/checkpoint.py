@@ -125,10 +125,9 @@ def load_checkpoint(
     """Sets model and optimizer from what `save_checkpoint` wrote, at any world size and stage. All ranks must call.
 
     Each rank reads its own byte ranges, and checks the checksums of the chunks that they lie in. Masters, parameters,
-    persistent buffers, the optimizer's state and param groups (learning rate and so on) become what they were. So do
-    the residuals of compression at the same world size and number of replicas; otherwise they begin at zero, with a
-    warning. What ranks
-    owe the momenta of OneBitAdam, OneBitLamb and DGC is kept at every world size.
+    persistent buffers, the optimizer's state and param groups (learning rate and so on) become what they were. What
+    compression owes to gradients, and to the momenta of OneBitAdam, OneBitLamb and DGC, is kept at every world size;
+    where the model has replicas, at the same one alone, otherwise with a warning.
 
     Args:
         directory: seen by every rank, with the same content.

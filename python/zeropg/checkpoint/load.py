@@ -19,7 +19,7 @@ from zeropg.checkpoint.match import check_groups, listed, match_tensors
 from zeropg.checkpoint.optimizers import check_same_names, own_words
 from zeropg.checkpoint.plan import ModelPlan, group_names, optimizer_kind, plan_model
 from zeropg.checkpoint.regular_file import check_no_pipe
-from zeropg.checkpoint.residuals import is_residual_file, load_residuals, residual_file
+from zeropg.checkpoint.residuals import is_residual_file, load_residuals, taken_residual_files
 from zeropg.checkpoint.saved_tensors import manifest_in, read_into_place, read_pieces
 from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.checkpoint.structure_file import read_structure_file
@@ -117,8 +117,12 @@ class Loading:
         )
         if not self._reads_model:
             return
-        own = self._readers.get(residual_file(self._state.core.rank))
-        load_residuals(self._state.core, None if own is None else read_structure_file(own, {"residuals"}))
+        residuals = [
+            read_structure_file(reader, {"residuals"})
+            for name, reader in self._readers.items()
+            if is_residual_file(name)
+        ]
+        load_residuals(self._state.core, residuals, self._manifest.world_size)
         modules = dict(self._state.model.named_modules())
         for name, extra_state in self._modules.items():
             if name in modules:
@@ -172,7 +176,7 @@ class Loading:
             )
 
         has_residuals = any(is_residual_file(name) for name in self._manifest.files)
-        if not self._has_same_slices() and has_residuals and self._state.core.residuals is not None:
+        if not self._takes_residuals() and has_residuals and self._state.core.residuals is not None:
             warnings.warn(
                 f"[zeropg] load_checkpoint: '{self._directory}' was saved by {self._manifest.world_size} ranks "
                 f"({self._saved_replicas()} replicas), now there are {world_size} ({self._state.core.replicas}): what "
@@ -190,17 +194,19 @@ class Loading:
     def _saved_replicas(self) -> int:
         return int(self._manifest.origin.get("replicas", 1))
 
-    def _has_same_slices(self) -> bool:
-        """Whether ranks encode the parts of the gradients that they encoded in the job that saved."""
+    def _takes_residuals(self) -> bool:
+        """Replicas encode sums over the shards of a slice: those of other slices would be of other sums."""
         core = self._state.core
-        return (self._manifest.world_size, self._saved_replicas()) == (core.world_size, core.replicas)
+        before, now = self._saved_replicas(), core.replicas
+        return before == now and (now == 1 or self._manifest.world_size == core.world_size)
 
     def _is_needed(self, name: str) -> bool:
         if name.startswith("rank-"):
             return name == self._rank_file()
         if is_residual_file(name):
-            # Others would be of another rank's part of the gradients.
-            return self._has_same_slices() and name == residual_file(self._state.core.rank)
+            core = self._state.core
+            taken = taken_residual_files(core.rank, core.world_size, self._manifest.world_size)
+            return self._takes_residuals() and name in taken
         if is_debt_file(name):
             core = self._state.core
             taken = taken_debt_files(core.rank, core.world_size, self._manifest.world_size)

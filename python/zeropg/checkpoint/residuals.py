@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from zeropg._native import _C
+from zeropg.compression.state import ARREARS_HOP, RESULT_HOP
 
 
 def residual_file(rank: int) -> str:
@@ -16,6 +20,11 @@ def is_residual_file(name: str) -> bool:
     return name.startswith("residuals-")
 
 
+def taken_residual_files(rank: int, world_size: int, former: int) -> list[str]:
+    """The files that a rank reads of a checkpoint of `former` ranks: its own, or so that each is read by one rank."""
+    return [residual_file(theirs) for theirs in range(rank, former, world_size)]
+
+
 def saved_residuals(core: _C.ShardedModule) -> dict[str, Any] | None:
     """What `make_structure_file` takes of this rank's residuals; None where there are none."""
     store = core.residuals
@@ -25,11 +34,26 @@ def saved_residuals(core: _C.ShardedModule) -> dict[str, Any] | None:
     return {"residuals": [list(segment) for segment in segments]}
 
 
-def load_residuals(core: _C.ShardedModule, content: dict[str, Any] | None) -> None:
-    """Takes over what `saved_residuals` gave; None: begins with none. Nothing without error feedback."""
+def load_residuals(core: _C.ShardedModule, contents: Sequence[dict[str, Any]], former: int) -> None:
+    """Takes over what ranks of a world of `former` ranks gave as saved_residuals. Nothing without error feedback.
+
+    Of the same world: this rank's own. Of another one: what the ranks of `taken_residual_files` owed, which goes
+    uncompressed into this rank's next gradients.
+    """
     store = core.residuals
     if store is None:
         return
     store.clear()
-    for name, hop, start, values in [] if content is None else content["residuals"]:
-        store.load(name, hop, start, values)
+    owed: dict[str, torch.Tensor] = {}
+    for name, hop, start, values in (segment for content in contents for segment in content["residuals"]):
+        if former == core.world_size:
+            store.load(name, hop, start, values)
+            continue
+        known = owed.get(name, values.new_zeros(0))
+        missing = max(0, start + len(values) - len(known))
+        owed[name] = torch.cat([known, values.new_zeros(missing)])
+        # Gradients are averaged: what was lost of a sum over fewer ranks weighs more in one over more of them.
+        factor = core.world_size if hop == RESULT_HOP else core.world_size / former
+        owed[name][start : start + len(values)] += factor * values
+    for name, values in owed.items():
+        store.load(name, ARREARS_HOP, 0, values)

@@ -32,8 +32,8 @@ def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
     return backend
 
 
-# Of residuals in units of this rank's gradient, and of the average; compression/error_feedback.h.
-CONTRIBUTION_HOP, RESULT_HOP = 0, 1
+# Of residuals in units of this rank's gradient, of the average, and again of this rank's; compression/error_feedback.h.
+CONTRIBUTION_HOP, RESULT_HOP, ARREARS_HOP = 0, 1, 2
 _MOST_NAMED = 4  # in a warning
 
 
