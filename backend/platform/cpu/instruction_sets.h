@@ -6,15 +6,26 @@
 #include <initializer_list>
 #include <span>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace zeropg {
 
 // avx2: with f16c. avx512: F, BW, VL and DQ, as all server processors since 2017; and VNNI, as those since 2019.
 enum class Instructions { kPortable, kAvx2, kAvx512, kAvx512Vnni };
 
+#if defined(__x86_64__)
+inline bool has_f16c() {  // clang's __builtin_cpu_supports does not know it
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
 inline bool has(Instructions instructions) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && has_f16c();
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   switch (instructions) {
