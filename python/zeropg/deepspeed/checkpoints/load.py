@@ -159,7 +159,7 @@ class _Loading:
     def read_model(self, advance: Advance) -> None:
         """Sets masters, parameters and buffers; between the core's begin_step and end_load."""
         set_values(self._state, self._plan, self._pieces, advance)
-        load_residuals(self._state.core, None)
+        load_residuals(self._state.core, [], former=1)  # what theirs have is of other ranges
 
     def read_optimizer(self, advance: Advance, failure: Exception | None) -> None:
         """Sets the optimizer's state and param groups. Raises `failure`, of read_model, if there is one."""
