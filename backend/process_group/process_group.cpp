@@ -26,11 +26,11 @@ c10::intrusive_ptr<BackendOptions> resolved(const c10::intrusive_ptr<BackendOpti
 }
 
 std::shared_ptr<GroupContext> join_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                         const BackendOptions& options, std::chrono::milliseconds timeout,
-                                         std::shared_ptr<const Hooks> hooks) {
+                                         const char* members, const BackendOptions& options,
+                                         std::chrono::milliseconds timeout, std::shared_ptr<const Hooks> hooks) {
   BootstrapResult joined = bootstrap(store, rank, size,
                                      BootstrapOptions{.timeout = timeout,
-                                                      .members = describe_members(options.global_ranks_in_group),
+                                                      .members = members,
                                                       .secret = options.secret,
                                                       .host_id = options.host_id,
                                                       .domain_id = options.domain_id,
@@ -88,9 +88,9 @@ void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
                                                .window_bytes = shared_window_bytes(options_->window_bytes, size_),
                                                .cma = options_->cma,
                                                .algorithms = options_->algorithms});
-  auto channels = GroupRuntime::open(
-      join_group(c10::make_intrusive<c10d::PrefixStore>("zeropg", store_), rank_, size_, *options_, timeout, hooks_),
-      options_->cma);
+  auto channels = GroupRuntime::open(join_group(c10::make_intrusive<c10d::PrefixStore>("zeropg", store_), rank_, size_,
+                                                members_, *options_, timeout, hooks_),
+                                     options_->cma);
   const Topology& topology = channels->group().topology();
   if (topology.is_one_node()) {
     planner->set_domains(topology.domains[0]);

@@ -20,11 +20,6 @@ def is_debt_file(name: str) -> bool:
     return name.startswith("debts-")
 
 
-def taken_debt_files(rank: int, world_size: int, former: int) -> list[str]:
-    """The files that a rank reads of a checkpoint of `former` ranks: its own, or so that each is read by one rank."""
-    return [debt_file(theirs) for theirs in range(rank, former, world_size)]
-
-
 def saved_debts(optimizers: Mapping[str, ShardedOptimizer]) -> dict[str, Any] | None:
     """What `make_structure_file` takes of this rank's; None where there is nothing."""
     debts = {name: own for name, optimizer in optimizers.items() if (own := optimizer.own_state())}
@@ -34,7 +29,7 @@ def saved_debts(optimizers: Mapping[str, ShardedOptimizer]) -> dict[str, Any] | 
 def load_debts(optimizer: ShardedOptimizer, saved: Sequence[Mapping[str, Any]], former: int) -> None:
     """Takes over what ranks of a world of `former` ranks gave as their optimizer's `own_state`.
 
-    Of the same world: this rank's own. Of another one: what the ranks of `taken_debt_files` owed; momenta that were
+    Of the same world: this rank's own. Of another one: what several or none of its ranks owed; momenta that were
     each rank's own begin anew then.
     """
     if former == optimizer._core.world_size:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zeropg._native import _C
-from zeropg.checkpoint.debts import is_debt_file, load_debts, taken_debt_files
+from zeropg.checkpoint.debts import debt_file, is_debt_file, load_debts
 from zeropg.checkpoint.folder import reading
 from zeropg.checkpoint.load_masters import Advance, set_values
 from zeropg.checkpoint.manifest import SavedOptimizer, SavedTensor
@@ -19,7 +19,7 @@ from zeropg.checkpoint.match import check_groups, listed, match_tensors
 from zeropg.checkpoint.optimizers import check_same_names, own_words
 from zeropg.checkpoint.plan import ModelPlan, group_names, optimizer_kind, plan_model
 from zeropg.checkpoint.regular_file import check_no_pipe
-from zeropg.checkpoint.residuals import is_residual_file, load_residuals, taken_residual_files
+from zeropg.checkpoint.residuals import is_residual_file, load_residuals, residual_file
 from zeropg.checkpoint.saved_tensors import manifest_in, read_into_place, read_pieces
 from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.checkpoint.structure_file import read_structure_file
@@ -200,17 +200,18 @@ class Loading:
         before, now = self._saved_replicas(), core.replicas
         return before == now and (now == 1 or self._manifest.world_size == core.world_size)
 
+    def _former_ranks(self) -> range:
+        """Those that saved whose own files this rank reads: its own one, or so that each one is read by one rank."""
+        core = self._state.core
+        return range(core.rank, self._manifest.world_size, core.world_size)
+
     def _is_needed(self, name: str) -> bool:
         if name.startswith("rank-"):
             return name == self._rank_file()
         if is_residual_file(name):
-            core = self._state.core
-            taken = taken_residual_files(core.rank, core.world_size, self._manifest.world_size)
-            return self._takes_residuals() and name in taken
+            return self._takes_residuals() and name in map(residual_file, self._former_ranks())
         if is_debt_file(name):
-            core = self._state.core
-            taken = taken_debt_files(core.rank, core.world_size, self._manifest.world_size)
-            return bool(self._optimizers) and name in taken
+            return bool(self._optimizers) and name in map(debt_file, self._former_ranks())
         return bool(self._optimizers) or not name.startswith("optimizer")
 
     def _pieces_of(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zeropg._native import _C
-from zeropg.compression.state import ARREARS_HOP, RESULT_HOP
+from zeropg.compression.state import ARREARS_HOP, RESULT_HOP, add_range
 
 
 def residual_file(rank: int) -> str:
@@ -18,11 +18,6 @@ def residual_file(rank: int) -> str:
 
 def is_residual_file(name: str) -> bool:
     return name.startswith("residuals-")
-
-
-def taken_residual_files(rank: int, world_size: int, former: int) -> list[str]:
-    """The files that a rank reads of a checkpoint of `former` ranks: its own, or so that each is read by one rank."""
-    return [residual_file(theirs) for theirs in range(rank, former, world_size)]
 
 
 def saved_residuals(core: _C.ShardedModule) -> dict[str, Any] | None:
@@ -37,8 +32,8 @@ def saved_residuals(core: _C.ShardedModule) -> dict[str, Any] | None:
 def load_residuals(core: _C.ShardedModule, contents: Sequence[dict[str, Any]], former: int) -> None:
     """Takes over what ranks of a world of `former` ranks gave as saved_residuals. Nothing without error feedback.
 
-    Of the same world: this rank's own. Of another one: what the ranks of `taken_residual_files` owed, which goes
-    uncompressed into this rank's next gradients.
+    Of the same world: this rank's own. Of another one: what several or none of its ranks owed, which goes uncompressed
+    into this rank's next gradients.
     """
     store = core.residuals
     if store is None:
@@ -49,11 +44,8 @@ def load_residuals(core: _C.ShardedModule, contents: Sequence[dict[str, Any]], f
         if former == core.world_size:
             store.load(name, hop, start, values)
             continue
-        known = owed.get(name, values.new_zeros(0))
-        missing = max(0, start + len(values) - len(known))
-        owed[name] = torch.cat([known, values.new_zeros(missing)])
         # Gradients are averaged: what was lost of a sum over fewer ranks weighs more in one over more of them.
         factor = core.world_size if hop == RESULT_HOP else core.world_size / former
-        owed[name][start : start + len(values)] += factor * values
+        add_range(owed, name, start, factor * values)
     for name, values in owed.items():
         store.load(name, ARREARS_HOP, 0, values)

@@ -37,6 +37,14 @@ CONTRIBUTION_HOP, RESULT_HOP, ARREARS_HOP = 0, 1, 2
 _MOST_NAMED = 4  # in a warning
 
 
+def add_range(sums: dict[str, torch.Tensor], name: str, start: int, values: torch.Tensor) -> None:
+    """Adds to elements [start, start + len(values)) of sums[name], which grows where it is shorter."""
+    known = sums.get(name, values.new_zeros(0))
+    missing = max(0, start + len(values) - len(known))
+    sums[name] = torch.cat([known, values.new_zeros(missing)])
+    sums[name][start : start + len(values)] += values
+
+
 class State:
     """What `ddp_hook` and `Fsdp2ReduceScatter` need: the codec, the group and the residuals of one model on this rank.
 
@@ -281,7 +289,4 @@ class State:
 
     def _owe(self, name: str, start: int, values: torch.Tensor) -> None:
         _C.ResidualStore().load(name, 0, start, values)  # refuses what is not finite
-        known = self._arrears.get(name, values.new_zeros(0))
-        missing = max(0, start + len(values) - len(known))
-        self._arrears[name] = torch.cat([known, values.new_zeros(missing)])
-        self._arrears[name][start : start + len(values)] += values
+        add_range(self._arrears, name, start, values)
