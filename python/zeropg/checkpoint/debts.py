@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeropg.compression.state import RESULT_HOP
+from zeropg.compression.state import RESULT_HOP, add_range
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 
 
@@ -38,14 +38,8 @@ def load_debts(optimizer: ShardedOptimizer, saved: Sequence[Mapping[str, Any]], 
     arrears: dict[str, torch.Tensor] = {}
     for debts in (own["debts"] for own in saved):
         for name, hop, start, values in debts["residuals"]:
-            _add(arrears, name, start, values * (former if hop == RESULT_HOP else 1))
+            add_range(arrears, name, start, values * (former if hop == RESULT_HOP else 1))
         for name, values in debts["arrears"].items():
-            _add(arrears, name, 0, values)
+            add_range(arrears, name, 0, values)
     owed = {"debts": {"residuals": [], "world_size": former, "arrears": arrears}}
     optimizer.load_own_state(owed if arrears else {})
-
-
-def _add(sums: dict[str, torch.Tensor], name: str, start: int, values: torch.Tensor) -> None:
-    known = sums.get(name, values.new_zeros(0))
-    sums[name] = torch.cat([known, values.new_zeros(max(0, start + len(values) - len(known)))])
-    sums[name][start : start + len(values)] += values
