@@ -10,6 +10,12 @@ namespace {
 
 int64_t size_of(const std::shared_ptr<std::vector<float>>& values) { return static_cast<int64_t>(values->size()); }
 
+void check_finite(const std::string& name, std::span<const float> values) {
+  if (!std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); })) {
+    throw std::invalid_argument("residuals of '" + name + "': a value is not finite, expected what a run has saved");
+  }
+}
+
 }  // namespace
 
 std::vector<ResidualSegment> ResidualStore::reserve(const std::string& name, int32_t hop, int64_t start, int64_t stop) {
@@ -41,15 +47,24 @@ std::vector<ResidualSegment> ResidualStore::segments() const {
 }
 
 void ResidualStore::load(const std::string& name, int32_t hop, int64_t start, std::span<const float> values) {
-  if (!std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); })) {
-    throw std::invalid_argument("residuals of '" + name + "': a value is not finite, expected what a run has saved");
-  }
+  check_finite(name, values);
+  change(name, hop, start, values, [](float, float value) { return value; });
+}
+
+void ResidualStore::owe(const std::string& name, int64_t start, std::span<const float> values) {
+  check_finite(name, values);
+  change(name, kArrearsHop, start, values, [](float owed, float value) { return owed + value; });
+}
+
+template <typename Function>
+void ResidualStore::change(const std::string& name, int32_t hop, int64_t start, std::span<const float> values,
+                           Function&& changed) {
   const int64_t stop = start + static_cast<int64_t>(values.size());
   for (const ResidualSegment& segment : reserve(name, hop, start, stop)) {
     const int64_t from = std::max(start, segment.start);
     const int64_t to = std::min(stop, segment.start + size_of(segment.values));
-    std::copy(values.begin() + (from - start), values.begin() + (to - start),
-              segment.values->begin() + (from - segment.start));
+    float* known = segment.values->data() + (from - segment.start);
+    std::transform(known, known + (to - from), values.begin() + (from - start), known, changed);
   }
 }
 

@@ -48,6 +48,9 @@ class ResidualStore {
   // spoil every later step.
   void load(const std::string& name, int32_t hop, int64_t start, std::span<const float> values);
 
+  // Adds to the arrears of elements [start, start + values.size()). std::invalid_argument as load.
+  void owe(const std::string& name, int64_t start, std::span<const float> values);
+
   // Removes what there is of one (name, hop), and returns it.
   std::vector<ResidualSegment> take(const std::string& name, int32_t hop);
 
@@ -60,6 +63,10 @@ class ResidualStore {
  private:
   using Key = std::pair<std::string, int32_t>;
   using Segments = std::map<int64_t, std::shared_ptr<std::vector<float>>>;  // by start; they do not overlap
+
+  // Sets each value to changed(known, values[i]).
+  template <typename Function>
+  void change(const std::string& name, int32_t hop, int64_t start, std::span<const float> values, Function&& changed);
 
   mutable std::mutex mutex_;
   std::map<Key, Segments> segments_;  // guarded by mutex_

@@ -91,6 +91,7 @@ ALLOWED: dict[str, set[str]] = {
         "backend/collectives/select",
     },
     "backend/engine": {
+        "compression",
         "backend/platform/cpu",
         "backend/platform/process",
         "backend/diagnostics",
@@ -187,7 +188,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "quantization": {"_native"},
     "rank_io": {"_native"},
     "compression": {"_native", "rank_io"},
-    "backend": {"_native", "rank_io"},
+    "backend": {"_native", "rank_io", "compression"},
     "flight_recorder": {"backend"},
     "partial": {"_native", "backend"},
     "sharding": {"_native", "compression", "rank_io", "backend"},

@@ -1,5 +1,7 @@
 #include "backend/engine/codec_steps.h"
 
+#include <algorithm>
+#include <chrono>
 #include <span>
 
 #include "backend/collectives/schedule/encodings.h"
@@ -12,6 +14,21 @@ std::span<const float> floats_at(const std::byte* address, int64_t bytes) {
   return {reinterpret_cast<const float*>(address), static_cast<size_t>(bytes / kFloatBytes)};
 }
 
+// Adds the seconds of its life.
+class Timer {
+ public:
+  explicit Timer(double& seconds) : seconds_(seconds) {}
+  ~Timer() { seconds_ += std::chrono::duration<double>(Clock::now() - start_).count(); }
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  double& seconds_;
+  const Clock::time_point start_ = Clock::now();
+};
+
 }  // namespace
 
 CodecSteps::CodecSteps(const PlannedCollective& collective)
@@ -19,6 +36,7 @@ CodecSteps::CodecSteps(const PlannedCollective& collective)
 
 void CodecSteps::select(const Step& step, const std::byte* source) {
   const IeeeArithmetic rules;
+  const Timer timer(counters_.encode_seconds);
   selection_ = residuals_.select(codec_of(*collective_.spec.codec, step.hop), floats_at(source, step.bytes), step.hop,
                                  step.source.offset_bytes / kFloatBytes);
   has_selection_ = true;
@@ -26,6 +44,7 @@ void CodecSteps::select(const Step& step, const std::byte* source) {
 
 void CodecSteps::encode(const Step& step, const std::byte* source, std::byte* destination) {
   const IeeeArithmetic rules;
+  const Timer timer(counters_.encode_seconds);
   const Compressor& codec = codec_of(*collective_.spec.codec, step.hop);
   const auto values = floats_at(source, step.bytes);
   const int64_t size_bytes = codec.has_fixed_size() ? 0 : kSizeBytes;
@@ -41,10 +60,13 @@ void CodecSteps::encode(const Step& step, const std::byte* source, std::byte* de
     length = is_selected ? codec.encode_selected(selection, values, {}, encoded) : codec.encode(values, {}, encoded);
   }
   if (size_bytes > 0) put_size({destination, kSizeBytes}, length);
+  counters_.plain_bytes += static_cast<int64_t>(values.size_bytes());
+  counters_.encoded_bytes += length;
 }
 
-void CodecSteps::decode(const Step& step, const std::byte* source, std::byte* destination) const {
+void CodecSteps::decode(const Step& step, const std::byte* source, std::byte* destination) {
   const IeeeArithmetic rules;
+  const Timer timer(counters_.decode_seconds);
   const Compressor& codec = codec_of(*collective_.spec.codec, step.hop);
   const int64_t count = step.bytes / kFloatBytes;
   const std::span<const std::byte> encoded =
@@ -56,6 +78,14 @@ void CodecSteps::decode(const Step& step, const std::byte* source, std::byte* de
   } else {
     codec.decode(encoded, values);
   }
+}
+
+CodecCounters CodecSteps::counters() const {
+  CodecCounters counters = counters_;
+  counters.calls = 1;
+  const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+  counters.wire_seconds = std::max(0.0, seconds - counters.encode_seconds - counters.decode_seconds);
+  return counters;
 }
 
 }  // namespace zeropg

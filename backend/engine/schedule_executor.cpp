@@ -76,8 +76,16 @@ Progress ScheduleExecutor::advance() {
     if (is_direct()) {
       context_.statistics.count_direct(label_);
     }
+    if (codec_steps_) {
+      note_coding(codec_steps_->counters());
+    }
   }
   return Progress::kDone;
+}
+
+void ScheduleExecutor::note_coding(const CodecCounters& counters) {
+  CodecMeter* meter = collective_.compression.meter.get();
+  (meter != nullptr ? *meter : context_.statistics.coding()).add(counters);
 }
 
 bool ScheduleExecutor::run(const Step& step) {

@@ -37,6 +37,7 @@ class ScheduleExecutor {
 
  private:
   bool run(const Step& step);  // false: blocked
+  void note_coding(const CodecCounters& counters);
   bool run_barrier();
   bool run_send(const Step& step);
   bool run_receive(const Step& step);

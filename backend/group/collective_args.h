@@ -11,6 +11,7 @@
 
 #include "backend/collectives/reduce/reduce.h"
 #include "backend/collectives/schedule/collective_spec.h"
+#include "compression/codec_meter.h"
 #include "compression/compressor.h"
 
 namespace zeropg {
@@ -28,9 +29,10 @@ struct ResidualRange {
 
 // How a request's bytes may be compressed on the way. c10d's calls carry none; the sharded module and hooks submit it.
 struct Compression {
-  std::shared_ptr<const Compressor> codec;   // life shared with whoever configured it
-  std::shared_ptr<ResidualStore> residuals;  // life shared with the model; null: no error feedback
-  std::vector<ResidualRange> ranges;         // with residuals: of all elements of the input, in order
+  std::shared_ptr<const Compressor> codec{};   // life shared with whoever configured it
+  std::shared_ptr<ResidualStore> residuals{};  // life shared with the model; null: no error feedback
+  std::vector<ResidualRange> ranges{};         // with residuals: of all elements of the input, in order
+  std::shared_ptr<CodecMeter> meter{};         // life shared with the model; what the call counts; null: the group's
 };
 
 // Tensors are contiguous, on the CPU, laid out as CollectiveSpec says; `dtype` is that of the data that is reduced.

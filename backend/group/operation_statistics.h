@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "backend/group/operation_label.h"
+#include "compression/codec_meter.h"
 
 namespace zeropg {
 
@@ -27,10 +28,12 @@ class StatisticsTable {
   void count_waiting(const OperationLabel& label, int32_t peer, double seconds);
   void count_direct(const OperationLabel& label);
   std::map<std::string, OperationStatistics> by_name() const;
+  CodecMeter& coding() { return coding_; }  // of encoded calls that have no meter of their own
 
  private:
   mutable std::mutex mutex_;
   std::map<std::string, OperationStatistics> statistics_;  // guarded by mutex_
+  CodecMeter coding_;
 };
 
 }  // namespace zeropg

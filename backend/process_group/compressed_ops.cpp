@@ -81,15 +81,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_reduce_scatter(const
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_all_gather(const at::Tensor& output,
-                                                                       const at::Tensor& input,
-                                                                       std::shared_ptr<const Compressor> codec,
+                                                                       const at::Tensor& input, Compression compression,
                                                                        bool is_asynchronous, uint64_t item,
                                                                        std::shared_ptr<NodeOutput> node_output) {
   Call call = make_call("zeropg:compressed_all_gather");
   check_encodable(call, call.only({input}, "input"));
   call.check_same_dtype(input, output);
   call.check_blocks(output, input, "output");
-  call.check_value(codec != nullptr, "got no codec; use the uncompressed operation.");
+  call.check_value(compression.codec != nullptr, "got no codec; use the uncompressed operation.");
   call.check_type(node_output == nullptr || output.scalar_type() == kEncoded, "the output that the ranks of a node ",
                   "share is ", output.scalar_type(), ", expected float32, which is what codecs decode to.");
   CollectiveArgs request;
@@ -100,7 +99,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::compressed_all_gather(const at:
   request.bytes = input.numel() * static_cast<int64_t>(sizeof(float));
   request.item = item;
   request.node_output = std::move(node_output);
-  request.compression.codec = std::move(codec);
+  request.compression = std::move(compression);
   call.add(std::move(request));
   return submit(std::move(call), c10d::OpType::_ALLGATHER_BASE, c10d::kUnsetTimeout, is_asynchronous);
 }

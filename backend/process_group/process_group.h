@@ -56,6 +56,7 @@ class ProcessGroupZero : public c10d::Backend {
   Topology topology() const;  // with what its links carry now
   bool is_one_node() const { return group().topology().is_one_node(); }
   std::map<std::string, OperationStatistics> statistics() const { return group().statistics().by_name(); }
+  CodecCounters coding() const { return group().statistics().coding().counters(); }
   // Of the links of its nodes; for groups of the same nodes. Empty before the first reconfiguration.
   KnownLinks known_links() const;
   // Of an operation such as "all_reduce" on fp32 tensors, `bytes` as in CollectiveSpec. ValueError for another name.
@@ -76,8 +77,7 @@ class ProcessGroupZero : public c10d::Backend {
   // `output` [world_size * n] <- what every rank's `input` [n] decodes to, this rank's too. `item`, `node_output` as
   // below; the latter for fp32 only.
   c10::intrusive_ptr<c10d::Work> compressed_all_gather(const at::Tensor& output, const at::Tensor& input,
-                                                       std::shared_ptr<const Compressor> codec, bool is_asynchronous,
-                                                       uint64_t item = 0,
+                                                       Compression compression, bool is_asynchronous, uint64_t item = 0,
                                                        std::shared_ptr<NodeOutput> node_output = nullptr);
   // Collective, asynchronous: `output` [world_size * n] <- every rank's `input` [n], on the CPU. `item`: which of the
   // caller's things it is, from 1. Where ranks gather different ones, that is an error, though their sizes be the same.

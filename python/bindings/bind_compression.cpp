@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "backend/process_group/process_group.h"
+#include "compression/codec_meter.h"
 #include "compression/error_feedback.h"
-#include "compression/metered.h"
 #include "compression/registry/registry.h"
 #include "python/bindings/bindings.h"
 #include "python/bindings/bound_codec.h"
@@ -25,6 +25,7 @@ namespace zeropg {
 namespace {
 
 using Residuals = std::shared_ptr<ResidualStore>;
+using Meter = std::shared_ptr<CodecMeter>;
 using PyRange = std::tuple<std::string, int64_t, int64_t>;  // name, start, numel
 
 void check_floats(const at::Tensor& tensor) {
@@ -80,17 +81,17 @@ void decode_add(const BoundCodec& self, const at::Tensor& encoded, const at::Ten
   self.codec->decode_add(encoding_of(self, encoded, values.numel()), mutable_values_of(values));
 }
 
-py::dict counters(const BoundCodec& self) {
-  const CodecCounters sums = self.codec->counters();
-  return py::dict(py::arg("plain_bytes") = sums.plain_bytes, py::arg("encoded_bytes") = sums.encoded_bytes,
-                  py::arg("encodings") = sums.encodings, py::arg("encode_seconds") = sums.encode_seconds,
-                  py::arg("decode_seconds") = sums.decode_seconds);
+py::dict as_dict(const CodecCounters& counters) {
+  return py::dict(py::arg("calls") = counters.calls, py::arg("plain_bytes") = counters.plain_bytes,
+                  py::arg("encoded_bytes") = counters.encoded_bytes,
+                  py::arg("encode_seconds") = counters.encode_seconds,
+                  py::arg("decode_seconds") = counters.decode_seconds, py::arg("wire_seconds") = counters.wire_seconds);
 }
 
 // [(name, hop, start, tensor)]; the tensors are the residuals themselves.
-py::list segments(const Residuals& store) {
+py::list as_list(const std::vector<ResidualSegment>& segments) {
   py::list result;
-  for (const ResidualSegment& segment : store->segments()) {
+  for (const ResidualSegment& segment : segments) {
     const at::Tensor view = at::from_blob(
         segment.values->data(), {static_cast<int64_t>(segment.values->size())}, [held = segment.values](void*) {},
         at::TensorOptions().dtype(at::kFloat));
@@ -106,8 +107,9 @@ ProcessGroupZero& zeropg_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
   return *group;
 }
 
-Compression make_compression(const BoundCodec& codec, const Residuals& residuals, const std::vector<PyRange>& ranges) {
-  Compression compression{.codec = codec.codec, .residuals = residuals, .ranges = {}};
+Compression make_compression(const BoundCodec& codec, const Residuals& residuals, const std::vector<PyRange>& ranges,
+                             const Meter& meter) {
+  Compression compression{.codec = codec.codec, .residuals = residuals, .ranges = {}, .meter = meter};
   for (const auto& [name, start, numel] : ranges) compression.ranges.push_back({name, start, numel});
   return compression;
 }
@@ -128,7 +130,7 @@ void bind_compression(py::module_& m) {
 
   py::class_<BoundCodec>(m, "Compressor", "A codec of compression/registry/registry.h with its parameters.")
       .def(py::init([](const std::string& name, const CompressorParameters& parameters) {
-             return BoundCodec{metered(make_compressor(name, parameters))};
+             return BoundCodec{make_compressor(name, parameters)};
            }),
            py::arg("name"), py::arg("parameters"))
       .def_property_readonly("description", [](const BoundCodec& self) { return self.codec->description(); })
@@ -143,15 +145,19 @@ void bind_compression(py::module_& m) {
           "The uint8 encoding of a float32 tensor, in `out` (capacity_bytes long) where that is given; the residual is "
           "added before and updated in place.")
       .def("decode_add", &decode_add, py::arg("encoded"), py::arg("values"), "Adds what was encoded to `values`.")
-      .def("decode", &decode, py::arg("encoded"), py::arg("numel"))
+      .def("decode", &decode, py::arg("encoded"), py::arg("numel"));
+
+  py::class_<CodecMeter, std::shared_ptr<CodecMeter>>(m, "CodecMeter", "What the encoded calls of one model count.")
+      .def(py::init<>())
       .def(
-          "counters", &counters,
-          "What this object has done so far: {plain_bytes, encoded_bytes, encodings, encode_seconds, decode_seconds}.");
+          "counters", [](const CodecMeter& self) { return as_dict(self.counters()); },
+          "Sums so far: {calls, plain_bytes, encoded_bytes, encode_seconds, decode_seconds, wire_seconds}.");
 
   py::class_<ResidualStore, Residuals>(m, "ResidualStore", "Residuals of one model on one rank (error feedback).")
       .def(py::init<>())
-      .def("segments", &segments,
-           "[(name, hop, start, tensor)]: elements [start, start + len) of `name`; live, for between steps.")
+      .def(
+          "segments", [](const Residuals& self) { return as_list(self->segments()); },
+          "[(name, hop, start, tensor)]: elements [start, start + len) of `name`; live, for between steps.")
       .def(
           "load",
           [](ResidualStore& self, const std::string& name, int32_t hop, int64_t start, const at::Tensor& values) {
@@ -160,34 +166,51 @@ void bind_compression(py::module_& m) {
             self.load(name, hop, start, values_of(values));
           },
           py::arg("name"), py::arg("hop"), py::arg("start"), py::arg("values"))
+      .def(
+          "owe",
+          [](ResidualStore& self, const std::string& name, int64_t start, const at::Tensor& values) {
+            TORCH_CHECK_VALUE(start >= 0, "[zeropg] residuals of '", name, "': start ", start, ", expected 0 or more");
+            self.owe(name, start, values_of(values));
+          },
+          py::arg("name"), py::arg("start"), py::arg("values"),
+          "Adds values, in units of this rank's contribution, to what is still to be paid without being encoded.")
+      .def(
+          "take",
+          [](ResidualStore& self, const std::string& name, int32_t hop) { return as_list(self.take(name, hop)); },
+          py::arg("name"), py::arg("hop"), "Removes them; [(name, hop, start, tensor)].")
       .def("scale", &ResidualStore::scale, py::arg("factor"))
       .def("clear", &ResidualStore::clear)
       .def_property_readonly("bytes", &ResidualStore::bytes);
 
   m.def(
+      "coding", [](const c10::intrusive_ptr<c10d::Backend>& backend) { return as_dict(zeropg_of(backend).coding()); },
+      py::arg("backend"), "What the encoded calls of a group without a CodecMeter have counted, as its counters().");
+  m.def(
       "compressed_all_reduce",
       [](const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& tensor, const BoundCodec& codec,
-         const Residuals& residuals, const std::vector<PyRange>& ranges, const c10d::ReduceOp& op, bool async_op) {
-        return zeropg_of(backend).compressed_all_reduce(tensor, make_compression(codec, residuals, ranges), op,
+         const Residuals& residuals, const std::vector<PyRange>& ranges, const c10d::ReduceOp& op, bool async_op,
+         const Meter& meter) {
+        return zeropg_of(backend).compressed_all_reduce(tensor, make_compression(codec, residuals, ranges, meter), op,
                                                         async_op);
       },
       py::arg("backend"), py::arg("tensor"), py::arg("codec"), py::arg("residuals"), py::arg("ranges"), py::arg("op"),
-      py::arg("async_op"), ReleaseGil());
+      py::arg("async_op"), py::arg("meter") = py::none(), ReleaseGil());
   m.def(
       "compressed_reduce_scatter",
       [](const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& output, const at::Tensor& input,
          const BoundCodec& codec, const Residuals& residuals, const std::vector<PyRange>& ranges,
-         const c10d::ReduceOp& op, bool async_op) {
-        return zeropg_of(backend).compressed_reduce_scatter(output, input, make_compression(codec, residuals, ranges),
-                                                            op, async_op);
+         const c10d::ReduceOp& op, bool async_op, const Meter& meter) {
+        return zeropg_of(backend).compressed_reduce_scatter(
+            output, input, make_compression(codec, residuals, ranges, meter), op, async_op);
       },
       py::arg("backend"), py::arg("output"), py::arg("input"), py::arg("codec"), py::arg("residuals"),
-      py::arg("ranges"), py::arg("op"), py::arg("async_op"), ReleaseGil());
+      py::arg("ranges"), py::arg("op"), py::arg("async_op"), py::arg("meter") = py::none(), ReleaseGil());
   m.def(
       "compressed_all_gather",
       [](const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& output, const at::Tensor& input,
-         const BoundCodec& codec,
-         bool async_op) { return zeropg_of(backend).compressed_all_gather(output, input, codec.codec, async_op); },
+         const BoundCodec& codec, bool async_op) {
+        return zeropg_of(backend).compressed_all_gather(output, input, {.codec = codec.codec}, async_op);
+      },
       py::arg("backend"), py::arg("output"), py::arg("input"), py::arg("codec"), py::arg("async_op"), ReleaseGil());
 }
 

@@ -80,9 +80,10 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units, const 
                                       const RankGroups& groups, const RankGroups& reduction_groups, int64_t stage,
                                       std::optional<c10::ScalarType> param_dtype,
                                       std::optional<c10::ScalarType> reduce_dtype,
-                                      const std::optional<BoundCodec>& codec, std::shared_ptr<ResidualStore> residuals,
-                                      const std::optional<BoundCodec>& weights_codec, bool reshard_after_forward,
-                                      const UnitLimits& limits, const std::shared_ptr<Offload>& optimizer_offload) {
+                                      const std::vector<PyCodecRow>& codecs, std::shared_ptr<ResidualStore> residuals,
+                                      const std::optional<BoundCodec>& weights_codec, std::shared_ptr<CodecMeter> meter,
+                                      bool reshard_after_forward, const UnitLimits& limits,
+                                      const std::shared_ptr<Offload>& optimizer_offload) {
   ModelSource source{{}, device, order, take};
   for (const auto& [name, parameters] : units) {
     UnitSource& unit = source.units.emplace_back(UnitSource{name, {}});
@@ -94,18 +95,14 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units, const 
   options.stage = kStages.at(stage);
   options.param_dtype = param_dtype;
   options.reduce_dtype = reduce_dtype;
-  options.codec = codec ? codec->codec : nullptr;
+  options.codecs = codec_table(codecs);
   options.residuals = std::move(residuals);
-  options.weights_codec = weights_codec ? weights_codec->codec : nullptr;
+  options.weights = {.codec = weights_codec ? weights_codec->codec : nullptr, .meter = meter};
+  options.meter = std::move(meter);
   options.reshard_after_forward = reshard_after_forward;
   options.limits = limits;
   options.optimizer_offload = optimizer_offload;
   return ShardedModule::create(source, groups, reduction_groups, options);
-}
-
-std::optional<BoundCodec> codec_of_gradients(const ShardedModule& self) {
-  auto codec = std::dynamic_pointer_cast<const Metered>(self.options().codec);  // as `create` was given it
-  return codec ? std::optional(BoundCodec{std::move(codec)}) : std::nullopt;
 }
 
 const char* name_of(EventLog::Kind kind) {
@@ -207,7 +204,7 @@ void bind_sharding(py::module_& m) {
   py::class_<ShardedModule, std::shared_ptr<ShardedModule>>(m, "ShardedModule", "The core of a sharded model.")
       .def(py::init(&create), py::arg("units"), py::arg("device"), py::arg("order"), py::arg("take"), py::arg("groups"),
            py::arg("reduction_groups"), py::kw_only(), py::arg("stage"), py::arg("param_dtype"),
-           py::arg("reduce_dtype"), py::arg("codec"), py::arg("residuals"), py::arg("weights_codec"),
+           py::arg("reduce_dtype"), py::arg("codecs"), py::arg("residuals"), py::arg("weights_codec"), py::arg("meter"),
            py::arg("reshard_after_forward"), py::arg("limits") = UnitLimits(),
            py::arg("optimizer_offload") = py::none(), ReleaseGil())
       .def(
@@ -232,7 +229,16 @@ void bind_sharding(py::module_& m) {
           "reduce_accumulated", [](ShardedModule& self) { self.backward().reduce_accumulated(); }, ReleaseGil(),
           "Reduces what backwards have left that did not synchronize; collective.")
       .def_property("averages_gradients", &ShardedModule::averages_gradients, &ShardedModule::set_averages_gradients)
-      .def_property_readonly("is_compressed", [](const ShardedModule& self) { return self.options().codec != nullptr; })
+      .def(
+          "set_codecs",
+          [](ShardedModule& self, const std::vector<PyCodecRow>& codecs) { self.set_codecs(codec_table(codecs)); },
+          py::arg("codecs"), ReleaseGil(),
+          "Of gradients, from the next backward on: [(numel of the least reduction, Compressor or None for as they "
+          "are, "
+          "has_error_feedback)], ascending; the same on every rank.")
+      .def_property_readonly(
+          "is_compressed", [](const ShardedModule& self) { return !self.options().codecs.is_empty(); },
+          "Whether gradients have codecs, or may get some.")
       .def(
           "settle_writes",
           [](ShardedModule& self, const std::string& operation) { self.settle_writes(operation.c_str()); },
@@ -329,7 +335,6 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly(
           "fetch_is_collective", [](const ShardedModule& self) { return self.whole_units().fetch().is_collective(); },
           "Whether ranks communicate to make a unit whole.")
-      .def_property_readonly("codec", &codec_of_gradients, "The Compressor of gradients; None without compression.")
       .def_property_readonly("residuals", [](const ShardedModule& self) { return self.options().residuals; })
       .def_property_readonly("flat_groups", [](const std::shared_ptr<ShardedModule>& self) {
         std::vector<FlatGroup> groups;

@@ -345,8 +345,6 @@ def compressors() -> list[tuple[str, str, list[tuple[str, bool | int | float]]]]
 class Compressor:
     """A codec of compression/registry/registry.h with its parameters."""
     def __init__(self, name: str, parameters: Mapping[str, float]) -> None: ...
-    def counters(self) -> dict[str, float]:
-        """What this object has done so far: {plain_bytes, encoded_bytes, encodings, encode_seconds, decode_seconds}."""
     def decode(self, encoded: torch.Tensor, numel: int) -> torch.Tensor: ...
     def capacity_bytes(self, count: int) -> int:
         """The most that an encoding of `count` values takes."""
@@ -367,12 +365,22 @@ def pack_weight(values: torch.Tensor, format: str, block: int) -> torch.Tensor:
 def unpack_weight(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix that pack_weight packed, in float32, bfloat16 or float16."""
 
+class CodecMeter:
+    """What the encoded calls of one model count."""
+    def __init__(self) -> None: ...
+    def counters(self) -> dict[str, float]:
+        """Sums so far: {calls, plain_bytes, encoded_bytes, encode_seconds, decode_seconds, wire_seconds}."""
+
 class ResidualStore:
     """Residuals of one model on one rank (error feedback)."""
     def __init__(self) -> None: ...
     def clear(self) -> None: ...
     def load(self, name: str, hop: int, start: int, values: torch.Tensor) -> None: ...
+    def owe(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Adds values, in units of this rank's contribution, to what is still to be paid without being encoded."""
     def scale(self, factor: float) -> None: ...
+    def take(self, name: str, hop: int) -> list[tuple[str, int, int, torch.Tensor]]:
+        """Removes them; [(name, hop, start, tensor)]."""
     def segments(self) -> list[tuple[str, int, int, torch.Tensor]]:
         """[(name, hop, start, tensor)]: elements [start, start + len) of `name`; live, for between steps."""
     @property
@@ -460,9 +468,10 @@ class ShardedModule:
         stage: int,
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
-        codec: Compressor | None,
+        codecs: Sequence[tuple[int, Compressor | None, bool]],
         residuals: ResidualStore | None,
         weights_codec: Compressor | None,
+        meter: CodecMeter | None,
         reshard_after_forward: bool,
         limits: UnitLimits = ...,
         optimizer_offload: Offload | None = None,
@@ -470,6 +479,9 @@ class ShardedModule:
     def begin_step(self) -> None: ...
     def changed_parameters(self) -> list[str]: ...
     def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float: ...
+    def set_codecs(self, codecs: Sequence[tuple[int, Compressor | None, bool]]) -> None:
+        """Of gradients, from the next backward on: [(numel of the least reduction, Compressor or None for as they are,
+        has_error_feedback)], ascending; the same on every rank."""
     def communication_seconds(self) -> float: ...
     def dissolve(self) -> None: ...
     def end_load(self) -> bool:
@@ -540,9 +552,6 @@ class ShardedModule:
     @property
     def shards(self) -> int: ...
     @property
-    def codec(self) -> Compressor | None:
-        """The Compressor of gradients; None without compression."""
-    @property
     def residuals(self) -> ResidualStore | None: ...
     @property
     def stage(self) -> int: ...
@@ -550,6 +559,9 @@ class ShardedModule:
     def synchronizes(self) -> bool: ...
     @property
     def world_size(self) -> int: ...
+
+def coding(backend: Backend) -> dict[str, float]:
+    """What the encoded calls of a group without a CodecMeter have counted, as its counters()."""
 
 def crc32c(bytes: builtins.bytes) -> int: ...
 def compressed_all_reduce(
@@ -560,6 +572,7 @@ def compressed_all_reduce(
     ranges: Sequence[tuple[str, int, int]],
     op: Any,
     async_op: bool,
+    meter: CodecMeter | None = None,
 ) -> Any: ...
 def compressed_reduce_scatter(
     backend: Backend,
@@ -570,6 +583,7 @@ def compressed_reduce_scatter(
     ranges: Sequence[tuple[str, int, int]],
     op: Any,
     async_op: bool,
+    meter: CodecMeter | None = None,
 ) -> Any: ...
 def compressed_all_gather(
     backend: Backend, output: torch.Tensor, input: torch.Tensor, codec: Compressor, async_op: bool

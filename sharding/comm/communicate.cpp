@@ -119,10 +119,10 @@ bool Communicator::compares_items(c10::Device device) const {
 }
 
 WorkPointer Communicator::gather_slices_encoded(const at::Tensor& whole, const at::Tensor& part,
-                                                const std::shared_ptr<const Compressor>& codec, uint64_t item,
+                                                const Compression& compression, uint64_t item,
                                                 std::shared_ptr<NodeOutput> node_output) {
   return zeropg_group(groups_.shards)
-      .compressed_all_gather(whole, part, codec, /*is_asynchronous=*/true, item, std::move(node_output));
+      .compressed_all_gather(whole, part, compression, /*is_asynchronous=*/true, item, std::move(node_output));
 }
 
 int64_t Communicator::ranks_that_share_output() const {

@@ -50,8 +50,7 @@ class Communicator {
   // `whole` [shards * n] <- what every shard's `part` [n] decodes to, this rank's too: the same bits on every rank.
   // fp32, fp16 or bf16 on a zeropg group. `part` is not in `whole`.
   c10::intrusive_ptr<c10d::Work> gather_slices_encoded(const at::Tensor& whole, const at::Tensor& part,
-                                                       const std::shared_ptr<const Compressor>& codec,
-                                                       uint64_t item = 0,
+                                                       const Compression& compression, uint64_t item = 0,
                                                        std::shared_ptr<NodeOutput> node_output = nullptr);
   // How many ranks of this rank's node gather slices together where a zeropg group of the CPU spans several nodes, some
   // of them with several ranks, and they can share an output; otherwise 1. Not collective, as make_node_output.

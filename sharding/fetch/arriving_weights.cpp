@@ -122,7 +122,7 @@ void ArrivingWeights::send_difference(FlatParameter& flat, Arrival& arrival) {
   at::sub_out(arrival.mine, flat.master.values, own_slice(flat, replica));
   flat.clear_padding(arrival.mine);
   arrival.everybodys = pool_.acquire(flat.layout().total_numel, at::kFloat, flat.device());
-  arrival.work = communicator_.gather_slices_encoded(arrival.everybodys, arrival.mine, codec_);
+  arrival.work = communicator_.gather_slices_encoded(arrival.everybodys, arrival.mine, differences_);
 }
 
 void ArrivingWeights::wait_for(FlatParameter& flat) {

@@ -23,9 +23,9 @@ namespace zeropg {
 
 class ArrivingWeights {
  public:
-  // `codec`: of the differences, for flat parameters that send them.
-  ArrivingWeights(Communicator& communicator, std::shared_ptr<const Compressor> codec)
-      : communicator_(communicator), codec_(std::move(codec)) {}
+  // `differences`: how they travel, for flat parameters that send them.
+  ArrivingWeights(Communicator& communicator, Compression differences)
+      : communicator_(communicator), differences_(std::move(differences)) {}
 
   // Sends the slices of `flats`, of which none is on its way, in this order, and returns when all have arrived.
   // `as_differences`: where a flat parameter sends these; otherwise its replica becomes what the masters are.
@@ -62,7 +62,7 @@ class ArrivingWeights {
   void hide_all();
 
   Communicator& communicator_;
-  std::shared_ptr<const Compressor> codec_;
+  Compression differences_;
   BufferPool pool_;
   // Guards what is below, and the end of an arrival; not held while a thread waits.
   std::mutex mutex_;

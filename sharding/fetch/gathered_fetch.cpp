@@ -16,7 +16,7 @@ namespace {
 class GatheredFetch final : public Fetch {
  public:
   GatheredFetch(Communicator& communicator, const ShardingOptions& options, bool is_on_cpu)
-      : communicator_(communicator), weights_codec_(options.weights_codec), buffers_(communicator, is_on_cpu) {}
+      : communicator_(communicator), weights_(options.weights), buffers_(communicator, is_on_cpu) {}
 
   const char* name() const override { return buffers_.shares_in_node() ? "gathered per node" : "gathered"; }
   bool is_collective() const override { return communicator_.shards() > 1; }
@@ -81,7 +81,7 @@ class GatheredFetch final : public Fetch {
  private:
   // Only what units compute with: what programs read, write and save is exact.
   bool travels_encoded(const FlatParameter& flat, Use use) const {
-    return use == Use::kCompute && flat.is_encoded() && weights_codec_ != nullptr;
+    return use == Use::kCompute && flat.is_encoded() && weights_.codec != nullptr;
   }
 
   // A program that writes has memory of its own. What travels encoded is decoded to fp32, which is rounded to other
@@ -131,7 +131,7 @@ class GatheredFetch final : public Fetch {
       const auto& [whole, node_output, _] = gather.buffer;
       const auto number = static_cast<uint64_t>(item);
       gather.work = travels_encoded(flat, use)
-                        ? communicator_.gather_slices_encoded(whole, shard, weights_codec_, number, node_output)
+                        ? communicator_.gather_slices_encoded(whole, shard, weights_, number, node_output)
                         : communicator_.gather_slices(whole, shard, number, node_output);
     });
     return gather;
@@ -207,7 +207,7 @@ class GatheredFetch final : public Fetch {
   }
 
   Communicator& communicator_;
-  std::shared_ptr<const Compressor> weights_codec_;
+  Compression weights_;
   GatheredBuffers buffers_;
   std::unordered_map<const FlatParameter*, Home> homes_;
   std::vector<Told> told_;                                  // not compared yet

@@ -19,7 +19,7 @@ class ReplicatedFetch final : public Fetch {
   ReplicatedFetch(Communicator& communicator, const ShardingOptions& options)
       : communicator_(communicator),
         updates_slices_(options.stage.shards_optimizer),
-        arriving_(communicator, options.weights_codec) {}
+        arriving_(communicator, options.weights) {}
 
   const char* name() const override { return "replicated"; }
   bool is_collective() const override { return false; }

@@ -7,23 +7,25 @@
 namespace zeropg {
 
 // Residuals have the names of parameters: buckets depend on units, stage and world.
-void FlatGradient::choose_compression() {
+Compression FlatGradient::compression() const {
   const ShardingOptions& options = context_.options;
   if (!flat_.is_encoded()) {
-    compression_ = {};
-    return;
+    return {};
   }
-  compression_ = {.codec = options.codec, .residuals = options.residuals, .ranges = {}};
-  if (options.residuals == nullptr) {
-    return;
+  CodecRow row = options.codecs.of(flat_.layout().total_numel);
+  Compression compression{.codec = std::move(row.codec), .meter = options.meter};
+  if (!row.has_error_feedback) {
+    return compression;
   }
+  compression.residuals = options.residuals;
   int64_t end = 0;
   for (const ParameterSlot& slot : flat_.slots()) {
-    compression_.ranges.push_back({"", 0, slot.offset - end});
-    compression_.ranges.push_back({slot.names.front(), 0, slot.numel});
+    compression.ranges.push_back({"", 0, slot.offset - end});
+    compression.ranges.push_back({slot.names.front(), 0, slot.numel});
     end = slot.offset + slot.numel;
   }
-  compression_.ranges.push_back({"", 0, flat_.layout().total_numel - end});
+  compression.ranges.push_back({"", 0, flat_.layout().total_numel - end});
+  return compression;
 }
 
 // --- what is collected, and its reduction ---
@@ -55,7 +57,8 @@ void FlatGradient::launch() {
     release(collected_);
     collected_ = std::move(cast);
   }
-  pay_arrears();
+  const Compression compression = this->compression();
+  pay_debts(compression.residuals != nullptr);
   phase_ = Phase::kInFlight;
   reduced_ = collected_;
   if (communicator.world_size() == 1) {
@@ -64,29 +67,38 @@ void FlatGradient::launch() {
   began_ = communicator.log()->now();
   // Everybody's whole average, or this rank's slice of it.
   if (!average_.is_sharded()) {
-    if (context_.averages) work_ = communicator.all_reduce_average(collected_, compression_);
+    if (context_.averages) work_ = communicator.all_reduce_average(collected_, compression);
     return;
   }
-  if (compression_.codec == nullptr && communicator.scatters_by_all_reduce(flat_.device())) {
-    work_ = communicator.all_reduce_average(collected_, compression_);
+  if (compression.codec == nullptr && communicator.scatters_by_all_reduce(flat_.device())) {
+    work_ = communicator.all_reduce_average(collected_, compression);
     reduced_ = collected_.narrow(0, average_.start(), average_.numel());
     return;
   }
   const bool in_place = !average_.is_kept() && dtype == flat_.master_dtype();
   reduced_ = in_place ? average_.values() : context_.pool.acquire(average_.numel(), dtype, flat_.device());
-  work_ = communicator.reduce_scatter_average(reduced_, collected_, compression_);
+  work_ = communicator.reduce_scatter_average(reduced_, collected_, compression);
+}
+
+void FlatGradient::pay_debts(bool codec_pays_its_own) {
+  if (context_.options.residuals == nullptr) return;
+  pay(kArrearsHop, 1);
+  if (codec_pays_its_own) return;
+  const Communicator& communicator = context_.communicator;
+  // Between replicas the averages of slices are encoded, otherwise what ranks contribute.
+  pay(kContributionHop, communicator.replicas() > 1 ? communicator.shards() : 1);
+  pay(kResultHop, communicator.world_size());
 }
 
 // Parameters are whole in the buffer, so ranges of their residuals are ranges of it.
-void FlatGradient::pay_arrears() {
-  if (compression_.residuals == nullptr) return;
+void FlatGradient::pay(ResidualHop hop, int64_t factor) {
   for (const ParameterSlot& slot : flat_.slots()) {
-    for (const ResidualSegment& owed : compression_.residuals->take(slot.names.front(), kArrearsHop)) {
+    for (const ResidualSegment& owed : context_.options.residuals->take(slot.names.front(), hop)) {
       const auto numel = static_cast<int64_t>(owed.values->size());
       TORCH_CHECK_VALUE(owed.start >= 0 && owed.start + numel <= slot.numel, "[zeropg] residuals of '",
                         slot.names.front(), "' reach to element ", owed.start + numel, ", and it has ", slot.numel);
       collected_.narrow(0, slot.offset + owed.start, numel)
-          .add_(at::from_blob(owed.values->data(), {numel}, at::kFloat));
+          .add_(at::from_blob(owed.values->data(), {numel}, at::kFloat), factor);
     }
   }
 }

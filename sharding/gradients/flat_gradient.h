@@ -19,9 +19,11 @@ namespace zeropg {
 // What the buckets of one model share.
 struct BucketContext {
   Communicator& communicator;
-  ShardingOptions options;
+  ShardingOptions options;  // its codecs may change; what earlier ones have lost is still owed
   BufferPool pool;
-  bool averages = true;  // false: gradients stay this rank's own
+  // False: backwards end as always, but gradients stay this rank's own, for an optimizer that averages something else.
+  // Only where gradients are replicated.
+  bool averages = true;
 };
 
 // `slots`: those of the flat parameter.
@@ -29,9 +31,6 @@ class FlatGradient {
  public:
   FlatGradient(BucketContext& context, const FlatParameter& flat)
       : context_(context), flat_(flat), average_(context.communicator, flat, context.options.stage.shards_gradients) {}
-
-  // The flat parameter has become trainable, and its slots have their names.
-  void choose_compression();
 
   // What is collected: nothing, or a buffer that is open. Its padding is zero.
   bool is_open() const { return collected_.defined(); }
@@ -67,14 +66,17 @@ class FlatGradient {
  private:
   enum class Phase { kCollecting, kInFlight, kReduced };
 
+  Compression compression() const;
   c10::ScalarType reduce_dtype() const { return context_.options.reduce_dtype.value_or(flat_.master_dtype()); }
   void release(at::Tensor& buffer);
-  void pay_arrears();  // adds to what is collected what worlds of other sizes have lost (error_feedback.h)
+  // Add to what is collected what earlier encodings have lost and the next one will not add itself
+  // (error_feedback.h): of worlds of other sizes, and of a codec that is not used any more. Or what one hop has lost.
+  void pay_debts(bool codec_pays_its_own);
+  void pay(ResidualHop hop, int64_t factor);
 
   BucketContext& context_;
   const FlatParameter& flat_;
   GradientAverage average_;
-  Compression compression_;
   Phase phase_ = Phase::kCollecting;  // of the backward that runs
   at::Tensor collected_;              // [total_numel]; open over several backwards inside no_sync
   at::Tensor reduced_;                // what the reduction writes: a slice, collected_, or the average's memory

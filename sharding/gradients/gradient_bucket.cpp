@@ -19,12 +19,7 @@ GradientBucket::GradientBucket(BucketContext& context, FlatParameter& flat)
   }
 }
 
-void GradientBucket::activate() {
-  if (!is_active_) {
-    is_active_ = true;
-    gradient_.choose_compression();
-  }
-}
+void GradientBucket::activate() { is_active_ = true; }
 
 void GradientBucket::begin_backward() {
   gradient_.begin_backward();

@@ -39,10 +39,8 @@ class GradientReducer {
   void notice_unfrozen();
   // Whether the autograd task that runs puts gradients into `.grad` of parameters: backward() does, grad() does not.
   bool will_accumulate() const;
-  // False: backwards end as always, but gradients stay this rank's own, for an optimizer that averages something else.
-  // Only where gradients are replicated. The same on every rank.
-  void set_averages(bool averages) { context_.averages = averages; }
-  bool averages() const { return context_.averages; }
+  // How the next backwards reduce, to be changed between backwards, the same on every rank.
+  BucketContext& context() { return context_; }
   // ValueError where `flat` is none of those that can be trained.
   const GradientBucket& bucket_of(const FlatParameter& flat) const;
   void hold_until_end(const FlatParameter& flat);  // GradientBucket::hold_until_end, of that one

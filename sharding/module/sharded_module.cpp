@@ -62,7 +62,7 @@ void ShardedModule::set_averages_gradients(bool averages) {
   TORCH_CHECK_VALUE(averages || !options_.stage.shards_gradients, communicator_.context("set_averages_gradients"),
                     "stage ", options_.stage.number,
                     " keeps slices of averages; expected stage 0 or 1 for unaveraged gradients");
-  reducer_->set_averages(averages);
+  reducer_->context().averages = averages;
 }
 
 // --- access between steps ---

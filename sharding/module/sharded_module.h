@@ -37,7 +37,9 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   Backward& backward() { return *backward_; }
   // Whether gradients are averaged over the ranks, or stay each rank's own: for stages that do not shard them.
   void set_averages_gradients(bool averages);
-  bool averages_gradients() const { return reducer_->averages(); }
+  bool averages_gradients() const { return reducer_->context().averages; }
+  // Of gradients, from the next backward on; what earlier ones have lost is still owed. The same on every rank.
+  void set_codecs(const CodecTable& codecs) { reducer_->context().options.codecs = codecs; }
 
   // --- access between steps ---
   void settle_writes(const char* operation);  // Masters::settle, wherever it is called

@@ -56,7 +56,7 @@ FlatParameter::FlatParameter(std::string unit_name, std::vector<Source> sources,
       device_(device),
       is_trainable_(sources.front().requires_grad),
       is_encoded_(sources.front().is_encoded),
-      may_send_differences_(is_encoded_ && options.weights_codec != nullptr && options.stage.shards_optimizer &&
+      may_send_differences_(is_encoded_ && options.weights.codec != nullptr && options.stage.shards_optimizer &&
                             !options.stage.shards_parameters && world_size > 1),
       rank_(rank),
       sources_(std::move(sources)) {

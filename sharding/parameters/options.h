@@ -7,8 +7,10 @@
 #include <memory>
 #include <optional>
 
-#include "compression/compressor.h"
+#include "compression/codec_meter.h"
+#include "compression/codec_table.h"
 #include "compression/error_feedback.h"
+#include "sharding/comm/communicate.h"
 #include "sharding/offload/offload.h"
 #include "sharding/parameters/unit_limits.h"
 #include "sharding/stage.h"
@@ -19,12 +21,13 @@ struct ShardingOptions {
   Stage stage = kStages[3];
   std::optional<c10::ScalarType> param_dtype;   // computation; default: the parameter's own
   std::optional<c10::ScalarType> reduce_dtype;  // gradients on the wire; default: the master's (fp32, fp64 for fp64)
-  std::shared_ptr<const Compressor> codec;      // of gradients between ranks; null: as they are
-  std::shared_ptr<const Compressor> weights_codec;  // of updated weights between ranks; null: as they are
-  std::shared_ptr<ResidualStore> residuals;         // this rank's, of the codec; null: no error feedback
-  bool reshard_after_forward = true;                // false: a unit stays whole from its forward to its backward
-  UnitLimits limits;                                // where units are gathered
-  std::shared_ptr<Offload> optimizer_offload;       // where masters go that are apart from the parameters; null: memory
+  CodecTable codecs;                            // of gradients between ranks
+  std::shared_ptr<ResidualStore> residuals;     // this rank's, of these codecs; null: no error feedback
+  Compression weights;                          // of updated weights between ranks, without residuals
+  std::shared_ptr<CodecMeter> meter;            // of gradients; null: the group's
+  bool reshard_after_forward = true;            // false: a unit stays whole from its forward to its backward
+  UnitLimits limits;                            // where units are gathered
+  std::shared_ptr<Offload> optimizer_offload;   // where masters go that are apart from the parameters; null: memory
 };
 
 // Parameters of 16 bits and less are updated in fp32: their own dtype loses small updates.

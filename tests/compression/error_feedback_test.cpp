@@ -76,6 +76,23 @@ TEST(ResidualStoreTest, LoadsOverWhatIsThereInOtherPieces) {
   EXPECT_EQ(expected, 21);
 }
 
+TEST(ResidualStoreTest, AddsUpArrearsOfOverlappingRanges) {
+  ResidualStore store;
+  store.load("weight", kContributionHop, 0, counted(4));
+  store.owe("weight", 0, counted(4, 1));
+  store.owe("weight", 2, counted(4, 10));
+  std::vector<float> owed;
+  for (const ResidualSegment& piece : store.take("weight", kArrearsHop)) {
+    owed.insert(owed.end(), piece.values->begin(), piece.values->end());
+  }
+  EXPECT_EQ(owed, (std::vector<float>{1, 2, 13, 15, 12, 13}));
+  EXPECT_TRUE(store.take("weight", kArrearsHop).empty());
+  EXPECT_EQ(store.segments().size(), 1U);  // what another hop lost is still there
+  EXPECT_THROW(store.owe("weight", 0, std::vector<float>{std::numeric_limits<float>::quiet_NaN()}),
+               std::invalid_argument);
+  EXPECT_TRUE(store.take("weight", kArrearsHop).empty());
+}
+
 TEST(ResidualStoreTest, ScalesAndForgets) {
   ResidualStore store;
   store.load("weight", kContributionHop, 0, counted(3, 2));

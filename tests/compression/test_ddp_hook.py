@@ -119,8 +119,6 @@ def owed(ddp: DDP, state: State) -> dict[str, torch.Tensor]:
     saved = state.state_dict()
     for name, hop, start, values in saved["residuals"]:
         debts[name][start : start + len(values)] += values if hop == 1 else values / dist.get_world_size()
-    for name, values in saved["arrears"].items():
-        debts[name][: len(values)] += values / dist.get_world_size()
     for debt in debts.values():
         dist.all_reduce(debt)
     return debts

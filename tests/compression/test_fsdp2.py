@@ -18,6 +18,7 @@ from torch.optim import AdamW
 from tests.sharding.ranks import on_ranks, raises
 from tests.small_gpt import SmallGPT, loss_of, make_batches, make_model
 from zeropg.compression import BlockQuant, Codec, Fsdp2AllGather, Fsdp2ReduceScatter, OneBit, Plan, State
+from zeropg.compression.state import ARREARS_HOP, CONTRIBUTION_HOP
 
 
 def make_sharded(codec: Codec | None, policy: MixedPrecisionPolicy | None = None) -> tuple[SmallGPT, list[FSDPModule]]:
@@ -85,10 +86,7 @@ def pending(model: SmallGPT, state: State) -> torch.Tensor:
     owed = {name: torch.zeros(parameter.numel()) for name, parameter in model.named_parameters()}
     for name, hop, start, values in state.state_dict()["residuals"]:
         target = owed[name][start : start + len(values)]  # beyond its end: what FSDP2 pads with
-        assert hop == 0 and not values[len(target) :].any()
-        target.copy_(values[: len(target)])
-    for name, values in state.state_dict()["arrears"].items():
-        target = owed[name][: len(values)]
+        assert hop in (CONTRIBUTION_HOP, ARREARS_HOP) and not values[len(target) :].any()
         target += values[: len(target)]
     total = torch.cat(list(owed.values()))
     dist.all_reduce(total)

@@ -50,6 +50,29 @@ def test_a_sharded_model_reports_its_gradients(rank_pool: Any, stage: int) -> No
         assert set(said.residual_norms) <= {"weight", "bias"}
 
 
+def statistics_of_a_group() -> tuple[Any, Any, Any]:
+    before = zeropg.stats().get("compression")
+    codec = BlockQuant(4)
+    all_reduce(torch.randn(NUMEL), codec)  # nobody's
+    state = State(codec)
+    for each in (codec, BlockQuant(8)):  # counters go on under another codec
+        state.use(each)
+        all_reduce(torch.randn(NUMEL), each, state=state, name="encoder")
+    return before, zeropg.stats()["compression"], report(state)
+
+
+def test_the_statistics_of_a_group_have_all_that_travelled_encoded() -> None:
+    from tests.spawn import run_ranks
+
+    for before, after, said in run_ranks(2, statistics_of_a_group):
+        assert before is None
+        assert after["calls"] == 3 and after["plain_bytes"] == 3 * 4 * NUMEL
+        assert said.plain_bytes == 2 * 4 * NUMEL
+        assert said.encoded_bytes == pytest.approx((0.127 + 0.252) * 4 * NUMEL, rel=0.01)
+        assert after["wire_seconds"] > said.wire_seconds > 0
+        assert after["residual_norms"] == said.residual_norms and after["exposed_seconds"] is None
+
+
 def test_a_model_without_compression_is_refused() -> None:
     with pytest.raises(ValueError, match="no compressed gradients"):
         report(torch.nn.Linear(2, 2))

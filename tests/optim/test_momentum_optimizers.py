@@ -177,8 +177,6 @@ def owed(optimizer: torch.optim.Optimizer, numels: dict[str, int]) -> dict[str, 
     saved = optimizer.state_dict()["zeropg"]["debts"]
     for name, hop, start, values in saved["residuals"]:
         debts[name][start : start + len(values)] += values if hop == 1 else values / dist.get_world_size()
-    for name, values in saved["arrears"].items():
-        debts[name][: len(values)] += values / dist.get_world_size()
     for debt in debts.values():
         dist.all_reduce(debt)
     return debts

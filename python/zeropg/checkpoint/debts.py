@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from zeropg.compression.state import RESULT_HOP, add_range
+from zeropg.compression.state import ARREARS_HOP, RESULT_HOP
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 
 
@@ -35,11 +33,9 @@ def load_debts(optimizer: ShardedOptimizer, saved: Sequence[Mapping[str, Any]], 
     if former == optimizer._core.world_size:
         optimizer.load_own_state(saved[0] if saved else {})
         return
-    arrears: dict[str, torch.Tensor] = {}
-    for debts in (own["debts"] for own in saved):
-        for name, hop, start, values in debts["residuals"]:
-            add_range(arrears, name, start, values * (former if hop == RESULT_HOP else 1))
-        for name, values in debts["arrears"].items():
-            add_range(arrears, name, 0, values)
-    owed = {"debts": {"residuals": [], "world_size": former, "arrears": arrears}}
-    optimizer.load_own_state(owed if arrears else {})
+    owed = [
+        (name, ARREARS_HOP, start, values * (former if hop == RESULT_HOP else 1))
+        for own in saved
+        for name, hop, start, values in own["debts"]["residuals"]
+    ]
+    optimizer.load_own_state({"debts": {"residuals": owed, "world_size": former}} if owed else {})

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from zeropg._native import _C
-from zeropg.compression.state import ARREARS_HOP, RESULT_HOP, add_range
+from zeropg.compression.state import RESULT_HOP
 
 
 def residual_file(rank: int) -> str:
@@ -39,13 +37,10 @@ def load_residuals(core: _C.ShardedModule, contents: Sequence[dict[str, Any]], f
     if store is None:
         return
     store.clear()
-    owed: dict[str, torch.Tensor] = {}
     for name, hop, start, values in (segment for content in contents for segment in content["residuals"]):
         if former == core.world_size:
             store.load(name, hop, start, values)
             continue
         # Gradients are averaged: what was lost of a sum over fewer ranks weighs more in one over more of them.
         factor = core.world_size if hop == RESULT_HOP else core.world_size / former
-        add_range(owed, name, start, factor * values)
-    for name, values in owed.items():
-        store.load(name, ARREARS_HOP, 0, values)
+        store.owe(name, start, factor * values)

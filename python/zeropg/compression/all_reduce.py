@@ -41,6 +41,8 @@ def all_reduce(
     if state is None:
         backend = backend_of(group, "compression.all_reduce")
         work = _C.compressed_all_reduce(backend, tensor, codec.make_compressor(), None, [], op, async_op=async_op)
+    elif not isinstance(state, State):
+        raise TypeError(f"[zeropg] compression.all_reduce: state is {state!r}, expected State({codec!r}) or None.")
     else:
         state.check_serves(codec, group)
         ranges = [(state.name_of(tensor, name), 0, tensor.numel())]

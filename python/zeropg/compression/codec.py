@@ -1,7 +1,8 @@
 """Codecs: how floats become fewer bytes. Their classes are made of what compression/registry/registry.cpp reports."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from zeropg._native import _C
@@ -17,6 +18,13 @@ class Codec(ABC):
     error_feedback: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
+        who = f"[zeropg] {type(self).__name__}:"
+        if not isinstance(self.error_feedback, bool):
+            raise TypeError(f"{who} error_feedback is {self.error_feedback!r}, expected True or False.")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not isinstance(value, Real):
+                raise TypeError(f"{who} {each.name} is {value!r}, expected a number.")
         self.make_compressor()  # refuses bad parameters here, where they are given
 
     @abstractmethod

@@ -1,6 +1,5 @@
 """Compressed gradients under DistributedDataParallel."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,19 +23,14 @@ def ddp_hook(state: State, bucket: GradBucket) -> Future[torch.Tensor]:
             f"[zeropg] ddp_hook: the state is {state!r}; register it as ddp.register_comm_hook(State(codec), ddp_hook)."
         )
     state.begin_bucket()
-    start = time.perf_counter()
-    future = _reduce(state, bucket.buffer(), bucket.parameters())
-
-    def finish(done: Future[torch.Tensor]) -> torch.Tensor:
-        buffer = done.value()
-        state.end_bucket(time.perf_counter() - start, buffer.numel())
-        return buffer
-
-    return future.then(finish)
+    return _reduce(state, bucket.buffer(), bucket.parameters())
 
 
 def _reduce(state: State, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Future[torch.Tensor]:
     encoded = [state.encodes(parameter) for parameter in parameters]
+    numel = sum(p.numel() for p, is_encoded in zip(parameters, encoded, strict=True) if is_encoded)
+    if state.codec_of(numel) is None:  # not of so few
+        encoded = [False] * len(encoded)
     if all(encoded):
         future: Future[list[torch.Tensor]] = state.all_reduce(buffer, parameters).get_future()
         return future.then(lambda done: done.value()[0])

@@ -44,15 +44,11 @@ class Fsdp2ReduceScatter:
                 "[zeropg] Fsdp2ReduceScatter: a module and a State belong together; pass Fsdp2ReduceScatter(state, "
                 "module), or just a codec."
             )
-        if state is not None and state.codec is None:
-            raise ValueError(
-                '[zeropg] Fsdp2ReduceScatter: "auto" has chosen no compression on this link; leave FSDP2 as it is.'
-            )
-        self.codec = check_codec(codec if state is None else state.codec, "Fsdp2ReduceScatter")
-        self.residuals = self.codec.make_residuals() if state is None else state.residuals
-        self._compressor = self.codec.make_compressor()
         self._state = state
-        self._group = None if module is None else _parameter_group(module)
+        if state is None:
+            self.codec = check_codec(codec, "Fsdp2ReduceScatter")
+            self._compressor, self.residuals = self.codec.make_compressor(), self.codec.make_residuals()
+        self._group = None if module is None else _parameter_group(module, "Fsdp2ReduceScatter")
         # FSDP2's own objects: they stay where a parameter is replaced.
         self._names = [] if state is None else [state.known_name(each.sharded_param) for each in self._parameters()]
         self._has_warned = False
@@ -75,15 +71,21 @@ class Fsdp2ReduceScatter:
         tensors that are not fp32, fp16 or bf16 on the CPU.
         """
         backend = backend_of(group, "Fsdp2ReduceScatter")
+        if self._state is not None:
+            self._state.begin_bucket()
+        codec = self.codec if self._state is None else self._state.codec_of(input_tensor.numel())
         parts = self._parts(input_tensor.numel(), group.size())
         if not parts and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"of {', '.join(self._names)} some got no gradient: such steps do without error feedback", stacklevel=2
             )
-        if all(part.is_encoded for part in parts):
-            return self._reduce(backend, output_tensor, input_tensor, group.size(), parts, op, async_op)
-        work = self._reduce_apart(backend, output_tensor, input_tensor, group.size(), parts, op)
+        encoded = {part.is_encoded for part in parts} or {True}
+        if len(encoded) == 1 or codec is None:  # of one kind: without a copy
+            reduces_as = codec if encoded == {True} else None
+            work = self._reduce(backend, output_tensor, input_tensor, group.size(), parts, op, reduces_as)
+        else:
+            work = self._reduce_apart(backend, output_tensor, input_tensor, group.size(), parts, op, codec)
         if async_op:
             return work
         work.wait()
@@ -97,29 +99,37 @@ class Fsdp2ReduceScatter:
         world_size: int,
         parts: "list[_Part]",
         op: Any,
-        async_op: bool,
+        codec: Codec | None,
     ) -> Any:
         ranges = [(part.key, rank * part.numel, part.numel) for rank in range(world_size) for part in parts]
         if self._state is not None:
-            self._state.pay_arrears(input, ranges)
-        residuals = self.residuals if ranges else None
-        work = _C.compressed_reduce_scatter(
-            backend, output, input, self._compressor, residuals, ranges, op, async_op=async_op
-        )
-        return work if async_op else None
+            self._state.pay(input, ranges, codec)
+        if codec is None:
+            options = ReduceScatterOptions()
+            options.reduceOp = op
+            return backend._reduce_scatter_base(output, input, options)
+        if self._state is not None:
+            encoding, meter = self._state.encoding(codec, ranges), self._state.coding.meter
+        else:
+            encoding, meter = (self._compressor, self.residuals, ranges), None
+        return _C.compressed_reduce_scatter(backend, output, input, *encoding, op, async_op=True, meter=meter)
 
     def _reduce_apart(
-        self, backend: Any, output: torch.Tensor, input: torch.Tensor, world_size: int, parts: "list[_Part]", op: Any
+        self,
+        backend: Any,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        world_size: int,
+        parts: "list[_Part]",
+        op: Any,
+        codec: Codec,
     ) -> "_Parted":
         """Some parameters travel encoded and some as they are: two calls."""
 
         def start(columns: torch.Tensor, mine: list[_Part]) -> tuple[Any, torch.Tensor]:
             result = columns.new_empty(columns.shape[1])
-            if mine[0].is_encoded:
-                return self._reduce(backend, result, columns.view(-1), world_size, mine, op, True), result
-            options = ReduceScatterOptions()
-            options.reduceOp = op
-            return backend._reduce_scatter_base(result, columns.view(-1), options), result
+            as_codec = codec if mine[0].is_encoded else None
+            return self._reduce(backend, result, columns.view(-1), world_size, mine, op, as_codec), result
 
         return _start_apart(parts, input.view(world_size, -1), output, start)
 
@@ -173,7 +183,7 @@ class Fsdp2AllGather:
         self.codec = plan.weights
         self._plan = plan
         self._compressor = self.codec.make_compressor()
-        self._group = _parameter_group(module)
+        self._group = _parameter_group(module, "Fsdp2AllGather")
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}  # type: ignore[attr-defined]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -272,8 +282,13 @@ def _start_apart(
     return _Parted(works, copies)
 
 
-def _parameter_group(module: "FSDPModule") -> Any:
-    """FSDP2's list of the parameters that `module` reduces; None where it has none itself."""
+def _parameter_group(module: "FSDPModule", who: str) -> Any:
+    """FSDP2's list of the parameters that `module` reduces; None where it has none itself. TypeError for others."""
+    if not hasattr(module, "_get_fsdp_state"):
+        raise TypeError(
+            f"[zeropg] {who}: the module is a {type(module).__name__} that FSDP2 has not sharded; call "
+            "torch.distributed.fsdp.fully_shard first, and pass each FSDPModule."
+        )
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.15
     return state._fsdp_param_group if groups is None else next(iter(groups), None)

@@ -46,10 +46,16 @@ class Plan:
             raise ValueError("[zeropg] Plan: neither gradients nor weights have a codec; use no compression instead.")
         if self.weights is not None:
             _check_weights(self.weights)
+        if not isinstance(self.min_elements, int) or isinstance(self.min_elements, bool):
+            raise TypeError(f"[zeropg] Plan: min_elements is {self.min_elements!r}, expected an integer.")
         if self.min_elements < 0:
             raise ValueError(f"[zeropg] Plan: min_elements is {self.min_elements}, expected 0 or more.")
         if isinstance(self.exclude, str):
             raise TypeError(f"[zeropg] Plan: exclude is {self.exclude!r}, expected a sequence: ({self.exclude!r},).")
+        if not isinstance(self.exclude, Iterable) or not all(isinstance(each, str) for each in self.exclude):
+            raise TypeError(
+                f'[zeropg] Plan: exclude is {self.exclude!r}, expected names of parameters, such as ("*.embed*",).'
+            )
         object.__setattr__(self, "exclude", tuple(self.exclude))
 
     def encodes(self, name: str, parameter: torch.Tensor) -> bool:
@@ -85,7 +91,9 @@ def check_plan(compression: Any, who: str) -> Plan:
     return compression if isinstance(compression, Plan) else Plan(gradients=check_codec(compression, who))
 
 
-def say_what_is_not_encoded(plan: Plan, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+def say_what_is_not_encoded(
+    plan: Plan, parameters: Iterable[tuple[str, torch.Tensor]], *, how: str | None = None
+) -> None:
     """Prints a line: how much of a model travels encoded, and what does not; and one for what excludes nothing."""
     encoded, plain, rest = 0, 0, []
     named_parameters = list(parameters)
@@ -102,7 +110,7 @@ def say_what_is_not_encoded(plan: Plan, parameters: Iterable[tuple[str, torch.Te
         return
     named = ", ".join(rest[:_MOST_NAMED]) + (f" and {len(rest) - _MOST_NAMED} more" if len(rest) > _MOST_NAMED else "")
     print(
-        f"[zeropg] compression: {encoded / max(1, encoded + plain):.1%} of the elements travel encoded ({plan}). "
-        f"As they are, since they are small, of one dimension or excluded: {named}",
+        f"[zeropg] compression: {encoded / max(1, encoded + plain):.1%} of the elements travel encoded "
+        f"({how or plan}). As they are, since they are small, of one dimension or excluded: {named}",
         file=sys.stderr,
     )

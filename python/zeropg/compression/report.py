@@ -2,12 +2,10 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from zeropg._native import _C
+from zeropg.compression.coding import Coding
 from zeropg.compression.state import State
 
 _MOST_NAMED = 5
@@ -17,10 +15,11 @@ _MOST_NAMED = 5
 class Report:
     """This rank's figures since the model was sharded or the `State` was made. Bytes are of what it encoded itself.
 
+    codec: what is used now; the figures are of all that were.
     plain_bytes, encoded_bytes: of fp32 values before, and after; what travels is a multiple of it, the same for both.
+      Weights of a Plan count too.
     encode_seconds, decode_seconds: selecting and adding up included.
-    wire_seconds: collectives of this process's zeropg groups, less the two above: copies, the wire, and waiting for
-      ranks. Those that are not encoded count too.
+    wire_seconds: the rest of the encoded calls: copies, the wire, and waiting for ranks.
     exposed_seconds: in which the model waited for its communication; None for a `State`, whose waits are DDP's.
     residual_norms: of what is still owed to each parameter (error feedback), the largest first.
     """
@@ -57,53 +56,25 @@ class Report:
 
 
 def report(source: torch.nn.Module | State) -> Report:
-    """What the gradients of a model of `fully_shard`, or of a `State`, have saved and cost so far. No communication.
+    """What compression has saved and cost so far for a model of `fully_shard`, or for a `State`. No communication.
 
-    Between steps. Raises ValueError for a model that is not sharded, or without compressed gradients.
+    Between steps. Raises ValueError for a model that is not sharded, or sharded without compression.
     """
-    if isinstance(source, State):
-        if source.compressor is None:
-            raise ValueError('[zeropg] compression.report: "auto" compresses nothing here; there is nothing to report.')
-        compressor, residuals, exposed = source.compressor, source.residuals, None
-    else:
-        core: Any = getattr(source, "_zeropg", None)
-        if core is None or core.codec is None:
-            raise ValueError(
-                "[zeropg] compression.report: the model has no compressed gradients; expected one of "
-                "fully_shard(model, compression=...), or the State of DDP and FSDP2."
-            )
-        compressor, residuals, exposed = core.codec, core.residuals, core.communication_seconds()
-    counters = compressor.counters()
-    coding = counters["encode_seconds"] + counters["decode_seconds"]
+    state = source if isinstance(source, State) else getattr(source, "_zeropg_state", None)
+    coding: Coding | None = getattr(state, "coding", None)
+    if coding is None:
+        raise ValueError(
+            "[zeropg] compression.report: the model has no compressed gradients or weights; expected one of "
+            "fully_shard(model, compression=...), or the State of DDP and FSDP2."
+        )
+    counters = coding.meter.counters()
     return Report(
-        codec=compressor.description,
+        codec=coding.describe(),
         plain_bytes=int(counters["plain_bytes"]),
         encoded_bytes=int(counters["encoded_bytes"]),
         encode_seconds=counters["encode_seconds"],
         decode_seconds=counters["decode_seconds"],
-        wire_seconds=max(0.0, collective_seconds() - coding),
-        exposed_seconds=exposed,
-        residual_norms=_norms(residuals),
+        wire_seconds=counters["wire_seconds"],
+        exposed_seconds=None if coding.exposed_seconds is None else coding.exposed_seconds(),
+        residual_norms=coding.residual_norms(),
     )
-
-
-def collective_seconds() -> float:
-    """In which collectives of this process's zeropg groups have run so far."""
-    backends = {id(backend): backend for group in dist.distributed_c10d._world.pg_map for backend in _zeropg_of(group)}
-    return math.fsum(counted["seconds"] for backend in backends.values() for counted in backend.stats().values())
-
-
-def _zeropg_of(group: dist.ProcessGroup) -> list[Any]:
-    try:
-        backend: Any = group._get_backend(torch.device("cpu"))
-    except RuntimeError:  # none for CPU tensors
-        return []
-    backend = getattr(backend, "wrapped_pg", backend)  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
-    return [backend] if isinstance(backend, _C.ProcessGroupZero) else []
-
-
-def _norms(residuals: _C.ResidualStore | None) -> dict[str, float]:
-    squares: dict[str, float] = {}
-    for name, _, _, values in [] if residuals is None else residuals.segments():
-        squares[name] = squares.get(name, 0.0) + float(values.double().square().sum())
-    return {name: math.sqrt(each) for name, each in sorted(squares.items(), key=lambda item: -item[1])}

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from zeropg._native import _C
-from zeropg.compression.auto import Watch, choose, say
+from zeropg.compression.auto import Auto, plan_of_auto
 from zeropg.compression.codec import Codec, check_codec
+from zeropg.compression.coding import Coding
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 from zeropg.rank_io.agreement import check_same, together
 
@@ -35,26 +36,21 @@ def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
 # Of residuals in units of this rank's gradient, of the average, and again of this rank's; compression/error_feedback.h.
 CONTRIBUTION_HOP, RESULT_HOP, ARREARS_HOP = 0, 1, 2
 _MOST_NAMED = 4  # in a warning
-
-
-def add_range(sums: dict[str, torch.Tensor], name: str, start: int, values: torch.Tensor) -> None:
-    """Adds to elements [start, start + len(values)) of sums[name], which grows where it is shorter."""
-    known = sums.get(name, values.new_zeros(0))
-    missing = max(0, start + len(values) - len(known))
-    sums[name] = torch.cat([known, values.new_zeros(missing)])
-    sums[name][start : start + len(values)] += values
+_CALLS = 100  # from one look at the link to the next
 
 
 class State:
     """What `ddp_hook` and `Fsdp2ReduceScatter` need: the codec, the group and the residuals of one model on this rank.
 
     codec: e.g. BlockQuant(4), a Plan whose gradients have one, or "auto": what is fastest on this link, measured now
-      and again when reductions become slower or faster (then collective; rank 0 says what it chose and why).
+      and again when reductions become slower or faster (then collective; rank 0 says what it chose and why). Small
+      buckets may get a codec that loses less.
     process_group: that of the model; default: the world.
     model: the module that was wrapped by DDP or sharded by FSDP2; its parameters' names then stand in `state_dict`, and
       a plan's `exclude` means these. Without it DDP's parameters are numbered in the order of the first buckets.
 
-    Raises TypeError for something that is no codec, ValueError for a group of another backend.
+    Raises TypeError for something that is no codec, ValueError for a group of another backend, and on every rank where
+    some have "auto" and others a codec.
     """
 
     def __init__(
@@ -64,21 +60,23 @@ class State:
         process_group: dist.ProcessGroup | None = None,
         model: torch.nn.Module | None = None,
     ) -> None:
-        self._is_auto = codec == "auto"
-        given = None if isinstance(codec, str) and self._is_auto else check_plan(codec, "State")
+        is_auto = isinstance(codec, str) and codec == "auto"
+        given = None if is_auto else check_plan(codec, "State")
         self.backend = backend_of(process_group, "State")
         self._group = dist.distributed_c10d._get_default_group() if process_group is None else process_group
-        self._is_compared = self._is_auto  # whether all ranks are known to have this plan
-        self._watch: Watch | None = None
-        if given is None:
-            choice = choose(self.backend)
-            say(self.backend, choice)
-            self._watch = Watch(self.backend)
-            given = choice.plan
-        elif given.gradients is None:
+        self._is_compared = False  # whether all ranks are known to have this plan
+        self._auto: Auto | None = None
+        self._compressors: dict[Codec, _C.Compressor] = {}
+        if given is not None and given.gradients is None:
             raise ValueError("[zeropg] State: the plan has no codec for gradients; expected Plan(gradients=...).")
-        self._use(given)
-        self.residuals = _C.ResidualStore() if self._is_auto or (self.codec and self.codec.error_feedback) else None
+        self.plan = given
+        if is_auto:
+            self._compare_plans()
+            self._auto = Auto(self.backend, [self.backend], calls=_CALLS)
+            self.plan = plan_of_auto(self.backend)
+        fixed = None if given is None else given.gradients
+        self.residuals = _C.ResidualStore() if fixed is None or fixed.error_feedback else None
+        self.coding = Coding(backend=self.backend, residuals=self.residuals, describe=self._describe)
         # By identity, and kept alive: DDP rebuilds its buckets after the first step, the parameters stay.
         self._names: dict[torch.Tensor, str] = {}
         self._has_model = model is not None
@@ -86,23 +84,33 @@ class State:
             model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
             self._names = {parameter: name for name, parameter in model.named_parameters()}
             if self.backend.rank() == 0 and self.plan is not None:
-                say_what_is_not_encoded(self.plan, model.named_parameters())
+                how = "auto" if is_auto else str(self.plan)
+                say_what_is_not_encoded(self.plan, model.named_parameters(), how=how)
         self._unnamed: dict[tuple[int, ...], weakref.ref[torch.Tensor]] = {}  # the last one of each shape
-        # By name, in units of this rank's gradient: owed since another world size, so to be paid in the next step.
-        self._arrears: dict[str, torch.Tensor] = {}
+        self._debtors: set[str] = set()  # names with residuals that their codec does not pay by itself
         self._summed: set[str] = set()  # names whose tensors were added up last time, and not averaged
+
+    @property
+    def codec(self) -> Codec | None:
+        """What gradients are encoded by now; with "auto" those of large buckets. None: as they are."""
+        if self._auto is not None:
+            return self._auto.choice.codec
+        return None if self.plan is None else self.plan.gradients
+
+    def codec_of(self, numel: int) -> Codec | None:
+        """What a bucket of `numel` gradients is encoded by now; None: it travels as it is."""
+        return self.codec if self._auto is None else self._auto.choice.codec_of(numel)
 
     def use(self, codec: Codec) -> None:
         """Encodes with `codec` from the next call on; what earlier encodings lost stays owed."""
         if codec != self.codec:
             gradients = check_codec(codec, "State")
-            self._use(Plan(gradients=gradients) if self.plan is None else replace(self.plan, gradients=gradients))
+            self.plan = Plan(gradients=gradients) if self.plan is None else replace(self.plan, gradients=gradients)
+            self._auto = None
             self._is_compared = False
 
-    def _use(self, plan: Plan | None) -> None:
-        self.plan = plan
-        self.codec = None if plan is None else plan.gradients
-        self.compressor = None if self.codec is None else self.codec.make_compressor()
+    def _describe(self) -> str:
+        return "as they are" if self.codec is None else self.codec.make_compressor().description
 
     def begin_bucket(self) -> None:
         """Before each bucket: compares the ranks' plans once; with "auto" measures again at times. Collective then.
@@ -110,28 +118,15 @@ class State:
         Raises ValueError, on every rank, where ranks have different plans: they would mix what they encode.
         """
         if not self._is_compared:
-            announced = together(self._group, "ddp_hook", lambda: {"the State's plan": repr(self.plan)})
-            check_same(self._group, "ddp_hook", announced)
-            self._is_compared = True
-        if self._watch is None or not self._watch.begin_call():
-            return
-        choice = choose(self.backend)
-        say(self.backend, choice, was=self.codec, is_first=False)
-        if choice.codec != self.codec:
-            self._owe_all()  # in units of this rank's gradients, whatever comes
-            self._use(choice.plan)
+            self._compare_plans()
+        if self._auto is not None:
+            self._auto.next_call()
 
-    def end_bucket(self, seconds: float, numel: int) -> None:
-        """After each bucket: how long it took, from its call to its result."""
-        if self._watch is not None:
-            self._watch.end_call(seconds, numel)
-
-    def _owe_all(self) -> None:
-        if self.residuals is not None:
-            for name, hop, start, values in self.residuals.segments():
-                is_of_average = hop == RESULT_HOP and name not in self._summed
-                self._owe(name, start, values * (self.backend.size() if is_of_average else 1))
-            self.residuals.clear()
+    def _compare_plans(self) -> None:
+        plan = "auto" if self.plan is None else repr(self.plan)
+        announced = together(self._group, "State", lambda: {"the plan": plan})
+        check_same(self._group, "State", announced)
+        self._is_compared = True
 
     def ranges(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, int, int]]:
         """Whose gradients a bucket of these parameters holds: (name, 0, numel) in its order."""
@@ -198,40 +193,64 @@ class State:
 
         What another world size left of earlier calls is added to what this rank contributes.
         """
-        assert self.compressor is not None and self.codec is not None
+        codec = self.codec_of(tensor.numel())
+        assert codec is not None
         names = {name for name, *_ in ranges}
+        self.pay(tensor, ranges, codec)
         self._summed = self._summed | names if op == dist.ReduceOp.SUM else self._summed - names
-        if any(name in self._arrears for name, *_ in ranges):
-            flat = tensor.contiguous().view(-1)
-            self.pay_arrears(flat, ranges)
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.view_as(tensor))
-        residuals = self.residuals if self.codec.error_feedback else None
-        return _C.compressed_all_reduce(self.backend, tensor, self.compressor, residuals, ranges, op, async_op=async_op)
+        return _C.compressed_all_reduce(
+            self.backend, tensor, *self.encoding(codec, ranges), op, async_op=async_op, meter=self.coding.meter
+        )
+
+    def encoding(
+        self, codec: Codec, ranges: Sequence[tuple[str, int, int]]
+    ) -> tuple[_C.Compressor, _C.ResidualStore | None, list[tuple[str, int, int]]]:
+        """How the core gets it: the compressor, where residuals are, and whose."""
+        if codec not in self._compressors:
+            self._compressors[codec] = codec.make_compressor()
+        residuals = self.residuals if codec.error_feedback and ranges else None
+        return self._compressors[codec], residuals, [] if residuals is None else list(ranges)
 
     def pay_plain(self, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
-        """As pay_arrears, for gradients that travel as they are."""
-        if self._arrears:
-            for gradient, owner in zip(gradients, self.ranges(parameters), strict=True):
-                self.pay_arrears(gradient.view(-1), [owner])
+        """As pay, for gradients that travel as they are."""
+        for gradient, owner in zip(gradients, self.ranges(parameters), strict=True):
+            self.pay(gradient, [owner], None)
 
-    def pay_arrears(self, gradients: torch.Tensor, ranges: Sequence[tuple[str, int, int]]) -> None:
-        """Adds to this rank's flat gradients of `ranges` what another world size left of earlier ones."""
-        if not self._arrears:
+    def pay(self, gradients: torch.Tensor, ranges: Sequence[tuple[str, int, int]], codec: Codec | None) -> None:
+        """Adds to this rank's gradients of `ranges`, which `codec` encodes, what it will not add itself: what another
+        world size left of earlier ones, and where it has no error feedback, all that other codecs left.
+
+        `gradients`: contiguous or not; their order is that of `ranges`. What is owed outside of `ranges` is lost.
+        """
+        if self.residuals is None:
             return
+        keeps_own = codec is not None and codec.error_feedback
+        if keeps_own and not self._debtors:
+            return
+        hops = [ARREARS_HOP] if keeps_own else [ARREARS_HOP, CONTRIBUTION_HOP, RESULT_HOP]
+        owed: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for name in {name for name, *_ in ranges}:
+            for hop in hops:
+                is_of_average = hop == RESULT_HOP and name not in self._summed
+                factor = self.backend.size() if is_of_average else 1
+                segments = [(start, factor * values) for *_, start, values in self.residuals.take(name, hop)]
+                owed.setdefault(name, []).extend(segments)
+        self._debtors -= owed.keys()
+        flat = gradients.contiguous().view(-1)
         offset = 0
         for name, start, numel in ranges:
-            if name in self._arrears:
-                owed = self._arrears[name][start : start + numel]
-                gradients[offset : offset + len(owed)] += owed
+            for first, values in owed.get(name, []):
+                begin, end = max(start, first), min(start + numel, first + len(values))
+                if begin < end:
+                    flat[offset + begin - start : offset + end - start] += values[begin - first : end - first]
             offset += numel
-        for name in {name for name, *_ in ranges}:
-            self._arrears.pop(name, None)
+        if flat.data_ptr() != gradients.data_ptr():
+            gradients.copy_(flat.view_as(gradients))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, as copies.
 
-        {"residuals": [(name, hop, start, tensor)], "rank", "world_size", "arrears", "summed": names of added tensors}
+        {"residuals": [(name, hop, start, tensor)], "rank", "world_size", "summed": names of added tensors}
         """
         segments = [] if self.residuals is None else self.residuals.segments()
         return {
@@ -239,7 +258,6 @@ class State:
             "rank": self.backend.rank(),
             "world_size": self.backend.size(),
             "summed": sorted(self._summed),
-            "arrears": {name: values.clone() for name, values in self._arrears.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -253,20 +271,19 @@ class State:
         if self.residuals is None:
             return
         self.residuals.clear()
-        self._arrears.clear()
-        for name, hop, start, values in state["residuals"]:
-            self.residuals.load(name, hop, start, values)
         self._summed = set(state.get("summed", ()))
         world_size = self.backend.size()
         former = state.get("world_size", world_size)
         self._warn_of_strangers(state, former)
-        for name, values in state.get("arrears", {}).items():
-            self._owe(name, 0, values * (1 if name in self._summed else world_size / former))
-        if world_size != former:
-            for name, hop, start, values in self.residuals.segments():
+        self._debtors = set()
+        for name, hop, start, values in state["residuals"]:
+            if world_size == former:
+                self.residuals.load(name, hop, start, values)
+            else:
                 share = world_size if hop == RESULT_HOP else world_size / former  # of an average
-                self._owe(name, start, values * (1 if name in self._summed else share))
-            self.residuals.clear()
+                self.residuals.owe(name, start, values * (1 if name in self._summed else share))
+            if world_size != former or hop == ARREARS_HOP:
+                self._debtors.add(name)
 
     def _warn_of_strangers(self, state: Mapping[str, Any], former: int) -> None:
         rank = self.backend.rank()
@@ -276,7 +293,7 @@ class State:
                 "load its own, or what some lost is owed twice and what others lost never",
                 stacklevel=3,
             )
-        names = {name for name, *_ in state["residuals"]} | set(state.get("arrears", {}))
+        names = {name for name, *_ in state["residuals"]}
         unknown = sorted(names - set(self._names.values())) if self._has_model else []
         if unknown:
             more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
@@ -286,7 +303,3 @@ class State:
                 "the same model=",
                 stacklevel=3,
             )
-
-    def _owe(self, name: str, start: int, values: torch.Tensor) -> None:
-        _C.ResidualStore().load(name, 0, start, values)  # refuses what is not finite
-        add_range(self._arrears, name, start, values)

@@ -251,7 +251,7 @@ class MomentumOptimizer(CheckedOptimizer):
                 "rank's own, or what ranks still owed is lost",
                 stacklevel=3,
             )
-        nothing = {"residuals": [], "world_size": self.exchange.world_size, "arrears": {}}
+        nothing = {"residuals": [], "world_size": self.exchange.world_size}
         self.exchange.state.load_state_dict(saved["debts"] if is_own else nothing)
         if self._warmup_state is not None:
             self._warmup_state.load_state_dict(saved.get("warmup_debts", nothing) if is_own else nothing)

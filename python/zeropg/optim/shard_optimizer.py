@@ -193,6 +193,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"[zeropg] step: an earlier step stopped half-way, so masters and state do not fit each other "
                 f"({self._failure}); make model and optimizer anew and load a checkpoint"
             )
+        if self._model_state is not None:
+            self._model_state.begin_step()
         self._core.begin_step()
         try:
             if self._offloaded is None:

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeropg._native import _C
-from zeropg.compression.auto import choose, say
+from zeropg.compression.auto import plan_of_auto
 from zeropg.compression.codec import Codec
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 from zeropg.compression.state import backend_of
@@ -26,6 +26,7 @@ from zeropg.rank_io.agreement import together
 from zeropg.sharding.limits import limits_of, what_has_no_effect
 from zeropg.sharding.load_state_dict import load_into
 from zeropg.sharding.materialize import Materializer
+from zeropg.sharding.model_codecs import ModelCodecs, make_codecs
 from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_memory, offload_of, open_offload
 from zeropg.sharding.rank_groups import check_mesh, described, groups_of, reduction_groups
 from zeropg.sharding.shared_memory import check_shared_memory
@@ -69,10 +70,16 @@ class FullyShardedModule(nn.Module):
                     parameter.grad = torch.zeros_like(parameter.grad)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As nn.Module's. Waits for weights that a step with overlap_step=True has left on their way; sends nothing."""
+        """As nn.Module's. Waits for weights that a step with overlap_step=True has left on their way; sends nothing.
+
+        With Plan(weights=...) in stages 1 and 2 these are the replicas that the model computes with, and a warning
+        says so once; zeropg.full_state_dict has the masters.
+        """
         unit = vars(self).get("_zeropg_unit")
         if unit is not None:
             unit[0].core.join_step()
+            if not kwargs.get("keep_vars"):
+                unit[0].warn_of_replicas()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -163,7 +170,8 @@ def fully_shard(
             Losses stay the same to the bit. A disk serves what has a fused kernel: Adagrad, Adam, AdamW, Lion, SGD.
         offload_params: "cpu" is accepted on a CPU model, where it changes nothing; nothing else is available.
         compression: a `zeropg.compression.Plan`, or a codec for gradients such as `zeropg.compression.BlockQuant(4)`,
-          or "auto", which measures what pays on this link (bf16, 8 or 4 bits, or nothing) and says so;
+            or "auto", which measures what pays on this link (bf16, 8 or 4 bits, or nothing), for each size of
+            reduction, and again every 25 steps where reductions became slower or faster; it says what it chose;
             default: nothing is encoded. It needs fp32 masters, a group of zeropg and tensors on the CPU. With error
             feedback each rank keeps up to 4 bytes per parameter more. With weights= of a plan masters are apart from
             fp32 parameters too in stages 1 and 2: 4 bytes per parameter / ranks. Where a mesh replicates, gradients
@@ -227,7 +235,7 @@ def fully_shard(
         "param_dtype": param_dtype,
         "reduce_dtype": reduce_dtype,
         "buffer_dtype": buffer_dtype,
-        "compression": None if plan is None else repr(plan),
+        "compression": compression if isinstance(compression, str) else plan and repr(plan),
         "reshard_after_forward": reshard_after_forward,
         "prefetch_numel": prefetch_numel,
         "keep_numel": keep_numel,
@@ -240,7 +248,9 @@ def fully_shard(
     if tier is not None and group.rank() == 0:
         print(_offload_plan(tier, plans, stage, param_dtype, groups.shards.size()), file=sys.stderr)
     renormalized = renormalized_parameters(module)
-    gradients, weights = (None, None) if plan is None else (plan.gradients, plan.weights)
+    reductions = reduction_groups(groups, stage, place)
+    codecs = make_codecs(plan, compression == "auto", group, reductions)
+    weights = None if plan is None else plan.weights
     encoded = set() if plan is None else _encoded_parameters(plan, plans)
 
     def take(index: int) -> list[nn.Parameter]:
@@ -262,20 +272,23 @@ def fully_shard(
         values.order(plans),
         take,
         groups,
-        reduction_groups(groups, stage, place),
+        reductions,
         stage=stage,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
-        codec=None if gradients is None else gradients.make_compressor(),
-        residuals=None if gradients is None else gradients.make_residuals(),
+        codecs=[] if codecs is None else codecs.rows(),
+        residuals=None if codecs is None else codecs.coding.residuals,
         weights_codec=None if weights is None else weights.make_compressor(),
+        meter=None if codecs is None else codecs.coding.meter,
         reshard_after_forward=reshard_after_forward,
         limits=limits,
         optimizer_offload=tier,
     )
     together(group, "fully_shard", values.finish)
     _prepare_buffers(module, buffer_dtype, group)
-    vars(module).update(_zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype))
+    if codecs is not None:
+        codecs.coding.exposed_seconds = core.communication_seconds
+    vars(module).update(_zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype, codecs=codecs))
     for unit in plans:
         vars(unit.module)["_zeropg_is_unit"] = True
         _swap_class(unit.module)
@@ -283,10 +296,12 @@ def fully_shard(
         unused = what_has_no_effect(
             core, keep_numel=keep_numel, persistent_numel=persistent_numel, max_whole_numel=max_whole_numel
         )
-        print(_summary(core, plans, reduce_dtype, plan) + unused, file=sys.stderr)
+        print(_summary(core, plans, reduce_dtype, plan, codecs) + unused, file=sys.stderr)
         if plan is not None:
             say_what_is_not_encoded(
-                plan, ((_plain_name(plan, names, p) or names[0], p) for unit in plans for names, p in unit.parameters)
+                plan,
+                ((_plain_name(plan, names, p) or names[0], p) for unit in plans for names, p in unit.parameters),
+                how="auto" if compression == "auto" else str(plan),
             )
         if units is None and core.fetch_name.startswith("gathered"):  # also with one rank: what is whole is a copy
             _say_what_the_root_holds(plans)
@@ -439,7 +454,7 @@ def _exchange(mine: list[str] | str, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _plan_of(compression: Any, group: dist.ProcessGroup) -> Plan | None:
-    """What is encoded; "auto" measures what pays on this group. Collective then."""
+    """What may travel encoded."""
     if not isinstance(compression, str):
         return check_plan(compression, "fully_shard")
     if compression != "auto":
@@ -447,10 +462,7 @@ def _plan_of(compression: Any, group: dist.ProcessGroup) -> Plan | None:
             f'[zeropg] fully_shard: compression is {compression!r}; expected "auto", a codec such as '
             "zeropg.compression.BlockQuant(4), or a Plan."
         )
-    backend = backend_of(group, "fully_shard")
-    choice = choose(backend)
-    say(backend, choice)
-    return choice.plan
+    return plan_of_auto(backend_of(group, "fully_shard"))
 
 
 def _check_compression(
@@ -569,13 +581,17 @@ def _swap_class(module: nn.Module) -> None:
 
 
 def _summary(
-    core: _C.ShardedModule, plans: list[Any], reduce_dtype: torch.dtype | None, compression: Plan | None
+    core: _C.ShardedModule,
+    plans: list[Any],
+    reduce_dtype: torch.dtype | None,
+    compression: Plan | None,
+    codecs: ModelCodecs | None,
 ) -> str:
     """One line with every setting that changes numbers."""
     count = sum(parameter.numel() for plan in plans for _, parameter in plan.parameters)
     computed = {parameter.dtype for plan in plans for _, parameter in plan.parameters}
     masters = {group.master_dtype for group in core.flat_groups if group.is_trainable}
-    codec = compression and compression.gradients
+    codec = codecs and codecs.describe_gradients()
     return (
         f"[zeropg] stage {core.stage} over {_ranks(core)}: {count:,} parameters in {len(plans)} units, "
         f"computed in {_names(computed)}, masters in {_names(masters)}, gradients averaged in "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +13,8 @@ from torch import nn
 from torch.nn.utils import stateless
 
 from zeropg._native import _C
+from zeropg.compression.coding import Coding
+from zeropg.sharding.model_codecs import ModelCodecs
 from zeropg.sharding.nested import Replacement, hidden_tensors_in, is_plain, tensors_in
 from zeropg.sharding.running_statistics import modules_with_statistics
 from zeropg.sharding.trace import TraceRecorder, requested_trace
@@ -36,6 +39,7 @@ class ShardedState:
     contents: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     with_statistics: list[nn.Module] = field(default_factory=list)  # batch norms
     has_said_full_gradients: bool = False
+    has_said_replicas: bool = False
     pending_save: PendingSave | None = None  # the last save_checkpoint(async_save=True)
     full_gradients_depth: int = 0  # of `with zeropg.full_gradients`
     is_loading: bool = False  # inside load_state_dict
@@ -43,6 +47,7 @@ class ShardedState:
     is_label: Callable[[str], bool] | None = None  # which keyword arguments of the root keep their dtype
     has_average: bool = False  # in place of its own weights: inside `average_parameters` of a zeropg.ema
     trace: TraceRecorder | None = None  # until all that is to be recorded has been
+    codecs: ModelCodecs | None = None  # with compression
     _is_functional: bool = False
 
     def __post_init__(self) -> None:
@@ -115,6 +120,29 @@ class ShardedState:
             return call(*args, **kwargs)
         finally:
             self._is_functional = before
+
+    @property
+    def coding(self) -> Coding | None:
+        """What its codecs have done so far; None without compression."""
+        return None if self.codecs is None else self.codecs.coding
+
+    def begin_step(self) -> None:
+        """With compression="auto" measures again at times; collective."""
+        if self.codecs is not None and self.codecs.next_step():
+            self.core.set_codecs(self.codecs.rows())
+
+    def warn_of_replicas(self) -> None:
+        """Once, where parameters are not the masters' values to the last bit."""
+        has_to_say = not self.is_loading and not self.has_said_replicas
+        if not has_to_say or not any(group.sends_differences for group in self.core.flat_groups):
+            return
+        self.has_said_replicas = True
+        warnings.warn(
+            f"{self._context('state_dict')} updates travel encoded (Plan(weights=...)), so these are the replicas that "
+            "the model computes with, up to a rounding of their updates from the masters; for the masters use "
+            "zeropg.full_state_dict(model), or zeropg.save_checkpoint",
+            stacklevel=3,
+        )
 
     def check_outside_full_gradients(self, operation: str) -> None:
         """Raises RuntimeError where `.grad` shows copies, whose values would replace what `operation` does."""

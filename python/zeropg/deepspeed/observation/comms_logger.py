@@ -21,6 +21,7 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "all_to_all": lambda ranks: (ranks - 1) / ranks,
 }
+_NO_OPERATION = "compression"  # of stats(): what codecs do inside of operations
 _COUNTED_BY_BLOCKS = ("all_gather", "reduce_scatter")  # by stats(): one rank's block, where a message has those of all
 
 
@@ -96,6 +97,8 @@ class CommsLogger(Observer):
     def _rows(self, before: Counters, now: Counters) -> list[Row]:
         rows = []
         for name, counted in now.items():
+            if name == _NO_OPERATION:
+                continue
             old = before.get(name, {})
             calls = counted["calls"] - old.get("calls", 0)
             if calls == 0 or (self._only is not None and name not in self._only):

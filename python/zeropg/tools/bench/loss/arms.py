@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zeropg
 from zeropg.compression import Plan, State, ddp_hook
 from zeropg.compression.codec import CODECS, BlockQuant, Codec
+from zeropg.compression.coding import Coding
 from zeropg.tools.bench.loss.tasks import Task
 
 BASELINE = "ddp gloo fp32"
@@ -41,7 +42,7 @@ class Trainer:
     model: Any
     optimizer: torch.optim.Optimizer
     clip: Callable[[], Any]
-    compressor: Any = None
+    coding: Coding | None = None
     close: Callable[[], Any] = lambda: None
 
 
@@ -86,8 +87,8 @@ def _in_one_bucket(setup: Setup) -> DistributedDataParallel:
     return DistributedDataParallel(setup.model, process_group=setup.group, bucket_cap_mb=100)
 
 
-def _trainer(setup: Setup, ddp: DistributedDataParallel, compressor: Any = None) -> Trainer:
-    return Trainer(ddp, setup.task.optimizer(setup.model, setup.lr), _clip(setup), compressor)
+def _trainer(setup: Setup, ddp: DistributedDataParallel, coding: Coding | None = None) -> Trainer:
+    return Trainer(ddp, setup.task.optimizer(setup.model, setup.lr), _clip(setup), coding)
 
 
 def _clip(setup: Setup) -> Callable[[], Any]:
@@ -132,7 +133,7 @@ def _codec(make_codec: Callable[[], Codec]) -> Callable[[Setup], Trainer]:
         ddp = _ddp(setup)
         state = State(make_codec(), process_group=setup.group, model=setup.model)
         ddp.register_comm_hook(state, ddp_hook)
-        return _trainer(setup, ddp, state.compressor)
+        return _trainer(setup, ddp, state.coding)
 
     return make
 
@@ -141,7 +142,7 @@ def _auto(setup: Setup) -> Trainer:
     ddp = _ddp(setup)
     state = State("auto", process_group=setup.group, model=setup.model)
     ddp.register_comm_hook(state, ddp_hook)
-    return _trainer(setup, ddp, state.compressor)
+    return _trainer(setup, ddp, state.coding)
 
 
 class _LateNowAndThen(nn.Module):
@@ -208,7 +209,7 @@ def _sharded(make_compression: Callable[[], Any]) -> Callable[[Setup], Trainer]:
         optimizer = zeropg.shard_optimizer(setup.task.optimizer(model, setup.lr), model)
         norm = setup.task.clip
         clip = (lambda: None) if norm is None else (lambda: zeropg.clip_grad_norm_(model, norm))
-        return Trainer(model, optimizer, clip, model._zeropg.codec)
+        return Trainer(model, optimizer, clip, model._zeropg_state.coding)
 
     return make
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zeropg.backend import leave_groups
-from zeropg.compression.report import collective_seconds
+from zeropg.compression.state import backend_of
 from zeropg.tools.bench.hosts import sent_bytes
 from zeropg.tools.bench.loss.arms import ARMS, Setup, Trainer
 from zeropg.tools.bench.loss.journal import Journal, Place
@@ -90,7 +91,7 @@ class _Meter:
     """Bytes that this host has sent (asked by its first rank), and seconds of codecs and collectives, in the steps."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._compressor = trainer.compressor
+        self._coding = trainer.coding
         self.spent = [0.0] * 4
         self._running = False
         self._before = self.spent
@@ -107,7 +108,20 @@ class _Meter:
             self._running = False
 
     def _now(self) -> list[float]:
-        counters: Any = {} if self._compressor is None else self._compressor.counters()
+        counters: Any = {} if self._coding is None else self._coding.meter.counters()
         coding = [counters.get(name, 0.0) for name in ("encode_seconds", "decode_seconds")]
         sent = sent_bytes() if os.environ["LOCAL_RANK"] == "0" else 0.0
-        return [sent, *coding, collective_seconds()]
+        return [sent, *coding, _collective_seconds()]
+
+
+def _collective_seconds() -> float:
+    """In which collectives of this process's zeropg groups have run so far."""
+    backends = {id(backend): backend for group in dist.distributed_c10d._world.pg_map for backend in _zeropg_of(group)}
+    return math.fsum(counted["seconds"] for backend in backends.values() for counted in backend.stats().values())
+
+
+def _zeropg_of(group: dist.ProcessGroup) -> list[Any]:
+    try:
+        return [backend_of(group, "bench loss")]
+    except ValueError:
+        return []
