@@ -19,7 +19,7 @@ class RandomK final : public Compressor {
  public:
   static constexpr char kHelp[] = R"(One value of each 1 / ratio, at a random place: 1.03 % of fp32's bytes at 0.01.
 
-    ratio: of the values, above 0 and up to 1.
+    ratio: of the values, from 5e-5 to 1.
 
     To compare top_k with. Needs error feedback.
 
@@ -27,14 +27,16 @@ class RandomK final : public Compressor {
 
   // std::invalid_argument.
   explicit RandomK(double ratio) : ratio_(ratio) {
-    if (!(ratio > 0 && ratio <= 1)) {
-      throw std::invalid_argument("random_k: ratio is " + shortest_decimal(ratio) + ", expected above 0 and up to 1");
+    if (!(ratio >= kLeastRatio && ratio <= 1)) {
+      throw std::invalid_argument("random_k: ratio is " + shortest_decimal(ratio) + ", expected 5e-05 to 1");
     }
-    stride_ = static_cast<int64_t>(std::min(1 / ratio, kLargestStride));
+    stride_ = static_cast<int64_t>(1 / ratio);
+    strides_ = std::clamp<int64_t>(kMostElements / stride_, 1, kMostStrides);
+    if (strides_ < kMostStrides) stride_ -= stride_ % kLine;
   }
 
   std::string description() const override { return "random_k(ratio=" + shortest_decimal(ratio_) + ")"; }
-  int64_t block_elements() const override { return kStrides * stride_; }
+  int64_t block_elements() const override { return strides_ * stride_; }
 
   int64_t capacity_bytes(int64_t count) const override {
     const int64_t blocks = (count + block_elements() - 1) / block_elements();
@@ -59,8 +61,11 @@ class RandomK final : public Compressor {
   }
 
  private:
-  static constexpr int64_t kStrides = 32;  // in a block; the seed then is 3 % of it
-  static constexpr double kLargestStride = 1e9;
+  static constexpr int64_t kMostStrides = 32;  // in a block; the seed then is 3 % of it
+  static constexpr int64_t kMostElements =
+      1 << 15;                          // so that a block of each rank of a node fits into a bank of staging memory
+  static constexpr int64_t kLine = 16;  // elements of a cache line, of which a block has whole ones
+  static constexpr double kLeastRatio = 5e-5;
   static constexpr int64_t kSeedBytes = 4;
   static constexpr int64_t kValueBytes = 4;
 
@@ -161,6 +166,7 @@ class RandomK final : public Compressor {
 
   double ratio_;
   int64_t stride_ = 1;
+  int64_t strides_ = 1;  // of a block
 };
 
 }  // namespace zeropg

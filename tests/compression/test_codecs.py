@@ -46,8 +46,10 @@ def test_bad_parameters_are_refused_where_they_are_given() -> None:
         BlockQuant(block=100)
     with pytest.raises(ValueError, match="expected an integer"):
         BlockQuant(4.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="bits is '4', expected a number"):
         BlockQuant("4")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="error_feedback is 'no', expected True or False"):
+        BlockQuant(4, error_feedback="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="ratio"):
         BlockQuant(ratio=0.1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="abstract"):
@@ -78,3 +80,9 @@ def test_each_codec_serves_every_way_to_train(name: str) -> None:
     for model in (sharded, ddp, fsdp):
         model.zero_grad()
         torch.testing.assert_close(gradient(model), expected, rtol=0.02, atol=0)
+
+
+def test_a_sum_beyond_fp32_is_found_and_not_buried() -> None:
+    for codec in (CODECS["one_bit"](), CODECS["two_bit"](), CODECS["two_bit"](rotate=True)):
+        compressor = codec.make_compressor()
+        assert compressor.decode(compressor.encode(torch.full((1024,), 1e36)), 1024).isnan().all()

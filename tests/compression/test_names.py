@@ -77,7 +77,7 @@ def error_of_other_plans() -> str:
 
 def test_ranks_with_other_plans_do_not_mix_gradients() -> None:
     for error in run_ranks(2, error_of_other_plans):
-        assert "the State's plan is" in error and "pass the same on every rank" in error and "b.weight" in error
+        assert "the plan is" in error and "pass the same on every rank" in error and "b.weight" in error
 
 
 def say_plan(exclude: tuple[str, ...]) -> None:
@@ -189,7 +189,7 @@ def few_of_many(ratio: float) -> bool:
 
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 1), (0, 1, 2)])
 def test_blocks_larger_than_a_chunk_travel_between_hosts(hosts: tuple[int, ...]) -> None:
-    """A block of RandomK has 32 / ratio elements: the planner divided by zero."""
+    """A block of RandomK may have 32,768 elements: the planner divided by zero."""
     with RankPool(len(hosts), place=SeparateHosts(hosts=hosts)) as pool:
-        for ratio in (2e-3, 1e-3, 5e-4, 3e-4):
+        for ratio in (2e-3, 1e-3, 5e-4, 3e-4, 1e-4, 5e-5):
             assert all(pool.run(few_of_many, ratio)), ratio

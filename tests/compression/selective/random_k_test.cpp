@@ -90,9 +90,9 @@ TEST(RandomKTest, RefusesBadParameters) {
     }
     return "nothing was thrown";
   };
-  EXPECT_EQ(message(0), "random_k: ratio is 0, expected above 0 and up to 1");
-  EXPECT_EQ(message(1.01), "random_k: ratio is 1.01, expected above 0 and up to 1");
-  EXPECT_NE(message(std::numeric_limits<double>::quiet_NaN()).find("expected above 0"), std::string::npos);
+  EXPECT_EQ(message(0), "random_k: ratio is 0, expected 5e-05 to 1");
+  EXPECT_EQ(message(1.01), "random_k: ratio is 1.01, expected 5e-05 to 1");
+  EXPECT_NE(message(std::numeric_limits<double>::quiet_NaN()).find("expected 5e-05 to 1"), std::string::npos);
   EXPECT_EQ(make_compressor("random_k", {})->description(), "random_k(ratio=0.01)");
 }
 
