@@ -3,6 +3,7 @@
 #include <bit>
 #include <optional>
 #include <span>
+#include <string>
 
 namespace zeropg {
 
@@ -37,7 +38,7 @@ void InternodeFingerprints::compare_with_waiting() const {
     const std::optional<WaitingCall> said = context_.network->liveness().waiting_call_of(peer);
     if (!said) continue;
     const auto theirs = std::bit_cast<CallFingerprint>(*said);
-    if (theirs.sequence == call_.sequence) check_call(theirs, call_, context_.topology.rank, peer);
+    if (theirs.sequence == call_.sequence) check(theirs, call_, peer);
   }
 }
 
@@ -67,8 +68,14 @@ bool InternodeFingerprints::receive_from(int32_t peer) {
   if (pair.received < sizeof(CallFingerprint)) {
     return false;
   }
-  check_call(pair.theirs, with_pair_bytes(call_, spec_.receive_bytes, peer), context_.topology.rank, peer);
+  check(pair.theirs, with_pair_bytes(call_, spec_.receive_bytes, peer), peer);
   return true;
+}
+
+void InternodeFingerprints::check(const CallFingerprint& theirs, const CallFingerprint& ours, int32_t peer) const {
+  if (difference(theirs, ours).is_none()) return;
+  const std::string codec = spec_.codec == nullptr ? "" : spec_.codec->description();
+  check_call(theirs, ours, context_.topology.rank, peer, codec);
 }
 
 }  // namespace zeropg

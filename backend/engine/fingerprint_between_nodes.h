@@ -41,6 +41,8 @@ class InternodeFingerprints {
     CallFingerprint theirs;
   };
   bool is_needed(int32_t peer) const;
+  // Throws as check_call.
+  void check(const CallFingerprint& theirs, const CallFingerprint& ours, int32_t peer) const;
 
   CollectiveContext& context_;
   const CollectiveSpec& spec_;

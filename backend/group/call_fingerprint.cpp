@@ -13,6 +13,12 @@ namespace zeropg {
 
 namespace {
 
+// A call says of its codec only whether it is the same.
+std::string_view codec_of(const CallFingerprint& theirs, const CallFingerprint& ours, std::string_view codec) {
+  if (theirs.codec == 0) return {};
+  return theirs.codec == ours.codec ? codec : "another codec";
+}
+
 bool is_same_number(double a, double b) { return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b); }
 
 }  // namespace
@@ -69,7 +75,8 @@ std::string describe_call(const CallFingerprint& call, std::string_view codec) {
   return codec.empty() ? text : text + " as " + printable(codec, codec.size());
 }
 
-void check_call(const CallFingerprint& theirs, const CallFingerprint& ours, int32_t rank, int32_t peer) {
+void check_call(const CallFingerprint& theirs, const CallFingerprint& ours, int32_t rank, int32_t peer,
+                std::string_view codec) {
   const CallDifference found = difference(theirs, ours);
   TORCH_CHECK_WITH(DistBackendError, !found.is_senseless, "rank ", peer,
                    " sent something that is no call; its memory or ours is damaged");
@@ -79,8 +86,8 @@ void check_call(const CallFingerprint& theirs, const CallFingerprint& ours, int3
                                  ? " or run different algorithms, or with other shares of nodes, for them"
                                  : "";
     C10_THROW_ERROR(DistBackendError,
-                    c10::str("the ranks made different calls", note, ": rank ", rank, ": ", describe_call(ours),
-                             "; rank ", peer, ": ", describe_call(theirs),
+                    c10::str("the ranks made different calls", note, ": rank ", rank, ": ", describe_call(ours, codec),
+                             "; rank ", peer, ": ", describe_call(theirs, codec_of(theirs, ours, codec)),
                              theirs.sequence == ours.sequence ? "" : c10::str(" as #", theirs.sequence),
                              "; make the same call with the same sizes on every rank."));
   }

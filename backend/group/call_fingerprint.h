@@ -41,6 +41,8 @@ struct CallDifference {
   bool in_codec = false;
   bool in_algorithm = false;
   bool in_pair = false;  // in pair_bytes
+
+  bool is_none() const { return !(is_senseless || in_call || in_codec || in_algorithm || in_pair); }
 };
 CallDifference difference(const CallFingerprint& theirs, const CallFingerprint& ours);
 
@@ -48,7 +50,9 @@ CallDifference difference(const CallFingerprint& theirs, const CallFingerprint& 
 // call's codec, if the rank gave one: "... as fp16()".
 std::string describe_call(const CallFingerprint& call, std::string_view codec = {});
 
-// Throws DistBackendError unless `theirs`, which `rank` has from `peer`, is `ours` to the bit.
-void check_call(const CallFingerprint& theirs, const CallFingerprint& ours, int32_t rank, int32_t peer);
+// Throws DistBackendError unless `theirs`, which `rank` has from `peer`, is `ours` to the bit. `codec`: the description
+// of ours, if there is one.
+void check_call(const CallFingerprint& theirs, const CallFingerprint& ours, int32_t rank, int32_t peer,
+                std::string_view codec = {});
 
 }  // namespace zeropg

@@ -197,6 +197,8 @@ def test_what_cannot_be_compressed_is_refused_on_every_rank() -> None:
         all_reduce(torch.ones(4), compression.TopK)  # type: ignore[arg-type]
     with raises(ValueError, "the state was made for top_k", "block_quant"):
         all_reduce(torch.ones(4), BlockQuant(4), state=State(codec))
+    with raises(TypeError, "state is TopK", "expected State("):
+        all_reduce(torch.ones(4), codec, state=codec)  # type: ignore[arg-type]
     group = dist.new_group(backend="zeropg")
     with raises(ValueError, "another process group"):
         all_reduce(torch.ones(4), codec, state=State(codec), group=group)
@@ -223,3 +225,11 @@ def test_ranks_with_different_codecs_are_told_so() -> None:
     codec: Any = compression.TopK(0.01) if dist.get_rank() == 0 else compression.OneBit()
     with raises(RuntimeError, "top_k", "one_bit", "different calls"):
         all_reduce(torch.ones(64), codec, group=dist.new_group(backend="zeropg"))
+    with raises(RuntimeError, "another codec", "different calls"):
+        all_reduce(torch.ones(64), codec, group=group_on_hosts("a,b"))
+    apart = group_on_hosts("a,b")
+    with raises(RuntimeError, "different calls", "all_reduce(Float, sum, 256 bytes) as"):
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(64), group=apart)
+        else:
+            all_reduce(torch.ones(64), codec, group=apart)

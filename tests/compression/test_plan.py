@@ -36,8 +36,13 @@ def test_plans_that_say_nothing_or_not_enough_are_refused() -> None:
         Plan(gradients=BlockQuant)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="min_elements is -1"):
         Plan(gradients=BlockQuant(4), min_elements=-1)
+    with pytest.raises(TypeError, match="min_elements is nan, expected an integer"):
+        Plan(gradients=BlockQuant(4), min_elements=float("nan"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected a sequence"):
         Plan(gradients=BlockQuant(4), exclude="head.*")  # type: ignore[arg-type]
+    for exclude in (None, (1, 2)):
+        with pytest.raises(TypeError, match="expected names of parameters"):
+            Plan(gradients=BlockQuant(4), exclude=exclude)  # type: ignore[arg-type]
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -419,3 +420,16 @@ def test_stage_3_inside_a_node_says_that_nothing_travels() -> None:
         optimizer.step()
         results.append(masters(model))
     check_equal(*results)
+
+
+@on_ranks(2)
+def test_state_dict_says_once_that_it_has_the_replicas() -> None:
+    model, _, before = make_trained()
+    with pytest.warns(UserWarning, match="the replicas that the model computes with.*full_state_dict"):
+        shown = model.state_dict()
+    assert not all(torch.equal(shown[name], value) for name, value in before.items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.state_dict()
+        model.load_state_dict(zeropg.full_state_dict(model, rank0_only=False))
+        zeropg.fully_shard(nn.Linear(8, 8)).state_dict()
