@@ -1,6 +1,7 @@
 #include "sharding/units/whole_units.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <utility>
@@ -15,6 +16,13 @@ bool is_attached(const Unit& unit) {
                      [](const FlatParameter* flat) { return flat->is_attached(); });
 }
 
+// The memory of units belongs to no transform (torch.func.grad) and no graph that runs when they are made whole.
+struct OutsideTransforms {
+  at::NoGradGuard no_grad;
+  c10::impl::ExcludeDispatchKeyGuard no_transform{c10::DispatchKeySet(
+      {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
+};
+
 }  // namespace
 
 WholeUnits::WholeUnits(Communicator& communicator, const ShardingOptions& options, Units& units,
@@ -27,7 +35,7 @@ WholeUnits::WholeUnits(Communicator& communicator, const ShardingOptions& option
       prefetcher_(units, options.limits, *fetch_, [this](Unit& unit) { make_sharded(unit); }) {}
 
 void WholeUnits::unshard(Unit& unit, Fetch::Use use) {
-  at::NoGradGuard no_grad;
+  const OutsideTransforms outside;
   if (unit.is_whole) {
     prefetcher_.need_again(unit);
     return;
@@ -76,7 +84,7 @@ void WholeUnits::make_sharded(Unit& unit) {
   if (full_depth_ > 0 || !options_.stage.shards_parameters) {
     return;
   }
-  at::NoGradGuard no_grad;
+  const OutsideTransforms outside;
   prefetcher_.forget_kept(unit);
   for (FlatParameter* flat : unit.flats) {
     if (flat->is_attached()) {

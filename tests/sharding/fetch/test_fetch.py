@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -110,6 +111,20 @@ def check_memory_is_what_the_stage_promises(case: Case, name: str) -> None:
     bytes_held = model._zeropg.memory_report()["parameters"]
     share = 1 if case.stage < 3 else dist.get_world_size()
     assert 4 * numel / share <= bytes_held <= 4 * numel / share * 1.1
+
+
+def check_torch_func_takes_gradients_of_inputs(case: Case, name: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = copy.deepcopy(plain)
+    zeropg.fully_shard(model, stage=case.stage, units=[model[0], model[2]])
+    x = torch.randn(3, 16)
+    wanted = torch.func.grad(lambda x: plain(x).square().sum())(x)
+    for _ in range(2):
+        assert equal(torch.func.grad(lambda x: model(x).square().sum())(x), wanted)
+    loss = model(x).square().sum()
+    loss.backward()
+    assert torch.isfinite(zeropg.clip_grad_norm_(model, 1.0))
 
 
 CHECKS: dict[str, Callable[[Case, str], None]] = {
