@@ -167,6 +167,11 @@ void ProcessGroupZero::shutdown_all() {
   wait_for_runs_before_shutdown(kHookPatience);
 }
 
+void ProcessGroupZero::fail(const std::string& why) {
+  const GroupContext::Use use(group(), /*must_succeed=*/false);
+  if (use) group().fail({.text = why});
+}
+
 void ProcessGroupZero::abort() {
   const auto channels = current_channels();
   if (channels == nullptr || !channels->group().is_own_process()) {

@@ -174,6 +174,8 @@ class ProcessGroupZero : public c10d::Backend {
 
   // Ends every operation with an error, on the peers too; never waits. The group stays unusable.
   void abort() override;
+  // Ends what runs, and whatever is called later, with an error of this text; other ranks hear of it. Any thread.
+  void fail(const std::string& why);
   // Gives running operations a few seconds to end, then leaves the group. A second call does nothing.
   void shutdown() override;
 

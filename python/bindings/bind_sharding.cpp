@@ -74,16 +74,14 @@ std::optional<at::Tensor> defined_or_none(const at::Tensor& tensor) {
 using PyParameter = std::tuple<std::vector<std::string>, std::vector<int64_t>, c10::ScalarType, bool, bool, bool>;
 using PySource = std::pair<std::string, std::vector<PyParameter>>;
 
-std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units, const c10::Device& device,
-                                      const std::vector<int64_t>& order,
-                                      const std::function<std::vector<at::Tensor>(int64_t)>& take,
-                                      const RankGroups& groups, const RankGroups& reduction_groups, int64_t stage,
-                                      std::optional<c10::ScalarType> param_dtype,
-                                      std::optional<c10::ScalarType> reduce_dtype,
-                                      const std::vector<PyCodecRow>& codecs, std::shared_ptr<ResidualStore> residuals,
-                                      const std::optional<BoundCodec>& weights_codec, std::shared_ptr<CodecMeter> meter,
-                                      bool reshard_after_forward, const UnitLimits& limits,
-                                      const std::shared_ptr<Offload>& optimizer_offload) {
+std::shared_ptr<ShardedModule> create(
+    const std::vector<PySource>& units, const c10::Device& device, const std::vector<int64_t>& order,
+    const std::function<std::vector<at::Tensor>(int64_t)>& take, const RankGroups& groups,
+    const RankGroups& reduction_groups, int64_t stage, std::optional<c10::ScalarType> param_dtype,
+    std::optional<c10::ScalarType> reduce_dtype, const std::vector<PyCodecRow>& codecs,
+    std::shared_ptr<ResidualStore> residuals, const std::optional<BoundCodec>& weights_codec,
+    std::shared_ptr<CodecMeter> meter, bool reshard_after_forward, const UnitLimits& limits,
+    const std::shared_ptr<Offload>& optimizer_offload, const c10::intrusive_ptr<c10d::Store>& store) {
   ModelSource source{{}, device, order, take};
   for (const auto& [name, parameters] : units) {
     UnitSource& unit = source.units.emplace_back(UnitSource{name, {}});
@@ -102,6 +100,7 @@ std::shared_ptr<ShardedModule> create(const std::vector<PySource>& units, const 
   options.reshard_after_forward = reshard_after_forward;
   options.limits = limits;
   options.optimizer_offload = optimizer_offload;
+  options.store = store;
   return ShardedModule::create(source, groups, reduction_groups, options);
 }
 
@@ -206,7 +205,7 @@ void bind_sharding(py::module_& m) {
            py::arg("reduction_groups"), py::kw_only(), py::arg("stage"), py::arg("param_dtype"),
            py::arg("reduce_dtype"), py::arg("codecs"), py::arg("residuals"), py::arg("weights_codec"), py::arg("meter"),
            py::arg("reshard_after_forward"), py::arg("limits") = UnitLimits(),
-           py::arg("optimizer_offload") = py::none(), ReleaseGil())
+           py::arg("optimizer_offload") = py::none(), py::arg("store") = py::none(), ReleaseGil())
       .def(
           "pre_forward",
           [](ShardedModule& self, int64_t unit, const std::vector<at::Tensor>& inputs, bool has_other_inputs) {

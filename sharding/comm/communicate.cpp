@@ -5,6 +5,7 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <stdexcept>
 #include <utility>
@@ -96,7 +97,7 @@ Communicator::Communicator(RankGroups groups, std::shared_ptr<EventLog> log)
 at::Tensor Communicator::gather_values_in(const RankGroups::Group& group, at::IntArrayRef values, c10::Device device) {
   const at::Tensor mine = at::tensor(values, at::kLong).to(device);
   const at::Tensor all = at::empty({group->getSize() * mine.numel()}, mine.options());
-  wait(gather(group, all, mine));
+  wait(watched_.begun(gather(group, all, mine)));
   return all.view({group->getSize(), mine.numel()}).cpu();
 }
 
@@ -109,9 +110,10 @@ std::string Communicator::context(const char* operation) const {
 WorkPointer Communicator::gather_slices(at::Tensor whole, at::Tensor part, uint64_t item,
                                         std::shared_ptr<NodeOutput> node_output) {
   if (item != 0 && compares_items(whole.device())) {
-    return zeropg_group(groups_.shards).all_gather_item(movable(whole), movable(part), item, std::move(node_output));
+    return watched_.begun(
+        zeropg_group(groups_.shards).all_gather_item(movable(whole), movable(part), item, std::move(node_output)));
   }
-  return gather(groups_.shards, whole, part);
+  return watched_.begun(gather(groups_.shards, whole, part));
 }
 
 bool Communicator::compares_items(c10::Device device) const {
@@ -121,8 +123,9 @@ bool Communicator::compares_items(c10::Device device) const {
 WorkPointer Communicator::gather_slices_encoded(const at::Tensor& whole, const at::Tensor& part,
                                                 const Compression& compression, uint64_t item,
                                                 std::shared_ptr<NodeOutput> node_output) {
-  return zeropg_group(groups_.shards)
-      .compressed_all_gather(whole, part, compression, /*is_asynchronous=*/true, item, std::move(node_output));
+  return watched_.begun(
+      zeropg_group(groups_.shards)
+          .compressed_all_gather(whole, part, compression, /*is_asynchronous=*/true, item, std::move(node_output)));
 }
 
 int64_t Communicator::ranks_that_share_output() const {
@@ -139,10 +142,11 @@ std::shared_ptr<NodeOutput> Communicator::make_node_output(int64_t bytes) {
 
 WorkPointer Communicator::reduce_scatter_average(at::Tensor part, at::Tensor whole, const Compression& compression) {
   if (replicas() == 1) {
-    return compression.codec == nullptr ? reduce_scatter(groups_.shards, part, whole)
-                                        : zeropg_group(groups_.shards)
-                                              .compressed_reduce_scatter(part, whole, compression, c10d::ReduceOp::AVG,
-                                                                         /*is_asynchronous=*/true);
+    return watched_.begun(compression.codec == nullptr
+                              ? reduce_scatter(groups_.shards, part, whole)
+                              : zeropg_group(groups_.shards)
+                                    .compressed_reduce_scatter(part, whole, compression, c10d::ReduceOp::AVG,
+                                                               /*is_asynchronous=*/true));
   }
   const auto average_replicas = [this, part, &compression]() -> std::function<WorkPointer()> {
     if (compression.codec == nullptr) {
@@ -197,23 +201,24 @@ void Communicator::issue_second_hops() {
 // --- every rank of the model ---
 
 WorkPointer Communicator::all_gather(at::Tensor whole, at::Tensor part) {
-  return gather(groups_.everybody, whole, part);
+  return watched_.begun(gather(groups_.everybody, whole, part));
 }
 
 WorkPointer Communicator::all_reduce_average(at::Tensor whole, const Compression& compression) {
   if (compression.codec != nullptr) {
-    return zeropg_group(groups_.everybody)
-        .compressed_all_reduce(whole, compression, c10d::ReduceOp::AVG, /*is_asynchronous=*/true);
+    return watched_.begun(
+        zeropg_group(groups_.everybody)
+            .compressed_all_reduce(whole, compression, c10d::ReduceOp::AVG, /*is_asynchronous=*/true));
   }
-  return all_reduce(groups_.everybody, whole, c10d::ReduceOp::AVG);
+  return watched_.begun(all_reduce(groups_.everybody, whole, c10d::ReduceOp::AVG));
 }
 
 WorkPointer Communicator::all_reduce_max(at::Tensor whole) {
-  return all_reduce(groups_.everybody, whole, c10d::ReduceOp::MAX);
+  return watched_.begun(all_reduce(groups_.everybody, whole, c10d::ReduceOp::MAX));
 }
 
 WorkPointer Communicator::broadcast(const at::Tensor& whole, int64_t root) {
-  return broadcast_in(groups_.everybody, whole, root);
+  return watched_.begun(broadcast_in(groups_.everybody, whole, root));
 }
 
 at::Tensor Communicator::gather_values(at::IntArrayRef values, c10::Device device) {
@@ -249,7 +254,7 @@ ProcessGroupZero& Communicator::zeropg_group(const RankGroups::Group& group) con
 
 void Communicator::wait(const WorkPointer& work, EventLog::Kind purpose, const std::string& unit) {
   try {
-    timed([&] { work->wait(); }, purpose, unit);
+    timed([&] { watched_.wait(work, unit); }, purpose, unit);
   } catch (const c10::Error&) {
     throw;
   } catch (const std::runtime_error& error) {  // gloo's; what a signal handler raised is neither
@@ -258,6 +263,24 @@ void Communicator::wait(const WorkPointer& work, EventLog::Kind purpose, const s
                                                "their logs: ",
                                                error.what()));
   }
+}
+
+void watch_paths(Communicator& gathers, Communicator& reductions, c10::intrusive_ptr<c10d::Store> store) {
+  const std::array groups{gathers.groups().shards, reductions.groups().shards};
+  const bool is_zeropg =
+      std::all_of(groups.begin(), groups.end(), [](const auto& group) { return find_zeropg(group); });
+  if (!store || gathers.replicas() > 1 || !is_zeropg) {
+    return;
+  }
+  // Weak: the thread of the watch must not be the last to have a group.
+  using WeakGroup = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
+  const auto fail = [weak = std::array{WeakGroup(groups[0]), WeakGroup(groups[1])}](PathWatch::Kind kind,
+                                                                                    const std::string& why) {
+    if (const RankGroups::Group group = weak[kind].lock()) find_zeropg(group)->fail(why);
+  };
+  const auto watch = std::make_shared<PathWatch>(std::move(store), gathers.rank(), gathers.world_size(), fail);
+  gathers.watched_calls() = WatchedCalls(watch, PathWatch::kGather);
+  reductions.watched_calls() = WatchedCalls(watch, PathWatch::kReduction);
 }
 
 }  // namespace zeropg

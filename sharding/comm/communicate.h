@@ -16,6 +16,7 @@
 #include "sharding/comm/event_log.h"
 #include "sharding/comm/rank_groups.h"
 #include "sharding/comm/two_hops.h"
+#include "sharding/comm/watched_calls.h"
 
 namespace zeropg {
 
@@ -36,6 +37,8 @@ class Communicator {
   int64_t replicas() const { return groups_.replicas ? groups_.replicas->getSize() : 1; }
   const RankGroups& groups() const { return groups_; }
   const std::shared_ptr<EventLog>& log() const { return log_; }
+
+  WatchedCalls& watched_calls() { return watched_; }
 
   // How an error of `operation` begins: "[zeropg rank 1/4] step: ".
   std::string context(const char* operation) const;
@@ -115,6 +118,11 @@ class Communicator {
   std::shared_ptr<EventLog> log_;
   TwoHopQueue two_hops_;
   double seconds_ = 0;
+  WatchedCalls watched_;  // what it begins and waits for
 };
+
+// Where both are zeropg's, notices that ranks took different paths through the model that gathers over one and reduces
+// over the other (Note [Different paths]). `store`: of this model alone; null: nothing is watched. Collective.
+void watch_paths(Communicator& gathers, Communicator& reductions, c10::intrusive_ptr<c10d::Store> store);
 
 }  // namespace zeropg

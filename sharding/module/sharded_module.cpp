@@ -48,6 +48,7 @@ void ShardedModule::build(const ModelSource& source) {
   const DuringBackward during_backward = !whole_units_->fetch().is_collective() ? DuringBackward::kSendAndWait
                                          : have_own_group                       ? DuringBackward::kSend
                                                                                 : DuringBackward::kCollect;
+  if (during_backward == DuringBackward::kSend) watch_paths(communicator_, reductions_, options_.store);
   reducer_ = std::make_unique<GradientReducer>(reductions_, options_, units_->backward_order(), during_backward);
   state_offload_ = std::make_unique<StateOffload>(communicator_, *units_, *whole_units_, *reducer_);
   // What runs.

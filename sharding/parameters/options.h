@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <optional>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "compression/codec_meter.h"
 #include "compression/codec_table.h"
@@ -27,6 +28,7 @@ struct ShardingOptions {
   std::shared_ptr<CodecMeter> meter;            // of gradients; null: the group's
   bool reshard_after_forward = true;            // false: a unit stays whole from its forward to its backward
   UnitLimits limits;                            // where units are gathered
+  c10::intrusive_ptr<c10d::Store> store;        // of this model alone, for PathWatch; null: none
   std::shared_ptr<Offload> optimizer_offload;   // where masters go that are apart from the parameters; null: memory
 };
 

@@ -28,7 +28,7 @@ from zeropg.sharding.load_state_dict import load_into
 from zeropg.sharding.materialize import Materializer
 from zeropg.sharding.model_codecs import ModelCodecs, make_codecs
 from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_memory, offload_of, open_offload
-from zeropg.sharding.rank_groups import check_mesh, described, groups_of, reduction_groups
+from zeropg.sharding.rank_groups import check_mesh, described, groups_of, reduction_groups, store_of
 from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
 from zeropg.sharding.subclass import subclass_of
@@ -283,6 +283,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         limits=limits,
         optimizer_offload=tier,
+        store=store_of(reductions),
     )
     together(group, "fully_shard", values.finish)
     _prepare_buffers(module, buffer_dtype, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeropg._native import _C
@@ -49,6 +50,11 @@ def reduction_groups(groups: _C.RankGroups, stage: int, device: torch.device) ->
     if stage >= 2 and shards.size() > 1:
         replicas = group_like(replicas, device)
     return _C.RankGroups(groups.everybody, shards, replicas)
+
+
+def store_of(reductions: _C.RankGroups) -> Store:
+    """The store of the group that a model of stage 3 reduces over, which no other model has where it gathers."""
+    return dist.distributed_c10d._get_process_group_store(reductions.shards)
 
 
 def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
