@@ -18,6 +18,7 @@ from torch import nn
 import zeropg
 from zeropg.backend import leave_groups
 from zeropg.compression.report import report
+from zeropg.sharding.state import state_of
 from zeropg.tools.plan.formulas import Settings, paper_bytes
 from zeropg.tools.plan.shape import shape_of
 from zeropg.tools.train.export import check_export, export, generate, load_plain
@@ -101,7 +102,7 @@ def _run(options: Options, batches: TrainingBatches, validation: list[Batch]) ->
         param_dtype=options.param_dtype,
         device=options.device,
         backend=options.backend,
-        compression=options.compression,
+        compression=None if options.compression == "auto" else options.compression,  # nobody knows yet
     )
     planned = planned_bytes(shape_of(model), settings)
     zeropg.fully_shard(model, stage=options.stage, param_dtype=options.param_dtype, compression=options.compression)
@@ -118,7 +119,7 @@ def _run(options: Options, batches: TrainingBatches, validation: list[Batch]) ->
     loss = history.validation[-1][1]
     say(f"validation loss after {options.steps} steps: {loss:.4f} nats/byte, {loss / math.log(2):.3f} bits/byte")
 
-    compressed = None if options.compression is None else report(model)
+    compressed = None if state_of(model, "train").coding is None else report(model)
     if compressed is not None:
         say(f"\nrank 0's {compressed}")
     measured = measured_bytes(model, optimizer)

@@ -7,6 +7,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -53,7 +54,7 @@ class Options:
     backend: str
     device: str
     param_dtype: torch.dtype
-    compression: Codec | None
+    compression: Codec | Literal["auto"] | None
     steps: int
     batch: int
     lr: float
@@ -88,7 +89,7 @@ def parse(arguments: list[str], *, rank: int, world_size: int, local_world_size:
         backend=values.backend,
         device=values.device,
         param_dtype=PARAM_DTYPES[values.param_dtype],
-        compression=named_codecs().get(values.compression),
+        compression="auto" if values.compression == "auto" else named_codecs().get(values.compression),
         steps=values.steps,
         batch=values.batch,
         lr=values.lr,
@@ -126,9 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     sharding.add_argument(
         "--compression",
-        choices=("none", *named_codecs()),
+        choices=("none", "auto", *named_codecs()),
         default="none",
-        help="codec of gradients between ranks, or between nodes where there are several (default none)",
+        help="codec of gradients between ranks, or between nodes where there are several; auto measures what pays "
+        "(default none)",
     )
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=_positive, default=560, help="optimizer steps (default 560)")
