@@ -11,7 +11,6 @@ namespace zeropg {
 namespace {
 
 constexpr int64_t kChunk = 2048;
-constexpr int64_t kStretch = 1 << 18;
 // Values in a sample: of the larger one 164 are above the threshold of 1 %, so about 8 % more or fewer than wanted are
 // sent; of the other one enough for a floor.
 constexpr int64_t kMostSamples = 1 << 14;
@@ -46,10 +45,10 @@ uint32_t* room_for_chunk(std::vector<uint32_t>& entries, int64_t size) {
   return entries.data() + size;
 }
 
-// Finds the threshold of what `ranges` hold in two passes: one that reads, and one that adds values to residuals. Where
-// several values equal the threshold a third one looks for the last of them that is sent.
+// Finds the threshold of what `ranges` hold in one pass over memory, which adds values to residuals on its way. Where
+// several values equal the threshold another one looks for the last of them that is sent.
 //
-// The first pass keeps the magnitudes from a floor on, which a sample suggests: nearly all values cost a comparison.
+// It keeps the magnitudes from a floor on, which a sample suggests: nearly all values cost a comparison.
 class Selector {
  public:
   Selector(const TopKKernels& kernels, std::span<const SelectionRange> ranges, int64_t wanted)
@@ -59,10 +58,8 @@ class Selector {
     sample(is_exact ? kMostSamplesOfFloor : kMostSamples);
     const int64_t rank = wanted_in_sample() + (is_exact ? margin() : 0);
     const uint32_t floor = std::max<uint32_t>(sampled(rank), 1);
-    const uint32_t largest = find(floor);
-    if (largest >= limit) return {0, 0, false};
+    if (!find_and_add(floor, limit)) return {0, 0, false};
     if (is_exact && found_ < wanted_ && floor > 1) find(1);
-    add();
     if (found_ <= wanted_ && !(floor > 1 && !is_exact)) return {0, 0, true};  // all that is not zero
     return settle(is_exact || floor == 1 ? exact_threshold() : floor);
   }
@@ -99,30 +96,46 @@ class Selector {
     return samples_.empty() || rank > static_cast<int64_t>(samples_.size()) ? 0 : nth_largest(samples_, rank);
   }
 
-  // Keeps the magnitudes that are at least `floor`. Returns the largest of all.
-  uint32_t find(uint32_t floor) {
-    found_ = 0;
-    uint32_t largest = 0;
-    for (const auto& [values, residual] : ranges_) {
+  // Keeps the magnitudes that are at least `floor`, and adds values to residuals, while the cache holds both. False
+  // where one is `limit` or more: then residuals are what they were, to a rounding.
+  bool find_and_add(uint32_t floor, uint32_t limit) {
+    for (size_t range = 0; range < ranges_.size(); ++range) {
+      const auto& [values, residual] = ranges_[range];
       const auto size = static_cast<int64_t>(values.size());
       for (int64_t i = 0; i < size; i += kChunk) {
-        found_ += kernels_.magnitudes(values.data() + i, residual.empty() ? nullptr : residual.data() + i,
-                                      std::min(kChunk, size - i), floor, room_for_chunk(magnitudes_, found_), &largest);
+        const int64_t count = std::min(kChunk, size - i);
+        if (find_in(values.data() + i, residual.empty() ? nullptr : residual.data() + i, count, floor) >= limit) {
+          take_back(range, i);
+          return false;
+        }
+        if (!residual.empty()) kernels_.add(values.data() + i, residual.data() + i, count);
       }
     }
+    return true;
+  }
+
+  // The same of the sums, which are there by now.
+  void find(uint32_t floor) {
+    found_ = 0;
+    for (const auto& [values, residual] : ranges_) {
+      const float* sums = residual.empty() ? values.data() : residual.data();
+      const auto size = static_cast<int64_t>(values.size());
+      for (int64_t i = 0; i < size; i += kChunk) find_in(sums + i, nullptr, std::min(kChunk, size - i), floor);
+    }
+  }
+
+  uint32_t find_in(const float* values, const float* residual, int64_t count, uint32_t floor) {
+    uint32_t largest = 0;
+    found_ += kernels_.magnitudes(values, residual, count, floor, room_for_chunk(magnitudes_, found_), &largest);
     return largest;
   }
 
-  // From the end, where the cache still holds what the first pass has read last; stretch by stretch, since the
-  // processor fetches ahead upwards.
-  void add() const {
-    for (auto range = ranges_.rbegin(); range != ranges_.rend(); ++range) {
-      auto stop = static_cast<int64_t>(range->residual.size());
-      while (stop > 0) {
-        const int64_t start = (stop - 1) / kStretch * kStretch;
-        kernels_.add(range->values.data() + start, range->residual.data() + start, stop - start);
-        stop = start;
-      }
+  // Of the ranges before `last`, and of that one up to `stop`.
+  void take_back(size_t last, int64_t stop) const {
+    for (size_t range = 0; range <= last; ++range) {
+      const auto& [values, residual] = ranges_[range];
+      const size_t end = range < last ? residual.size() : std::min(residual.size(), static_cast<size_t>(stop));
+      for (size_t i = 0; i < end; ++i) residual[i] -= values[i];
     }
   }
 

@@ -285,6 +285,22 @@ TEST(TopKTest, MakesEveryPartNaNWhereAnyValueIsNotFinite) {
   }
 }
 
+// What lies before the value that is not finite has been added to residuals by then, and is taken back.
+TEST(TopKTest, GivesResidualsBackWhereALateValueIsNotFinite) {
+  constexpr size_t kCount = 10'000;
+  const TopK codec(0.01, 32, true);
+  Floats first = random_floats(kCount, 1);
+  Floats second = random_floats(kCount, 2);
+  second[kCount - 1] = std::numeric_limits<float>::infinity();
+  const Floats kept[] = {random_floats(kCount, 3), random_floats(kCount, 4)};
+  Floats residuals[] = {kept[0], kept[1]};
+  const SelectionRange ranges[] = {{first, residuals[0]}, {second, residuals[1]}};
+  EXPECT_FALSE(codec.select(ranges).is_finite);
+  for (const size_t range : {0, 1}) {
+    for (size_t i = 0; i < kCount; ++i) ASSERT_NEAR(residuals[range][i], kept[range][i], 1e-6f) << range << ", " << i;
+  }
+}
+
 TEST(TopKTest, HasTheFormatThatTheReadmeGives) {
   Floats values(100, 0.0f);
   values[0] = 1.0f;
