@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <unordered_map>
 
@@ -11,12 +12,25 @@
 namespace zeropg {
 namespace {
 
+constexpr int64_t kMostFlats = 1'000'000;  // of a model
+
+// The same on every rank, and another one for each model: rank 0's count. Collective.
+int64_t number_of_model(Communicator& communicator, c10::Device device) {
+  static std::atomic<int64_t> made{0};
+  const int64_t own = ++made;
+  if (communicator.world_size() == 1) return own;
+  return communicator.gather_values({own}, device)[0][0].item<int64_t>();
+}
+
 // Stage 3 on any process group: a unit is made whole by an all-gather, so every rank must run its units in the same
 // order. What units compute with the ranks of a node have together where they can (gathered_buffers.h).
 class GatheredFetch final : public Fetch {
  public:
-  GatheredFetch(Communicator& communicator, const ShardingOptions& options, bool is_on_cpu)
-      : communicator_(communicator), weights_(options.weights), buffers_(communicator, is_on_cpu) {}
+  GatheredFetch(Communicator& communicator, const ShardingOptions& options, c10::Device device)
+      : communicator_(communicator),
+        weights_(options.weights),
+        buffers_(communicator, device.is_cpu()),
+        first_item_(kMostFlats * number_of_model(communicator, device)) {}
 
   const char* name() const override { return buffers_.shares_in_node() ? "gathered per node" : "gathered"; }
   bool is_collective() const override { return communicator_.shards() > 1; }
@@ -26,7 +40,7 @@ class GatheredFetch final : public Fetch {
     at::Tensor shard = at::empty({flat.layout().shard_numel}, values.options().dtype(flat.dtype()));
     make_master(flat, shard, values, flat.shard_start());
     memory_.parameters += static_cast<int64_t>(shard.nbytes());
-    const auto item = static_cast<int64_t>(homes_.size() + 1);
+    const int64_t item = first_item_ + static_cast<int64_t>(homes_.size()) + 1;
     homes_.emplace(&flat, Home{shard, item, at::empty({1}, at::kLong).fill_(item).to(device_)});
   }
 
@@ -93,7 +107,7 @@ class GatheredFetch final : public Fetch {
 
   struct Home {
     at::Tensor shard;
-    int64_t item;            // its number, from 1: ranks that gather different ones of the same size are found out
+    int64_t item;            // its number: ranks that gather different ones of the same size are found out
     at::Tensor item_tensor;  // [1], on the device
   };
 
@@ -209,6 +223,7 @@ class GatheredFetch final : public Fetch {
   Communicator& communicator_;
   Compression weights_;
   GatheredBuffers buffers_;
+  const int64_t first_item_;  // items of other models are others, though all else be the same
   std::unordered_map<const FlatParameter*, Home> homes_;
   std::vector<Told> told_;                                  // not compared yet
   bool is_broken_ = false;                                  // ranks are no more at the same gather
@@ -224,8 +239,8 @@ std::unique_ptr<Fetch> make_gathered_fetch(Communicator& communicator, const Sha
   if (!options.stage.shards_parameters) {
     return nullptr;
   }
-  const bool is_on_cpu = std::ranges::all_of(flats, [](const FlatParameter* flat) { return flat->device().is_cpu(); });
-  return std::make_unique<GatheredFetch>(communicator, options, is_on_cpu);
+  const c10::Device device = flats.empty() ? c10::Device(c10::kCPU) : flats.front()->device();  // they share one
+  return std::make_unique<GatheredFetch>(communicator, options, device);
 }
 
 }  // namespace zeropg

@@ -54,10 +54,10 @@ def same(model: Blocks, x: torch.Tensor, rank: int) -> torch.Tensor:
     return x
 
 
-def make(path: Path) -> nn.Module:
+def make(path: Path, group: dist.ProcessGroup | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = Blocks(path)
-    group = group_on_hosts("a,b,b"[: 2 * dist.get_world_size() - 1])
+    group = group or group_on_hosts("a,b,b"[: 2 * dist.get_world_size() - 1])
     zeropg.fully_shard(model, stage=3, units=[*model.blocks], process_group=group)
     return model
 
@@ -80,3 +80,16 @@ def test_a_late_rank_is_waited_for() -> None:
         if dist.get_rank() == step:
             time.sleep(3)
         model(torch.ones(2, 16)).backward()
+
+
+@on_ranks(2)
+def test_two_models_of_one_shape_are_told_apart() -> None:
+    """Each rank would compute with half of either."""
+    group = group_on_hosts("a,b")
+    first, second = make(same, group), make(same, group)
+    x = torch.ones(2, 16)
+    with torch.no_grad():
+        first(x), second(x)
+        with raises(RuntimeError, "item"):
+            for model in (first, second) if dist.get_rank() else (second, first):
+                model(x)
