@@ -16,8 +16,9 @@ void GradientAccess::check_reduced(const char* operation, const char* before_wha
   TORCH_CHECK(!backward_.is_running(), communicator_.context(operation), "called inside a backward; call it after.");
   reducer_.check_not_lost(communicator_.context(operation));
   TORCH_CHECK(!reducer_.has_unreduced_gradients(), communicator_.context(operation),
-              "gradients were accumulated inside no_sync and have not been reduced; expected the last backward before ",
-              before_what, " to run outside of zeropg.no_sync(model).");
+              "gradients were accumulated inside no_sync, or before the boundary of an accumulation, and have not been "
+              "reduced; expected the last backward before ",
+              before_what, " to run outside of zeropg.no_sync(model), as the one at a boundary does.");
 }
 
 at::Tensor GradientAccess::of(int64_t flat) {

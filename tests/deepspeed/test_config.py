@@ -136,6 +136,7 @@ def test_a_configuration_is_a_path_a_text_in_base64_or_a_dictionary(tmp_path: Pa
         ('{"a": 1\n "b": 2}', r"no JSON in line 2: Expecting ',' delimiter: '\"b\": 2}'"),
         ("[1]", r"has a list; expected an object"),
         ("", "no JSON in line 1"),
+        ('{"a": 1,\n', "no JSON in line 1"),  # the error lies behind the last line
     ],
 )
 def test_what_is_no_configuration_is_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zeropg
 from tests.deepspeed.training import CLIP, STAGES, batches, configuration, make_engine, own_parts, train, train_plain
 from tests.sharding.ranks import on_ranks, raises
 from tests.small_gpt import loss_of, make_model, make_optimizer
@@ -392,3 +393,60 @@ def test_bad_input_is_one_clear_sentence() -> None:
     with raises(AttributeError, "deepspeed.init_inference is not available"):
         deepspeed.init_inference(model)
     assert not hasattr(engine, "train_batch") and hasattr(engine, "blocks")
+
+
+class Weighted(nn.Module):
+    """Its loss is of labels, which 16 bits would round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        self.seen = [each.dtype for each in (x, labels, *(() if mask is None else (mask,)))]
+        return (self.layer(x).sum(1).float() - labels).square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_labels_and_masks_keep_their_dtype(stage: int) -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    engine = zeropg.initialize(model=Weighted(), config=config)[0]
+    x, labels = torch.ones(4, 8), torch.full((4,), 123.456)
+    engine.backward(engine(x.bfloat16(), labels, mask=torch.full((4, 4), torch.finfo(torch.float32).min)))
+    engine.step()
+    assert engine.module.seen == [torch.bfloat16, torch.float32, torch.float32]
+    # A model that refuses what it gets has all of it cast from then on.
+    for _ in range(2):
+        engine.backward(engine(x, labels))
+        engine.step()
+        assert engine.module.seen == [torch.bfloat16, torch.bfloat16]
+    fp16 = {**config, "bf16": {"enabled": False}, "fp16": {"enabled": True, "auto_cast": True}}
+    engine = zeropg.initialize(model=Weighted(), config=fp16)[0]
+    engine(x, labels)
+    assert engine.module.seen == [torch.float16, torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"type": "AdamW", "params": {"lr": "1e-3"}}, "optimizer.params.lr is '1e-3', a text; expected a number"),
+        ({"type": "AdamW", "params": {"betas": [0.9]}}, "optimizer.params.betas is [0.9]; expected 2 numbers"),
+        ({"type": "AdamW", "params": {"lr": -1}}, "optimizer.params: Invalid learning rate: -1"),
+        ({"params": {"lr": 1e-3}}, "optimizer.type is missing"),
+    ],
+)
+@on_ranks(2)
+def test_values_of_an_optimizer_are_checked_before_anything_is_made(block: dict[str, Any], words: str) -> None:
+    with raises(ValueError, words):
+        zeropg.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 2, "optimizer": block})
+
+
+@on_ranks(2)
+def test_what_is_no_dataset_is_refused() -> None:
+    loader: Any = torch.utils.data.DataLoader([torch.ones(2)] * 4)
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    with raises(TypeError, "training_data is a DataLoader; expected a torch Dataset"):
+        zeropg.initialize(model=nn.Linear(2, 2), config=config, training_data=loader)

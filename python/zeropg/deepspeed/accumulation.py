@@ -31,7 +31,9 @@ class Accumulation:
     def resize(self, batch_size: int) -> None:
         """Changes how many micro-batches make a batch. Raises ValueError where they do not come out even."""
         samples = self.micro_batch_size * self.world_size
-        if batch_size <= 0 or batch_size % samples:
+        if not isinstance(batch_size, int) or batch_size <= 0:
+            raise ValueError(f"[zeropg] set_train_batch_size: got {batch_size!r}, expected an integer above 0")
+        if batch_size % samples:
             raise ValueError(
                 f"[zeropg] set_train_batch_size: {batch_size} is no multiple of {samples}, the micro-batch size "
                 f"{self.micro_batch_size} times {self.world_size} ranks; pass one that is"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -30,6 +31,17 @@ class DeepSpeedDataLoader:
         pin_memory: bool = False,
         drop_last: bool = False,
     ) -> None:
+        if isinstance(dataset, DataLoader):
+            raise TypeError(
+                "[zeropg] training_data is a DataLoader; expected a torch Dataset, of which the engine makes a loader "
+                "with its micro-batch size"
+            )
+        if isinstance(dataset, IterableDataset) and world_size > 1 and rank == 0:
+            warnings.warn(
+                "[zeropg] training_data is an IterableDataset, of which every rank reads all samples; let it give each "
+                "rank its own by dist.get_rank(), or pass a dataset with an index",
+                stacklevel=2,
+            )
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             data_sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
         self.dataset = dataset

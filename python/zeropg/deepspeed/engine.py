@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -38,6 +39,8 @@ from zeropg.sharding.nested import hidden_tensors_in, tensors_in
 from zeropg.sharding.state import state_of
 
 LOGGER = logging.getLogger("zeropg")
+# torch's words for operands of two dtypes.
+_DTYPES_DIFFER = re.compile(r"same dtype|expected scalar type|should be the same|but (got|found) \w+")
 
 
 class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, EngineCheckpoints, nn.Module):
@@ -72,6 +75,7 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, EngineChec
         self.skipped_steps = 0
         self._config = config
         self._state = state_of(module, "initialize")
+        self._state.casts_inputs = config.fp16.auto_cast
         self._group: dist.ProcessGroup = self._state.core.process_group
         self.global_rank = dist.get_rank()
         self.world_size = self.dp_world_size = self._group.size()
@@ -129,15 +133,41 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, EngineChec
         """Calls the model.
 
         Where a program runs the backward itself, the sum of its gradients is divided by the accumulation steps in
-        `step`, at a boundary.
+        `step`, at a boundary. Inputs keep their dtype, as in DeepSpeed, unless `fp16.auto_cast` is true: labels and
+        masks must not be rounded. A model of 16 bits that refuses inputs of another dtype gets them cast from then on,
+        all of them, with a warning.
         """
         with self._observers.during("forward", (*inputs, *kwargs.values())), self._autocast():
-            output = self.module(*inputs, **kwargs)
+            try:
+                output = self.module(*inputs, **kwargs)
+            except RuntimeError as error:
+                if not self._may_cast(error, (inputs, kwargs)):
+                    raise
+                self._cast_from_now_on(error)
+                output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and (self.gradient_accumulation_steps() > 1 or self._scaler.is_enabled()):
             for tensor in [*tensors_in(output), *hidden_tensors_in(output)]:
                 if tensor.requires_grad:
                     tensor.register_hook(self._check_backward)
         return output
+
+    def _may_cast(self, error: RuntimeError, inputs: Any) -> bool:
+        """Whether a forward has failed for the dtype of floating inputs that nobody has cast."""
+        dtype = self._state.param_dtype
+        if dtype is None or self._state.casts_inputs or not _DTYPES_DIFFER.search(str(error)):
+            return False
+        return any(tensor.is_floating_point() and tensor.dtype != dtype for tensor in tensors_in(inputs))
+
+    def _cast_from_now_on(self, error: RuntimeError) -> None:
+        self._state.casts_inputs = True
+        if self._group.rank() == 0:
+            LOGGER.warning(
+                "[zeropg] forward: the model computes in %s and refuses inputs of another dtype (%s); all floating "
+                "inputs are cast from now on, labels and masks too. To keep those, cast the others yourself, as for "
+                "DeepSpeed.",
+                self._state.param_dtype,
+                str(error).splitlines()[0],
+            )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if not self.torch_autocast_enabled():

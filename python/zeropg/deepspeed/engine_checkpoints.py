@@ -196,8 +196,14 @@ class EngineCheckpoints:
             strict, custom_load_fn: as load_checkpoint's.
             fetch_z3_params: without effect: values of sharded parameters are always whole ones.
 
-        Raises RuntimeError, on every rank, for names or shapes that do not fit.
+        Raises RuntimeError, on every rank, for names or shapes that do not fit, and ValueError for a dictionary
+        without "module".
         """
+        if not isinstance(checkpoint, dict) or "module" not in checkpoint:
+            raise ValueError(
+                '[zeropg] load_module_state_dict: expected {"module": the weights by name}; for the weights alone call '
+                "engine.module.load_state_dict(weights)"
+            )
         state_dict = checkpoint["module"]
         if custom_load_fn is None:
             self.module.load_state_dict(state_dict, strict=strict)
@@ -238,11 +244,18 @@ class EngineCheckpoints:
 
     def _is_deepspeeds(self, folder: Path) -> bool:
         """Whether DeepSpeed has written a tag's folder. Raises where the ranks see different things."""
-        what = f"what wrote '{folder}'"
-        look = lambda: {what: "DeepSpeed" if holds_deepspeed(folder) else "zeropg"}  # noqa: E731
+        key = "what wrote the checkpoint"  # each rank may have a folder of another name
+        look = lambda: {key: _writer_of(folder)}  # noqa: E731
         seen = together(self._group, "load_checkpoint", look)
+        without = [rank for rank, entry in enumerate(seen) if entry[key] == "nobody"]
+        if 0 < len(without) < len(seen):
+            raise FileNotFoundError(
+                f"[zeropg rank {self._group.rank()}/{self._group.size()}] load_checkpoint: rank "
+                f"{', '.join(map(str, without))} finds no checkpoint where others do; on this rank the folder is "
+                f"'{folder}'. Put the checkpoint where every rank reads it, or pass each rank the folder that it has"
+            )
         check_same(self._group, "load_checkpoint", seen)
-        return bool(seen[0][what] == "DeepSpeed")
+        return bool(seen[0][key] == "DeepSpeed")
 
     def _check_scheduler(self, saved: dict[str, Any]) -> None:
         own = self.lr_scheduler.state_dict()
@@ -361,6 +374,12 @@ class EngineCheckpoints:
 
 def _frozen(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad]
+
+
+def _writer_of(folder: Path) -> str:
+    if not folder.is_dir():
+        return "nobody"
+    return "DeepSpeed" if holds_deepspeed(folder) else "zeropg"
 
 
 def _path(directory: str | os.PathLike[str]) -> Path:

@@ -205,7 +205,9 @@ def _local_state(place: Place, param: nn.Parameter, key: str) -> torch.Tensor:
             "which all ranks call"
         )
     if not isinstance(tensor, torch.Tensor):
-        raise KeyError(f"[zeropg] optimizer state: '{place.name}' has no {key!r}; it comes with the first step")
+        known = sorted(name for name, value in state.items() if isinstance(value, torch.Tensor))
+        why = f"it has {', '.join(known)}" if known else "state comes with the first step"
+        raise KeyError(f"[zeropg] optimizer state: '{place.name}' has no {key!r}; {why}")
     return tensor
 
 

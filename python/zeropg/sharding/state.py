@@ -48,6 +48,7 @@ class ShardedState:
     has_average: bool = False  # in place of its own weights: inside `average_parameters` of a zeropg.ema
     trace: TraceRecorder | None = None  # until all that is to be recorded has been
     codecs: ModelCodecs | None = None  # with compression
+    casts_inputs: bool = True  # the root's floating inputs, to param_dtype
     _is_functional: bool = False
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class ShardedState:
             return self._run_functional(call, args, kwargs)
         replaced: list[Replacement] = []
         try:
-            if is_root and self.param_dtype is not None and casts_inputs:
+            if is_root and self.param_dtype is not None and casts_inputs and self.casts_inputs:
                 labels = {key: value for key, value in kwargs.items() if self.is_label and self.is_label(key)}
                 inputs = (args, {key: value for key, value in kwargs.items() if key not in labels})
                 floating = [tensor for tensor in tensors_in(inputs) if tensor.is_floating_point()]

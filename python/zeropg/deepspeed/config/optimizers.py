@@ -107,6 +107,8 @@ def find_optimizer(config: Config) -> Made | None:
     """As `optimizer_of`, but arguments may be missing."""
     name = config.optimizer.type
     if name is None:
+        if config.optimizer.params:
+            raise ConfigError(['optimizer.type is missing; expected one, such as "AdamW", beside optimizer.params'])
         return None
     params = {key: tuple(value) if isinstance(value, list) else value for key, value in config.optimizer.params.items()}
     if "max_grad_norm" in params:
@@ -119,20 +121,22 @@ def find_optimizer(config: Config) -> Made | None:
         made = Made(getattr(torch.optim, name), params)
     else:
         raise ConfigError([_no_optimizer(name)])
-    return _known(made, "optimizer.params")
+    return _makes(_with_numbers(_known(made, "optimizer.params"), "optimizer.params"))
 
 
 def find_scheduler(config: Config) -> Made | None:
     """As `scheduler_of`, but arguments may be missing."""
     name = config.scheduler.type
     if name is None:
+        if config.scheduler.params:
+            raise ConfigError(['scheduler.type is missing; expected one, such as "WarmupLR", beside scheduler.params'])
         return None
     found = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
     if not isinstance(found, type):
         raise ConfigError(
             [f"scheduler.type is {name!r}; expected one of {', '.join(SCHEDULES)}, or of torch.optim.lr_scheduler"]
         )
-    return _known(Made(found, dict(config.scheduler.params)), "scheduler.params")
+    return _with_numbers(_known(Made(found, dict(config.scheduler.params)), "scheduler.params"), "scheduler.params")
 
 
 def _adam(params: Params, config: Config) -> Made:
@@ -228,6 +232,34 @@ def _known(made: Made, block: str) -> Made:
     unknown = [name for name in made.arguments if name not in rest]
     if unknown:
         raise ConfigError([f"{block}.{one} is unknown to {made.type.__name__}{_near(one, rest)}" for one in unknown])
+    return made
+
+
+def _with_numbers(made: Made, block: str) -> Made:
+    """Raises ConfigError for a text where the class has a number, which comparisons deep inside would stumble over."""
+    defaults = {name: one.default for name, one in inspect.signature(made.type).parameters.items()}
+    for name, value in made.arguments.items():
+        wants_number = name == "lr" or (
+            isinstance(defaults[name], int | float) and not isinstance(defaults[name], bool)
+        )
+        if wants_number and isinstance(value, str) and value != "auto":
+            raise ConfigError([f"{block}.{name} is {value!r}, a text; expected a number"])
+        wanted = defaults[name]
+        if isinstance(wanted, tuple) and value != "auto":
+            is_right = isinstance(value, tuple) and len(value) == len(wanted)
+            if not is_right or not all(isinstance(one, int | float) for one in value):
+                given = list(value) if isinstance(value, tuple) else value
+                raise ConfigError([f"{block}.{name} is {given!r}; expected {len(wanted)} numbers: {list(wanted)}"])
+    return made
+
+
+def _makes(made: Made) -> Made:
+    """Raises ConfigError where the class refuses the values of its arguments."""
+    if not missing(made) and "auto" not in made.arguments.values():
+        try:
+            made([torch.nn.Parameter(torch.zeros(2, 2))])
+        except (ValueError, TypeError) as error:
+            raise ConfigError([f"optimizer.params: {str(error).removeprefix('[zeropg] ')}"]) from error
     return made
 
 

@@ -46,8 +46,11 @@ def parse(text: str, origin: str) -> dict[str, Any]:
     try:
         config = json.loads(plain, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
-        line = plain.splitlines()[error.lineno - 1].strip() if plain.strip() else ""
-        raise ConfigError([f"{origin}: no JSON in line {error.lineno}: {error.msg}: {line!r}"]) from error
+        lines = plain.rstrip().splitlines() or [""]
+        number = min(error.lineno, len(lines))  # the error may lie behind the last line
+        raise ConfigError(
+            [f"{origin}: no JSON in line {number}: {error.msg}: {lines[number - 1].strip()!r}"]
+        ) from error
     if not isinstance(config, dict):
         raise ConfigError([f"{origin}: has a {type(config).__name__}; expected an object: {{...}}"])
     return config

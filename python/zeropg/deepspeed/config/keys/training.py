@@ -27,7 +27,7 @@ BATCH = {
 
 FP16 = {
     "enabled": honoured("fully_shard(param_dtype=torch.float16), with a scaled loss; masters stay fp32."),
-    "auto_cast": mapped("Floating inputs of the model are always cast to the dtype that it computes in."),
+    "auto_cast": honoured("true: floating inputs of the model, labels and masks too, are cast to fp16."),
     "loss_scale": honoured("The scale of the loss; 0: a dynamic one."),
     "initial_scale_power": honoured("A dynamic scale begins at 2 to this power."),
     "loss_scale_window": honoured("Steps without an overflow before the scale doubles."),
