@@ -68,6 +68,52 @@ void ResidualStore::change(const std::string& name, int32_t hop, int64_t start, 
   }
 }
 
+void ResidualStore::retire(const std::string& name, int32_t hop, int64_t start, int64_t stop,
+                           std::span<const ElementRange> kept, float factor) {
+  std::vector<std::pair<int64_t, std::vector<float>>> owed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = segments_.find(Key(name, hop));
+    if (found == segments_.end()) return;
+    for (auto segment = found->second.begin(); segment != found->second.end();) {
+      const int64_t first = segment->first;
+      std::vector<float>& values = *segment->second;
+      const int64_t from = std::max(start, first);
+      const int64_t to = std::min(stop, first + size_of(segment->second));
+      bool is_kept = to - from < size_of(segment->second);  // in part, and so the segment
+      const auto take_out = [&](int64_t begin, int64_t end) {
+        if (begin >= end) return;
+        float* lost = values.data() + (begin - first);
+        const int64_t count = end - begin;
+        if (std::any_of(lost, lost + count, [](float value) { return value != 0; })) {
+          owed.emplace_back(begin, std::vector<float>(lost, lost + count));
+          std::fill_n(lost, count, 0.0f);
+        }
+      };
+      int64_t position = from;
+      for (const ElementRange& each : kept) {
+        if (each.stop <= from || each.start >= to) continue;
+        is_kept = true;
+        take_out(position, std::min(each.start, to));
+        position = std::max(position, each.stop);
+      }
+      take_out(position, to);
+      segment = is_kept || from >= to ? std::next(segment) : found->second.erase(segment);
+    }
+    if (found->second.empty()) segments_.erase(found);
+  }
+  for (auto& [begin, values] : owed) {
+    for (float& value : values) value *= factor;
+    owe(name, begin, values);
+  }
+}
+
+bool ResidualStore::has_arrears() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(segments_.begin(), segments_.end(),
+                     [](const auto& entry) { return entry.first.second == kArrearsHop; });
+}
+
 std::vector<ResidualSegment> ResidualStore::take(const std::string& name, int32_t hop) {
   std::vector<ResidualSegment> result;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -79,6 +125,10 @@ std::vector<ResidualSegment> ResidualStore::take(const std::string& name, int32_
 }
 
 void ResidualStore::scale(float factor) {
+  if (!std::isfinite(factor) || factor <= 0) {
+    throw std::invalid_argument("residuals: they are to be multiplied by " + std::to_string(factor) +
+                                ", expected a finite number above 0: the new loss scale over the old one");
+  }
   for (const ResidualSegment& segment : segments()) {
     for (float& value : *segment.values) value *= factor;
   }

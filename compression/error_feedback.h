@@ -20,9 +20,14 @@ namespace zeropg {
 enum ResidualHop : int32_t {
   kContributionHop = 0,  // what a rank (or a node, of its sum) contributes; in units of the sum
   kResultHop = 1,        // what the owner of a range sends back: in units of the result (the average)
-  // None: lost in a world of another size, where other ranks encoded other ranges. This rank adds it, as it is, to what
-  // it contributes next; in units of the sum.
+  // None: what was lost where this rank encodes no more, after a change of buckets, of the codec, or of ranks and
+  // nodes. Somebody adds it, as it is, to what this rank contributes next; in units of the sum.
   kArrearsHop = 2,
+};
+
+struct ElementRange {
+  int64_t start = 0;
+  int64_t stop = 0;
 };
 
 // A stretch of the residuals of one (name, hop): elements [start, start + values->size()) of what `name` names.
@@ -51,10 +56,17 @@ class ResidualStore {
   // Adds to the arrears of elements [start, start + values.size()). std::invalid_argument as load.
   void owe(const std::string& name, int64_t start, std::span<const float> values);
 
+  // What lies in elements [start, stop) of (name, hop) and outside of `kept` (ascending, disjoint) becomes arrears,
+  // multiplied by `factor`: nobody encodes those elements at that hop any more.
+  void retire(const std::string& name, int32_t hop, int64_t start, int64_t stop, std::span<const ElementRange> kept,
+              float factor);
+  bool has_arrears() const;
+
   // Removes what there is of one (name, hop), and returns it.
   std::vector<ResidualSegment> take(const std::string& name, int32_t hop);
 
   // Multiplies everything, e.g. by new scale / old scale when the loss is scaled by another factor than before.
+  // std::invalid_argument for a factor that is not finite and above 0.
   void scale(float factor);
   void clear();  // forgets everything
 

@@ -14,6 +14,11 @@ std::span<const float> floats_at(const std::byte* address, int64_t bytes) {
   return {reinterpret_cast<const float*>(address), static_cast<size_t>(bytes / kFloatBytes)};
 }
 
+float result_factor(const PlannedCollective& collective) {
+  const bool averages = collective.call.reduce_op == static_cast<uint32_t>(ReduceOp::kAverage);
+  return averages ? static_cast<float>(collective.factor.real()) : 1.0f;
+}
+
 // Adds the seconds of its life.
 class Timer {
  public:
@@ -32,7 +37,7 @@ class Timer {
 }  // namespace
 
 CodecSteps::CodecSteps(const PlannedCollective& collective)
-    : collective_(collective), residuals_(*collective.schedule, collective.compression) {}
+    : collective_(collective), residuals_(*collective.schedule, collective.compression, result_factor(collective)) {}
 
 void CodecSteps::select(const Step& step, const std::byte* source) {
   const IeeeArithmetic rules;

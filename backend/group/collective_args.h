@@ -33,6 +33,7 @@ struct Compression {
   std::shared_ptr<ResidualStore> residuals{};  // life shared with the model; null: no error feedback
   std::vector<ResidualRange> ranges{};         // with residuals: of all elements of the input, in order
   std::shared_ptr<CodecMeter> meter{};         // life shared with the model; what the call counts; null: the group's
+  float arrears_factor = 1;                    // of what the store calls a contribution, for each unit of the call's
 };
 
 // Tensors are contiguous, on the CPU, laid out as CollectiveSpec says; `dtype` is that of the data that is reduced.

@@ -8,12 +8,9 @@ namespace zeropg {
 
 namespace {
 
-constexpr int64_t kFloatBytes = sizeof(float);
+using Interval = ElementRange;
 
-struct Interval {
-  int64_t start;
-  int64_t stop;
-};
+constexpr int64_t kFloatBytes = sizeof(float);
 
 // What the schedule encodes with residuals, by hop, neighbours joined.
 std::map<int32_t, std::vector<Interval>> encoded_intervals(const Schedule& schedule) {
@@ -41,11 +38,37 @@ std::map<int32_t, std::vector<Interval>> encoded_intervals(const Schedule& sched
   return intervals;
 }
 
+// What the store has of the request's elements where the schedule encodes nothing at that hop.
+void retire(const Compression& compression, int32_t hop, const std::map<int32_t, std::vector<Interval>>& encoded,
+            float factor) {
+  const auto found = encoded.find(hop);
+  const std::span<const Interval> intervals = found == encoded.end() ? std::span<const Interval>() : found->second;
+  auto next = intervals.begin();
+  int64_t start = 0;
+  std::vector<Interval> kept;
+  for (const ResidualRange& range : compression.ranges) {
+    const int64_t stop = start + range.numel;
+    const int64_t shift = start - range.start;  // from elements of the name to those of the request
+    kept.clear();
+    while (next != intervals.end() && next->stop <= start) ++next;
+    for (auto each = next; each != intervals.end() && each->start < stop; ++each) {
+      kept.push_back({std::max(each->start, start) - shift, std::min(each->stop, stop) - shift});
+    }
+    if (!range.name.empty()) {
+      compression.residuals->retire(range.name, hop, range.start, range.start + range.numel, kept, factor);
+    }
+    start = stop;
+  }
+}
+
 }  // namespace
 
-ResidualMap::ResidualMap(const Schedule& schedule, const Compression& compression) {
+ResidualMap::ResidualMap(const Schedule& schedule, const Compression& compression, float result_factor) {
   if (compression.residuals == nullptr) return;
-  for (const auto& [hop, intervals] : encoded_intervals(schedule)) {
+  const std::map<int32_t, std::vector<Interval>> encoded = encoded_intervals(schedule);
+  retire(compression, kContributionHop, encoded, compression.arrears_factor);
+  retire(compression, kResultHop, encoded, compression.arrears_factor * result_factor);
+  for (const auto& [hop, intervals] : encoded) {
     for (const Interval& interval : intervals) reserve(compression, hop, interval.start, interval.stop);
   }
 }

@@ -17,8 +17,9 @@ namespace zeropg {
 class ResidualMap {
  public:
   // Nothing without residuals in `compression`. Call it when the operation begins, not before: another one of the same
-  // data may still run.
-  ResidualMap(const Schedule& schedule, const Compression& compression);
+  // data may still run. What earlier operations left where this one encodes nothing becomes arrears. `result_factor`:
+  // how many contributions a unit of the result is worth: the world size of an average.
+  ResidualMap(const Schedule& schedule, const Compression& compression, float result_factor);
 
   // Compressor::encode with the residuals of elements [start, start + values.size()), or encode_selected.
   int64_t encode(const Compressor& codec, const Selection* selection, std::span<const float> values, int32_t hop,

@@ -180,6 +180,8 @@ void bind_compression(py::module_& m) {
           py::arg("name"), py::arg("hop"), "Removes them; [(name, hop, start, tensor)].")
       .def("scale", &ResidualStore::scale, py::arg("factor"))
       .def("clear", &ResidualStore::clear)
+      .def_property_readonly("has_arrears", &ResidualStore::has_arrears,
+                             "Whether anything is to be paid without being encoded.")
       .def_property_readonly("bytes", &ResidualStore::bytes);
 
   m.def(

@@ -384,6 +384,9 @@ class ResidualStore:
     def segments(self) -> list[tuple[str, int, int, torch.Tensor]]:
         """[(name, hop, start, tensor)]: elements [start, start + len) of `name`; live, for between steps."""
     @property
+    def has_arrears(self) -> bool:
+        """Whether anything is to be paid without being encoded."""
+    @property
     def bytes(self) -> int: ...
 
 class FlatGroup:

@@ -153,6 +153,7 @@ WorkPointer Communicator::reduce_scatter_average(at::Tensor part, at::Tensor who
       return [this, part] { return all_reduce(groups_.replicas, part, c10d::ReduceOp::AVG); };
     }
     Compression of_slice = compression;
+    of_slice.arrears_factor = static_cast<float>(shards());  // what is encoded is an average over these
     of_slice.ranges = ranges_in(compression.ranges, shard() * part.numel(), part.numel());
     return [this, part, of_slice = std::move(of_slice)] {
       return zeropg_group(groups_.replicas)

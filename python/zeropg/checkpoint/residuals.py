@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,12 @@ def load_residuals(core: _C.ShardedModule, contents: Sequence[dict[str, Any]], f
     """
     store = core.residuals
     if store is None:
+        if core.rank == 0 and any(content["residuals"] for content in contents):
+            warnings.warn(
+                "[zeropg] load_checkpoint: what compression still owed to gradients is dropped, since the model has no "
+                "codec; load it with one to have that paid",
+                stacklevel=2,
+            )
         return
     store.clear()
     for name, hop, start, values in (segment for content in contents for segment in content["residuals"]):

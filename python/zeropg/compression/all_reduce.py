@@ -12,7 +12,7 @@ from zeropg.compression.state import State, backend_of
 
 def all_reduce(
     tensor: torch.Tensor,
-    codec: Codec,
+    codec: Codec | None,
     *,
     state: State | None = None,
     group: dist.ProcessGroup | None = None,
@@ -23,7 +23,8 @@ def all_reduce(
     """Sums `tensor` over the ranks in place, its bytes encoded by `codec`. Collective; all ranks get the same bits.
 
     tensor: fp32, fp16 or bf16 on the CPU, any shape; 16-bit tensors are summed in fp32 and rounded once.
-    codec: the same on every rank, e.g. TopK(0.01).
+    codec: the same on every rank, e.g. TopK(0.01). With State("auto") the state's: tensors for which it has chosen
+      nothing travel as they are.
     state: `State(codec)` for error feedback: what this call loses is added to the next one of the same name. Without
       one it is lost.
     group: of zeropg; default: that of `state`, else the world.
@@ -37,12 +38,20 @@ def all_reduce(
     encoded, ValueError for other operations, for groups of another backend, and for two tensors of one shape in turn
     without names; DistBackendError on every rank where ranks make different calls.
     """
-    check_codec(codec, "compression.all_reduce")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"[zeropg] compression.all_reduce: got a {type(tensor).__name__}, expected a tensor.")
+    if state is not None and not isinstance(state, State):
+        raise TypeError(f"[zeropg] compression.all_reduce: state is {state!r}, expected State({codec!r}) or None.")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"[zeropg] compression.all_reduce: name is {name!r}, expected a text or None.")
+    if not isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        raise TypeError(f"[zeropg] compression.all_reduce: op is {op!r}, expected dist.ReduceOp.SUM or AVG.")
+    if state is None or not state.is_auto:  # what "auto" has chosen may be None: as it is
+        check_codec(codec, "compression.all_reduce")
     if state is None:
+        assert codec is not None
         backend = backend_of(group, "compression.all_reduce")
         work = _C.compressed_all_reduce(backend, tensor, codec.make_compressor(), None, [], op, async_op=async_op)
-    elif not isinstance(state, State):
-        raise TypeError(f"[zeropg] compression.all_reduce: state is {state!r}, expected State({codec!r}) or None.")
     else:
         state.check_serves(codec, group)
         ranges = [(state.name_of(tensor, name), 0, tensor.numel())]

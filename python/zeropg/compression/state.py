@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions
 
 from zeropg._native import _C
 from zeropg.compression.auto import Auto, plan_of_auto
@@ -20,6 +21,8 @@ from zeropg.rank_io.agreement import check_same, together
 def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
     """Returns the zeropg backend of `group` (default: the world). Raises ValueError where it is another one."""
     group = dist.distributed_c10d._get_default_group() if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"[zeropg] {who}: the group is {group!r}, expected a ProcessGroup or None.")
     try:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # no backend for CPU tensors
@@ -37,6 +40,47 @@ def backend_of(group: dist.ProcessGroup | None, who: str) -> Any:
 CONTRIBUTION_HOP, RESULT_HOP, ARREARS_HOP = 0, 1, 2
 _MOST_NAMED = 4  # in a warning
 _CALLS = 100  # from one look at the link to the next
+
+
+def _check_saved(state: Any) -> None:
+    """Raises ValueError for what `State.state_dict` does not give."""
+    wrong = None
+    if not isinstance(state, Mapping) or not isinstance(state.get("residuals"), Sequence):
+        wrong = f"got {_abridged(state)}"
+    elif not isinstance(state.get("world_size", 1), int) or state.get("world_size", 1) < 1:
+        wrong = f"its world_size is {state['world_size']!r}"
+    else:
+        wrong = next(
+            (f"of its residuals one is {_abridged(one)}" for one in state["residuals"] if not _is_one(one)), None
+        )
+    if wrong is None:
+        spoiled = next((name for name, *_, values in state["residuals"] if not values.isfinite().all()), None)
+        wrong = None if spoiled is None else f"the residuals of {spoiled!r} are not finite"
+    if wrong is not None:
+        raise ValueError(
+            f"[zeropg] State.load_state_dict: {wrong}; expected what state_dict() gave, with finite residuals. "
+            "This state is as it was."
+        )
+
+
+def _is_one(entry: Any) -> bool:
+    if not isinstance(entry, Sequence) or len(entry) != 4:
+        return False
+    name, hop, start, values = entry
+    return (
+        isinstance(name, str)
+        and hop in (CONTRIBUTION_HOP, RESULT_HOP, ARREARS_HOP)
+        and isinstance(start, int)
+        and start >= 0
+        and isinstance(values, torch.Tensor)
+        and values.dtype == torch.float32
+        and values.dim() == 1
+    )
+
+
+def _abridged(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class State:
@@ -63,6 +107,8 @@ class State:
         is_auto = isinstance(codec, str) and codec == "auto"
         given = None if is_auto else check_plan(codec, "State")
         self.backend = backend_of(process_group, "State")
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise TypeError(f"[zeropg] State: model is a {type(model).__name__}, expected the torch.nn.Module.")
         self._group = dist.distributed_c10d._get_default_group() if process_group is None else process_group
         self._is_compared = False  # whether all ranks are known to have this plan
         self._auto: Auto | None = None
@@ -74,8 +120,8 @@ class State:
             self._compare_plans()
             self._auto = Auto(self.backend, [self.backend], calls=_CALLS)
             self.plan = plan_of_auto(self.backend)
-        fixed = None if given is None else given.gradients
-        self.residuals = _C.ResidualStore() if fixed is None or fixed.error_feedback else None
+        # Also without error feedback: what was lost under another codec is paid.
+        self.residuals = _C.ResidualStore()
         self.coding = Coding(backend=self.backend, residuals=self.residuals, describe=self._describe)
         # By identity, and kept alive: DDP rebuilds its buckets after the first step, the parameters stay.
         self._names: dict[torch.Tensor, str] = {}
@@ -87,8 +133,11 @@ class State:
                 how = "auto" if is_auto else str(self.plan)
                 say_what_is_not_encoded(self.plan, model.named_parameters(), how=how)
         self._unnamed: dict[tuple[int, ...], weakref.ref[torch.Tensor]] = {}  # the last one of each shape
-        self._debtors: set[str] = set()  # names with residuals that their codec does not pay by itself
         self._summed: set[str] = set()  # names whose tensors were added up last time, and not averaged
+
+    @property
+    def is_auto(self) -> bool:
+        return self._auto is not None
 
     @property
     def codec(self) -> Codec | None:
@@ -160,7 +209,7 @@ class State:
         self._unnamed[shape] = weakref.ref(tensor)
         return f"tensor of shape {list(shape)}"
 
-    def check_serves(self, codec: Codec, group: dist.ProcessGroup | None) -> None:
+    def check_serves(self, codec: Codec | None, group: dist.ProcessGroup | None) -> None:
         """Raises ValueError where this state was made for another codec or another group."""
         if codec != self.codec:
             raise ValueError(
@@ -194,13 +243,31 @@ class State:
         What another world size left of earlier calls is added to what this rank contributes.
         """
         codec = self.codec_of(tensor.numel())
-        assert codec is not None
         names = {name for name, *_ in ranges}
+        self._follow_operation(names, is_sum=op == dist.ReduceOp.SUM)
         self.pay(tensor, ranges, codec)
-        self._summed = self._summed | names if op == dist.ReduceOp.SUM else self._summed - names
+        if codec is None:
+            return self._reduce_plain(tensor, op, async_op)
         return _C.compressed_all_reduce(
             self.backend, tensor, *self.encoding(codec, ranges), op, async_op=async_op, meter=self.coding.meter
         )
+
+    def _reduce_plain(self, tensor: torch.Tensor, op: Any, async_op: bool) -> Any:
+        options = AllreduceOptions()
+        options.reduceOp = op
+        work = self.backend.allreduce([tensor], options)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _follow_operation(self, names: set[str], *, is_sum: bool) -> None:
+        """Of names whose tensors were averaged and are summed now, or the other way round, results have new units."""
+        changed = names - self._summed if is_sum else names & self._summed
+        for name in changed:
+            for *_, start, values in self.residuals.take(name, RESULT_HOP):
+                self.residuals.owe(name, start, values * (self.backend.size() if is_sum else 1))
+        self._summed = self._summed | names if is_sum else self._summed - names
 
     def encoding(
         self, codec: Codec, ranges: Sequence[tuple[str, int, int]]
@@ -222,10 +289,8 @@ class State:
 
         `gradients`: contiguous or not; their order is that of `ranges`. What is owed outside of `ranges` is lost.
         """
-        if self.residuals is None:
-            return
         keeps_own = codec is not None and codec.error_feedback
-        if keeps_own and not self._debtors:
+        if keeps_own and not self.residuals.has_arrears:
             return
         hops = [ARREARS_HOP] if keeps_own else [ARREARS_HOP, CONTRIBUTION_HOP, RESULT_HOP]
         owed: dict[str, list[tuple[int, torch.Tensor]]] = {}
@@ -235,7 +300,6 @@ class State:
                 factor = self.backend.size() if is_of_average else 1
                 segments = [(start, factor * values) for *_, start, values in self.residuals.take(name, hop)]
                 owed.setdefault(name, []).extend(segments)
-        self._debtors -= owed.keys()
         flat = gradients.contiguous().view(-1)
         offset = 0
         for name, start, numel in ranges:
@@ -252,7 +316,7 @@ class State:
 
         {"residuals": [(name, hop, start, tensor)], "rank", "world_size", "summed": names of added tensors}
         """
-        segments = [] if self.residuals is None else self.residuals.segments()
+        segments = self.residuals.segments()
         return {
             "residuals": [(name, hop, start, values.clone()) for name, hop, start, values in segments],
             "rank": self.backend.rank(),
@@ -266,24 +330,21 @@ class State:
         In a world of another size other ranks own other ranges, so what this rank owed the average goes uncompressed
         into its next gradients. What ranks that are gone owed is lost, and new ranks, which load nothing, owe nothing.
         Warns of another rank's, and of names that the model does not have: these stay owed until a tensor has them.
-        Raises ValueError for residuals that are not finite.
+        Raises ValueError for something else than `state_dict` gives, and for residuals that are not finite; the state
+        is then as it was.
         """
-        if self.residuals is None:
-            return
+        _check_saved(state)
         self.residuals.clear()
         self._summed = set(state.get("summed", ()))
         world_size = self.backend.size()
         former = state.get("world_size", world_size)
         self._warn_of_strangers(state, former)
-        self._debtors = set()
         for name, hop, start, values in state["residuals"]:
             if world_size == former:
                 self.residuals.load(name, hop, start, values)
             else:
                 share = world_size if hop == RESULT_HOP else world_size / former  # of an average
                 self.residuals.owe(name, start, values * (1 if name in self._summed else share))
-            if world_size != former or hop == ARREARS_HOP:
-                self._debtors.add(name)
 
     def _warn_of_strangers(self, state: Mapping[str, Any], former: int) -> None:
         rank = self.backend.rank()

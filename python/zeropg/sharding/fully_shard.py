@@ -283,7 +283,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         limits=limits,
         optimizer_offload=tier,
-        store=store_of(reductions),
+        store=store_of(groups, reductions),
     )
     together(group, "fully_shard", values.finish)
     _prepare_buffers(module, buffer_dtype, group)

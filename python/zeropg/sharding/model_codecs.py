@@ -23,8 +23,7 @@ class ModelCodecs:
 
     def __init__(self, plan: Plan, auto: Auto | None, group: dist.ProcessGroup) -> None:
         self._plan, self._auto = plan, auto
-        keeps = auto is not None or (plan.gradients is not None and plan.gradients.error_feedback)
-        residuals = _C.ResidualStore() if keeps else None
+        residuals = _C.ResidualStore()  # also without error feedback: what was lost under another codec is paid
         backend = backend_of(group, "fully_shard")
         self.coding = Coding(backend=backend, residuals=residuals, describe=self._describe)
 

@@ -52,8 +52,10 @@ def reduction_groups(groups: _C.RankGroups, stage: int, device: torch.device) ->
     return _C.RankGroups(groups.everybody, shards, replicas)
 
 
-def store_of(reductions: _C.RankGroups) -> Store:
-    """The store of the group that a model of stage 3 reduces over, which no other model has where it gathers."""
+def store_of(groups: _C.RankGroups, reductions: _C.RankGroups) -> Store | None:
+    """The store of this model alone, where it has a group of its own for reductions."""
+    if reductions.shards is groups.shards:
+        return None
     return dist.distributed_c10d._get_process_group_store(reductions.shards)
 
 
