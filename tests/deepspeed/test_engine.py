@@ -450,3 +450,17 @@ def test_what_is_no_dataset_is_refused() -> None:
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     with raises(TypeError, "training_data is a DataLoader; expected a torch Dataset"):
         zeropg.initialize(model=nn.Linear(2, 2), config=config, training_data=loader)
+
+
+@on_ranks(2)
+def test_a_configuration_of_one_rank_alone_is_said_on_all() -> None:
+    good: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    rank = dist.get_rank()
+    for bad, words in (
+        ({**good, "gradient_clipping": 0.5}, ("gradient_clipping is '1.0' on rank 0, but '0.5' on rank 1",)),
+        ({**good, "optimizer": {"type": "Adam", "params": {}}}, ("optimizer.", "on rank 1")),
+        ({**good, "train_batch_sise": 2}, ("unknown key 'train_batch_sise'",)),
+        ("{", ("'{'",)),
+    ):
+        with raises(ValueError, *words):
+            zeropg.initialize(model=nn.Linear(2, 2), config=good if rank == 0 else bad)

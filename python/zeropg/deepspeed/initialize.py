@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,20 +74,19 @@ def initialize(
     """
     _check(model, optimizer, lr_scheduler, mesh_param)
     assert model is not None  # as _check says
-    raw = load(_the_config(args, config, config_params))
+    raw = _own_mistake(lambda: load(_the_config(args, config, config_params)))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if hasattr(args, "local_rank"):
         args.local_rank = local_rank()
     group = _data_parallel_group(mpu)
-    settings = read(raw, world_size=group.size())
-    _check_same_everywhere(group, settings)
+    settings = _read_together(group, raw)
     device = shard_as_configured(model, settings, group)
     sharded = _make_optimizer(model, optimizer, model_parameters, settings)
     scheduler = _make_scheduler(lr_scheduler, sharded, settings)
     engine = DeepSpeedEngine(
         model,
         settings,
-        raw_config=raw,
+        raw_config=raw,  # type: ignore[arg-type]  # it could be read
         optimizer=sharded,
         lr_scheduler=scheduler,
         collate_fn=collate_fn,
@@ -151,11 +149,50 @@ def _data_parallel_group(mpu: Any) -> dist.ProcessGroup:
     return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
 
 
-def _check_same_everywhere(group: dist.ProcessGroup, settings: Config) -> None:
-    """Raises ValueError where ranks have other configurations: they would wait for each other, or part silently."""
-    text = settings.model_dump_json(exclude={"zero_optimization": {"offload_optimizer", "offload_param"}})
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    check_same(group, "initialize", together(group, "initialize", lambda: {"the configuration (digest)": digest}))
+def _own_mistake(load_it: Callable[[], dict[str, Any]]) -> dict[str, Any] | ValueError:
+    """The configuration; or what is wrong with it, to be told to ranks that may be waiting already."""
+    try:
+        return load_it()
+    except ValueError as error:
+        if not dist.is_initialized():
+            raise
+        return error
+
+
+def _read_together(group: dist.ProcessGroup, raw: dict[str, Any] | ValueError) -> Config:
+    """Raises ValueError, on every rank, where one has a configuration that cannot be used, or other ones than others:
+    ranks would wait for each other, or part silently."""
+    settings: list[Config] = []
+    mistakes: list[ValueError] = []
+
+    def announce() -> dict[str, str]:
+        try:
+            if isinstance(raw, ValueError):
+                raise raw
+            settings.append(read(raw, world_size=group.size()))
+        except ValueError as error:
+            mistakes.append(error)
+            raise
+        places = {"zero_optimization": {"offload_optimizer", "offload_param"}}  # each rank's own
+        return dict(_leaves(settings[0].model_dump(mode="json", exclude=places)))
+
+    try:
+        seen = together(group, "initialize", announce)
+    except ValueError:
+        if mistakes:
+            raise mistakes[0] from None  # with its lines as they are
+        raise
+    keys = sorted({key for entry in seen for key in entry})
+    check_same(group, "initialize", [{key: entry.get(key, "left out") for key in keys} for entry in seen])
+    return settings[0]
+
+
+def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", str(value)
 
 
 def _make_optimizer(
