@@ -45,13 +45,19 @@ class Fsdp2ReduceScatter:
                 "module), or just a codec."
             )
         self._state = state
+        self.residuals = None if state is None else state.residuals
         if state is None:
-            self.codec = check_codec(codec, "Fsdp2ReduceScatter")
-            self._compressor, self.residuals = self.codec.make_compressor(), self.codec.make_residuals()
+            self._codec = check_codec(codec, "Fsdp2ReduceScatter")
+            self._compressor, self.residuals = self._codec.make_compressor(), self._codec.make_residuals()
         self._group = None if module is None else _parameter_group(module, "Fsdp2ReduceScatter")
         # FSDP2's own objects: they stay where a parameter is replaced.
         self._names = [] if state is None else [state.known_name(each.sharded_param) for each in self._parameters()]
         self._has_warned = False
+
+    @property
+    def codec(self) -> Codec | None:
+        """What gradients are encoded by now; None: "auto" sends them as they are."""
+        return self._codec if self._state is None else self._state.codec
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for FSDP2's flat gradients; part of its interface."""
@@ -73,7 +79,7 @@ class Fsdp2ReduceScatter:
         backend = backend_of(group, "Fsdp2ReduceScatter")
         if self._state is not None:
             self._state.begin_bucket()
-        codec = self.codec if self._state is None else self._state.codec_of(input_tensor.numel())
+        codec = self._codec if self._state is None else self._state.codec_of(input_tensor.numel())
         parts = self._parts(input_tensor.numel(), group.size())
         if not parts and not self._has_warned:
             self._has_warned = True

@@ -133,6 +133,7 @@ class State:
                 how = "auto" if is_auto else str(self.plan)
                 say_what_is_not_encoded(self.plan, model.named_parameters(), how=how)
         self._unnamed: dict[tuple[int, ...], weakref.ref[torch.Tensor]] = {}  # the last one of each shape
+        self._owing: set[str] = set()  # names that may have residuals
         self._summed: set[str] = set()  # names whose tensors were added up last time, and not averaged
 
     @property
@@ -240,7 +241,7 @@ class State:
     ) -> Any:
         """Reduces `tensor`, which holds `ranges` in their order, over the ranks, in place. Returns what the core does.
 
-        What another world size left of earlier calls is added to what this rank contributes.
+        Arrears are added to what this rank contributes.
         """
         codec = self.codec_of(tensor.numel())
         names = {name for name, *_ in ranges}
@@ -276,6 +277,8 @@ class State:
         if codec not in self._compressors:
             self._compressors[codec] = codec.make_compressor()
         residuals = self.residuals if codec.error_feedback and ranges else None
+        if residuals is not None:
+            self._owing.update(name for name, *_ in ranges)
         return self._compressors[codec], residuals, [] if residuals is None else list(ranges)
 
     def pay_plain(self, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
@@ -284,8 +287,8 @@ class State:
             self.pay(gradient, [owner], None)
 
     def pay(self, gradients: torch.Tensor, ranges: Sequence[tuple[str, int, int]], codec: Codec | None) -> None:
-        """Adds to this rank's gradients of `ranges`, which `codec` encodes, what it will not add itself: what another
-        world size left of earlier ones, and where it has no error feedback, all that other codecs left.
+        """Adds to this rank's gradients of `ranges`, which `codec` encodes, what it will not add itself: arrears, and
+        where it has no error feedback, all that other codecs left.
 
         `gradients`: contiguous or not; their order is that of `ranges`. What is owed outside of `ranges` is lost.
         """
@@ -294,12 +297,14 @@ class State:
             return
         hops = [ARREARS_HOP] if keeps_own else [ARREARS_HOP, CONTRIBUTION_HOP, RESULT_HOP]
         owed: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for name in {name for name, *_ in ranges}:
+        for name in {name for name, *_ in ranges} & self._owing:
             for hop in hops:
                 is_of_average = hop == RESULT_HOP and name not in self._summed
                 factor = self.backend.size() if is_of_average else 1
                 segments = [(start, factor * values) for *_, start, values in self.residuals.take(name, hop)]
                 owed.setdefault(name, []).extend(segments)
+        if not any(owed.values()):
+            return
         flat = gradients.contiguous().view(-1)
         offset = 0
         for name, start, numel in ranges:
@@ -339,6 +344,7 @@ class State:
         world_size = self.backend.size()
         former = state.get("world_size", world_size)
         self._warn_of_strangers(state, former)
+        self._owing = {name for name, *_ in state["residuals"]}
         for name, hop, start, values in state["residuals"]:
             if world_size == former:
                 self.residuals.load(name, hop, start, values)
