@@ -334,6 +334,9 @@ void bind_sharding(py::module_& m) {
       .def_property_readonly(
           "fetch_is_collective", [](const ShardedModule& self) { return self.whole_units().fetch().is_collective(); },
           "Whether ranks communicate to make a unit whole.")
+      .def_property_readonly(
+          "first_item", [](const ShardedModule& self) { return self.whole_units().fetch().first_item(); },
+          "Errors name what ranks gather by numbers: this model's come behind this one.")
       .def_property_readonly("residuals", [](const ShardedModule& self) { return self.options().residuals; })
       .def_property_readonly("flat_groups", [](const std::shared_ptr<ShardedModule>& self) {
         std::vector<FlatGroup> groups;

@@ -556,6 +556,9 @@ class ShardedModule:
     @property
     def shards(self) -> int: ...
     @property
+    def first_item(self) -> int:
+        """Errors name what ranks gather by numbers: this model's come behind this one."""
+    @property
     def residuals(self) -> ResidualStore | None: ...
     @property
     def stage(self) -> int: ...

@@ -27,6 +27,8 @@ class Fetch {
   virtual void unshard(FlatParameter& flat, Use use) = 0;
   virtual void reshard(FlatParameter& flat) = 0;
   virtual bool is_collective() const = 0;
+  // Where ranks compare which item each gathers: this model's come behind this number. Otherwise 0.
+  virtual int64_t first_item() const { return 0; }
   // Begins to make `flat` whole for kCompute, behind whatever runs until unshard, which takes the oldest that has
   // begun. Collective. `flat` may be whole.
   virtual void prefetch(FlatParameter& /*flat*/) {}

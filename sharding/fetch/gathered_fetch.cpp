@@ -34,6 +34,7 @@ class GatheredFetch final : public Fetch {
 
   const char* name() const override { return buffers_.shares_in_node() ? "gathered per node" : "gathered"; }
   bool is_collective() const override { return communicator_.shards() > 1; }
+  int64_t first_item() const override { return first_item_; }
 
   void adopt(FlatParameter& flat, const at::Tensor& values) override {
     device_ = flat.device();

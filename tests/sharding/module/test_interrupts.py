@@ -131,7 +131,7 @@ def interrupt_second_gather(units: list[Any], in_forward: bool) -> None:
         unwrapped_backend(dist.group.WORLD, torch.device("cpu")).all_gather_item(
             torch.empty(flat.total_numel, dtype=DOUBLE),
             torch.zeros(flat.shard_numel, dtype=DOUBLE),
-            1 + [first, second].index(flat),
+            model._zeropg.first_item + 1 + [first, second].index(flat),
         ).wait()
 
     def use() -> None:
