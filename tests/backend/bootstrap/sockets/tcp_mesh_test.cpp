@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <atomic>
@@ -147,7 +148,14 @@ TEST(TcpMesh, AnImpostorIsNotBelievedAndAReplayIsRefused) {
 
 TEST(TcpMesh, WhoCannotBeReachedIsNamedWithTheAddressTried) {
   std::vector<Node> nodes(2);
-  nodes[0].listener.reset();
+  // Bound, so that no other program listens there, but without a listener.
+  nodes[0].listener.reset(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in loopback{.sin_family = AF_INET, .sin_port = 0, .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
+  auto* bound = reinterpret_cast<sockaddr*>(&loopback);
+  socklen_t bytes = sizeof loopback;
+  ASSERT_EQ(::bind(nodes[0].listener.get(), bound, bytes), 0);
+  ASSERT_EQ(::getsockname(nodes[0].listener.get(), bound, &bytes), 0);
+  nodes[0].address.port = ntohs(loopback.sin_port);
   std::vector<PeerConnection> none;
   const std::string error = connect(nodes[1], plan_for(1, nodes), &none, milliseconds(2000));
   EXPECT_NE(error.find("rank 0 was not reached (127.0.0.1 port "), std::string::npos) << error;
