@@ -293,5 +293,13 @@ def _save(figure: Figure, header: dict[str, Any], what: str, file: Path) -> None
     file.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(_STYLE):
         figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
-    if file.suffix == ".svg":  # a hundredth of a point is enough: a third fewer bytes
-        file.write_text(re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), file.read_text()))
+    if file.suffix == ".svg":
+        file.write_text(_shorter(file.read_text()))
+
+
+def _shorter(svg: str) -> str:
+    """The same drawing in two thirds of the bytes: a hundredth of a point is enough."""
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), svg)
+    for spare in (r' transform="rotate\(-0 [^"]*\)"', r"^\s+", r'<g id="[^"]*"/>\n'):
+        svg = re.sub(spare, "", svg, flags=re.MULTILINE)
+    return svg
