@@ -3,21 +3,23 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace zeropg {
 
 // What a codec that chooses among values (top-k) has found in all that a rank contributes: encodings of its parts send
-// the values whose magnitude is above the threshold, and of those that equal it the first ones.
+// the values at these places.
 struct Selection {
-  uint32_t threshold_bits = 0;  // of a float, its sign cleared
-  int64_t tie_limit = 0;        // values that equal the threshold are sent where their index is below this
-  bool is_finite = true;        // false: an infinity or NaN is among them, so every part decodes to NaN
+  std::shared_ptr<const std::vector<int64_t>> places;  // in all that was selected from, rising; null: none
+  bool is_finite = true;  // false: an infinity or NaN is among the values, so every part decodes to NaN
+  int64_t start = 0;      // where the part that is encoded begins
 
-  // The same for a part whose first value is `start` of the whole.
-  Selection at(int64_t start) const { return {threshold_bits, tie_limit - start, is_finite}; }
+  // The same for a part whose first value is `first` of this one.
+  Selection at(int64_t first) const { return {places, is_finite, start + first}; }
 };
 
 // A stretch of what is selected from: values, and their residuals or none.

@@ -75,9 +75,7 @@ int64_t TopK::encode_selected(const Selection& selection, std::span<const float>
   if (values.size() > kLargestGammaNumber) throw std::length_error("top_k: over 2^31 values in one encoding");
   if (!selection.is_finite) return TopKPayload::write_not_finite(encoded);
   const std::span<const float> sums = residual.empty() ? values : residual;
-  const std::vector<uint32_t> places =
-      selected_places(kernels_, selection, sums, entries_of(static_cast<int64_t>(values.size())));
-  return payload_.write(sums, places, residual, encoded);
+  return payload_.write(sums, selected_places(selection, static_cast<int64_t>(values.size())), residual, encoded);
 }
 
 const Compressor& TopK::for_results() const { return for_results_ ? *for_results_ : *this; }

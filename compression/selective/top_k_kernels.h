@@ -12,12 +12,10 @@ inline constexpr int64_t kTopKSlack = 16;
 // A magnitude is the bits of a float without its sign: in the order of the absolute values, with infinity and NaN on
 // top. `at_least` is never 0.
 struct TopKKernels {
-  // out <- the magnitudes of values + residual (may be null) that are at least `at_least`, in order. Returns how many
-  // there are and raises `largest` to the largest of all.
-  int64_t (*magnitudes)(const float* values, const float* residual, int64_t count, uint32_t at_least, uint32_t* out,
-                        uint32_t* largest);
-  // out <- first + i for each values[i] whose magnitude is at least `at_least`. Returns how many there are.
-  int64_t (*places)(const float* values, int64_t count, uint32_t at_least, uint32_t first, uint32_t* out);
+  // magnitudes <- those of values + residual (may be null) that are at least `at_least`, places <- their indices, both
+  // in order. Returns how many there are and raises `largest` to the largest magnitude of all.
+  int64_t (*find)(const float* values, const float* residual, int64_t count, uint32_t at_least, uint32_t* magnitudes,
+                  uint32_t* places, uint32_t* largest);
   // residual <- values + residual
   void (*add)(const float* values, float* residual, int64_t count);
 };

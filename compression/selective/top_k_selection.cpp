@@ -10,7 +10,7 @@ namespace zeropg {
 
 namespace {
 
-constexpr int64_t kChunk = 2048;
+constexpr int64_t kChunk = 1024;  // with its residuals it stays in the first cache
 // Values in a sample: of the larger one 164 are above the threshold of 1 %, so about 8 % more or fewer than wanted are
 // sent; of the other one enough for a floor.
 constexpr int64_t kMostSamples = 1 << 14;
@@ -38,17 +38,33 @@ uint32_t digit_of_rank(std::span<const uint32_t> magnitudes, uint32_t prefix, in
   return static_cast<uint32_t>(digit);
 }
 
-// Room behind the first `size` entries for what a kernel finds in a chunk.
-uint32_t* room_for_chunk(std::vector<uint32_t>& entries, int64_t size) {
-  const auto needed = static_cast<size_t>(size + kChunk + kTopKSlack);
-  if (entries.size() < needed) entries.resize(2 * needed);
-  return entries.data() + size;
-}
+// Magnitudes that may be among the largest, and their places. Kept for the thread's next selection: of fresh memory
+// each page costs a fault, which would be a third of the time.
+class Candidates {
+ public:
+  // For the kernel to write what it finds in a chunk, behind the first `size`.
+  void make_room(int64_t size) {
+    const auto needed = static_cast<size_t>(size + kChunk + kTopKSlack);
+    if (magnitudes_.size() >= needed) return;
+    magnitudes_.resize(2 * needed);
+    places_.resize(2 * needed);
+  }
+  uint32_t* magnitudes() { return magnitudes_.data(); }
+  int64_t* places() { return places_.data(); }
+  void end() {
+    constexpr size_t kMostKept = size_t{1} << 23;
+    if (magnitudes_.size() > kMostKept) *this = Candidates();
+  }
 
-// Finds the threshold of what `ranges` hold in one pass over memory, which adds values to residuals on its way. Where
-// several values equal the threshold another one looks for the last of them that is sent.
-//
-// It keeps the magnitudes from a floor on, which a sample suggests: nearly all values cost a comparison.
+ private:
+  std::vector<uint32_t> magnitudes_;
+  std::vector<int64_t> places_;
+};
+
+thread_local Candidates candidates_of_thread;
+
+// Selects in one pass over memory, which adds values to residuals on its way. It keeps magnitudes from a floor on,
+// which a sample suggests, and their places: nearly all values cost a comparison.
 class Selector {
  public:
   Selector(const TopKKernels& kernels, std::span<const SelectionRange> ranges, int64_t wanted)
@@ -58,10 +74,19 @@ class Selector {
     sample(is_exact ? kMostSamplesOfFloor : kMostSamples);
     const int64_t rank = wanted_in_sample() + (is_exact ? margin() : 0);
     const uint32_t floor = std::max<uint32_t>(sampled(rank), 1);
-    if (!find_and_add(floor, limit)) return {0, 0, false};
+    if (!find_and_add(floor, limit)) return {nullptr, false};
     if (is_exact && found_ < wanted_ && floor > 1) find(1);
-    if (found_ <= wanted_ && !(floor > 1 && !is_exact)) return {0, 0, true};  // all that is not zero
-    return settle(is_exact || floor == 1 ? exact_threshold() : floor);
+    if (found_ > wanted_) {  // otherwise all that is not zero, or as many as the sample says
+      if (is_exact || floor == 1) {
+        keep_largest();
+      } else {
+        keep(floor, std::max<int64_t>(wanted_ - above(floor), 0));
+      }
+    }
+    const int64_t* places = candidates_.places();
+    Selection selection{std::make_shared<const std::vector<int64_t>>(places, places + found_)};
+    candidates_.end();
+    return selection;
   }
 
  private:
@@ -96,20 +121,23 @@ class Selector {
     return samples_.empty() || rank > static_cast<int64_t>(samples_.size()) ? 0 : nth_largest(samples_, rank);
   }
 
-  // Keeps the magnitudes that are at least `floor`, and adds values to residuals, while the cache holds both. False
+  // Finds the magnitudes that are at least `floor`, and adds values to residuals, while the cache holds both. False
   // where one is `limit` or more: then residuals are what they were, to a rounding.
   bool find_and_add(uint32_t floor, uint32_t limit) {
+    int64_t start = 0;
     for (size_t range = 0; range < ranges_.size(); ++range) {
       const auto& [values, residual] = ranges_[range];
       const auto size = static_cast<int64_t>(values.size());
       for (int64_t i = 0; i < size; i += kChunk) {
         const int64_t count = std::min(kChunk, size - i);
-        if (find_in(values.data() + i, residual.empty() ? nullptr : residual.data() + i, count, floor) >= limit) {
+        const float* residuals = residual.empty() ? nullptr : residual.data() + i;
+        if (find_in(values.data() + i, residuals, count, floor, start + i) >= limit) {
           take_back(range, i);
           return false;
         }
         if (!residual.empty()) kernels_.add(values.data() + i, residual.data() + i, count);
       }
+      start += size;
     }
     return true;
   }
@@ -117,16 +145,27 @@ class Selector {
   // The same of the sums, which are there by now.
   void find(uint32_t floor) {
     found_ = 0;
+    int64_t start = 0;
     for (const auto& [values, residual] : ranges_) {
       const float* sums = residual.empty() ? values.data() : residual.data();
       const auto size = static_cast<int64_t>(values.size());
-      for (int64_t i = 0; i < size; i += kChunk) find_in(sums + i, nullptr, std::min(kChunk, size - i), floor);
+      for (int64_t i = 0; i < size; i += kChunk) {
+        find_in(sums + i, nullptr, std::min(kChunk, size - i), floor, start + i);
+      }
+      start += size;
     }
   }
 
-  uint32_t find_in(const float* values, const float* residual, int64_t count, uint32_t floor) {
+  // In a chunk that begins at place `start`; returns the largest magnitude there.
+  uint32_t find_in(const float* values, const float* residual, int64_t count, uint32_t floor, int64_t start) {
     uint32_t largest = 0;
-    found_ += kernels_.magnitudes(values, residual, count, floor, room_for_chunk(magnitudes_, found_), &largest);
+    std::array<uint32_t, kChunk + kTopKSlack> indices;
+    candidates_.make_room(found_);
+    const int64_t found =
+        kernels_.find(values, residual, count, floor, candidates_.magnitudes() + found_, indices.data(), &largest);
+    int64_t* const places = candidates_.places() + found_;
+    for (int64_t i = 0; i < found; ++i) places[i] = start + indices[static_cast<size_t>(i)];
+    found_ += found;
     return largest;
   }
 
@@ -139,43 +178,35 @@ class Selector {
     }
   }
 
-  // Digit by digit, of 11, 10 and 10 bits, from the highest one.
-  uint32_t exact_threshold() const {
-    const std::span magnitudes(magnitudes_.data(), static_cast<size_t>(found_));
-    int64_t rank = wanted_;
-    uint32_t threshold = digit_of_rank<11>(magnitudes, 0, 20, rank);
-    threshold = threshold << 10 | digit_of_rank<10>(magnitudes, threshold, 10, rank);
-    return threshold << 10 | digit_of_rank<10>(magnitudes, threshold, 0, rank);
+  // Of what was found the `wanted_` largest. The smallest of them is found digit by digit, of 11, 10 and 10 bits, from
+  // the highest one.
+  void keep_largest() {
+    const std::span<const uint32_t> magnitudes(candidates_.magnitudes(), static_cast<size_t>(found_));
+    int64_t ties = wanted_;
+    uint32_t threshold = digit_of_rank<11>(magnitudes, 0, 20, ties);
+    threshold = threshold << 10 | digit_of_rank<10>(magnitudes, threshold, 10, ties);
+    threshold = threshold << 10 | digit_of_rank<10>(magnitudes, threshold, 0, ties);
+    keep(threshold, ties);
   }
 
-  Selection settle(uint32_t threshold) {
-    int64_t above = 0;
-    int64_t equal = 0;
+  int64_t above(uint32_t threshold) const {
+    const uint32_t* magnitudes = candidates_.magnitudes();
+    return std::count_if(magnitudes, magnitudes + found_, [&](uint32_t magnitude) { return magnitude > threshold; });
+  }
+
+  // Those above `threshold`, and the first `ties` of those that equal it.
+  void keep(uint32_t threshold, int64_t ties) {
+    const uint32_t* magnitudes = candidates_.magnitudes();
+    int64_t* places = candidates_.places();
+    int64_t kept = 0;
     for (int64_t i = 0; i < found_; ++i) {
-      above += magnitudes_[i] > threshold;
-      equal += magnitudes_[i] == threshold;
+      // In arithmetic: which way a branch goes would be as good as random.
+      const bool is_tie = magnitudes[i] == threshold;
+      places[kept] = places[i];
+      kept += static_cast<int64_t>(magnitudes[i] > threshold) + static_cast<int64_t>(is_tie & (ties > 0));
+      ties -= is_tie;
     }
-    const int64_t ties = std::max<int64_t>(wanted_ - above, 0);
-    return {threshold, equal <= ties ? numel_ : place_after_ties(threshold, ties), true};
-  }
-
-  // The place behind the `ties`-th value that equals the threshold.
-  int64_t place_after_ties(uint32_t threshold, int64_t ties) const {
-    if (ties == 0) return 0;
-    std::array<uint32_t, kChunk + kTopKSlack> places;
-    int64_t start = 0;
-    for (const auto& [values, residual] : ranges_) {
-      const float* sums = residual.empty() ? values.data() : residual.data();
-      const auto size = static_cast<int64_t>(values.size());
-      for (int64_t i = 0; i < size; i += kChunk) {
-        const int64_t found = kernels_.places(sums + i, std::min(kChunk, size - i), threshold, 0, places.data());
-        for (int64_t j = 0; j < found; ++j) {
-          if (magnitude_of(sums[i + places[j]]) == threshold && --ties == 0) return start + i + places[j] + 1;
-        }
-      }
-      start += size;
-    }
-    return start;
+    found_ = kept;
   }
 
   const TopKKernels& kernels_;
@@ -183,7 +214,7 @@ class Selector {
   int64_t numel_;
   int64_t wanted_;
   std::vector<uint32_t> samples_;
-  std::vector<uint32_t> magnitudes_;  // the first `found_`
+  Candidates& candidates_ = candidates_of_thread;  // the first `found_`
   int64_t found_ = 0;
 };
 
@@ -208,21 +239,13 @@ Selection select_largest(const TopKKernels& kernels, std::span<const SelectionRa
   return Selector(kernels, ranges, wanted).select(is_exact, limit);
 }
 
-std::vector<uint32_t> selected_places(const TopKKernels& kernels, const Selection& selection,
-                                      std::span<const float> values, int64_t expected) {
-  const auto size = static_cast<int64_t>(values.size());
-  const int64_t ties_end = std::clamp<int64_t>(selection.tie_limit, 0, size);
-  std::vector<uint32_t> places(static_cast<size_t>(expected + kChunk + kTopKSlack));
-  int64_t found = 0;
-  const auto find = [&](int64_t start, int64_t stop, uint32_t at_least) {
-    for (; start < stop; start += kChunk) {
-      found += kernels.places(values.data() + start, std::min(kChunk, stop - start), at_least,
-                              static_cast<uint32_t>(start), room_for_chunk(places, found));
-    }
-  };
-  find(0, ties_end, std::max<uint32_t>(selection.threshold_bits, 1));
-  find(ties_end, size, selection.threshold_bits + 1);
-  places.resize(static_cast<size_t>(found));
+std::vector<uint32_t> selected_places(const Selection& selection, int64_t count) {
+  if (selection.places == nullptr) return {};
+  const auto first = std::lower_bound(selection.places->begin(), selection.places->end(), selection.start);
+  const auto last = std::lower_bound(first, selection.places->end(), selection.start + count);
+  std::vector<uint32_t> places(static_cast<size_t>(last - first));
+  std::transform(first, last, places.begin(),
+                 [&](int64_t place) { return static_cast<uint32_t>(place - selection.start); });
   return places;
 }
 

@@ -18,9 +18,8 @@ int64_t numel_of(std::span<const SelectionRange> ranges);
 Selection select_largest(const TopKKernels& kernels, std::span<const SelectionRange> ranges, int64_t wanted,
                          bool is_exact, uint32_t limit);
 
-// The places of a part that are sent, rising. `expected`: about how many.
-std::vector<uint32_t> selected_places(const TopKKernels& kernels, const Selection& selection,
-                                      std::span<const float> values, int64_t expected);
+// The places of a selection that lie in its part, whose length is `count`; counted from its beginning, rising.
+std::vector<uint32_t> selected_places(const Selection& selection, int64_t count);
 
 // Where the i-th value of a sample is taken: one in each stride, at a place in it that looks random (the finalizer of
 // MurmurHash3), since the lengths of rows are multiples of many strides. The same on every machine.

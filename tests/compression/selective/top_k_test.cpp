@@ -95,16 +95,14 @@ struct Contribution {
     return result;
   }
 
-  // Of the selection that select() has made, over all ranges.
-  std::vector<int64_t> places(const TopKSet& set, const Selection& selection) const {
+  // Of the selection that select() has made, range by range.
+  std::vector<int64_t> places(const Selection& selection) const {
     std::vector<int64_t> result;
     int64_t start = 0;
-    for (size_t i = 0; i < values.size(); ++i) {
-      const Floats& part = residuals[i].empty() ? values[i] : residuals[i];
-      for (const uint32_t place : selected_places(set.kernels(), selection.at(start), part, 5)) {
-        result.push_back(start + place);
-      }
-      start += static_cast<int64_t>(part.size());
+    for (const Floats& part : values) {
+      const auto size = static_cast<int64_t>(part.size());
+      for (const uint32_t place : selected_places(selection.at(start), size)) result.push_back(start + place);
+      start += size;
     }
     return result;
   }
@@ -130,7 +128,7 @@ TEST(TopKTest, SelectsAsASortDoesOnEveryInstructionSet) {
             if (residual.empty()) continue;
             EXPECT_TRUE(same_bits(residual, {&sums[start], &sums[start] + sizes[i]}));
           }
-          EXPECT_EQ(contribution.places(set, selection), selected(sums, wanted_of(ratio, count)));
+          EXPECT_EQ(contribution.places(selection), selected(sums, wanted_of(ratio, count)));
         }
       }
     }
@@ -146,7 +144,7 @@ TEST(TopKTest, SelectsExactlyWhereTheSampleMisleads) {
     Contribution contribution(values, {count}, 1);
     const Floats sums = contribution.sums();
     const Selection selection = TopK(0.2, 32, true).select(contribution.ranges());
-    EXPECT_EQ(contribution.places(usable_top_k_sets().back(), selection), selected(sums, wanted_of(0.2, count)));
+    EXPECT_EQ(contribution.places(selection), selected(sums, wanted_of(0.2, count)));
   }
 }
 
@@ -155,7 +153,7 @@ TEST(TopKTest, SendsAboutAsManyAsAreWantedByASample) {
     const size_t count = 500'000;
     Contribution contribution(random_floats(count, 5, kinds), {count}, 2);
     const Selection selection = TopK(0.01, 32, false).select(contribution.ranges());
-    const auto sent = static_cast<double>(contribution.places(usable_top_k_sets().back(), selection).size());
+    const auto sent = static_cast<double>(contribution.places(selection).size());
     EXPECT_NEAR(sent, 5000.0, kinds == 0 ? 2000.0 : 0.0) << kinds;
   }
 }
@@ -186,7 +184,7 @@ TEST(TopKTest, SendsPartsOfASelectionAndKeepsTheRest) {
     Contribution contribution(random_floats(30000, 4), {10000, 12000, 8000}, 5);
     const Floats sums = contribution.sums();
     const Selection selection = codec.select(contribution.ranges());
-    const std::vector<int64_t> places = contribution.places(usable_top_k_sets().back(), selection);
+    const std::vector<int64_t> places = contribution.places(selection);
     size_t start = 0;
     size_t next = 0;
     for (size_t part = 0; part < 3; ++part) {
