@@ -127,7 +127,7 @@ ALLOWED: dict[str, set[str]] = {
     "backend/partial": {"backend/platform/process"},
     "sharding": {"backend/platform/memory"},
     "sharding/optim": {"backend/platform/cpu"},
-    "sharding/checkpoint": {"backend/diagnostics"},
+    "sharding/checkpoint": {"backend/platform/cpu", "backend/diagnostics"},
     "sharding/offload": {"backend/diagnostics", "sharding", "sharding/checkpoint", "sharding/optim"},
     "sharding/comm": {"backend/diagnostics", "backend/group", "backend/process_group"},
     "sharding/parameters": {"compression", "sharding", "sharding/comm", "sharding/offload"},

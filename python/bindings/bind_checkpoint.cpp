@@ -11,6 +11,7 @@
 #include "python/bindings/bindings.h"
 #include "python/bindings/release_gil.h"
 #include "sharding/checkpoint/checksum.h"
+#include "sharding/checkpoint/crc32c.h"
 #include "sharding/checkpoint/layout.h"
 #include "sharding/checkpoint/reader.h"
 #include "sharding/checkpoint/safetensors.h"

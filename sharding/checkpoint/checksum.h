@@ -1,8 +1,5 @@
 // CRC-32C of a file in chunks of fixed size, made by many writers: each takes the checksums of the bytes that it
 // writes, and those of a chunk's parts are joined without reading the file again. Any reader can check any chunk alone.
-//
-// CRC-32C (Castagnoli, RFC 3720) finds every error of one or two bits and every burst up to 32 bits in a chunk; it is
-// no signature. Joining is multiplication by x^(8 n) modulo the polynomial, since a CRC is a remainder.
 #pragma once
 
 #include <cstddef>
@@ -11,14 +8,6 @@
 #include <vector>
 
 namespace zeropg {
-
-// The checksum of what `crc` covers followed by `bytes`; 0 is the checksum of nothing.
-uint32_t crc32c(std::span<const std::byte> bytes, uint32_t crc = 0);
-// The same by tables, for processors without the instruction.
-uint32_t crc32c_by_table(std::span<const std::byte> bytes, uint32_t crc = 0);
-
-// The checksum of A followed by B, from those of A and of B and B's length.
-uint32_t join_crc32c(uint32_t first, uint32_t second, uint64_t second_bytes);
 
 // Bytes [start, stop) of a file, inside one chunk.
 struct ChecksumPiece {

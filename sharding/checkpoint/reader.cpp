@@ -13,13 +13,13 @@
 #include <cstring>
 #include <utility>
 
-#include "sharding/checkpoint/checksum.h"
+#include "sharding/checkpoint/crc32c.h"
 #include "sharding/checkpoint/file_error.h"
 
 namespace zeropg {
 namespace {
 
-constexpr uint64_t kAtOnce = 256 << 10;  // stays in a core's cache until its checksum is made
+constexpr uint64_t kAtOnce = 128 << 10;  // stays in a core's cache until its checksum is made
 
 std::string hexadecimal(uint32_t value) {
   char text[16];

@@ -14,7 +14,7 @@
 #include <system_error>
 
 #include "backend/diagnostics/notices.h"
-#include "sharding/checkpoint/checksum.h"
+#include "sharding/checkpoint/crc32c.h"
 #include "sharding/offload/aligned_buffer.h"
 #include "sharding/offload/transfer_queue.h"
 

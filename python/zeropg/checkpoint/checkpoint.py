@@ -44,7 +44,8 @@ from zeropg.rank_io.stream import stream_to_first
 from zeropg.sharding.state import ShardedState, unchecked_state_of
 
 _OPERATION = "save_checkpoint"
-_SMALLEST_CHUNK_BYTES = 1 << 20
+# Small: a chunk in which the parts of two ranks meet is read by both.
+_SMALLEST_CHUNK_BYTES = 1 << 18
 _MOST_CHUNKS = 1 << 16  # so that the checksums of a checkpoint of any size are some hundred KB of text
 
 Agree = Callable[[Callable[[], Any]], list[Any]]

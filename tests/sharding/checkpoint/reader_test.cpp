@@ -11,6 +11,7 @@
 #include <fstream>
 
 #include "sharding/checkpoint/checksum.h"
+#include "sharding/checkpoint/crc32c.h"
 #include "sharding/checkpoint/writer.h"
 
 namespace zeropg {
