@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from zeropg.compression.codec import Codec
 from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
 from zeropg.compression.state import backend_of
 from zeropg.rank_io.agreement import together
+from zeropg.sharding.inner_calls import absorb_inner_calls, asked_of, check_inner_calls, inner_units
 from zeropg.sharding.limits import limits_of, what_has_no_effect
 from zeropg.sharding.load_state_dict import load_into
 from zeropg.sharding.materialize import Materializer
@@ -150,7 +152,8 @@ def fully_shard(
         model = zeropg.fully_shard(model, mesh=mesh)
 
     Args:
-        module: the model. A submodule on which `fully_shard` was called before becomes a unit of the model.
+        module: the model. A submodule on which `fully_shard` was called before becomes a unit of the model, whose
+            options hold for all of it: what that call asked for must be the same here.
         stage: what is sharded. 0: nothing (as DDP); 1: masters and optimizer state; 2: gradients too; 3: parameters
             too.
         mesh: the group to shard over as a one-dimensional DeviceMesh; or one of two dimensions: the first replicates,
@@ -216,11 +219,28 @@ def fully_shard(
         requested_trace()
         offload = offload_of(offload_optimizer, "offload_optimizer")
         plan = None if compression is None else _plan_of(compression, group)
-        _absorb_inner_calls(module)
+        options = {
+            "mesh": described(groups, mesh),
+            "stage": stage,
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+            "buffer_dtype": buffer_dtype,
+            "compression": compression if isinstance(compression, str) else plan and repr(plan),
+            "reshard_after_forward": reshard_after_forward,
+            "prefetch_numel": prefetch_numel,
+            "keep_numel": keep_numel,
+            "persistent_numel": persistent_numel,
+            "max_whole_numel": max_whole_numel,
+            "offload_optimizer": offload and offload.device,  # each rank may have a disk of its own
+        }
+        ignored = list(ignored_params or ())
+        asked = asked_of(options, _defaults(mesh, process_group), ignored)
+        check_inner_calls(module, options, asked.ignored)
+        absorb_inner_calls(module)
         place = _device_of(module, device, group)
         check_mesh(mesh, place)
         check_offload_params(offload_params, place)
-        plans = plan_units(module, _inner_units(module) if units is None else units, ignored_params)
+        plans = plan_units(module, inner_units(module) if units is None else units, ignored)
         _check_parameters(module, plans)
         values = Materializer(module, place)
         check_shared_memory(module, plans)
@@ -229,20 +249,6 @@ def fully_shard(
             _check_encoded_weights(
                 plan, stage, offload is not None and leaves_memory(offload, place), groups.replicas is not None
             )
-    options = {
-        "mesh": described(groups, mesh),
-        "stage": stage,
-        "param_dtype": param_dtype,
-        "reduce_dtype": reduce_dtype,
-        "buffer_dtype": buffer_dtype,
-        "compression": compression if isinstance(compression, str) else plan and repr(plan),
-        "reshard_after_forward": reshard_after_forward,
-        "prefetch_numel": prefetch_numel,
-        "keep_numel": keep_numel,
-        "persistent_numel": persistent_numel,
-        "max_whole_numel": max_whole_numel,
-        "offload_optimizer": offload and offload.device,  # each rank may have a disk of its own
-    }
     _check_same_on_all_ranks(module, plans, options, group)
     tier = open_offload(offload, place, group)
     if tier is not None and group.rank() == 0:
@@ -289,7 +295,7 @@ def fully_shard(
     _prepare_buffers(module, buffer_dtype, group)
     if codecs is not None:
         codecs.coding.exposed_seconds = core.communication_seconds
-    vars(module).update(_zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype, codecs=codecs))
+    vars(module).update(_zeropg_asked=asked, _zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype, codecs=codecs))
     for unit in plans:
         vars(unit.module)["_zeropg_is_unit"] = True
         _swap_class(unit.module)
@@ -360,6 +366,16 @@ def _check(module: nn.Module, stage: int, *dtypes: torch.dtype | None) -> None:
         )
 
 
+def _defaults(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Of the options that ranks compare. Ranks are no default where a caller has said which."""
+    defaults = {name: each.default for name, each in inspect.signature(fully_shard).parameters.items()}
+    if mesh is None and group is None:
+        defaults["mesh"] = described(groups_of(None, None), None)
+    else:
+        del defaults["mesh"]
+    return defaults
+
+
 def _device_of(module: nn.Module, device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
     """Where all parameters are or, if they are on `meta`, will be."""
     there = next((p.device for p in module.parameters() if not p.is_meta), None)
@@ -380,23 +396,6 @@ def _default_device(group: dist.ProcessGroup) -> torch.device:
     if "cuda" in devices and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _inner_units(module: nn.Module) -> list[nn.Module] | None:
-    """Submodules that a call of fully_shard on them has marked."""
-    marked = [child for child in module.modules() if child is not module and getattr(child, "_zeropg_is_unit", False)]
-    return marked or None
-
-
-def _absorb_inner_calls(module: nn.Module) -> None:
-    """Gives back the parameters of submodules that were sharded by themselves; this call shards them as units."""
-    for child in module.modules():
-        state = getattr(child, "_zeropg_state", None)
-        if state is not None:
-            state.core.dissolve()
-            del vars(child)["_zeropg_state"], vars(child)["_zeropg"]
-            for plan in state.plans:
-                del vars(plan.module)["_zeropg_unit"]
 
 
 def _check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:

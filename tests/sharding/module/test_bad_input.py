@@ -71,6 +71,35 @@ def test_wrong_arguments() -> None:
 
 
 @on_ranks(2)
+def test_what_a_call_on_a_submodule_asked_for_holds_for_the_model_or_is_refused() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    asked = [
+        ({"param_dtype": torch.float32}, {"param_dtype": torch.bfloat16}, "param_dtype=torch.float32"),
+        ({"param_dtype": torch.bfloat16}, {}, "param_dtype=torch.bfloat16"),
+        ({"stage": 2}, {}, "stage=2"),
+        ({"reshard_after_forward": False}, {}, "reshard_after_forward=False"),
+        ({"process_group": alone}, {}, f"mesh=[[{dist.get_rank()}]]"),
+        ({"offload_optimizer": "cpu"}, {}, "offload_optimizer=cpu"),
+    ]
+    for inner, outer, named in asked:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+        zeropg.fully_shard(model[1][0], **inner)
+        with raises(ValueError, "the submodule '1.0' had " + named, "in both calls"):
+            zeropg.fully_shard(model, **outer)
+        model[1](torch.ones(2, 3)).sum().backward()  # as it was
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    zeropg.fully_shard(model[1], ignored_params=[model[1].bias])
+    with raises(ValueError, "the submodule '1' ignores the parameter 'bias'", "ignored_params of both"):
+        zeropg.fully_shard(model)
+    zeropg.fully_shard(model, ignored_params=[model[1].bias])
+    # Defaults ask for nothing, and the world is the same by any name.
+    for inner, outer in (({}, {"stage": 2}), ({"process_group": dist.group.WORLD}, {}), ({"stage": 1}, {"stage": 1})):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        zeropg.fully_shard(model[1], **inner)
+        zeropg.fully_shard(model, **outer)(torch.ones(2, 3)).sum().backward()
+
+
+@on_ranks(2)
 def test_groups_and_meshes() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
