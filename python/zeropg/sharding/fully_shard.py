@@ -295,7 +295,9 @@ def fully_shard(
     _prepare_buffers(module, buffer_dtype, group)
     if codecs is not None:
         codecs.coding.exposed_seconds = core.communication_seconds
-    vars(module).update(_zeropg_asked=asked, _zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype, codecs=codecs))
+    vars(module).update(
+        _zeropg_asked=asked, _zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype, codecs=codecs)
+    )
     for unit in plans:
         vars(unit.module)["_zeropg_is_unit"] = True
         _swap_class(unit.module)

@@ -1,4 +1,4 @@
-"""Calls of `fully_shard` on submodules, before that on the model around them: their modules become units of the model."""
+"""Calls of `fully_shard` on submodules, before that on the model around them, of which they become units."""
 
 from __future__ import annotations
 
