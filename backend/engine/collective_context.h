@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "backend/group/call_fingerprint.h"
 #include "backend/group/group_context.h"
 #include "backend/topology/topology.h"
 #include "backend/transport/network/remote_transport.h"
@@ -32,7 +33,12 @@ class CollectiveContext {
   const std::vector<Transport*> transports;  // to each rank
   CmaPeers cma_peers;
 
-  uint64_t next_sequence() { return ++sequence_; }
+  // Numbers the call that begins.
+  const CallFingerprint& begin_call(CallFingerprint call) {
+    call.sequence = call_.sequence + 1;
+    return call_ = call;
+  }
+  const CallFingerprint& last_call() const { return call_; }  // that has begun
   uint64_t next_barrier() { return barriers_.fetch_add(1, std::memory_order_relaxed) + 1; }
   uint64_t last_barrier() const { return barriers_.load(std::memory_order_relaxed); }  // any thread
   // Ranks of this node that have not reached that barrier. Any thread.
@@ -48,7 +54,7 @@ class CollectiveContext {
  private:
   std::vector<std::byte*> staging_;  // two banks of each rank of the node
   std::atomic<uint64_t> barriers_{0};
-  uint64_t sequence_ = 0;
+  CallFingerprint call_;
   uint8_t first_bank_ = 0;
   std::vector<std::byte> scratch_;
 };

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "backend/diagnostics/format_ranks.h"
+#include "backend/diagnostics/notices.h"
 #include "backend/platform/cpu/waiter.h"
 #include "backend/platform/process/signal_check.h"
 
@@ -224,6 +225,7 @@ Progress CollectiveQueue::run(CollectiveJob& job) {
   bool has_moved = false;
   while (job.current < job.collectives.size()) {
     if (!job.executor) {
+      compare_with_unread(context_);
       PlannedCollective& next = job.collectives[job.current];
       job.executor.emplace(context_, links_ == nullptr ? next : links_->begin(next), job.work->label());
     }
@@ -320,7 +322,7 @@ void CollectiveQueue::fail_all_held(const CollectiveJob& job, const std::excepti
 }
 
 void CollectiveQueue::check_on_engine_thread() {
-  if (!is_waited_for() && head() != nullptr && try_hold()) {
+  if (!is_waited_for() && (head() != nullptr || has_unread()) && try_hold()) {
     check_held(nullptr);
     let_go();
   }
@@ -328,13 +330,35 @@ void CollectiveQueue::check_on_engine_thread() {
 
 void CollectiveQueue::check_held(const ZeroWork* own) {
   CollectiveJob* job = head();
-  if (job == nullptr || !job->start) {
+  if (job == nullptr) {
+    check_idle();
+    return;
+  }
+  if (!job->start) {
     return;
   }
   try {
     check(*job);
   } catch (...) {
     fail_all_held(*job, std::current_exception(), own);
+  }
+}
+
+bool CollectiveQueue::has_unread() const {
+  return context_.network != nullptr && !context_.network->unread(Lane::kCollective).empty();
+}
+
+void CollectiveQueue::check_idle() {
+  if (group_->has_failed()) {
+    return;
+  }
+  try {
+    compare_with_unread(context_);
+  } catch (const c10::Error& error) {
+    const std::string text = c10::str("[zeropg rank ", group_->rank(), "/", group_->world_size(),
+                                      "] of a collective that has ended here: ", error.what_without_backtrace());
+    group_->fail({.text = text});
+    notice("calls", text);  // there may be no other call whose error would say it
   }
 }
 

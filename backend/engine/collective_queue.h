@@ -75,10 +75,12 @@ class CollectiveQueue final : public OperationHost, public Channel {
 
   bool try_hold();
   bool let_go();  // true: there is nothing left in the queue
-  // These four, only by the thread that holds the channel. `own` is the work that the thread waits for: it has an
+  // These five, only by the thread that holds the channel. `own` is the work that the thread waits for: it has an
   // owner.
   Activity advance_held(const ZeroWork* own);
   void check_held(const ZeroWork* own);
+  bool has_unread() const;  // from other nodes
+  void check_idle();        // whether peers have called something else
   void fail_all_held(const CollectiveJob& job, const std::exception_ptr& reason, const ZeroWork* own);  // job: the head
   CollectiveJob* head();
 

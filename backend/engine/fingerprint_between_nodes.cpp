@@ -17,6 +17,16 @@ CallFingerprint with_pair_bytes(CallFingerprint call, const std::vector<int64_t>
 
 }  // namespace
 
+void compare_with_unread(const CollectiveContext& context) {
+  if (context.network == nullptr) return;
+  const CallFingerprint& ours = context.last_call();
+  for (const int32_t peer : context.network->unread(Lane::kCollective)) {
+    CallFingerprint theirs;
+    if (!context.network->peek(peer, Lane::kCollective, std::as_writable_bytes(std::span(&theirs, 1)))) continue;
+    if (theirs.sequence <= ours.sequence) check_call(theirs, ours, context.topology.rank, peer);
+  }
+}
+
 InternodeFingerprints::InternodeFingerprints(CollectiveContext& context, const CollectiveSpec& spec,
                                              const CallFingerprint& call)
     : context_(context),

@@ -7,7 +7,9 @@
 // to any peer, a rank sends its call's fingerprint in the same stream, and the receiver compares it with its own before
 // it takes any byte. So different calls are an error on every rank: on those that compare at once, on the others when
 // they hear of that failure or, where a rank expected nothing, when it next receives from that peer. Where all would
-// receive and none sends, their signs of life carry the fingerprints (Note [Waits] in peer_liveness.h).
+// receive and none sends, their signs of life carry the fingerprints (Note [Waits] in peer_liveness.h). Where all send
+// and none receives, as with a root on each node, what came is of a call that has ended here, and nobody reads it: so
+// ranks look for such bytes before each call, and while they have none.
 #pragma once
 
 #include <cstddef>
@@ -19,6 +21,10 @@
 #include "backend/group/call_fingerprint.h"
 
 namespace zeropg {
+
+// Throws as check_call, about the last call, where a rank of another node has sent bytes for a collective that has
+// ended here. Between collectives.
+void compare_with_unread(const CollectiveContext& context);
 
 // Of one execution; each is sent and received at most once.
 class InternodeFingerprints {

@@ -18,11 +18,6 @@ namespace {
 // places stores past the caches were half as fast: the lines have just been read.)
 constexpr int64_t kPieceBytes = 8 << 10;
 
-CallFingerprint numbered(CallFingerprint call, uint64_t sequence) {
-  call.sequence = sequence;
-  return call;
-}
-
 bool is_streamed_to_staging(const Step& step) {
   return step.destination.space == Space::kStaging && should_stream_to_staging(step.bytes);
 }
@@ -34,7 +29,7 @@ ScheduleExecutor::ScheduleExecutor(CollectiveContext& context, const PlannedColl
     : context_(context),
       collective_(collective),
       label_(label),
-      call_(numbered(collective.call, context.next_sequence())),
+      call_(context.begin_call(collective.call)),
       in_node_(context, collective, call_, label),
       between_nodes_(context, collective.spec, call_),
       direct_access_(context, collective, label),

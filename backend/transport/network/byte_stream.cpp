@@ -43,6 +43,19 @@ size_t IncomingStream::take(std::span<std::byte> data) {
   return moved;
 }
 
+bool IncomingStream::peek(std::span<std::byte> data) const {
+  if (queued_bytes() < data.size()) return false;
+  size_t skipped = offset_;
+  for (const Payload& payload : queue_) {
+    if (data.empty()) break;
+    const std::span<const std::byte> rest = payload.span().subspan(std::exchange(skipped, 0));
+    const size_t bytes = std::min(rest.size(), data.size());
+    std::memcpy(data.data(), rest.data(), bytes);
+    data = data.subspan(bytes);
+  }
+  return true;
+}
+
 std::optional<uint64_t> IncomingStream::credit_to_tell(int64_t window_bytes) {
   if (taken_ - told_ < static_cast<uint64_t>(window_bytes) / 2) return std::nullopt;
   told_ = taken_;

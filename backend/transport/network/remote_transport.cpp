@@ -109,6 +109,21 @@ size_t RemoteTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte
   return moved;
 }
 
+std::vector<int32_t> RemoteTransport::unread(Lane lane) const {
+  const std::lock_guard lock(mutex_);
+  std::vector<int32_t> ranks;
+  for (const int32_t peer : options_.peers) {
+    const PeerStreams& streams = streams_[static_cast<size_t>(peer)];
+    if (streams.incoming[static_cast<size_t>(lane)].queued_bytes() > 0) ranks.push_back(peer);
+  }
+  return ranks;
+}
+
+bool RemoteTransport::peek(int32_t peer, Lane lane, std::span<std::byte> data) const {
+  const std::lock_guard lock(mutex_);
+  return streams_[static_cast<size_t>(peer)].incoming[static_cast<size_t>(lane)].peek(data);
+}
+
 std::span<std::byte> RemoteTransport::place_for(int32_t peer, const FrameHeader& header) {
   const std::span<std::byte> place = awaited_.place();
   if (place.empty() || !awaited_.includes(peer, header)) return {};

@@ -40,6 +40,11 @@ class RemoteTransport final : public Transport, private FrameSink {
   size_t try_send(int32_t peer, Lane lane, std::span<const std::byte> data) override;
   size_t try_receive(int32_t peer, Lane lane, std::span<std::byte> data) override;
 
+  // The ranks of which bytes of that lane have come and nobody has received them.
+  std::vector<int32_t> unread(Lane lane) const;
+  // Copies the oldest such bytes of one, which stay. False where there are fewer.
+  bool peek(int32_t peer, Lane lane, std::span<std::byte> data) const;
+
   // For the progress thread: moves what waits in both directions and serves the peers' reads. True when anything moved.
   bool progress();
   // Readable when progress() has something to do, provided that arm() has returned true since the last call of it.

@@ -116,6 +116,36 @@ def test_different_calls_are_one_error_on_every_rank() -> None:
     assert words in answers[1]["messages"][0], answers[1]["messages"]
 
 
+def only_send() -> dict[str, list[str]]:
+    """Calls in which nobody waits for a rank of another node, until the first error."""
+    rank = dist.get_rank()
+    parts = [torch.full((2,), float(rank)) for _ in range(dist.get_world_size())]
+    calls: dict[str, Callable[[Any], Any]] = {
+        "broadcast": lambda group: dist.broadcast(torch.full((4,), float(rank)), rank, group=group),
+        "scatter": lambda group: dist.scatter(torch.zeros(2), parts, rank, group=group),
+        "nothing here": lambda group: dist.all_reduce(torch.ones(10 * (rank % 2)), group=group),
+    }
+    errors: dict[str, list[str]] = {}
+    for name, call in calls.items():
+        group = new_group_with(60)  # nobody may wait for that
+        start = time.monotonic()
+        errors[name] = [error_of(lambda: call(group))]  # noqa: B023
+        while errors[name][-1] == "no error" and time.monotonic() < start + 5:
+            time.sleep(0.1)
+            errors[name].append(error_of(lambda: dist.barrier(group)))  # noqa: B023
+        assert time.monotonic() < start + 5
+        dist.destroy_process_group(group)
+    return errors
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 1, 1)])
+def test_calls_in_which_all_send_and_none_receives_differ_on_every_rank(hosts: tuple[int, ...]) -> None:
+    for errors in run_ranks(len(hosts), only_send, place=SeparateHosts(hosts=hosts)):
+        assert re.search(r"broadcast\(Float, root \d, 16 bytes\).*root \d", errors["broadcast"][-1]), errors
+        assert re.search(r"scatter\(Float, root \d, 8 bytes\).*root \d", errors["scatter"][-1]), errors
+        assert re.search("(?=.* 0 bytes)(?=.* 40 bytes)", errors["nothing here"][-1]), errors
+
+
 MANY = 25  # whose counts do not fit into an announcement
 
 
