@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import inspect
+import itertools
 import logging
 import math
 import os
@@ -14,6 +15,7 @@ import time
 import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,7 @@ Topology: Any = _C.Topology
 logger = logging.getLogger("zeropg")
 
 _LAST_WORK_SECONDS = 0.2
+_made_groups = itertools.count()  # whose names this rank has given
 
 # The progress thread must have ended before the interpreter's state goes away.
 atexit.register(_C.shutdown_all)
@@ -271,21 +274,19 @@ def group_like(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     """
     ranks = dist.get_process_group_ranks(group)
     if not _is_zeropg(group):
-        return _new_group(ranks, group, device)
+        return _new_group(ranks, group, device, broadcast_text(group, "fully_shard", _fresh_name()))
     name = broadcast_text(group, "fully_shard", f"{group.group_name}/gradients{_splits_of(group, device)}")
     return _split_off(group, list(range(len(ranks))), device, name, _timeout_of(group, device))
 
 
 def group_across(shards: ProcessGroup, replicas: ProcessGroup, ranks: list[int], device: torch.device) -> ProcessGroup:
-    """Makes a group of the `ranks` of a mesh, whose row and column on this rank are given. Only these ranks call.
-
-    Over other backends than zeropg all ranks should make as many groups: torch counts them to find their names.
-    """
+    """Makes a group of the `ranks` of a mesh, whose row and column on this rank are given. Only these ranks call."""
     world = dist.distributed_c10d._get_default_group()
-    if not (_is_zeropg(world) and _is_zeropg(shards)):
-        return _new_group(ranks, shards, device)
-    name = f"{world.group_name}/mesh{_splits_of(world, device)}from{ranks[0]}"
+    can_split = _is_zeropg(world) and _is_zeropg(shards)
+    name = f"{world.group_name}/mesh{_splits_of(world, device)}from{ranks[0]}" if can_split else _fresh_name()
     name = broadcast_text(replicas, "fully_shard", broadcast_text(shards, "fully_shard", name))
+    if not can_split:
+        return _new_group(ranks, shards, device, name)
     return _split_off(world, ranks, device, name, _timeout_of(shards, device))
 
 
@@ -297,20 +298,30 @@ def _splits_of(group: ProcessGroup, device: torch.device) -> int:
     return int(cast("Any", group._get_backend(device)).comm_split_count())
 
 
-def _new_group(ranks: list[int], group: ProcessGroup, device: torch.device) -> ProcessGroup:
+def _fresh_name() -> str:
+    """Of a group that this rank and others are about to make; the others' are not used."""
+    return f"fully_shard {next(_made_groups)} of rank {dist.get_rank()}"
+
+
+def _new_group(ranks: list[int], group: ProcessGroup, device: torch.device, name: str) -> ProcessGroup:
+    """dist.new_group of `ranks`, which alone call, under a name that they have agreed upon.
+
+    torch's own names count the groups that a rank has made or is in. That differs between ranks once some of them have
+    made a group that the others have not, and then they wait for each other under different names.
+    """
     timeout = _timeout_of(group, device)
     options = getattr(unwrapped_backend(group, device), "options", None)
     is_zeropg = all(isinstance(unwrapped_backend(group, one), _C.ProcessGroupZero) for one in group._device_types)
     arguments: dict[str, Any] = {"sort_ranks": False} if _keeps_order() else {}
-    second = dist.new_group(
-        ranks,
-        timeout=timeout,
-        backend=dist.get_backend_config(group),
-        pg_options=options if is_zeropg else None,
-        # The name of a local group depends, in torch 2.11, on how many groups each rank is in.
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-        **arguments,
-    )
+    with mock.patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: name):
+        second = dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=dist.get_backend_config(group),
+            pg_options=options if is_zeropg else None,
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+            **arguments,
+        )
     return cast("ProcessGroup", second)  # this rank is a member
 
 

@@ -119,3 +119,23 @@ def check_a_group_of_all_ranks_afterwards() -> None:
 
 def test_ranks_outside_need_not_know_of_the_second_group() -> None:
     run_ranks(3, check_a_group_of_all_ranks_afterwards, place=SeparateHosts(hosts=(0, 1, 2)))
+
+
+def shard_on_two_of_three() -> float:
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        for _ in range(2):
+            model = zeropg.fully_shard(torch.nn.Linear(3, 3), stage=3, process_group=pair)
+            model(torch.ones(2, 3)).sum().backward()
+    everybody = dist.new_group([0, 1, 2])
+    dist.barrier(everybody)
+    model = zeropg.fully_shard(torch.nn.Linear(3, 3), stage=3)
+    model(torch.ones(2, 3)).sum().backward()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group([0, 1, 2]))
+    return total.item()
+
+
+@pytest.mark.parametrize("backend", ["zeropg", "gloo"])
+def test_a_model_on_some_ranks_leaves_the_names_of_groups_alone(backend: str) -> None:
+    assert run_ranks(3, shard_on_two_of_three, backend=backend, timeout=60) == [3, 3, 3]
