@@ -464,3 +464,29 @@ def test_a_configuration_of_one_rank_alone_is_said_on_all() -> None:
     ):
         with raises(ValueError, *words):
             zeropg.initialize(model=nn.Linear(2, 2), config=good if rank == 0 else bad)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@on_ranks(2)
+def test_batch_norms_compute_in_sixteen_bits(stage: int, precision: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    settings = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+        precision: {"enabled": True},
+    }
+    engine = zeropg.initialize(model=model, config=settings)[0]
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    for _ in range(20):
+        loss = (engine(x).float() - x[:, :1]).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[2]
+    engine.eval()
+    assert model[1].running_mean.dtype == (torch.bfloat16 if precision == "bf16" else torch.float16)
+    assert engine(x).isfinite().all() and model[1].running_mean.any()

@@ -22,7 +22,6 @@ from zeropg.optim.grad_scaler import GradScaler
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
 from zeropg.sharding.access import clip_grad_norm_, full_gradients, no_sync
 from zeropg.sharding.fully_shard import FullyShardedModule
-from zeropg.sharding.running_statistics import check_statistics_dtype
 from zeropg.sharding.state import names_label, state_of
 
 Shard = Callable[..., Any]  # of a model, in place; takes param_dtype=
@@ -114,7 +113,6 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         self._zeropg_shard(model, **default)
         state = state_of(model, "accelerate.prepare")
         state.is_label = self._zeropg_is_label
-        check_statistics_dtype(state.with_statistics, "accelerate.prepare")
         if self.mixed_precision == "fp16" and not isinstance(self.scaler, GradScaler):
             handler = self.scaler_handler
             self.scaler = GradScaler(**({} if handler is None else handler.to_kwargs()))

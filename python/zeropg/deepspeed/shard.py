@@ -17,6 +17,7 @@ from zeropg.quantization.quantize_frozen import quantize_frozen
 from zeropg.rank_io.agreement import together
 from zeropg.sharding.fully_shard import fully_shard
 from zeropg.sharding.rank_groups import shares_gathered
+from zeropg.sharding.running_statistics import cast_statistics
 
 
 def shard_as_configured(model: nn.Module, settings: Config, group: dist.ProcessGroup) -> torch.device:
@@ -36,6 +37,8 @@ def shard_as_configured(model: nn.Module, settings: Config, group: dist.ProcessG
     end_after_sizes(model, units, group, device.type)
     over = _sharded_over(group, settings.zero_optimization.mics_shard_size, device)
     arguments = sharding_arguments(settings)
+    if "buffer_dtype" not in arguments:
+        cast_statistics(model, arguments.get("param_dtype"))
     if "keep_numel" in arguments and not (shares_gathered(group, device) and _gathers_plainly(settings)):
         numel = sum(parameter.numel() for parameter in model.parameters())
         arguments["keep_numel"] = numel // settings.zero_optimization.zero_hpz_partition_size

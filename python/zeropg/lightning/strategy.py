@@ -19,7 +19,6 @@ from zeropg.lightning.precision import ShardedPrecision, sharded_precision
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
 from zeropg.sharding.access import no_sync
 from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard
-from zeropg.sharding.running_statistics import check_statistics_dtype
 from zeropg.sharding.state import names_label, state_of
 
 
@@ -95,7 +94,6 @@ class ZeroPGStrategy(DDPStrategy):
             precision = cast(ShardedPrecision, self.precision_plugin)
             fully_shard(model, **{"param_dtype": precision.param_dtype, **self._options})
             state = state_of(model, "ZeroPGStrategy")
-            check_statistics_dtype(state.with_statistics, "ZeroPGStrategy")
             state.is_label = names_label
             if state.param_dtype is not None:
                 compute_layers_in(state.param_dtype, model)

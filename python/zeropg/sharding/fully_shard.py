@@ -31,6 +31,7 @@ from zeropg.sharding.materialize import Materializer
 from zeropg.sharding.model_codecs import ModelCodecs, make_codecs
 from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_memory, offload_of, open_offload
 from zeropg.sharding.rank_groups import check_mesh, described, groups_of, reduction_groups, store_of
+from zeropg.sharding.running_statistics import check_statistics_dtype
 from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
 from zeropg.sharding.subclass import subclass_of
@@ -164,7 +165,8 @@ def fully_shard(
             million elements or more. All other parameters belong to the root.
         ignored_params: parameters that are left alone, neither sharded nor reduced.
         param_dtype: dtype of computation, seen in `p.dtype`; default: each parameter's own. 16-bit parameters have fp32
-            masters, which steps update and checkpoints save. Floating inputs of the model are cast to it.
+            masters, which steps update and checkpoints save. Floating inputs of the model are cast to it. Batch norms
+            with running statistics need buffer_dtype too.
         reduce_dtype: dtype of gradients between ranks; default: the masters' (fp32, or fp64).
         buffer_dtype: dtype to which floating buffers are cast; default: they stay as they are.
         offload_optimizer: where optimizer state, and masters that are apart from the parameters, are kept between
@@ -242,6 +244,8 @@ def fully_shard(
         check_offload_params(offload_params, place)
         plans = plan_units(module, inner_units(module) if units is None else units, ignored)
         _check_parameters(module, plans)
+        sharded = {id(parameter) for unit in plans for _, parameter in unit.parameters}
+        check_statistics_dtype(module, sharded, param_dtype, buffer_dtype)
         values = Materializer(module, place)
         check_shared_memory(module, plans)
         if plan is not None:

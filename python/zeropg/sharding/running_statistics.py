@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -20,19 +20,37 @@ def modules_with_statistics(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, _NormBase) and not isinstance(m, nn.SyncBatchNorm)]
 
 
-def check_statistics_dtype(modules: Iterable[nn.Module], what: str) -> None:
-    """Raises ValueError where a batch norm computes in another dtype than it keeps its statistics in, as torch would.
+def check_statistics_dtype(
+    model: nn.Module, sharded: Collection[int], param_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None
+) -> None:
+    """Raises ValueError where param_dtype lets a batch norm compute in another dtype than it keeps its statistics in.
 
-    modules: those of a sharded model that have statistics. what: what asks, for the error.
+    sharded: the identities of the parameters that will have param_dtype; the dtypes are fully_shard's.
     """
-    for module in modules:
+    for name, module in model.named_modules():
         weight, mean = module._parameters.get("weight"), module._buffers.get("running_mean")
-        if weight is not None and mean is not None and weight.dtype != mean.dtype:
+        if not isinstance(module, _NormBase) or weight is None or mean is None:
+            continue
+        computed = param_dtype if param_dtype is not None and id(weight) in sharded else weight.dtype
+        kept = buffer_dtype or mean.dtype
+        if computed not in (kept, weight.dtype):
             raise ValueError(
-                f"[zeropg] {what}: a {type(module).__name__} computes in {weight.dtype} and keeps its statistics in "
-                f"{mean.dtype}, which torch cannot mix; expected one dtype: shard with buffer_dtype={weight.dtype}, "
-                "which rounds all floating buffers to it, train in fp32, or use a norm without running statistics"
+                f"[zeropg] fully_shard: the {type(module).__name__} {name!r} would compute in {computed} and keep its "
+                f"statistics in {kept}, which torch cannot mix; expected one dtype: shard with buffer_dtype={computed},"
+                " which rounds all floating buffers to it, train in fp32, or use a norm without running statistics."
             )
+
+
+def cast_statistics(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Rounds the statistics of batch norms to the dtype that they will compute in, as model.to(dtype) would.
+
+    dtype: None changes nothing.
+    """
+    for module in model.modules() if dtype is not None else ():
+        if isinstance(module, _NormBase) and module._parameters.get("weight") is not None:
+            for name in ("running_mean", "running_var"):
+                if (buffer := module._buffers.get(name)) is not None:
+                    module._buffers[name] = buffer.to(dtype)
 
 
 def broadcast_running_statistics(modules: list[nn.Module], group: dist.ProcessGroup) -> None:

@@ -70,7 +70,10 @@ AUTOCAST = {
 DATA_TYPES = {
     "grad_accum_dtype": mapped("Gradients are always accumulated in the masters' dtype, fp32."),
     "param_dtype": honoured("fully_shard(param_dtype=); it must agree with fp16 and bf16."),
-    "buffer_dtype": honoured("fully_shard(buffer_dtype=); buffers stay as they are without it."),
+    "buffer_dtype": honoured(
+        "fully_shard(buffer_dtype=); without it buffers stay as they are, but for the statistics of batch norms in "
+        "fp16 and bf16, which are rounded."
+    ),
     "keep_in_fp32_modules": mapped("Buffers are never cast unless buffer_dtype is set, and then all of them are."),
 }
 
