@@ -80,11 +80,15 @@ void check_call(const CallFingerprint& theirs, const CallFingerprint& ours, int3
   const CallDifference found = difference(theirs, ours);
   TORCH_CHECK_WITH(DistBackendError, !found.is_senseless, "rank ", peer,
                    " sent something that is no call; its memory or ours is damaged");
-  if (found.in_call || found.in_codec || found.in_algorithm) {
-    const std::string note = found.in_codec ? " with different compression"
-                             : found.in_algorithm
-                                 ? " or run different algorithms, or with other shares of nodes, for them"
-                                 : "";
+  if (found.in_algorithm && !found.in_call && !found.in_codec) {
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str("ranks ", rank, " and ", peer, " run ", describe_call(ours, codec),
+                             " by different algorithms, or with other shares of nodes; give "
+                             "BackendOptions(algorithms=...), the links and the version of zeropg the same value on "
+                             "every rank."));
+  }
+  if (found.in_call || found.in_codec) {
+    const std::string note = found.in_codec ? " with different compression" : "";
     C10_THROW_ERROR(DistBackendError,
                     c10::str("the ranks made different calls", note, ": rank ", rank, ": ", describe_call(ours, codec),
                              "; rank ", peer, ": ", describe_call(theirs, codec_of(theirs, ours, codec)),

@@ -158,6 +158,9 @@ def test_a_table_shows_the_choice_and_the_links(capsys):
         (["--ranks", "4", "--node-gbps", "1,2,3"], "3 values for 2 nodes"),
         (["--ranks", "4", "--node-gbps", "0"], "must be positive"),
         (["--placement", "2,x"], "no list of numbers"),
+        (["--placement", "2,2", "--nodes", "3"], "leave out --nodes"),
+        (["--message-us", "nan"], "all finite"),
+        (["--compare", "--plot", "x.txt"], "neither an .svg nor a .png"),
     ],
 )
 def test_wrong_options_are_one_clear_error(capsys, arguments, words):

@@ -27,7 +27,8 @@ std::string known_names() {
       std::to_string(spec.mailbox_bytes) + " bytes, windows between nodes of " + std::to_string(spec.window_bytes) +
       " bytes and elements of " + std::to_string(spec.element_bytes) + " bytes" +
       (spec.codec == nullptr ? "" : ", compressed by " + spec.codec->description()) +
-      "; enlarge what is too small, or do not force this algorithm");
+      "; an algorithm may need larger buffers, several nodes, domains or racks, or other dtypes: force another one, or "
+      "none");
 }
 
 // Of the link that takes longest. Where a cost says nothing of each link, all may be as busy as the busiest one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from pathlib import Path
 
 
 def size(count: float) -> str:
@@ -22,6 +23,14 @@ def byte_count(text: str) -> int:
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or 64K, 4M, 1G")
     return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
+
+
+def plot_file(text: str) -> Path:
+    """An argument that is a file to draw into."""
+    file = Path(text)
+    if file.suffix not in (".svg", ".png"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an .svg nor a .png file")
+    return file
 
 
 def count(text: str) -> int:

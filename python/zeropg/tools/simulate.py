@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from zeropg._native import _C
 from zeropg.tools.command_line import make_parser
 from zeropg.tools.plot_simulated import plot_comparison
-from zeropg.tools.quantities import byte_count, size
+from zeropg.tools.quantities import byte_count, plot_file, size
 from zeropg.tools.simulated_racks import Racks, read_racks
 
 _OPERATIONS = {traits.name: traits for traits in _C.collective_operations()}
@@ -248,7 +249,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
     output.add_argument(
         "--compare", action="store_true", help="all algorithms at sizes from 4 KiB up to --size, in one table"
     )
-    output.add_argument("--plot", type=Path, metavar="FILE", help="also draw it: .svg or .png (needs matplotlib)")
+    output.add_argument("--plot", type=plot_file, metavar="FILE", help="also draw it: .svg or .png (needs matplotlib)")
     output.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(arguments)
     _settle(options, parser)
@@ -265,6 +266,8 @@ def _settle(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         except ValueError as error:
             parser.error(f"--topology {options.topology}: {error}")
         options.node_gbps = options.topology.node_gbps
+    if options.placement is not None and options.nodes is not None:
+        parser.error("--placement says how many nodes there are; leave out --nodes")
     if options.placement is None:
         count = len(options.topology.node_gbps) if options.topology else 2 if options.nodes is None else options.nodes
         ranks = options.ranks if options.ranks_per_node is None else options.ranks_per_node * count
@@ -276,11 +279,10 @@ def _settle(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         options.node_gbps = options.node_gbps * len(options.placement)
     if len(options.node_gbps) != len(options.placement):
         parser.error(f"--node-gbps has {len(options.node_gbps)} values for {len(options.placement)} nodes")
-    if (
-        min(*options.node_gbps, options.memory_gbps, *options.placement) <= 0
-        or min(options.hop_us, options.barrier_us, options.message_us) < 0
-    ):
-        parser.error("bandwidths and ranks must be positive, latencies not negative")
+    positive = (*options.node_gbps, options.memory_gbps, *options.placement)
+    latencies = (options.hop_us, options.barrier_us, options.message_us)
+    if not (all(0 < each < math.inf for each in positive) and all(0 <= each < math.inf for each in latencies)):
+        parser.error("bandwidths and ranks must be positive, latencies not negative, and all finite")
 
 
 def _numbers(kind: type) -> Any:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -51,6 +52,9 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     torch.set_num_threads(1)
     if "RANK" in os.environ:
+        if "MASTER_ADDR" not in os.environ:
+            print("zeropg topo: RANK is set, but not MASTER_ADDR; start it by torchrun, or unset RANK", file=sys.stderr)
+            return 2
         dist.init_process_group("zeropg")
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but missing from torch's list of exports

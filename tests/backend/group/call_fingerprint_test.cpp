@@ -97,6 +97,10 @@ TEST(CallFingerprint, OfAnotherRankIsRefusedWithWhatBothCalled) {
   theirs.codec = 0;
   EXPECT_NE(refusal(theirs, ours).find("different calls with different compression: "), std::string::npos);
   theirs = ours;
+  theirs.algorithm = 1;
+  EXPECT_NE(refusal(theirs, ours).find("ranks 0 and 3 run all_reduce(Float, sum, 40 bytes) by different algorithms"),
+            std::string::npos);
+  theirs = ours;
   theirs.pair_bytes = 4;
   EXPECT_EQ(refusal(theirs, ours),
             "rank 3 sends 4 bytes to this rank, which expects 0; make the splits of both ranks match.");

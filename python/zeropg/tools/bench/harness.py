@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from zeropg.tools import command_line, machine
 from zeropg.tools.bench.results import Row, write_results, write_whole
+from zeropg.tools.quantities import plot_file
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ def make_parser(suite: str, description: str, examples: str, *, output: str) -> 
     parser = command_line.make_parser(f"bench {suite}", description, examples)
     common = parser.add_argument_group("output")
     common.add_argument("--output", type=Path, metavar="FILE", help=f"write medians and spreads as JSON, e.g. {output}")
-    common.add_argument("--plot", type=Path, metavar="FILE", help="draw them too (.svg or .png); needs matplotlib")
+    common.add_argument("--plot", type=plot_file, metavar="FILE", help="draw them too (.svg or .png); needs matplotlib")
     common.add_argument(
         "--even-if-busy",
         action="store_true",
