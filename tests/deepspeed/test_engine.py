@@ -487,6 +487,9 @@ def test_batch_norms_compute_in_sixteen_bits(stage: int, precision: str) -> None
         engine.step()
         losses.append(loss.item())
     assert losses[-1] < losses[2]
+    engine.destroy()
+    with raises(RuntimeError, "this engine was destroyed"):
+        engine.step()
     engine.eval()
     assert model[1].running_mean.dtype == (torch.bfloat16 if precision == "bf16" else torch.float16)
     assert engine(x).isfinite().all() and model[1].running_mean.any()

@@ -64,6 +64,7 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, EngineChec
         nn.Module.__init__(self)
         self.module = module
         self.optimizer = optimizer
+        self._is_destroyed = False
         self.lr_scheduler = lr_scheduler
         self.is_compiled = False
         self.training_dataloader: DeepSpeedDataLoader | None = None
@@ -502,8 +503,11 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, EngineChec
     def destroy(self) -> None:
         """Lets go of the optimizer; the model stays sharded and can be read and saved."""
         self.optimizer = self.lr_scheduler = self._update = None
+        self._is_destroyed = True
 
     def _need_optimizer(self, call: str) -> None:
+        if self._is_destroyed:
+            raise RuntimeError(f"[zeropg] {call}: this engine was destroyed, and its optimizer is gone; make another")
         if self.optimizer is None:
             raise RuntimeError(
                 f"[zeropg] {call}: this engine has no optimizer; give initialize(optimizer=), or the configuration an "

@@ -27,6 +27,9 @@ class PendingSave(Protocol):
     def wait(self, timeout: float | None = None) -> None: ...
 
 
+_LISTED = 8  # names in one message
+
+
 @dataclass
 class ShardedState:
     """One per sharded model, on the root as `_zeropg_state`; `_zeropg` is its core."""
@@ -199,9 +202,10 @@ class ShardedState:
             raise self._changed(operation, changed)
 
     def _changed(self, operation: str, names: list[str]) -> RuntimeError:
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         return RuntimeError(
-            f"{self._context(operation)} {', '.join(map(repr, names))} changed after fully_shard (replaced, added, "
-            "moved, cast or resized); expected the parameters that were sharded. Make such changes before fully_shard; "
+            f"{self._context(operation)} {', '.join(map(repr, names[:_LISTED]))}{more} changed after fully_shard "
+            "(replaced, added, moved, cast or resized); expected the parameters that were sharded. Make such changes before fully_shard; "
             "to set values use `with zeropg.full_parameters(model, writable=True):` or zeropg.load_full_state_dict."
         )
 
