@@ -27,7 +27,7 @@ class PendingSave(Protocol):
     def wait(self, timeout: float | None = None) -> None: ...
 
 
-_LISTED = 8  # names in one message
+_LISTED = 40  # names in one message
 
 
 @dataclass
@@ -205,8 +205,8 @@ class ShardedState:
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         return RuntimeError(
             f"{self._context(operation)} {', '.join(map(repr, names[:_LISTED]))}{more} changed after fully_shard "
-            "(replaced, added, moved, cast or resized); expected the parameters that were sharded. Make such changes before fully_shard; "
-            "to set values use `with zeropg.full_parameters(model, writable=True):` or zeropg.load_full_state_dict."
+            "(replaced, added, moved, cast or resized); expected the parameters that were sharded. Make such changes "
+            "before fully_shard; to set values use `with zeropg.full_parameters(model, writable=True):` or zeropg.load_full_state_dict."
         )
 
     def _replaced(self) -> list[str]:
