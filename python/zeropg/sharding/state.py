@@ -206,7 +206,8 @@ class ShardedState:
         return RuntimeError(
             f"{self._context(operation)} {', '.join(map(repr, names[:_LISTED]))}{more} changed after fully_shard "
             "(replaced, added, moved, cast or resized); expected the parameters that were sharded. Make such changes "
-            "before fully_shard; to set values use `with zeropg.full_parameters(model, writable=True):` or zeropg.load_full_state_dict."
+            "before fully_shard; to set values use `with zeropg.full_parameters(model, writable=True):` or "
+            "zeropg.load_full_state_dict."
         )
 
     def _replaced(self) -> list[str]:
