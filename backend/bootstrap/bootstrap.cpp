@@ -384,7 +384,7 @@ BootstrapResult bootstrap(const c10::intrusive_ptr<c10d::Store>& store, int rank
   // Others may wait for this rank's answer, and in their first operation for this rank, while it still meets its node.
   store_exchange.set_meanwhile([&](const std::vector<int32_t>& awaited) {
     if (result.network) {
-      result.network->note_wait(Lane::kCollective, awaited);
+      result.network->liveness().note_wait(Lane::kCollective, awaited);
       result.network->progress();
     }
     if (result.arena && !awaited.empty())

@@ -10,9 +10,9 @@
 namespace zeropg {
 namespace {
 
-void throw_if_lost(const RemoteTransport& network, const std::vector<int32_t>& ranks) {
+void throw_if_lost(const PeerLiveness& liveness, const std::vector<int32_t>& ranks) {
   for (const int32_t rank : ranks) {
-    const RemoteState state = network.liveness().state_of(rank);
+    const RemoteState state = liveness.state_of(rank);
     if (!state.is_lost && state.state != RankState::kFailed) continue;
     const std::string& why = state.is_lost ? state.loss : state.failure;
     throw PeerLost({__func__, __FILE__, __LINE__}, c10::str("rank ", rank, ": ", why), rank);
@@ -32,7 +32,7 @@ void wait_on_network(RemoteTransport& network, const NetworkWait& wait,
     }
     TORCH_CHECK_WITH(DistBackendError, now < wait.deadline, network.name(), ": ", wait.what, " from ",
                      format_ranks(ranks), " in time; look at what those ranks were doing, or raise the timeout");
-    throw_if_lost(network, ranks);
+    throw_if_lost(network.liveness(), ranks);
     if (network.progress() || !network.arm()) continue;
     pollfd entry{network.descriptor(), POLLIN, 0};
     const auto wake_at = wait.wake_at > now ? wait.wake_at : Clock::time_point::max();

@@ -345,7 +345,7 @@ void CollectiveQueue::check_held(const ZeroWork* own) {
 }
 
 bool CollectiveQueue::has_unread() const {
-  return context_.network != nullptr && !context_.network->unread(Lane::kCollective).empty();
+  return context_.network != nullptr && !context_.network->unread(Lane::kCollective, 1).empty();
 }
 
 void CollectiveQueue::check_idle() {

@@ -1,6 +1,7 @@
 #include "backend/engine/fingerprint_between_nodes.h"
 
 #include <bit>
+#include <cstring>
 #include <optional>
 #include <span>
 #include <string>
@@ -20,9 +21,9 @@ CallFingerprint with_pair_bytes(CallFingerprint call, const std::vector<int64_t>
 void compare_with_unread(const CollectiveContext& context) {
   if (context.network == nullptr) return;
   const CallFingerprint& ours = context.last_call();
-  for (const int32_t peer : context.network->unread(Lane::kCollective)) {
+  for (const auto& [peer, first_bytes] : context.network->unread(Lane::kCollective, sizeof(CallFingerprint))) {
     CallFingerprint theirs;
-    if (!context.network->peek(peer, Lane::kCollective, std::as_writable_bytes(std::span(&theirs, 1)))) continue;
+    std::memcpy(&theirs, first_bytes.data(), sizeof theirs);
     if (theirs.sequence <= ours.sequence) check_call(theirs, ours, context.topology.rank, peer);
   }
 }

@@ -132,7 +132,7 @@ void Peers::note_wait(Lane lane, int32_t peer, const std::vector<int32_t>& await
                       const std::optional<WaitingCall>& call, const std::vector<int32_t>& also_ask) {
   arena_.notes_of(arena_.rank()).note_wait(lane, peer == kAnybody ? topology_.world_size() : peer);
   if (network_ != nullptr) {
-    network_->note_wait(lane, awaited, call);
+    network_->liveness().note_wait(lane, awaited, call);
     network_->ask_for_life(awaited_elsewhere(also_ask));
   }
 }

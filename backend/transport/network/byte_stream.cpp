@@ -43,8 +43,7 @@ size_t IncomingStream::take(std::span<std::byte> data) {
   return moved;
 }
 
-bool IncomingStream::peek(std::span<std::byte> data) const {
-  if (queued_bytes() < data.size()) return false;
+void IncomingStream::peek(std::span<std::byte> data) const {
   size_t skipped = offset_;
   for (const Payload& payload : queue_) {
     if (data.empty()) break;
@@ -53,7 +52,6 @@ bool IncomingStream::peek(std::span<std::byte> data) const {
     std::memcpy(data.data(), rest.data(), bytes);
     data = data.subspan(bytes);
   }
-  return true;
 }
 
 std::optional<uint64_t> IncomingStream::credit_to_tell(int64_t window_bytes) {

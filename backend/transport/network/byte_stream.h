@@ -55,8 +55,8 @@ class IncomingStream {
   void note_placed(size_t bytes);
   // Moves the oldest bytes to `data`; returns how many there were.
   size_t take(std::span<std::byte> data);
-  // Copies the oldest bytes, which stay. False where there are fewer.
-  bool peek(std::span<std::byte> data) const;
+  // Copies the oldest bytes, which stay; queued_bytes() must be as many.
+  void peek(std::span<std::byte> data) const;
   // How much has been taken so far, when the sender should be told again: then it counts as told.
   std::optional<uint64_t> credit_to_tell(int64_t window_bytes);
 

@@ -57,8 +57,8 @@ class PeerLiveness {
   // change. Whatever bytes it sent.
   std::optional<WaitingCall> waiting_call_of(int32_t peer) const;
 
-  // This rank waits for `awaited` in `lane`, and, in that of collectives, in `call`.
-  void note_wait(Lane lane, const std::vector<int32_t>& awaited, const std::optional<WaitingCall>& call);
+  // This rank waits for `awaited` in `lane`, and, in that of collectives, in `call`. To be said again while it does.
+  void note_wait(Lane lane, const std::vector<int32_t>& awaited, const std::optional<WaitingCall>& call = {});
   void forget_waits();
   // What this rank has become, to be told to every peer; kAlive until it is said.
   struct OwnState {

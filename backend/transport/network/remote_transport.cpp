@@ -109,19 +109,14 @@ size_t RemoteTransport::try_receive(int32_t peer, Lane lane, std::span<std::byte
   return moved;
 }
 
-std::vector<int32_t> RemoteTransport::unread(Lane lane) const {
+std::map<int32_t, std::vector<std::byte>> RemoteTransport::unread(Lane lane, size_t bytes) const {
   const std::lock_guard lock(mutex_);
-  std::vector<int32_t> ranks;
+  std::map<int32_t, std::vector<std::byte>> by_rank;
   for (const int32_t peer : options_.peers) {
-    const PeerStreams& streams = streams_[static_cast<size_t>(peer)];
-    if (streams.incoming[static_cast<size_t>(lane)].queued_bytes() > 0) ranks.push_back(peer);
+    const IncomingStream& incoming = streams_[static_cast<size_t>(peer)].incoming[static_cast<size_t>(lane)];
+    if (incoming.queued_bytes() >= bytes) incoming.peek(by_rank[peer] = std::vector<std::byte>(bytes));
   }
-  return ranks;
-}
-
-bool RemoteTransport::peek(int32_t peer, Lane lane, std::span<std::byte> data) const {
-  const std::lock_guard lock(mutex_);
-  return streams_[static_cast<size_t>(peer)].incoming[static_cast<size_t>(lane)].peek(data);
+  return by_rank;
 }
 
 std::span<std::byte> RemoteTransport::place_for(int32_t peer, const FrameHeader& header) {

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -40,10 +41,9 @@ class RemoteTransport final : public Transport, private FrameSink {
   size_t try_send(int32_t peer, Lane lane, std::span<const std::byte> data) override;
   size_t try_receive(int32_t peer, Lane lane, std::span<std::byte> data) override;
 
-  // The ranks of which bytes of that lane have come and nobody has received them.
-  std::vector<int32_t> unread(Lane lane) const;
-  // Copies the oldest such bytes of one, which stay. False where there are fewer.
-  bool peek(int32_t peer, Lane lane, std::span<std::byte> data) const;
+  // The ranks of which at least `bytes` of that lane have come that nobody has received, and a copy of the first
+  // `bytes`.
+  std::map<int32_t, std::vector<std::byte>> unread(Lane lane, size_t bytes) const;
 
   // For the progress thread: moves what waits in both directions and serves the peers' reads. True when anything moved.
   bool progress();
@@ -52,7 +52,7 @@ class RemoteTransport final : public Transport, private FrameSink {
   bool arm();
 
   std::optional<Delivery> delivery_to(int32_t peer) const;  // as of the wire; empty also where it has not met the peer
-  const PeerLiveness& liveness() const { return liveness_; }
+  PeerLiveness& liveness() { return liveness_; }
   // To every peer that this rank has met, and to any other as soon as it does; a failure also calls the others.
   void tell_state(RankState state, std::string_view text = {});
   // Asks these for a sign of life now; liveness().silent_for(0 ms) are those that have not answered.
@@ -60,11 +60,6 @@ class RemoteTransport final : public Transport, private FrameSink {
   // Asks these of the peers now and then for a sign of life; to be called while something is awaited. Also loses peers
   // that the wire finds unreachable.
   void ask_for_life(const std::vector<int32_t>& peers);
-  // To be said again while this rank waits for `awaited` in `lane`, and, in that of collectives, in `call`: Note
-  // [Waits] in peer_liveness.h.
-  void note_wait(Lane lane, const std::vector<int32_t>& awaited, const std::optional<WaitingCall>& call = {}) {
-    liveness_.note_wait(lane, awaited, call);
-  }
 
   // Says goodbye: gives the last bytes up to `patience` to arrive. Nothing can be sent or received after.
   void close(std::chrono::milliseconds patience);

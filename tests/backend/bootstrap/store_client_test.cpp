@@ -51,7 +51,10 @@ class Server {
     options.waitWorkers = false;
     return c10::make_intrusive<c10d::PrefixStore>("group", c10::make_intrusive<c10d::TCPStore>(kHost, options));
   }
-  void stop() const { ::kill(child_, SIGSTOP); }
+  void stop() const {
+    ::kill(child_, SIGSTOP);
+    ::waitpid(child_, nullptr, WUNTRACED);  // until then it may still answer
+  }
   void go_on() const { ::kill(child_, SIGCONT); }
 
  private:

@@ -191,8 +191,8 @@ TEST(Planner, SaysAtTheCallThatAForcedAlgorithmCannotServeIt) {
   Planner planner(with_algorithm(options_of(4), "all_reduce", "all_reduce_hierarchical"));
   const auto plan = [&] { planner.plan(all_reduce(1)); };
   EXPECT_THROW(plan(), c10::ValueError);
-  expect_words(error_of(plan),
-               {"[zeropg rank 0/4] all_reduce: all_reduce_hierarchical does not support", "do not force"});
+  expect_words(error_of(plan), {"[zeropg rank 0/4] all_reduce: all_reduce_hierarchical does not support",
+                                "force another one, or none"});
 }
 
 TEST(Planner, RefusesAnAllToAllThatDisagreesWithItself) {

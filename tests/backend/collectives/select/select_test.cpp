@@ -113,7 +113,7 @@ TEST(SelectTest, SmallTensorsOverManyNodesTakeFewMessages) {
 
 TEST(SelectTest, AnAlgorithmOfOneNodeIsRefusedOverNodesAndTheOtherWayRound) {
   expect_words(message_of(over_nodes(8, 2), "all_reduce_staged"),
-               {"all_reduce_staged does not support world_size 4 on 2 nodes", "do not force"});
+               {"all_reduce_staged does not support world_size 4 on 2 nodes", "force another one, or none"});
   expect_words(message_of(all_reduce(4, 8), "all_reduce_hierarchical"),
                {"all_reduce_hierarchical does not support world_size 4 on 1 nodes"});
 }

@@ -165,8 +165,8 @@ TEST_P(NetworkSuite, WhoIsAskedSaysForWhomItWaitsForAsLongAsItDoes) {
     return world->rank(0).liveness().waits_of(1, lane);
   };
   EXPECT_TRUE(eventually([&] {
-    world->rank(1).note_wait(Lane::kCollective, known, call);
-    world->rank(1).note_wait(Lane::kPointToPoint, {2});
+    world->rank(1).liveness().note_wait(Lane::kCollective, known, call);
+    world->rank(1).liveness().note_wait(Lane::kPointToPoint, {2});
     // An answer may fall between the two notes, so both lanes are asked for until one answer has both.
     return ask(Lane::kCollective) == known && ask(Lane::kPointToPoint) == std::vector<int32_t>{2};
   }));
@@ -179,7 +179,7 @@ TEST_P(NetworkSuite, WhoIsAskedSaysForWhomItWaitsForAsLongAsItDoes) {
 TEST_P(NetworkSuite, WhatARankSaidOfItsWaitsIsNotBelievedOnceItIsSilent) {
   auto world = make(2);
   EXPECT_TRUE(eventually([&] {
-    world->rank(1).note_wait(Lane::kCollective, {0});
+    world->rank(1).liveness().note_wait(Lane::kCollective, {0});
     world->rank(0).ask_for_life({1});
     return !world->rank(0).liveness().waits_of(1, Lane::kCollective).empty();
   }));
