@@ -31,7 +31,7 @@ from zeropg.sharding.materialize import Materializer
 from zeropg.sharding.model_codecs import ModelCodecs, make_codecs
 from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_memory, offload_of, open_offload
 from zeropg.sharding.rank_groups import check_mesh, described, groups_of, reduction_groups, store_of
-from zeropg.sharding.running_statistics import check_statistics_dtype
+from zeropg.sharding.running_statistics import refuse_mixed_statistics
 from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
 from zeropg.sharding.subclass import subclass_of
@@ -244,8 +244,6 @@ def fully_shard(
         check_offload_params(offload_params, place)
         plans = plan_units(module, inner_units(module) if units is None else units, ignored)
         _check_parameters(module, plans)
-        sharded = {id(parameter) for unit in plans for _, parameter in unit.parameters}
-        check_statistics_dtype(module, sharded, param_dtype, buffer_dtype)
         values = Materializer(module, place)
         check_shared_memory(module, plans)
         if plan is not None:
@@ -297,6 +295,7 @@ def fully_shard(
     )
     together(group, "fully_shard", values.finish)
     _prepare_buffers(module, buffer_dtype, group)
+    refuse_mixed_statistics(module, {id(p) for unit in plans for _, p in unit.parameters}, param_dtype)
     if codecs is not None:
         codecs.coding.exposed_seconds = core.communication_seconds
     vars(module).update(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,25 +21,28 @@ def modules_with_statistics(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, _NormBase) and not isinstance(m, nn.SyncBatchNorm)]
 
 
-def check_statistics_dtype(
-    model: nn.Module, sharded: Collection[int], param_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None
-) -> None:
-    """Raises ValueError where param_dtype lets a batch norm compute in another dtype than it keeps its statistics in.
+def refuse_mixed_statistics(model: nn.Module, sharded: Collection[int], param_dtype: torch.dtype | None) -> None:
+    """Lets the forward of a batch norm raise ValueError where its statistics do not have param_dtype.
 
-    sharded: the identities of the parameters that will have param_dtype; the dtypes are fully_shard's.
+    Not before: a model that is only loaded and exported may keep them so. sharded: the identities of the parameters
+    that compute in param_dtype.
     """
+    if param_dtype is None:
+        return
     for name, module in model.named_modules():
-        weight, mean = module._parameters.get("weight"), module._buffers.get("running_mean")
-        if not isinstance(module, _NormBase) or weight is None or mean is None:
-            continue
-        computed = param_dtype if param_dtype is not None and id(weight) in sharded else weight.dtype
-        kept = buffer_dtype or mean.dtype
-        if computed not in (kept, weight.dtype):
-            raise ValueError(
-                f"[zeropg] fully_shard: the {type(module).__name__} {name!r} would compute in {computed} and keep its "
-                f"statistics in {kept}, which torch cannot mix; expected one dtype: shard with buffer_dtype={computed},"
-                " which rounds all floating buffers to it, train in fp32, or use a norm without running statistics."
-            )
+        mean = module._buffers.get("running_mean") if isinstance(module, _NormBase) else None
+        if mean is not None and mean.dtype != param_dtype and id(module._parameters.get("weight")) in sharded:
+            module.register_forward_pre_hook(partial(_check_statistics, name, param_dtype))
+
+
+def _check_statistics(name: str, computed: torch.dtype, norm: nn.Module, _: object) -> None:
+    mean = norm._buffers.get("running_mean")
+    if mean is not None and mean.dtype != computed:
+        raise ValueError(
+            f"[zeropg] forward: the {type(norm).__name__} {name!r} computes in {computed} and keeps its statistics in "
+            f"{mean.dtype}, which torch cannot mix; expected one dtype: shard with buffer_dtype={computed}, which "
+            "rounds all floating buffers to it, train in fp32, or use a norm without running statistics."
+        )
 
 
 def cast_statistics(model: nn.Module, dtype: torch.dtype | None) -> None:

@@ -129,6 +129,21 @@ def test_a_sparse_input_where_units_are_gathered() -> None:
     check_sparse_input(3)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_batch_norm_computes_in_the_dtype_of_its_statistics(stage: int) -> None:
+    x = torch.randn(4, 5).to(torch.bfloat16)
+    norms = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+    model = zeropg.fully_shard(norms, stage=stage, units=[], param_dtype=torch.bfloat16)
+    zeropg.full_state_dict(model)  # without a forward nothing is wrong
+    with raises(ValueError, "BatchNorm1d '1'", "torch.bfloat16", "torch.float32", "buffer_dtype=torch.bfloat16"):
+        model(x)
+    model[1].running_mean = model[1].running_mean.to(torch.bfloat16)
+    model[1].running_var = model[1].running_var.to(torch.bfloat16)
+    model(x).sum().backward()
+    assert model[1].running_mean.abs().sum() > 0
+
+
 def test_parameters_on_several_devices_are_refused_by_name() -> None:
     plan = UnitPlan("", nn.Linear(2, 2))
     elsewhere: Any = SimpleNamespace(device=torch.device("cuda", 0), is_meta=False)
