@@ -86,6 +86,59 @@ def test_every_stage_gets_what_was_saved(folders: Path, world_size: int) -> None
     assert run_ranks(world_size, load_all, str(folders), timeout=180) == [[]] * world_size
 
 
+def converted(seed: int) -> dict[str, Any]:
+    """Models whose files have other names than they have, or tensors that are merged, split or transposed."""
+    torch.manual_seed(seed)
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    text = {**small, "vocab_size": 67, "num_key_value_heads": 2}
+    mixture = {"num_local_experts": 5, "num_experts_per_tok": 2}
+    qwen = {"num_experts": 6, "moe_intermediate_size": 12, "head_dim": 8}
+    return {
+        "vit": transformers.ViTForImageClassification(transformers.ViTConfig(**small, image_size=8, patch_size=4)),
+        "mixtral": transformers.MixtralForCausalLM(transformers.MixtralConfig(**text, **mixture)),
+        "qwen3_moe": transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**text, **qwen)),
+    }
+
+
+def load_converted(root: str) -> list[str]:
+    """Returns what is wrong."""
+    import zeropg
+
+    wrong = []
+    for stage, units in ((3, None), (3, []), (2, None)):
+        for name, model in converted(2).items():
+            zeropg.fully_shard(model, stage=stage, units=units)
+            names = zeropg.load_pretrained(model, Path(root) / name)
+            if tuple(names) != ([], []) or not same_as(model, converted(1)[name]):
+                wrong.append(f"{name}, stage {stage}, units {units}: {names}")
+    model = zeropg.fully_shard(converted(2)["mixtral"])
+    for name in ("lacks_an_expert", "twice"):
+        try:
+            zeropg.load_pretrained(model, Path(root) / name)
+            wrong.append(name)
+        except ValueError as error:
+            wrong.append(str(error))
+    return [*wrong, str(same_as(model, converted(2)["mixtral"]))]
+
+
+def test_what_transformers_converts_on_loading(tmp_path: Path) -> None:
+    for name, model in converted(1).items():
+        model.save_pretrained(tmp_path / name, max_shard_size="20KB")
+    model = converted(1)["mixtral"]
+    model.save_pretrained(tmp_path / "lacks_an_expert")
+    values = load_file(tmp_path / "lacks_an_expert" / "model.safetensors")
+    lacking = next(name for name in values if "experts.3." in name and ".w1." in name)
+    (tmp_path / "twice").mkdir()
+    merged = {"model.layers.0.mlp.experts.gate_up_proj": model.model.layers[0].mlp.experts.gate_up_proj.detach()}
+    save_file({**values, **merged}, tmp_path / "twice" / "model.safetensors")
+    del values[lacking]
+    save_file(values, tmp_path / "lacks_an_expert" / "model.safetensors")
+    for lacks, twice, is_as_before in run_ranks(3, load_converted, str(tmp_path), timeout=180):
+        assert "transformers cannot make 'model.layers." in lacks and "experts.gate_up_proj' of" in lacks
+        assert "both are 'model.layers.0.mlp.experts.gate_up_proj' of the model: which one counts?" in twice
+        assert is_as_before == "True"
+
+
 def load_partly(root: str) -> tuple[bool, list[str], list[str], str]:
     """A head that the files do not have, and a layer that the model does not have."""
     import zeropg

@@ -15,9 +15,12 @@ from torch import nn
 from zeropg.checkpoint.load_masters import Advance, load_masters, set_values
 from zeropg.checkpoint.plan import ModelPlan, plan_model
 from zeropg.checkpoint.safetensors_folder import SafetensorsFolder, StoredTensor
+from zeropg.checkpoint.transformers_conversions import Conversions, ConvertedTensor
 from zeropg.rank_io.agreement import check_same, together
+from zeropg.rank_io.directory_path import directory_path
 from zeropg.sharding.state import ShardedState, unchecked_state_of
 
+_Source = StoredTensor | ConvertedTensor
 _LISTED = 5  # names in an error; the rest is counted
 _OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))  # of BERT's time
 
@@ -34,8 +37,9 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
 
     Each rank reads the elements that it owns, some MiB at a time, straight into the masters where these are on the CPU
     and have the files' dtype; nobody holds the model whole. Names are found as from_pretrained finds them: tied weights
-    under any of their names, with or without the model's base_model_prefix, and LayerNorm's of BERT's time. Floating
-    dtypes are cast to the masters'.
+    under any of their names, with or without the model's base_model_prefix, and LayerNorm's of BERT's time. Its
+    table of conversions applies, too (in a mixture it stacks the experts): each rank converts the tensors of which it
+    owns a part, of stacked experts its own ones. Floating dtypes are cast to the masters'.
 
     Args:
         model: a module that `fully_shard` has sharded, in any stage.
@@ -63,7 +67,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         state.check_modules("load_pretrained")
         state.check_outside_writable_shards("load_pretrained")
         state.check_has_own_weights("load_pretrained")
-        loading = _Loading(Path(os.fsdecode(directory)), state, strict)
+        loading = _Loading(directory_path(directory), state, strict)
         return loading.announcement()
 
     try:
@@ -85,14 +89,15 @@ class _Loading:
         self._plan = plan_model(state)
         self._folder = SafetensorsFolder(directory)
         try:
-            self._stored, self.names = match_names(state.model, self._plan, self._folder.tensors)
-            problems = _problems(self._plan, self._stored, self.names if strict else LoadedNames([], []))
+            self._sources = Conversions(state.model, self._plan, self._folder)
+            self._found, self.names = match_names(state.model, self._plan, self._sources.tensors)
+            problems = _problems(self._plan, self._found, self.names if strict else LoadedNames([], []))
             problems += self._untied() if strict else []
             if problems:
                 if any(name.endswith("packed_weight") for name in self.names.missing_keys):
                     problems.append("call zeropg.quantize_frozen after a plain model has loaded its weights")
                 hint = "" if any("shape" in each for each in problems) else "; strict=False loads what fits"
-                raise ValueError(f"the weights in '{directory}' are of another model; {'; '.join(problems)}{hint}")
+                raise ValueError(f"the weights in '{directory}' do not fit the model; {'; '.join(problems)}{hint}")
         except BaseException:
             self.close()
             raise
@@ -101,13 +106,13 @@ class _Loading:
         """What the files give several values for, and the model has once. Each rank compares its share."""
         core = self._state.core
         problems = []
-        for name, stored in self._folder.tensors.items():
+        for name, stored in self._sources.tensors.items():
             index = self._plan.index_of.get(name)
-            kept = stored if index is None else self._stored[index]
+            kept = stored if index is None else self._found[index]
             if kept is stored:
                 continue
             begin, end = (stored.numel * part // core.world_size for part in (core.rank, core.rank + 1))
-            pieces = (self._folder.pieces(each, begin, end) for each in (stored, kept))
+            pieces = (self._sources.pieces(each, begin, end) for each in (stored, kept))
             if (stored.shape, stored.dtype) != (kept.shape, kept.dtype) or any(
                 not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
                 for (_, ours), (_, theirs) in zip(*pieces, strict=True)
@@ -123,7 +128,7 @@ class _Loading:
     def own_bytes(self) -> int:
         """About how much this rank will read."""
         core = self._state.core
-        total = sum(stored.numel * stored.dtype.itemsize for stored in self._stored.values())
+        total = sum(source.numel * source.dtype.itemsize for source in self._found.values())
         return total // (core.shards if core.stage > 0 else 1)
 
     def read(self, advance: Advance) -> None:
@@ -131,22 +136,24 @@ class _Loading:
         set_values(self._state, self._plan, self._pieces, advance, self._into_place)
 
     def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        stored = self._stored.get(index)
-        return iter(()) if stored is None else self._folder.pieces(stored, start, stop)
+        source = self._found.get(index)
+        return iter(()) if source is None else self._sources.pieces(source, start, stop)
 
     def _into_place(self, index: int, start: int, room: torch.Tensor) -> Iterator[int] | None:
-        stored = self._stored.get(index)
-        if stored is None or stored.dtype != room.dtype or not room.is_floating_point() or not room.is_contiguous():
+        source = self._found.get(index)
+        if not isinstance(source, StoredTensor) or source.dtype != room.dtype:
             return None
-        return self._folder.into_place(stored, start, room)
+        if not room.is_floating_point() or not room.is_contiguous():
+            return None
+        return self._folder.into_place(source, start, room)
 
     def close(self) -> None:
         self._folder.close()
 
 
 def match_names(
-    model: nn.Module, plan: ModelPlan, stored: Mapping[str, StoredTensor]
-) -> tuple[dict[int, StoredTensor], LoadedNames]:
+    model: nn.Module, plan: ModelPlan, stored: Mapping[str, _Source]
+) -> tuple[dict[int, _Source], LoadedNames]:
     """Returns what each of the plan's tensors, by index, is loaded from, and the names that have no counterpart."""
     found = {plan.index_of[name]: tensor for name, tensor in stored.items() if name in plan.index_of}
     unexpected = []
@@ -178,13 +185,14 @@ def _not_matching(names: list[str], patterns: Any) -> list[str]:
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
 
 
-def _problems(plan: ModelPlan, stored: Mapping[int, StoredTensor], names: LoadedNames) -> list[str]:
+def _problems(plan: ModelPlan, found: Mapping[int, _Source], names: LoadedNames) -> list[str]:
     misshapen = []
-    for index, found in stored.items():
+    for index, source in found.items():
         tensor = plan.tensors[index]
-        if found.shape != tuple(tensor.value.shape) or found.dtype.is_floating_point != tensor.dtype.is_floating_point:
+        is_other_kind = source.dtype.is_floating_point != tensor.dtype.is_floating_point
+        if is_other_kind or source.shape != tuple(tensor.value.shape):
             here = f"{tensor.dtype} {list(tensor.value.shape)}"
-            misshapen.append(f"{tensor.name} ({found.dtype} {list(found.shape)}, here {here})")
+            misshapen.append(f"{tensor.name} ({source.dtype} {list(source.shape)}, here {here})")
     return [
         f"{what}: {', '.join(which[:_LISTED])}" + (f" and {len(which) - _LISTED} more" if len(which) > _LISTED else "")
         for what, which in (
