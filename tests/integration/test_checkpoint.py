@@ -326,6 +326,10 @@ def background(directory: Path) -> None:
     zeropg.load_checkpoint(directory / "a", model, optimizer)  # joins the second
     assert again.done() and (directory / "b" / MANIFEST).exists()
     assert same(everything(model, optimizer), expected)
+    zeropg.save_checkpoint(directory / "c", model, optimizer, async_save=True)
+    another, its_optimizer = make(seed=2)
+    zeropg.load_checkpoint(directory / "x" / ".." / "c", another, its_optimizer)  # joins that of the first model
+    assert same(everything(another, its_optimizer), expected)
 
 
 def test_a_save_in_the_background_writes_what_was_there(rank_pool: Any, tmp_path: Path) -> None:

@@ -246,6 +246,20 @@ def test_what_one_rank_gives_wrongly_is_an_error_on_all(rank_pool: Any, tmp_path
         assert all("rank 1: [zeropg rank 1/2] " in text and "'scale' changed" in text for text in texts[2:]), texts
 
 
+def give_no_directory() -> list[str]:
+    import zeropg
+
+    model, _ = make(optimizer=False)
+    calls: list[Callable[..., Any]] = [zeropg.save_checkpoint, zeropg.load_checkpoint]
+    texts = [attempt(call, "", model) for call in calls]
+    return [*texts, *(attempt(call, model, "") for call in (zeropg.load_pretrained, zeropg.save_16bit_weights))]
+
+
+def test_an_empty_name_is_not_the_working_directory(rank_pool: Any) -> None:
+    for texts in rank_pool(2).run(give_no_directory):
+        assert all("the directory is '', expected a path" in text for text in texts), texts
+
+
 def touch(*paths: Path) -> None:
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,7 @@ from zeropg.checkpoint.structure_file import StructureFile, make_structure_file
 from zeropg.export.plan import has_extra_state
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import check_same, together
+from zeropg.rank_io.directory_path import directory_path
 from zeropg.rank_io.parallel_files import ByteRange, FileSpec, ParallelFiles
 from zeropg.rank_io.progress import progress
 from zeropg.rank_io.store_agreement import StoreAgreement, patience_of, store_of
@@ -85,9 +86,10 @@ def save_checkpoint(
         exclude_frozen: True: parameters that are not trained now are not saved. A load leaves the model's own as they
             are, so it has to have the same ones, as an adapter's base model does.
         async_save: True: copy everything to host memory (as much as this rank's part of the files), return, and write
-            in the background. All ranks must see the directory. The next save or load waits for this one, and so does
-            the interpreter's exit. `wait` raises an error of it, or else the next save or load does. A rank without a
-            sign of life for 60 s, or for the group's timeout where that is shorter, is an error.
+            in the background. All ranks must see the directory. The next save or load of the model, or in the
+            directory, waits for this one, and so does the interpreter's exit. `wait` raises an error of it, or else the
+            model's next save or load does. A rank without a sign of life for 60 s, or for the group's timeout where
+            that is shorter, is an error.
 
     Returns:
         With async_save the `PendingCheckpoint`, on which `wait` and `done` can be called; None otherwise.
@@ -173,7 +175,9 @@ def load_parts(
         state.check_has_own_weights("load_checkpoint")
         named = named_optimizers(optimizer, model, "load_checkpoint")
         _join(state)
-        loading = Loading(_path(directory), state, named, strict=strict, reads_model=reads_model)
+        path = directory_path(directory)
+        _join_others(path)
+        loading = Loading(path, state, named, strict=strict, reads_model=reads_model)
         return loading.announcement()
 
     announced = together(group, "load_checkpoint", open_checkpoint)
@@ -207,6 +211,7 @@ class PendingCheckpoint:
         save.snapshot()
         # Not a daemon: the interpreter waits for it.
         self._thread = threading.Thread(target=self._run, name="zeropg-save-checkpoint")
+        _RUNNING.add(self)
         self._thread.start()
 
     def done(self) -> bool:
@@ -231,6 +236,11 @@ class PendingCheckpoint:
         self.wait(timeout)
         return self._save.directory
 
+    def join_if_into(self, directory: Path) -> None:
+        """Waits, if the save writes into this directory. Raises nothing of it."""
+        if self._save.directory.resolve() == directory.resolve():
+            self._thread.join()
+
     def _run(self) -> None:
         try:
             self._save.write_in_background()
@@ -240,6 +250,10 @@ class PendingCheckpoint:
                 warnings.warn(f"{error} (in the background)", stacklevel=1)
         finally:
             self._save.close()
+            _RUNNING.discard(self)
+
+
+_RUNNING: set[PendingCheckpoint] = set()  # of this process
 
 
 class _Save:
@@ -304,7 +318,7 @@ class _Save:
             raise TypeError(f"async_save is {async_save!r}, expected True or False")
         self._state.check_modules(_OPERATION)
         self._optimizers = named_optimizers(self._given, self._state.model, _OPERATION)
-        self.directory = _path(directory)
+        self.directory = directory_path(directory)
         self._model_plan = plan_model(self._state, exclude_frozen=self._exclude_frozen)
         if self.rank == 0:
             content = {"extra": extra, "modules": _extra_states(self._state.model)}
@@ -327,6 +341,7 @@ class _Save:
         for name, groups in self._groups.items():
             arguments[f"the optimizer{own_words(name)}'s param_groups (digest)"] = digest(groups)
         _join(self._state)  # after the checks: its errors are of the save before
+        _join_others(self.directory)
         return {
             "arguments": arguments,
             "states": {name: local_signatures(one, self._model_plan) for name, one in self._optimizers.items()},
@@ -501,10 +516,6 @@ def _expand(runs: list[Any], chunk_bytes: int) -> Iterator[tuple[int, int, int]]
             start = end
 
 
-def _path(directory: str | os.PathLike[str]) -> Path:
-    return Path(os.path.abspath(os.fsdecode(directory)))
-
-
 def _kinds(optimizers: Mapping[str, ShardedOptimizer]) -> str:
     kinds = [f"{name}: {optimizer_kind(one)}" if name else optimizer_kind(one) for name, one in optimizers.items()]
     return ", ".join(kinds) or "None"
@@ -512,6 +523,12 @@ def _kinds(optimizers: Mapping[str, ShardedOptimizer]) -> str:
 
 def _extra_states(model: nn.Module) -> dict[str, Any]:
     return {name: module.get_extra_state() for name, module in model.named_modules() if has_extra_state(module)}
+
+
+def _join_others(directory: Path) -> None:
+    """Waits for the saves into this directory that other models have begun here."""
+    for pending in list(_RUNNING):
+        pending.join_if_into(directory)
 
 
 def _join(state: ShardedState) -> None:

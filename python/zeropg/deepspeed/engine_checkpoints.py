@@ -23,6 +23,7 @@ from zeropg.deepspeed.config import Config
 from zeropg.deepspeed.loss_scaler import LossScaler
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import broadcast_text, check_same, together
+from zeropg.rank_io.directory_path import directory_path
 from zeropg.sharding.load_state_dict import load_into
 from zeropg.sharding.state import ShardedState
 
@@ -383,9 +384,10 @@ def _writer_of(folder: Path) -> str:
 
 
 def _path(directory: str | os.PathLike[str]) -> Path:
-    if not os.fspath(directory):
-        raise ValueError("[zeropg] checkpoint: the directory is '', expected a path")
-    return Path(os.path.abspath(os.fspath(directory)))
+    try:
+        return directory_path(directory)
+    except ValueError as error:
+        raise ValueError(f"[zeropg] checkpoint: {error}") from None
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zeropg._native import _C
 from zeropg.quantization.packed_layer import PackedLayer
+from zeropg.rank_io.directory_path import directory_path
 
 _EXPORT_DTYPES = (torch.bfloat16, torch.float16)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B|B?)\s*", re.IGNORECASE)
@@ -54,7 +55,7 @@ def make_plan(
     if dtype not in _EXPORT_DTYPES:
         raise ValueError(f"dtype is {dtype}, expected a 16-bit one: torch.bfloat16 or torch.float16")
     max_bytes = parse_size(max_shard_size)
-    path = Path(os.path.abspath(os.fsdecode(directory)))
+    path = directory_path(directory)
     tensors, aliases = _collect(model, dtype)
     layout = _C.plan_layout(
         names=[tensor.name for tensor in tensors],
