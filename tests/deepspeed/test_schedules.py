@@ -102,5 +102,9 @@ def test_what_is_no_schedule_is_refused() -> None:
         WarmupLR(adam(1e-3, 1e-4), warmup_max_lr=[1, 2, 3])
     with pytest.raises(ValueError, match=r"cycle_first_step_size is 0"):
         OneCycle(adam(1e-3), 1e-4, 1e-2, cycle_first_step_size=0)
+    growing = OneCycle(adam(1e-3), 1e-4, 1e-2, cycle_first_step_size=1, decay_step_size=1, decay_mom_rate=0.06)
+    with pytest.raises(ValueError, match=r"at iteration 3 decay_mom_rate=0.06 lets the first beta be 1.00"):
+        for _ in range(5):
+            growing.step()
     with pytest.warns(UserWarning, match="the run ends during the warm-up"):
         WarmupDecayLR(adam(1e-3), 10, warmup_num_steps=20)

@@ -107,7 +107,8 @@ class OneCycle(Schedule):
     """Up from cycle_min_lr to cycle_max_lr, down again, then a decay; the first beta of Adam moves the other way.
 
     Args:
-        decay_lr_rate, decay_mom_rate: how much the decay takes in decay_step_size iterations; 0: nothing.
+        decay_lr_rate, decay_mom_rate: how much the rate shrinks and the first beta grows in decay_step_size
+            iterations; 0: nothing. A beta of 1 raises ValueError.
         cycle_first_step_size: iterations of the way up.
         cycle_second_step_size: of the way down; default: as many.
         cycle_first_stair_count, cycle_second_stair_count: stairs of each way; 0: a line.
@@ -175,6 +176,11 @@ class OneCycle(Schedule):
             momenta = [high - (high - low) * height for low, high in pairs]
         else:
             momenta = [high * self._decayed(self._decay[1]) for high in self._max_momenta]
+            if max(momenta) >= 1.0:
+                raise ValueError(
+                    f"[zeropg] OneCycle: at iteration {self.last_batch_iteration} decay_mom_rate={self._decay[1]} lets "
+                    f"the first beta be {max(momenta):.4g}, expected below 1; give a smaller decay_mom_rate, or 0"
+                )
         return [(momentum, _CYCLED_BETA2) for momentum in momenta]
 
     def _height(self) -> float:
