@@ -32,10 +32,11 @@ c10::ScalarType computation_dtype(c10::ScalarType dtype, const ShardingOptions& 
 }
 
 std::string sharded_message(const std::string& name) {
-  return c10::str(
-      "[zeropg] parameter '", name,
-      "' is sharded: its values are on several ranks outside of its module's forward and backward. Read it "
-      "inside `with zeropg.full_parameters(model):`, or take this rank's part from zeropg.local_shards(model).");
+  return c10::str("[zeropg] parameter '", name,
+                  "' is sharded: its values are on several ranks outside of its module's forward and backward. Read it "
+                  "inside `with zeropg.full_parameters(model):`, or take this rank's part from "
+                  "zeropg.local_shards(model). A backward raises this where a unit's forward writes its result into an "
+                  "argument: return it instead.");
 }
 
 std::string arriving_message(const std::string& name) {

@@ -251,6 +251,37 @@ def train_and_fail(stage: int, moment: str, how: str, backend: str) -> str:
     return "nothing raised"
 
 
+class Filling(nn.Module):
+    """Returns nothing: its result is in the argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, room: torch.Tensor) -> None:
+        room.copy_(self.linear(x))
+
+
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.filling = nn.Linear(3, 3), Filling()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        room = torch.empty_like(x)
+        self.filling(self.first(x), room)
+        return room.sum()
+
+
+@on_ranks(2)
+def test_a_unit_that_returns_its_result_in_an_argument_is_told_to_return_it() -> None:
+    model = Filled()
+    zeropg.fully_shard(model, units=[model.filling])
+    loss = model(torch.ones(2, 3))
+    with raises(RuntimeError, "'filling.linear.weight' is sharded", "writes its result into an argument: return it"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("how", ["kill", "raise"])
 @pytest.mark.parametrize("moment", ["forward", "backward", "step"])
 def test_a_rank_that_fails_is_named_by_all_others(moment: str, how: str) -> None:
