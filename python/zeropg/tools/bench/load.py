@@ -138,19 +138,24 @@ def _run_rank(options: argparse.Namespace) -> int:
 
 
 def _measure(load: Callable[[], Any], blocks: int) -> dict[str, float]:
-    """All ranks call it; the figures of the slowest and largest, and the sum of what they read."""
+    """Loads twice: to look at memory takes time. All ranks call it; the figures of the slowest and largest rank, and
+    the sum of what they read.
+    """
     import torch
     import torch.distributed as dist
 
     from zeropg.tools.bench.peak_memory import PeakMemory
     from zeropg.tools.train.memory import resident_bytes
 
-    before, read_before = resident_bytes(), _read_bytes()
     dist.barrier()
+    before = resident_bytes()
     with PeakMemory() as peak:
-        start = time.perf_counter()
         load()
-        took = time.perf_counter() - start
+    dist.barrier()
+    read_before = _read_bytes()
+    start = time.perf_counter()
+    load()
+    took = time.perf_counter() - start
     most = torch.tensor([took, float(max(0, peak.bytes - before))], dtype=torch.float64)
     read = torch.tensor([float(_read_bytes() - read_before)], dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
