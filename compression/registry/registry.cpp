@@ -3,10 +3,9 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "compression/quantized/bf16.h"
 #include "compression/quantized/block_quant.h"
 #include "compression/quantized/entropy.h"
-#include "compression/quantized/fp16.h"
+#include "compression/quantized/half.h"
 #include "compression/quantized/low_bit.h"
 #include "compression/selective/random_k.h"
 #include "compression/selective/top_k.h"
@@ -91,12 +90,14 @@ constexpr Entry kCompressors[] = {
        const LowBitCode code = reader.flag("rotate", false) ? LowBitCode::kRotatedFourLevel : LowBitCode::kTernary;
        return with_entropy(std::make_shared<LowBit>(code, block), reader.flag("entropy", false));
      }},
-    {"bf16", Bf16::kHelp,
+    {"bf16", Half::kBfloat16Help,
      [](Reader& reader) -> std::shared_ptr<const Compressor> {
        const bool has_entropy = reader.flag("entropy", false);
-       return with_entropy(std::make_shared<Bf16>(has_entropy), has_entropy);
+       const HalfFormat format = has_entropy ? HalfFormat::kBfloat16Planes : HalfFormat::kBfloat16;
+       return with_entropy(std::make_shared<Half>(format), has_entropy);
      }},
-    {"fp16", Fp16::kHelp, [](Reader&) -> std::shared_ptr<const Compressor> { return std::make_shared<Fp16>(); }},
+    {"fp16", Half::kFloat16Help,
+     [](Reader&) -> std::shared_ptr<const Compressor> { return std::make_shared<Half>(HalfFormat::kFloat16); }},
     {"random_k", RandomK::kHelp,
      [](Reader& reader) -> std::shared_ptr<const Compressor> {
        return std::make_shared<RandomK>(reader.real("ratio", 0.01));

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <limits>
 
-#include "compression/quantized/bf16.h"
 #include "compression/quantized/block_quant.h"
+#include "compression/quantized/half.h"
 #include "compression/selective/elias_gamma.h"
 
 namespace zeropg {
@@ -21,7 +21,7 @@ constexpr int64_t kHeaderBytes = 5;  // of kEntries: the first byte and the numb
 
 std::unique_ptr<const Compressor> coder_of(int64_t value_bits, int64_t block) {
   if (value_bits == 8) return std::make_unique<BlockQuant>(8, block);
-  if (value_bits == 16) return std::make_unique<Bf16>();
+  if (value_bits == 16) return std::make_unique<Half>(HalfFormat::kBfloat16);
   return nullptr;
 }
 

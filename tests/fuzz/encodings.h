@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "compression/quantized/block_quant.h"
-#include "compression/quantized/fp16.h"
+#include "compression/quantized/half.h"
 #include "compression/selective/random_k.h"
 #include "compression/selective/top_k_payload.h"
 
@@ -44,7 +44,7 @@ inline void encodings(std::span<const uint8_t> input) {
     case 1:
       return decode_both(BlockQuant(4, 32), encoded, true, count);
     case 2:
-      return decode_both(Fp16(), encoded, true, count);
+      return decode_both(Half(HalfFormat::kFloat16), encoded, true, count);
     case 3:
       return decode_both(RandomK(0.1), encoded, true, count);
     default:

@@ -20,9 +20,6 @@ const std::vector<CompressorCase> kCases = {
 };
 INSTANTIATE_TEST_SUITE_P(Entropy, CompressorSuite, testing::ValuesIn(kCases), case_name);
 
-const std::vector<CompressorCase> kPlain = {{"Bf16", "bf16", {}, 2.0, bound_bf16}};
-INSTANTIATE_TEST_SUITE_P(Bf16, CompressorSuite, testing::ValuesIn(kPlain), case_name);
-
 TEST(EntropyTest, SendsWhatCannotBePackedAsItIs) {
   const auto codec = make_compressor("bf16", {{"entropy", 1}});
   std::mt19937 random(1);

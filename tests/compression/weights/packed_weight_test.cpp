@@ -11,9 +11,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "compression/quantized/bf16.h"
 #include "compression/quantized/block_quant.h"
-#include "compression/quantized/fp16.h"
+#include "compression/quantized/half.h"
 #include "compression/weights/nf4_levels.h"
 #include "tests/compression/any_floats.h"
 
@@ -83,7 +82,7 @@ TEST(PackedWeightTest, Nf4TakesTheNearestLevel) {
     float largest = 0;
     for (int64_t i = start; i < stop; ++i) largest = std::max(largest, std::abs(values[i]));
     float scale = 0;
-    const Bf16 bf16;
+    const Half bf16(HalfFormat::kBfloat16);
     std::byte bytes[2];
     bf16.encode({&largest, 1}, {}, bytes);
     bf16.decode(bytes, {&scale, 1});
@@ -119,9 +118,9 @@ TEST(PackedWeightTest, SixteenBitsAreRoundedFloats) {
       const std::vector<std::byte> packed = pack(shape, normal_floats(shape.numel(), size));
       const std::vector<float> values = floats(shape, packed);
       std::vector<std::byte> rounded(2 * values.size());
-      Bf16().encode(values, {}, rounded);
+      Half(HalfFormat::kBfloat16).encode(values, {}, rounded);
       EXPECT_TRUE(unpack(shape, packed, WeightType::kBfloat16) == rounded) << size;
-      Fp16().encode(values, {}, rounded);
+      Half(HalfFormat::kFloat16).encode(values, {}, rounded);
       EXPECT_TRUE(unpack(shape, packed, WeightType::kFloat16) == rounded) << size;
     }
   }
