@@ -33,6 +33,12 @@ void JsonReader::fail(const std::string& what) const {
   throw std::invalid_argument("byte " + std::to_string(first_byte_ + position_) + ": " + what);
 }
 
+void JsonReader::fail_here(const std::string& wanted) const {
+  constexpr size_t kShown = 16;
+  const std::string_view rest = json_.substr(position_, kShown);
+  fail("expected " + wanted + ", found " + (rest.empty() ? "the end" : printable(rest, kShown)));
+}
+
 void JsonReader::skip_spaces() {
   while (position_ < json_.size() && std::string_view(" \t\r\n").find(json_[position_]) != std::string_view::npos) {
     ++position_;
@@ -47,7 +53,7 @@ bool JsonReader::take(char wanted) {
 }
 
 void JsonReader::expect(char wanted) {
-  if (!take(wanted)) fail(std::string("expected '") + wanted + "'");
+  if (!take(wanted)) fail_here(std::string("'") + wanted + "'");
 }
 
 void JsonReader::finish() {
@@ -65,7 +71,12 @@ int64_t JsonReader::read_integer() {
       fail("a number is too large");
     }
   }
-  if (position_ == begin || (json_[begin] == '0' && position_ != begin + 1)) fail("expected a non-negative integer");
+  const bool goes_on =
+      position_ < json_.size() && std::string_view(".eE").find(json_[position_]) != std::string_view::npos;
+  if (position_ == begin || goes_on || (json_[begin] == '0' && position_ != begin + 1)) {
+    position_ = begin;
+    fail_here("a non-negative integer");
+  }
   return value;
 }
 
@@ -74,7 +85,7 @@ double JsonReader::read_number() {
   double value = 0;
   const auto [end, error] = std::from_chars(json_.data() + position_, json_.data() + json_.size(), value);
   const char first = position_ < json_.size() ? json_[position_] : '\0';
-  if (error != std::errc() || (first != '-' && (first < '0' || first > '9'))) fail("expected a number");
+  if (error != std::errc() || (first != '-' && (first < '0' || first > '9'))) fail_here("a number");
   position_ = static_cast<size_t>(end - json_.data());
   return value;
 }

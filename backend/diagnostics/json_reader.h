@@ -9,7 +9,7 @@
 
 namespace zeropg {
 
-// Every call throws std::invalid_argument, "byte 7: expected ...", where something else comes next.
+// Every call throws std::invalid_argument, "byte 7: expected ..., found ...", where something else comes next.
 class JsonReader {
  public:
   // `json` outlives the reader; errors count bytes from `first_byte`.
@@ -50,6 +50,7 @@ class JsonReader {
   void expect(char wanted);
   void append_escape(std::string& text);
   uint32_t read_hex4();
+  [[noreturn]] void fail_here(const std::string& wanted) const;
 
   std::string_view json_;
   size_t first_byte_ = 0;

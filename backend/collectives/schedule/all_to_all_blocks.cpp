@@ -22,12 +22,12 @@ std::vector<Region> block_starts(Space space, bool is_list, const std::vector<in
 void check_counts(const CollectiveSpec& spec) {
   const auto world_size = static_cast<size_t>(spec.world_size);
   if (spec.send_bytes.size() != world_size || spec.receive_bytes.size() != world_size) {
-    throw std::invalid_argument("all_to_all: " + std::to_string(spec.send_bytes.size()) + " send counts and " +
+    throw std::invalid_argument(std::to_string(spec.send_bytes.size()) + " send counts and " +
                                 std::to_string(spec.receive_bytes.size()) + " receive counts, expected " +
                                 std::to_string(spec.world_size) + " of each; give one per rank");
   }
   if (spec.send_bytes[spec.rank] != spec.receive_bytes[spec.rank]) {
-    throw std::invalid_argument("all_to_all: this rank sends " + std::to_string(spec.send_bytes[spec.rank]) +
+    throw std::invalid_argument("this rank sends " + std::to_string(spec.send_bytes[spec.rank]) +
                                 " bytes to itself but receives " + std::to_string(spec.receive_bytes[spec.rank]) +
                                 "; make both splits of the own rank equal");
   }

@@ -37,7 +37,9 @@ TEST(TopologyFile, NamesRacksHostsAndLinks) {
 
 TEST(TopologyFile, SaysWhatIsWrong) {
   const std::pair<const char*, const char*> cases[] = {
-      {"", "byte 0: expected '{'"},
+      {"", "byte 0: expected '{', found the end"},
+      {R"({"racks": {"a": 1}})", "byte 10: expected '[', found {\"a\": 1}}"},
+      {R"({"racks": [{"name": "a", "nodes": 2.5}]})", "byte 34: expected a non-negative integer, found 2.5}]}"},
       {"{}", "it has no racks"},
       {R"({"racks": []})", "it has no racks"},
       {R"({"racks": [], "racks": []})", "expected racks alone"},

@@ -129,7 +129,7 @@ TEST(Safetensors, parse_refuses_wrong_offsets_shapes_and_dtypes) {
   expect_refused_json(one("U8", "4", "4,0"), 4, "no valid data_offsets");
   expect_refused_json(one("U8", "4", "0"), 4, "no valid data_offsets");
   expect_refused_json(one("U8", "4", "-1,3"), 4, "non-negative integer");
-  expect_refused_json(one("U8", "4.0", "0,4"), 4, "expected ']'");
+  expect_refused_json(one("U8", "4.0", "0,4"), 4, "expected a non-negative integer, found 4.0]");
   expect_refused_json(one("U8", "04", "0,4"), 4, "non-negative integer");
   expect_refused_json(one("U8", "99999999999999999999", "0,4"), 4, "too large");
   expect_refused_json(one("F64", "4294967296,4294967296", "0,0"), 0, "overflow");
