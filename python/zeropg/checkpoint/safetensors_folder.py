@@ -20,7 +20,7 @@ from zeropg.checkpoint.regular_file import check_no_pipe
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_PIECE_BYTES = 1 << 20  # stays in a core's cache from the read to the cast
+PIECE_BYTES = 1 << 20  # stays in a core's cache from the read to the cast
 _STEP_BYTES = 16 << 20  # of what needs no cast: between two moves of the progress bar
 _MOST_HEADER_BYTES = 8 + 100_000_000  # of files that safetensors itself takes
 _DTYPES = (
@@ -79,7 +79,7 @@ class SafetensorsFolder:
         """
         # Read, not mapped: pages of a mapped file would count as this process's memory.
         width = tensor.dtype.itemsize
-        step = _PIECE_BYTES // width
+        step = PIECE_BYTES // width
         buffer = bytearray(min(step, max(0, stop - start)) * width)
         for first in range(start, stop, step):
             numel = min(step, stop - first)

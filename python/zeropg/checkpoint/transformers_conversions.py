@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zeropg.checkpoint.plan import ModelPlan
-from zeropg.checkpoint.safetensors_folder import SafetensorsFolder, StoredTensor
+from zeropg.checkpoint.safetensors_folder import PIECE_BYTES, SafetensorsFolder, StoredTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,10 @@ class Conversions:
                 self._current = None  # frees the last one's memory
                 self._current = (tensor.recipe, rows, tensor.recipe.convert(self._read, rows))
             first = rows.start * (tensor.numel // tensor.shape[0]) if rows else 0
-            yield start, self._current[2][tensor.name].reshape(-1)[start - first : stop - first]
+            flat = self._current[2][tensor.name].reshape(-1)
+            step = PIECE_BYTES // tensor.dtype.itemsize
+            for at in range(start, stop, step):
+                yield at, flat[at - first : min(at + step, stop) - first]
 
     def _add(self, name: str, tensor: StoredTensor | ConvertedTensor) -> None:
         if (other := self.tensors.setdefault(name, tensor)) is not tensor:
