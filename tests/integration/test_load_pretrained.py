@@ -100,6 +100,40 @@ def converted(seed: int) -> dict[str, Any]:
     }
 
 
+class Pair(transformers.PreTrainedModel):  # type: ignore[misc]
+    """Has both `norm` and `body.norm`, where `body` is the prefix of a base model."""
+
+    config_class = transformers.PretrainedConfig
+    base_model_prefix = "body"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.norm = nn.LayerNorm(4)
+        self.body = nn.Sequential()
+        self.body.add_module("norm", nn.LayerNorm(4))
+        self.post_init()
+
+
+def pair(value: float) -> Pair:
+    model = Pair(transformers.PretrainedConfig())
+    nn.init.constant_(model.norm.weight, value)
+    nn.init.constant_(model.body.norm.weight, value + 1)
+    return model
+
+
+def load_pair(root: str) -> bool:
+    import zeropg
+
+    model = zeropg.fully_shard(pair(3.0))
+    zeropg.load_pretrained(model, root)
+    return same_as(model, pair(7.0))
+
+
+def test_a_name_of_the_model_is_not_taken_for_one_without_its_prefix(tmp_path: Path) -> None:
+    save_file(pair(7.0).state_dict(), tmp_path / "model.safetensors")
+    assert run_ranks(2, load_pair, str(tmp_path), timeout=180) == [True, True]
+
+
 def load_converted(root: str) -> list[str]:
     """Returns what is wrong."""
     import zeropg

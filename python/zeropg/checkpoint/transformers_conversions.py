@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -56,6 +57,9 @@ class Conversions:
         for recipe in recipes.values():
             for name, made in recipe.makes().items():
                 self._add(name, made)
+        # As the files have them: of two values for a tied weight the last one counts.
+        place_of = {name: place for place, name in enumerate(folder.tensors)}
+        self.tensors = dict(sorted(self.tensors.items(), key=lambda item: place_of[_first_source(item[1])]))
 
     def pieces(
         self, tensor: StoredTensor | ConvertedTensor, start: int, stop: int
@@ -88,12 +92,20 @@ class Conversions:
         return values
 
 
+def _first_source(tensor: StoredTensor | ConvertedTensor) -> str:
+    return tensor.name if isinstance(tensor, StoredTensor) else tensor.recipe.first_source
+
+
 class _Recipe:
     """One converter and the tensors that it takes, which make one or more of the model's."""
 
     def __init__(self, converter: Any, target: str, model: _WholeModel) -> None:
         self._converter, self._target, self._model = converter, target, model
         self._sources: dict[str, list[StoredTensor]] = {}
+
+    @property
+    def first_source(self) -> str:
+        return next(iter(self._sources.values()))[0].name
 
     def add(self, pattern: str, tensor: StoredTensor) -> None:
         self._sources.setdefault(pattern, []).append(tensor)
@@ -123,6 +135,7 @@ class _Recipe:
             for tensor in tensors if rows is None else tensors[rows.start : rows.stop]:
                 converter.add_tensor(self._target, tensor.name, pattern, read(tensor))
         made = converter.convert(self._target, model=self._model, config=self._model.config)
+        made = made[0] if isinstance(made, tuple) else made  # 5.0 returns errors, too
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
@@ -156,12 +169,16 @@ class _Table:
 
     def rename(self, name: str, names_here: dict[str, Any]) -> tuple[str, str | None]:
         """Returns the name in the model, and the pattern of the converter that takes the tensor, if one does."""
-        renamed, pattern = self._rename(name, self._renamings, self._converters, self._prefix, names_here)
+        renamed, pattern = self._rename(name, self._renamings, self._converters)
+        if renamed not in names_here:  # only then: a model may have both x and prefix.x
+            renamed, pattern = self._rename(name, self._renamings, self._converters, self._prefix, names_here)
         return (name, None) if renamed not in names_here and name in names_here else (renamed, pattern)
 
 
 def _table_of(model: nn.Module) -> _Table | None:
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    if importlib.util.find_spec("transformers.conversion_mapping") is None:  # before 5.0, which converts nothing
         return None
     return _Table(model)
