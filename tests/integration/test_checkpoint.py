@@ -328,7 +328,7 @@ def background(directory: Path) -> None:
     assert same(everything(model, optimizer), expected)
     zeropg.save_checkpoint(directory / "c", model, optimizer, async_save=True)
     another, its_optimizer = make(seed=2)
-    zeropg.load_checkpoint(directory / "x" / ".." / "c", another, its_optimizer)  # joins that of the first model
+    zeropg.load_checkpoint(directory / "a" / ".." / "c", another, its_optimizer)  # joins that of the first model
     assert same(everything(another, its_optimizer), expected)
 
 
@@ -336,6 +336,24 @@ def test_a_save_in_the_background_writes_what_was_there(rank_pool: Any, tmp_path
     rank_pool(2).run(background, tmp_path)
     run_ranks(1, background, tmp_path / "alone")
     run_ranks(3, background, tmp_path / "gloo", backend="gloo")
+
+
+def load_what_others_save(directory: Path) -> None:
+    import zeropg
+
+    pair = dist.new_group([0, 1])
+    saved = nn.Linear(64, 64)
+    nn.init.constant_(saved.weight, 5.0)
+    if dist.get_rank() < 2:
+        zeropg.fully_shard(saved, process_group=pair)
+        zeropg.save_checkpoint(directory, saved, async_save=True)
+    model = zeropg.fully_shard(nn.Linear(64, 64))
+    zeropg.load_checkpoint(directory, model)  # rank 2 has no part in the save, and waits too
+    assert bool((zeropg.full_state_dict(model, rank0_only=False)["weight"] == 5.0).all())
+
+
+def test_a_load_waits_for_a_save_that_other_ranks_have_begun(tmp_path: Path) -> None:
+    run_ranks(3, load_what_others_save, tmp_path / "new")
 
 
 def snapshot(directory: Path) -> None:

@@ -174,12 +174,15 @@ def load_parts(
         state.check_modules("load_checkpoint")
         state.check_has_own_weights("load_checkpoint")
         named = named_optimizers(optimizer, model, "load_checkpoint")
-        _join(state)
-        path = directory_path(directory)
-        _join_others(path)
-        loading = Loading(path, state, named, strict=strict, reads_model=reads_model)
+        loading = Loading(directory_path(directory), state, named, strict=strict, reads_model=reads_model)
         return loading.announcement()
 
+    def join_saves() -> None:
+        _join(state)
+        _join_others(directory_path(directory))
+
+    # Before any rank opens the directory: one that has no part in a save there would find what was there before.
+    together(group, "load_checkpoint", join_saves)
     announced = together(group, "load_checkpoint", open_checkpoint)
     assert loading is not None  # otherwise the line above has raised
     opened: Loading = loading
@@ -212,7 +215,11 @@ class PendingCheckpoint:
         # Not a daemon: the interpreter waits for it.
         self._thread = threading.Thread(target=self._run, name="zeropg-save-checkpoint")
         _RUNNING.add(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            _RUNNING.discard(self)
+            raise
 
     def done(self) -> bool:
         """Returns whether the save has ended, with or without an error. Never waits."""
@@ -238,7 +245,7 @@ class PendingCheckpoint:
 
     def join_if_into(self, directory: Path) -> None:
         """Waits, if the save writes into this directory. Raises nothing of it."""
-        if self._save.directory.resolve() == directory.resolve():
+        if self._save.directory.resolve() == directory.resolve() and self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
@@ -249,8 +256,8 @@ class PendingCheckpoint:
             if self._save.rank == 0:  # nobody may ever ask
                 warnings.warn(f"{error} (in the background)", stacklevel=1)
         finally:
-            self._save.close()
             _RUNNING.discard(self)
+            self._save.close()
 
 
 _RUNNING: set[PendingCheckpoint] = set()  # of this process
