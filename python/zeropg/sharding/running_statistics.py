@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from zeropg.rank_io.agreement import collective_device
 
@@ -30,7 +30,7 @@ def refuse_mixed_statistics(model: nn.Module, sharded: Collection[int], param_dt
     if param_dtype is None:
         return
     for name, module in model.named_modules():
-        mean = module._buffers.get("running_mean") if isinstance(module, _NormBase) else None
+        mean = module._buffers.get("running_mean") if isinstance(module, _BatchNorm) else None
         if mean is not None and mean.dtype != param_dtype and id(module._parameters.get("weight")) in sharded:
             module.register_forward_pre_hook(partial(_check_statistics, name, param_dtype))
 

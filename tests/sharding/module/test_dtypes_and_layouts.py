@@ -142,6 +142,8 @@ def test_a_batch_norm_computes_in_the_dtype_of_its_statistics(stage: int) -> Non
     model[1].running_var = model[1].running_var.to(torch.bfloat16)
     model(x).sum().backward()
     assert model[1].running_mean.abs().sum() > 0
+    instance = nn.InstanceNorm1d(5, affine=True, track_running_stats=True)  # which torch can mix
+    zeropg.fully_shard(instance, stage=stage, units=[], param_dtype=torch.bfloat16)(x[None].mT).sum().backward()
 
 
 def test_parameters_on_several_devices_are_refused_by_name() -> None:
