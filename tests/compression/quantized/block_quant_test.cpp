@@ -2,6 +2,7 @@
 
 #include "tests/compression/any_floats.h"
 #include "tests/compression/compressor_suite.h"
+#include "tests/compression/same_bits.h"
 
 namespace zeropg {
 namespace {
@@ -29,25 +30,7 @@ TEST(BlockQuantTest, EveryInstructionSetGivesTheSameBits) {
         for (const size_t size : {1, 7, 31, 33, 255, 256, 300, 1000, 9001}) {
           SCOPED_TRACE(std::string(set.name) + " bits " + std::to_string(bits) + " block " + std::to_string(block) +
                        " size " + std::to_string(size));
-          const std::vector<float> values = any_floats(size, static_cast<uint32_t>(size));
-          std::vector<float> residuals[2];
-          std::vector<std::byte> encoded[2];
-          std::vector<float> decoded[2];
-          std::vector<float> sums[2];
-          for (const int which : {0, 1}) {
-            const BlockQuant& codec = which == 0 ? portable : other;
-            residuals[which] = any_floats(size, 5);
-            encoded[which].resize(codec.capacity_bytes(static_cast<int64_t>(size)));
-            decoded[which].resize(size);
-            sums[which].assign(size, 0.3f);
-            codec.encode(values, residuals[which], encoded[which]);
-            codec.decode(encoded[which], decoded[which]);
-            codec.decode_add(encoded[which], sums[which]);
-          }
-          EXPECT_TRUE(encoded[0] == encoded[1]);
-          EXPECT_EQ(std::memcmp(residuals[0].data(), residuals[1].data(), 4 * size), 0);
-          EXPECT_EQ(std::memcmp(decoded[0].data(), decoded[1].data(), 4 * size), 0);
-          EXPECT_EQ(std::memcmp(sums[0].data(), sums[1].data(), 4 * size), 0);
+          expect_same_bits(portable, other, any_floats(size, static_cast<uint32_t>(size)), any_floats(size, 5));
         }
       }
     }

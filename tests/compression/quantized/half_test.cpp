@@ -1,6 +1,7 @@
 #include "compression/quantized/half.h"
 
 #include "tests/compression/compressor_suite.h"
+#include "tests/compression/same_bits.h"
 
 namespace zeropg {
 namespace {
@@ -91,20 +92,7 @@ TEST(HalfTest, EveryInstructionSetGivesTheSameBits) {
         SCOPED_TRACE(std::string(set.name) + " " + other.description() + " size " + std::to_string(size));
         std::vector<float> values(size);
         for (float& value : values) value = std::bit_cast<float>(static_cast<uint32_t>(random()));
-        std::vector<float> residuals[2];
-        std::vector<std::byte> encoded[2];
-        std::vector<float> sums[2];
-        for (const int which : {0, 1}) {
-          const Half& codec = which == 0 ? portable : other;
-          residuals[which].assign(size, 0.3f);
-          encoded[which].resize(2 * size);
-          sums[which].assign(size, 0.3f);
-          codec.encode(values, residuals[which], encoded[which]);
-          codec.decode_add(encoded[which], sums[which]);
-        }
-        EXPECT_TRUE(encoded[0] == encoded[1]);
-        EXPECT_EQ(std::memcmp(residuals[0].data(), residuals[1].data(), 4 * size), 0);
-        EXPECT_EQ(std::memcmp(sums[0].data(), sums[1].data(), 4 * size), 0);
+        expect_same_bits(portable, other, values, std::vector<float>(size, 0.3f));
       }
     }
   }
