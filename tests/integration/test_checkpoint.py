@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -308,6 +311,23 @@ def test_wrong_arguments_are_refused_on_every_rank(rank_pool: Any, tmp_path: Pat
 # In the background.
 
 
+@contextlib.contextmanager
+def slow_writes() -> Iterator[None]:
+    """The save in the background that begins here writes half a second later."""
+    from zeropg.checkpoint import checkpoint
+
+    write, has_begun = checkpoint._Save.write_in_background, threading.Event()
+
+    def write_late(self: checkpoint._Save) -> None:
+        has_begun.set()
+        time.sleep(0.5)
+        write(self)
+
+    with mock.patch.object(checkpoint._Save, "write_in_background", write_late):
+        yield
+        has_begun.wait(10)
+
+
 def background(directory: Path) -> None:
     import zeropg
 
@@ -326,7 +346,8 @@ def background(directory: Path) -> None:
     zeropg.load_checkpoint(directory / "a", model, optimizer)  # joins the second
     assert again.done() and (directory / "b" / MANIFEST).exists()
     assert same(everything(model, optimizer), expected)
-    zeropg.save_checkpoint(directory / "c", model, optimizer, async_save=True)
+    with slow_writes():
+        zeropg.save_checkpoint(directory / "c", model, optimizer, async_save=True)
     another, its_optimizer = make(seed=2)
     zeropg.load_checkpoint(directory / "a" / ".." / "c", another, its_optimizer)  # joins that of the first model
     assert same(everything(another, its_optimizer), expected)
@@ -346,7 +367,8 @@ def load_what_others_save(directory: Path) -> None:
     nn.init.constant_(saved.weight, 5.0)
     if dist.get_rank() < 2:
         zeropg.fully_shard(saved, process_group=pair)
-        zeropg.save_checkpoint(directory, saved, async_save=True)
+        with slow_writes():
+            zeropg.save_checkpoint(directory, saved, async_save=True)
     model = zeropg.fully_shard(nn.Linear(64, 64))
     zeropg.load_checkpoint(directory, model)  # rank 2 has no part in the save, and waits too
     assert bool((zeropg.full_state_dict(model, rank0_only=False)["weight"] == 5.0).all())

@@ -265,6 +265,22 @@ def test_folders_that_lie_are_one_error_on_every_rank(folders: Path, tmp_path: P
         assert found[-1] == "True"
 
 
+def load_two_values(root: str) -> bool:
+    import zeropg
+
+    model = zeropg.fully_shard(gpt2(2))
+    zeropg.load_pretrained(model, root, strict=False)
+    tied = zeropg.full_state_dict(model, rank0_only=False)["lm_head.weight"]
+    return torch.equal(tied, load_file(Path(root) / "model-2.safetensors")["lm_head.weight"])
+
+
+def test_of_two_values_for_a_tied_weight_the_last_one_in_the_files_counts(folders: Path, tmp_path: Path) -> None:
+    values = load_file(folders / "single" / "model.safetensors")
+    save_file(values, tmp_path / "model-1.safetensors")
+    save_file({"lm_head.weight": values["transformer.wte.weight"] + 1}, tmp_path / "model-2.safetensors")
+    assert run_ranks(2, load_two_values, str(tmp_path), timeout=180) == [True, True]
+
+
 def load_unsharded(root: str) -> str:
     import zeropg
 

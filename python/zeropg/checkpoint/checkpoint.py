@@ -177,12 +177,8 @@ def load_parts(
         loading = Loading(directory_path(directory), state, named, strict=strict, reads_model=reads_model)
         return loading.announcement()
 
-    def join_saves() -> None:
-        _join(state)
-        _join_others(directory_path(directory))
-
     # Before any rank opens the directory: one that has no part in a save there would find what was there before.
-    together(group, "load_checkpoint", join_saves)
+    together(group, "load_checkpoint", lambda: _join(state, directory_path(directory)))
     announced = together(group, "load_checkpoint", open_checkpoint)
     assert loading is not None  # otherwise the line above has raised
     opened: Loading = loading
@@ -347,8 +343,7 @@ class _Save:
         self._groups = {name: encode_groups(one, self._model_plan) for name, one in self._optimizers.items()}
         for name, groups in self._groups.items():
             arguments[f"the optimizer{own_words(name)}'s param_groups (digest)"] = digest(groups)
-        _join(self._state)  # after the checks: its errors are of the save before
-        _join_others(self.directory)
+        _join(self._state, self.directory)  # after the checks: its errors are of the save before
         return {
             "arguments": arguments,
             "states": {name: local_signatures(one, self._model_plan) for name, one in self._optimizers.items()},
@@ -532,14 +527,13 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
     return {name: module.get_extra_state() for name, module in model.named_modules() if has_extra_state(module)}
 
 
-def _join_others(directory: Path) -> None:
-    """Waits for the saves into this directory that other models have begun here."""
-    for pending in list(_RUNNING):
-        pending.join_if_into(directory)
+def _join(state: ShardedState, directory: Path) -> None:
+    """Waits for the model's save that is going on, and for others' in this process into the directory.
 
-
-def _join(state: ShardedState) -> None:
-    """Waits for the save that is going on. Raises its error if nobody has been told."""
+    Raises the error of the model's own if nobody has been told.
+    """
+    for other in list(_RUNNING):
+        other.join_if_into(directory)
     pending, state.pending_save = state.pending_save, None
     if pending is None:
         return

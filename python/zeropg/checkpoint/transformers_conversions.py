@@ -47,12 +47,13 @@ class Conversions:
             self.tensors.update(folder.tensors)
             return
         recipes: dict[str, _Recipe] = {}
+        whole = _WholeModel(model, plan)
         for name in sorted(folder.tensors, key=table.order):
             renamed, pattern = table.rename(name, plan.index_of)
             if pattern is None or renamed not in plan.index_of:
                 self._add(renamed if renamed in plan.index_of else name, folder.tensors[name])
                 continue
-            recipe = recipes.setdefault(renamed, _Recipe(table.converters[pattern], renamed, _WholeModel(model, plan)))
+            recipe = recipes.setdefault(renamed, _Recipe(table.converters[pattern], renamed, whole))
             recipe.add(pattern, folder.tensors[name])
         for recipe in recipes.values():
             for name, made in recipe.makes().items():

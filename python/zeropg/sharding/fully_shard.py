@@ -295,7 +295,8 @@ def fully_shard(
     )
     together(group, "fully_shard", values.finish)
     _prepare_buffers(module, buffer_dtype, group)
-    refuse_mixed_statistics(module, {id(p) for unit in plans for _, p in unit.parameters}, param_dtype)
+    if param_dtype is not None:
+        refuse_mixed_statistics(module, {id(p) for unit in plans for _, p in unit.parameters}, param_dtype)
     if codecs is not None:
         codecs.coding.exposed_seconds = core.communication_seconds
     vars(module).update(

@@ -21,14 +21,12 @@ def modules_with_statistics(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, _NormBase) and not isinstance(m, nn.SyncBatchNorm)]
 
 
-def refuse_mixed_statistics(model: nn.Module, sharded: Collection[int], param_dtype: torch.dtype | None) -> None:
+def refuse_mixed_statistics(model: nn.Module, sharded: Collection[int], param_dtype: torch.dtype) -> None:
     """Lets the forward of a batch norm raise ValueError where its statistics do not have param_dtype.
 
     Not before: a model that is only loaded and exported may keep them so. sharded: the identities of the parameters
     that compute in param_dtype.
     """
-    if param_dtype is None:
-        return
     for name, module in model.named_modules():
         mean = module._buffers.get("running_mean") if isinstance(module, _BatchNorm) else None
         if mean is not None and mean.dtype != param_dtype and id(module._parameters.get("weight")) in sharded:
