@@ -263,13 +263,13 @@ void CollectiveQueue::finish(std::unique_ptr<CollectiveJob> job, const std::exce
   }
 }
 
-CollectiveJob* CollectiveQueue::head() {
+CollectiveJob* CollectiveQueue::head() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return queue_.empty() ? nullptr : queue_.front().get();
 }
 
 Activity CollectiveQueue::advance_on_engine_thread() {
-  if (is_waited_for() || head() == nullptr || !try_hold()) {
+  if (!is_left_to_engine() || !try_hold()) {
     return Activity::kIdle;
   }
   const Activity activity = advance_held(nullptr);
@@ -410,7 +410,7 @@ bool CollectiveQueue::wait_until_idle(std::chrono::milliseconds limit) {
 }
 
 void CollectiveQueue::set_sleeping(bool is_sleeping) {
-  if (!is_sleeping || (!is_waited_for() && head() != nullptr)) {
+  if (!is_sleeping || is_left_to_engine()) {
     group_->arena().set_sleeping(is_sleeping);
   }
 }

@@ -61,6 +61,10 @@ class CollectiveQueue final : public OperationHost, public Channel {
   std::string who_is_late() override;  // a guess from any thread
   void run_callback(std::function<void()> callback) override { group_->run_in_background(std::move(callback)); }
 
+  bool is_waited_for() const { return helpers_.load() > 0; }  // by a thread that runs the queue, or will
+  // The progress thread has to run what is queued.
+  bool is_left_to_engine() const { return !is_waited_for() && head() != nullptr; }
+
   // True once every job that was submitted has ended.
   bool wait_until_idle(std::chrono::milliseconds limit);
 
@@ -82,12 +86,11 @@ class CollectiveQueue final : public OperationHost, public Channel {
   bool has_unread() const;  // from other nodes
   void check_idle();        // whether peers have called something else
   void fail_all_held(const CollectiveJob& job, const std::exception_ptr& reason, const ZeroWork* own);  // job: the head
-  CollectiveJob* head();
+  CollectiveJob* head() const;
 
   Progress run(CollectiveJob& job);
   void check(CollectiveJob& job);
   void finish(std::unique_ptr<CollectiveJob> job, const std::exception_ptr& error, const ZeroWork* own);
-  bool is_waited_for() const { return helpers_.load() > 0; }
 
   std::shared_ptr<GroupContext> group_;  // life shared with the process group
   ProgressEngine& engine_;
@@ -95,7 +98,7 @@ class CollectiveQueue final : public OperationHost, public Channel {
   PauseDetector pause_detector_;      // of the thread that holds the channel
   std::unique_ptr<LinkWatch> links_;  // of the thread that holds the channel; null: nobody watches them
   std::atomic<int32_t> helpers_{0};   // threads inside help()
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable idle_;
   std::deque<std::unique_ptr<CollectiveJob>> queue_;  // guarded by mutex_; only the holder takes from it
   int64_t queued_bytes_ = 0;                          // guarded by mutex_; that the jobs in it copy

@@ -17,7 +17,6 @@ namespace zeropg {
 namespace {
 
 constexpr std::chrono::milliseconds kCheckInterval{50};  // how late a deadline or a dead peer is noticed at most
-constexpr std::chrono::milliseconds kIdleSleep{3'600'000};
 
 // Note [Naps]
 // A thread that posts a receive, or begins a small collective, nearly always waits for it next, and then runs it
@@ -126,7 +125,7 @@ std::chrono::milliseconds ProgressEngine::idle_sleep() {
     is_napping_ = true;
   }
   naps_left_ = std::max(0, naps_left_ - 1);
-  return is_napping_ ? kNap : kIdleSleep;
+  return is_napping_ ? kNap : Sleep::kForGood;
 }
 
 std::shared_ptr<CallbackPool> ProgressEngine::callbacks() {
@@ -183,6 +182,7 @@ void ProgressEngine::run() {
 void ProgressEngine::sleep() {
   is_sleeping_ = true;
   Activity activity;
+  std::chrono::milliseconds limit = Sleep::kForGood;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (Channel* channel : channels_) {
@@ -191,14 +191,17 @@ void ProgressEngine::sleep() {
     activity = advance_all();
     descriptors_.clear();
     for (Channel* channel : channels_) {
-      if (channel->descriptor() >= 0) {
-        descriptors_.push_back(channel->descriptor());
+      const Sleep sleep = channel->sleep();
+      limit = std::min(limit, sleep.limit);
+      if (sleep.descriptor >= 0) {
+        descriptors_.push_back(sleep.descriptor);
         activity = channel->arm() ? activity : Activity::kMoved;
       }
     }
   }
   if (activity != Activity::kMoved && !is_stopping_.load()) {
-    wait_doorbell(process_doorbell(), activity == Activity::kIdle ? idle_sleep() : kCheckInterval, descriptors_);
+    limit = std::min(limit, activity == Activity::kIdle ? idle_sleep() : kCheckInterval);
+    wait_doorbell(process_doorbell(), limit, descriptors_);
   }
   is_sleeping_ = false;
   is_napping_ = false;

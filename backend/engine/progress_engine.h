@@ -9,6 +9,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -21,6 +22,14 @@ namespace zeropg {
 
 enum class Activity : uint8_t { kIdle, kBlocked, kMoved };
 
+// What the progress thread sleeps on, beside the doorbell.
+struct Sleep {
+  static constexpr std::chrono::milliseconds kForGood{3'600'000};
+
+  int descriptor = -1;                         // that can be read when there is something to do; -1: none
+  std::chrono::milliseconds limit = kForGood;  // the thread looks here again after it, whatever it hears
+};
+
 // What the engine advances of one group.
 class Channel {
  public:
@@ -31,9 +40,9 @@ class Channel {
   virtual void check_on_engine_thread() = 0;
   // Tells the peers whether they have to ring the doorbell of this process. Without effect where nothing waits.
   virtual void set_sleeping(bool is_sleeping) = 0;
-  // What the thread polls beside the doorbell while it sleeps, -1: nothing. arm() comes right before; false: there is
-  // something to do already.
-  virtual int descriptor() const { return -1; }
+  // Asked right before the thread sleeps. arm() follows where there is a descriptor; false: there is something to do
+  // already.
+  virtual Sleep sleep() const { return {}; }
   virtual bool arm() { return true; }
   // Ranks on this node in the channel's group.
   virtual int32_t local_world_size() const = 0;

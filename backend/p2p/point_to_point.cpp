@@ -97,7 +97,12 @@ void PointToPoint::post(P2pMessage message) {
   }
 }
 
-Activity PointToPoint::advance_on_engine_thread() { return helpers_.load() > 0 ? Activity::kIdle : advance(nullptr); }
+bool PointToPoint::is_left_to_engine() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !is_waited_for() && has_pending();
+}
+
+Activity PointToPoint::advance_on_engine_thread() { return is_waited_for() ? Activity::kIdle : advance(nullptr); }
 
 Activity PointToPoint::advance(const ZeroWork* own) {
   FinishedMessages finished;
@@ -311,7 +316,7 @@ void PointToPoint::fail_locked(const std::exception_ptr& error, FinishedMessages
 }
 
 void PointToPoint::check_on_engine_thread() {
-  if (helpers_.load() == 0) {
+  if (!is_waited_for()) {
     check(nullptr);
   }
 }
@@ -433,8 +438,7 @@ bool PointToPoint::wait_until_idle(std::chrono::milliseconds limit) {
 }
 
 void PointToPoint::set_sleeping(bool is_sleeping) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!is_sleeping || (helpers_.load() == 0 && has_pending())) {
+  if (!is_sleeping || is_left_to_engine()) {
     group_->arena().set_sleeping(is_sleeping);
   }
 }

@@ -45,6 +45,9 @@ class PointToPoint final : public OperationHost, public Channel {
   std::string who_is_late() override { return ""; }  // a message's label names its peer
   void run_callback(std::function<void()> callback) override { group_->run_in_background(std::move(callback)); }
 
+  bool is_waited_for() const { return helpers_.load() > 0; }  // by a thread that moves the messages
+  bool is_left_to_engine() const;                             // the progress thread has to move them
+
   bool wait_until_idle(std::chrono::milliseconds limit);
 
   // See Channel.

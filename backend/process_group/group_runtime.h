@@ -50,9 +50,9 @@ class GroupRuntime {
 
   const std::shared_ptr<GroupContext> group_;  // life shared with the process group, and with segments that check it
   ProgressEngine& engine_;
-  const std::unique_ptr<Channel> connections_;          // null: all ranks are on this node
   const std::shared_ptr<CollectiveQueue> collectives_;  // life shared with its works
   const std::shared_ptr<PointToPoint> messages_;        // life shared with its works
+  const std::unique_ptr<Channel> connections_;          // null: all ranks are on this node
   std::atomic<bool> is_closed_{false};
   std::atomic<bool> is_aborted_{false};
 };

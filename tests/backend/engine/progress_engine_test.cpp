@@ -65,7 +65,7 @@ class CountingChannel final : public Channel {
     ++checks;
   }
   void set_sleeping(bool is_sleeping) override { (is_sleeping ? sleeps : awakenings)++; }
-  int descriptor() const override { return descriptor_; }
+  Sleep sleep() const override { return {.descriptor = descriptor_, .limit = milliseconds(longest_sleep)}; }
   bool arm() override {
     ++arms;
     return unready.exchange(0) == 0;
@@ -74,6 +74,7 @@ class CountingChannel final : public Channel {
 
   std::atomic<int> work{0};
   std::atomic<int> advances{0}, checks{0}, sleeps{0}, awakenings{0}, arms{0}, unready{0};
+  std::atomic<int64_t> longest_sleep{Sleep::kForGood.count()};
   std::atomic<bool> is_blocked{false};
   std::atomic<bool> is_gone{false};
 
@@ -104,6 +105,25 @@ TEST(ProgressEngine, SleepsWhenThereIsNothingToDo) {
   channel.work = 1;
   engine().wake();
   poll([&] { return channel.work == 0; });
+}
+
+TEST(ProgressEngine, LooksAgainAtAChannelThatSaysForHowLongItMaySleep) {
+  CountingChannel channel;
+  channel.longest_sleep = 5;
+  engine().wake();
+  poll([&] {  // after all naps
+    const int before = channel.advances;
+    std::this_thread::sleep_for(milliseconds(200));
+    return channel.advances >= before + 3 && channel.advances <= before + 100;
+  });
+  CountingChannel other;
+  other.is_blocked = true;  // for whose sake the thread would sleep longer
+  engine().wake();
+  poll([&] {
+    const int before = channel.advances;
+    std::this_thread::sleep_for(milliseconds(200));
+    return channel.advances >= before + 10;
+  });
 }
 
 TEST(ProgressEngine, LooksAtDeadlinesWhileAChannelWaitsAlsoThoseOfOthersThatMove) {
