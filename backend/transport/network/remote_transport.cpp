@@ -13,9 +13,6 @@ namespace {
 
 constexpr size_t kMostToldOfFailure = 256;  // beside those that this rank has met
 
-// Less than that is not worth the question how much room the wire has.
-constexpr size_t kCheapCopyBytes = size_t{32} << 10;
-
 std::span<const std::byte> as_bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
 
 [[noreturn]] void throw_senseless(const char* what) {
@@ -72,16 +69,13 @@ size_t RemoteTransport::try_send(int32_t peer, Lane lane, std::span<const std::b
     if (is_gone(peer)) throw_gone(peer);
     const uint64_t credit = stream_limit_bytes(options_.window_bytes) - stream.in_flight_bytes();
     size_t bytes = std::min<uint64_t>({data.size() - moved, credit, kMaxPayloadBytes});
-    if (bytes > kCheapCopyBytes) bytes = std::clamp(wire_->room(peer), kCheapCopyBytes, bytes);
+    bytes = wire_->room(peer, bytes);
     const FrameHeader header{FrameKind::kData, static_cast<uint8_t>(lane), 0, static_cast<uint32_t>(bytes), 0};
     if (bytes > 0 && wire_->send(peer, header, data.subspan(moved, bytes), Urgency::kCanWait)) {
       stream.note_sent(bytes);
       moved += bytes;
-    } else if (has_looked) {
+    } else if (std::exchange(has_looked, true) || !read_from(peer)) {  // which may bring credit, or make room
       break;
-    } else {
-      has_looked = true;  // for credit, or to make room
-      read_from(peer);
     }
   }
   if (awaited_.others() != others_before) ring_doorbell(process_doorbell());  // Note [Other people's frames]

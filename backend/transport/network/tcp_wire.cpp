@@ -19,14 +19,14 @@
 #include <utility>
 
 #include "backend/platform/process/inherited_sockets.h"
-#include "backend/transport/network/tcp_delivery.h"
 #include "backend/transport/rank_state.h"
 
 namespace zeropg {
 namespace {
 
 constexpr size_t kArrivingBytes = size_t{16} << 10;
-constexpr int kReadsPerTurn = 16;  // of one connection, before others have theirs
+constexpr size_t kCheapCopyBytes = size_t{32} << 10;  // less is not worth the question how much room there is
+constexpr int kReadsPerTurn = 16;                     // of one connection, before others have theirs
 constexpr int kEventsPerTurn = 64;
 constexpr uint32_t kOfConnector = std::numeric_limits<uint32_t>::max();  // in place of a peer
 
@@ -93,6 +93,7 @@ void TcpWire::adopt(int32_t peer, Descriptor socket, const std::optional<FrameKe
     connection.outgoing_tags.emplace(keys->sent);
     connection.incoming = FrameDecoder(FrameTags(keys->received));
   }
+  connection.send_buffer.adopt(connection.socket.get());
   close_in_children(connection.socket.get());
   watch_for_bytes(epoll_, connection.socket.get(), static_cast<uint32_t>(peer));
 }
@@ -114,15 +115,12 @@ bool TcpWire::send(int32_t peer, const FrameHeader& header, std::span<const std:
   // An error is noticed by who reads: what the peer said before it went has to be heard first.
   const size_t sent = is_clear ? send_now(connection, parts) : 0;
   // A tag is spent once it is made, and costs more than a copy.
-  if (sent == 0 && urgency == Urgency::kCanWait && !connection.outgoing_tags) {
-    connection.wants_room = true;
-    watch(peer, connection);
-    return false;
-  }
-  keep(connection, parts, sent);
-  connection.wants_room = connection.waiting_sent < connection.waiting.size();
+  const bool is_refused = sent == 0 && urgency == Urgency::kCanWait && !connection.outgoing_tags;
+  if (!is_refused) keep(connection, parts, sent);
+  connection.wants_room = is_refused || connection.waiting_sent < connection.waiting.size();
+  if (connection.wants_room) connection.send_buffer.note_full(connection.socket.get());
   watch(peer, connection);
-  return true;
+  return !is_refused;
 }
 
 bool TcpWire::has_met(int32_t peer) const { return was_met_[static_cast<size_t>(peer)]; }
@@ -162,16 +160,17 @@ bool TcpWire::meet(FrameSink& sink) {
   return !news.made.empty() || !news.lost.empty();
 }
 
-size_t TcpWire::room(int32_t peer) const {
-  std::array<uint32_t, SK_MEMINFO_VARS> memory{};
-  socklen_t bytes = sizeof memory;
+// Who waits by looking again and again asks here: a sendmsg that is refused costs ten times as much.
+size_t TcpWire::room(int32_t peer, size_t bytes) const {
   const auto& connection = connections_[static_cast<size_t>(peer)];
-  if (connection == nullptr ||
-      ::getsockopt(connection->socket.get(), SOL_SOCKET, SO_MEMINFO, memory.data(), &bytes) != 0) {
-    return Wire::room(peer);
-  }
-  const uint32_t limit = memory[SK_MEMINFO_SNDBUF], used = memory[SK_MEMINFO_WMEM_QUEUED];
-  return limit > used ? limit - used : 0;
+  if (connection == nullptr || (bytes <= kCheapCopyBytes && !connection->wants_room)) return bytes;
+  std::array<uint32_t, SK_MEMINFO_VARS> memory{};
+  socklen_t size = sizeof memory;
+  if (::getsockopt(connection->socket.get(), SOL_SOCKET, SO_MEMINFO, memory.data(), &size) != 0) return bytes;
+  const size_t limit = memory[SK_MEMINFO_SNDBUF], used = memory[SK_MEMINFO_WMEM_QUEUED];
+  const size_t left = limit - std::min(used, limit);
+  if (connection->wants_room && left < used / 2) return 0;  // by the kernel's rule for EPOLLOUT
+  return std::min(bytes, std::max(left, kCheapCopyBytes));
 }
 
 size_t TcpWire::send_now(const Connection& connection, const FrameParts& parts) {

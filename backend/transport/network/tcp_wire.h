@@ -14,6 +14,7 @@
 #include "backend/platform/process/descriptor.h"
 #include "backend/transport/network/frame_decoder.h"
 #include "backend/transport/network/frame_tags.h"
+#include "backend/transport/network/tcp_kernel.h"
 #include "backend/transport/network/wire.h"
 #include "backend/transport/network/wire_setup.h"
 
@@ -36,7 +37,7 @@ class TcpWire final : public Wire {
   std::string_view name() const override { return "tcp"; }
   bool has_met(int32_t peer) const override;
   bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) override;
-  size_t room(int32_t peer) const override;
+  size_t room(int32_t peer, size_t bytes) const override;
   bool progress(int32_t peer, FrameSink& sink) override;
   int descriptor() const override { return epoll_.get(); }
   bool arm() override { return true; }
@@ -52,6 +53,7 @@ class TcpWire final : public Wire {
 
   struct Connection {
     Descriptor socket;
+    TcpSendBuffer send_buffer;
     bool wants_room = false;  // waits for the socket to take more
     bool is_watched = false;  // for room
     bool has_said_end = false;

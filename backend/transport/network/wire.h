@@ -58,9 +58,9 @@ class Wire {
   virtual bool has_met(int32_t /*peer*/) const { return true; }
   // False: not taken. What is taken is sent or copied before the call returns.
   virtual bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) = 0;
-  // About how many bytes of a payload go out now. A longer one is taken as well, but its rest is copied, to be sent
-  // later.
-  virtual size_t room(int32_t /*peer*/) const { return kMaxPayloadBytes; }
+  // How many of the next `bytes` for `peer` are best sent now. More is taken as well, but its rest is copied, to be
+  // sent later. 0: bytes were refused, and would be again.
+  virtual size_t room(int32_t /*peer*/, size_t bytes) const { return bytes; }
   // Sends what waits and receives what is there; from one peer only when `peer` >= 0. True when anything moved.
   virtual bool progress(int32_t peer, FrameSink& sink) = 0;
   // Poll it for reading; ready whenever progress() has something to do, if arm() returned true before.

@@ -127,6 +127,45 @@ TEST(TcpWire, SurvivesRandomBytes) {
   }
 }
 
+int send_buffer_of(const Descriptor& socket) {
+  int bytes = 0;
+  socklen_t size = sizeof bytes;
+  EXPECT_EQ(::getsockopt(socket.get(), SOL_SOCKET, SO_SNDBUF, &bytes, &size), 0);
+  return bytes;
+}
+
+TEST(TcpSendBuffer, IsShortWhereThePeerIsNear) {
+  const auto [one, other] = tcp_pair();
+  TcpSendBuffer buffer;
+  buffer.adopt(one.get());
+  EXPECT_TRUE(buffer.is_short());
+  EXPECT_EQ(send_buffer_of(one), TcpSendBuffer::kShortBytes);
+  EXPECT_GT(send_buffer_of(other), TcpSendBuffer::kShortBytes);
+}
+
+TEST(TcpSendBuffer, IsTheKernelsWhereItSaysNothingOfTheWay) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+  const Descriptor one(ends[0]), other(ends[1]);
+  TcpSendBuffer buffer;
+  buffer.adopt(one.get());
+  EXPECT_FALSE(buffer.is_short());
+}
+
+TEST(ShortBufferRule, BlamesTheBufferWhenItHeldUpMuchForLong) {
+  ShortBufferRule rule;
+  milliseconds busy(0), limited(0);
+  const auto take = [&](int more_busy, int more_limited) {
+    return rule.take(busy += milliseconds(more_busy), limited += milliseconds(more_limited));
+  };
+  for (int window = 0; window < 10; ++window) EXPECT_FALSE(take(500, 100));
+  EXPECT_FALSE(take(500, 300));  // once is nothing
+  EXPECT_FALSE(take(500, 100));
+  for (int look = 0; look < 4; ++look) EXPECT_FALSE(take(100, 100));  // too little to tell
+  EXPECT_FALSE(take(100, 100));
+  EXPECT_TRUE(take(600, 200));
+}
+
 TEST(TcpWire, AKilledProcessIsLostAlsoWhenItsChildrenLiveOn) {
   auto [here, there] = tcp_pair();
   std::vector<Descriptor> connections(2);
