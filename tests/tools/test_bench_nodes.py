@@ -151,10 +151,12 @@ def test_ranks_get_their_plan_and_the_rates_that_they_wish_for(tmp_path: Path) -
 def test_results_count_when_they_are_whole(tmp_path: Path) -> None:
     dialogue = Dialogue(tmp_path)
     assert dialogue.results() == []
+    assert dialogue.told() == 0
     dialogue.tell({"seconds": 1})
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"sec')
     assert dialogue.results() == [{"seconds": 1}]
+    assert dialogue.told() == 1
 
 
 STANDING = """

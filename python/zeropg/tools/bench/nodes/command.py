@@ -26,7 +26,7 @@ from zeropg.tools.lab.lab import Lab, missing
 from zeropg.tools.lab.stream import stream_rates
 from zeropg.tools.quantities import byte_count, size
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.05
 
 _DESCRIPTION = f"""
 Times collectives of fp32 between simulated nodes (Linux network namespaces on this machine, joined by links that `tc`
@@ -167,7 +167,7 @@ def _following(dialogue: Dialogue, lab: Lab, bar: tqdm) -> Iterator[None]:
     def follow() -> None:
         while not ended.wait(_POLL_SECONDS):
             dialogue.fulfil(lab)
-            bar.update(before + len(dialogue.results()) - bar.n)
+            bar.update(before + dialogue.told() - bar.n)
 
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()

@@ -66,6 +66,10 @@ class Dialogue:
         text = self._results.read_text() if self._results.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
+    def told(self) -> int:
+        """How many points came out so far. Cheap, since it is asked while ranks are timed."""
+        return self._results.read_bytes().count(b"\n") if self._results.exists() else 0
+
     def fulfil(self, lab: Lab) -> None:
         """Changes a rate where the ranks wish that."""
         if self._wish.exists():
