@@ -106,12 +106,10 @@ class CollectiveQueue::Turn {
   }
   bool try_hold() { return is_held_ || (is_held_ = channel_.try_hold()); }
   void leave() {
-    const bool is_empty = std::exchange(is_held_, false) ? channel_.let_go() : channel_.head() == nullptr;
+    if (std::exchange(is_held_, false)) channel_.let_go();
     is_inside_ = false;
-    channel_.helpers_.fetch_sub(1);  // before the bell: the progress thread keeps away from who is inside
-    if (!is_empty) {
-      channel_.engine_.wake();
-    }
+    channel_.helpers_.fetch_sub(1);  // before the look and the bell: the progress thread keeps away from who is inside
+    if (channel_.head() != nullptr || channel_.has_unsent()) channel_.engine_.wake();
   }
 
  private:
@@ -343,6 +341,8 @@ void CollectiveQueue::check_held(const ZeroWork* own) {
     fail_all_held(*job, std::current_exception(), own);
   }
 }
+
+bool CollectiveQueue::has_unsent() const { return context_.network != nullptr && context_.network->has_unsent(); }
 
 bool CollectiveQueue::has_unread() const {
   return context_.network != nullptr && !context_.network->unread(Lane::kCollective, 1).empty();

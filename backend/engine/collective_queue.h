@@ -84,6 +84,7 @@ class CollectiveQueue final : public OperationHost, public Channel {
   Activity advance_held(const ZeroWork* own);
   void check_held(const ZeroWork* own);
   bool has_unread() const;  // from other nodes
+  bool has_unsent() const;  // to other nodes
   void check_idle();        // whether peers have called something else
   void fail_all_held(const CollectiveJob& job, const std::exception_ptr& reason, const ZeroWork* own);  // job: the head
   CollectiveJob* head() const;

@@ -98,8 +98,9 @@ void PointToPoint::post(P2pMessage message) {
 }
 
 bool PointToPoint::is_left_to_engine() const {
+  if (is_waited_for()) return false;  // before the lock, which who moves messages holds for long
   std::lock_guard<std::mutex> lock(mutex_);
-  return !is_waited_for() && has_pending();
+  return has_pending();
 }
 
 Activity PointToPoint::advance_on_engine_thread() { return is_waited_for() ? Activity::kIdle : advance(nullptr); }
@@ -178,7 +179,7 @@ void PointToPoint::leave() {
     std::lock_guard<std::mutex> lock(mutex_);
     is_pending = has_pending();
   }
-  if (is_pending) {
+  if (is_pending || (group_->network() != nullptr && group_->network()->has_unsent())) {
     engine_.wake();
   }
 }

@@ -36,7 +36,8 @@ OpenChannels& open_channels() {
 // were woken by the same bytes, the two would read in turns: each takes the CPU and the lock from the other, and what
 // the progress thread reads is copied twice. (64 MiB between two nodes over links without a limit: 42 ms instead of
 // 30.) So while all that is under way in a group has a thread that waits for it, the progress thread only looks in
-// every 10 ms, for what other peers say and for those who call this rank for the first time.
+// every 10 ms, for what other peers say and for those who call this rank for the first time, whose handshake takes a
+// few looks. A thread that leaves rings where some bytes are not sent yet.
 class Connections final : public Channel {
  public:
   Connections(GroupContext& group, const CollectiveQueue& collectives, const PointToPoint& messages)
@@ -44,7 +45,7 @@ class Connections final : public Channel {
 
   Activity advance_on_engine_thread() override {
     const auto now = std::chrono::steady_clock::now();
-    if (are_attended() && now - last_look_ < kLookInterval) return Activity::kIdle;
+    if (now - last_look_ < kLookInterval && are_attended()) return Activity::kIdle;
     last_look_ = now;
     return group_.network()->progress() ? Activity::kMoved : Activity::kIdle;
   }

@@ -18,6 +18,7 @@ namespace {
 // with 256 KiB more stays in the caches: 2 x 2 ranks, 1 MiB over links without a limit: 0.95 and 0.65 ms.)
 constexpr int64_t kMostChunkBytes = 256 << 10;
 constexpr int64_t kLeastChunkBytes = 64 << 10;
+constexpr int64_t kMostSlotBytes = 512 << 10;  // of a bank
 constexpr int64_t kChunksToOverlap = 4;
 // A message costs its two ends some 27 us of CPU together, beside its bytes. 16 KiB take 13 us at 10 Gb/s, which eight
 // ranks of a node share; so its cost is a fraction of the link's time there, and at 4 KiB as much.
@@ -47,11 +48,12 @@ int64_t exchange_alignment(const CollectiveSpec& spec, int32_t piece_count, int3
   return has_lines ? kCacheLineBytes : spec.element_bytes;
 }
 
-int64_t network_slot_bytes(const CollectiveSpec& spec) { return std::min(spec.bank_bytes, kMostChunkBytes); }
+int64_t network_slot_bytes(const CollectiveSpec& spec) { return std::min(spec.bank_bytes, kMostSlotBytes); }
 
 int64_t network_chunk_bytes(const CollectiveSpec& spec, int64_t total_bytes, int64_t alignment) {
   const int64_t wanted = std::max(total_bytes / kChunksToOverlap, kLeastChunkBytes);
-  return std::max(std::min(network_slot_bytes(spec), wanted) / alignment, int64_t{1}) * alignment;
+  const int64_t most = std::min(network_slot_bytes(spec), kMostChunkBytes);
+  return std::max(std::min(most, wanted) / alignment, int64_t{1}) * alignment;
 }
 
 bool are_all_alone(const CollectiveSpec& spec) { return largest_node_size(spec) == 1 && spec.codec == nullptr; }

@@ -3,8 +3,8 @@
 //
 // Note [Other people's frames]
 // Whoever reads from a peer's connection gets whatever comes next on it, also what another thread sleeps for: the
-// progress thread, which polls the descriptor, would not notice. So others() counts what nobody awaited, and the reader
-// wakes that thread by its bell.
+// progress thread, which may poll the descriptor, would not notice. So others() counts what nobody awaited, and the
+// reader wakes that thread by its bell.
 //
 // Note [Bytes in place]
 // While RemoteTransport::try_receive() reads, bytes of its stream go straight to the caller's memory, provided that

@@ -154,6 +154,11 @@ bool RemoteTransport::progress() {
   return read_from(-1);
 }
 
+bool RemoteTransport::has_unsent() const {
+  const std::lock_guard lock(mutex_);
+  return !is_closed_ && wire_->has_unsent();
+}
+
 bool RemoteTransport::arm() {
   const std::lock_guard lock(mutex_);
   return is_closed_ || wire_->arm();

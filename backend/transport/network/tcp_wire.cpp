@@ -117,8 +117,11 @@ bool TcpWire::send(int32_t peer, const FrameHeader& header, std::span<const std:
   // A tag is spent once it is made, and costs more than a copy.
   const bool is_refused = sent == 0 && urgency == Urgency::kCanWait && !connection.outgoing_tags;
   if (!is_refused) keep(connection, parts, sent);
-  connection.wants_room = is_refused || connection.waiting_sent < connection.waiting.size();
-  if (connection.wants_room) connection.send_buffer.note_full(connection.socket.get());
+  const bool has_unsent = connection.waiting_sent < connection.waiting.size();
+  if (has_unsent && !std::exchange(connection.is_unsent, true)) unsent_.push_back(peer);
+  // Another lane may have been refused before: only the thread that hears of room takes the wish back.
+  connection.wants_room |= is_refused || has_unsent;
+  if (is_refused || has_unsent) connection.send_buffer.note_full(connection.socket.get());
   watch(peer, connection);
   return !is_refused;
 }
@@ -206,6 +209,18 @@ bool TcpWire::flush(Connection& connection) {
   return true;
 }
 
+bool TcpWire::flush_all() {
+  const size_t before = unsent_.size();
+  std::erase_if(unsent_, [&](int32_t peer) {
+    const auto& connection = connections_[static_cast<size_t>(peer)];
+    if (connection == nullptr) return true;
+    if (!connection->waiting.empty() && (room(peer, kMaxPayloadBytes) == 0 || !flush(*connection))) return false;
+    connection->is_unsent = false;
+    return true;
+  });
+  return unsent_.size() < before;
+}
+
 // The interest in room for more is taken up and given back as rarely as it changes: each is a system call.
 void TcpWire::watch(int32_t peer, Connection& connection) {
   if (connection.wants_room == connection.is_watched) return;
@@ -216,18 +231,13 @@ void TcpWire::watch(int32_t peer, Connection& connection) {
 }
 
 bool TcpWire::progress(int32_t peer, FrameSink& sink) {
+  bool has_moved = flush_all();  // who reads from one peer alone must not hold up what others wait for
   if (peer >= 0) {
-    const auto& connection = connections_[static_cast<size_t>(peer)];
-    if (connection == nullptr) return connector_ && !has_met(peer) && meet(sink);
-    if (!connection->waiting.empty() && flush(*connection)) {
-      connection->wants_room = false;
-      watch(peer, *connection);
-    }
-    return receive(peer, sink);
+    if (connections_[static_cast<size_t>(peer)] != nullptr) return receive(peer, sink) || has_moved;
+    return (connector_ && !has_met(peer) && meet(sink)) || has_moved;
   }
   epoll_event events[kEventsPerTurn];
   const int count = ::epoll_wait(epoll_.get(), events, kEventsPerTurn, 0);
-  bool has_moved = false;
   for (int i = 0; i < count; ++i) {
     if (events[i].data.u32 == kOfConnector) {
       has_moved |= meet(sink);

@@ -39,6 +39,7 @@ class TcpWire final : public Wire {
   bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) override;
   size_t room(int32_t peer, size_t bytes) const override;
   bool progress(int32_t peer, FrameSink& sink) override;
+  bool has_unsent() const override { return !unsent_.empty(); }
   int descriptor() const override { return epoll_.get(); }
   bool arm() override { return true; }
   void lose_unreachable(FrameSink& sink) override;
@@ -60,6 +61,7 @@ class TcpWire final : public Wire {
     Clock::time_point silent_since{};  // zero: its system acknowledges
     std::vector<std::byte> waiting;    // [waiting_sent, end) has been taken but not sent
     size_t waiting_sent = 0;
+    bool is_unsent = false;  // in unsent_
     FrameDecoder incoming;
     std::optional<FrameTags> outgoing_tags;
   };
@@ -69,6 +71,7 @@ class TcpWire final : public Wire {
   bool send_early(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency);
   bool receive(int32_t peer, FrameSink& sink);
   bool flush(Connection& connection);
+  bool flush_all();                                              // true when some has all been sent
   using FrameParts = std::array<std::span<const std::byte>, 4>;  // header and payload, each with its tag
   static size_t send_now(const Connection& connection, const FrameParts& parts);   // as many bytes as fit
   static void keep(Connection& connection, const FrameParts& parts, size_t sent);  // the rest
@@ -84,6 +87,7 @@ class TcpWire final : public Wire {
   std::vector<std::unique_ptr<Connection>> connections_;  // by rank; none: not met, or lost
   std::vector<bool> was_met_;                             // by rank
   std::map<int32_t, std::vector<Frame>> early_;           // taken before there is a connection
+  std::vector<int32_t> unsent_;                           // peers for whom something waits, or waited
   std::vector<std::byte> arriving_;                       // where headers and small payloads are read to
 };
 

@@ -71,6 +71,7 @@ class UcxWireOverLibrary final : public UcxWire {
   std::string_view name() const override { return "ucx"; }
   bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) override;
   bool progress(int32_t peer, FrameSink& sink) override;
+  bool has_unsent() const override { return all_in_flight_bytes_ > 0; }
   int descriptor() const override { return descriptor_; }
   bool arm() override;
   void close(std::chrono::milliseconds patience) override;
@@ -87,7 +88,7 @@ class UcxWireOverLibrary final : public UcxWire {
     ucp_ep_h endpoint = nullptr;
     uint64_t sent = 0;
     uint64_t received = 0;
-    size_t in_flight_bytes = 0;
+    size_t in_flight_bytes = 0;         // counted in all_in_flight_bytes_ as well
     std::map<uint64_t, Message> ahead;  // of their turn, by number
     std::string loss;                   // from UCX; told to the sink by progress()
     bool is_lost = false;
@@ -117,7 +118,8 @@ class UcxWireOverLibrary final : public UcxWire {
   ucp_worker_h worker_ = nullptr;
   int descriptor_ = -1;
   std::string address_;
-  std::vector<Peer> peers_;  // by rank; its elements never move, UCX holds pointers to them
+  std::vector<Peer> peers_;         // by rank; its elements never move, UCX holds pointers to them
+  size_t all_in_flight_bytes_ = 0;  // to all peers
   bool has_moved_ = false;
   uint64_t dropped_ = 0;
 };
@@ -210,6 +212,7 @@ bool UcxWireOverLibrary::send(int32_t peer_rank, const FrameHeader& header, std:
     std::memcpy(outgoing->payload.get(), payload.data(), payload.size());
   }
   peer.in_flight_bytes += sizeof(Envelope) + payload.size();
+  all_in_flight_bytes_ += sizeof(Envelope) + payload.size();
   ucp_request_param_t parameters{};
   parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
   // Eager, so that the handler has the payload at once: no stranger can make this rank fetch memory from elsewhere.
@@ -234,6 +237,7 @@ void UcxWireOverLibrary::finish(Outgoing* outgoing, ucs_status_t status) {
   const std::unique_ptr<Outgoing> owned(outgoing);
   Peer& peer = peers_[static_cast<size_t>(owned->peer)];
   peer.in_flight_bytes -= sizeof(Envelope) + owned->payload_bytes;
+  all_in_flight_bytes_ -= sizeof(Envelope) + owned->payload_bytes;
   has_moved_ = true;
   if (status != UCS_OK && peer.loss.empty()) peer.loss = ucx_.status_string(status);
 }

@@ -59,10 +59,12 @@ class Wire {
   // False: not taken. What is taken is sent or copied before the call returns.
   virtual bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) = 0;
   // How many of the next `bytes` for `peer` are best sent now. More is taken as well, but its rest is copied, to be
-  // sent later. 0: bytes were refused, and would be again.
+  // sent later. 0: there was no room for some before, and there is hardly any now; the descriptor says when there is.
   virtual size_t room(int32_t /*peer*/, size_t bytes) const { return bytes; }
   // Sends what waits and receives what is there; from one peer only when `peer` >= 0. True when anything moved.
   virtual bool progress(int32_t peer, FrameSink& sink) = 0;
+  // Something was taken and is not sent yet: progress() has to be called when the descriptor says so.
+  virtual bool has_unsent() const { return false; }
   // Poll it for reading; ready whenever progress() has something to do, if arm() returned true before.
   virtual int descriptor() const = 0;
   virtual bool arm() = 0;

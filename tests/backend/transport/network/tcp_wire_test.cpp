@@ -136,6 +136,8 @@ int send_buffer_of(const Descriptor& socket) {
 
 TEST(TcpSendBuffer, IsShortWhereThePeerIsNear) {
   const auto [one, other] = tcp_pair();
+  const int none = 0;
+  if (::setsockopt(one.get(), SOL_SOCKET, SO_BUF_LOCK, &none, sizeof none) != 0) GTEST_SKIP() << "before Linux 5.14";
   TcpSendBuffer buffer;
   buffer.adopt(one.get());
   EXPECT_TRUE(buffer.is_short());
@@ -164,6 +166,36 @@ TEST(ShortBufferRule, BlamesTheBufferWhenItHeldUpMuchForLong) {
   for (int look = 0; look < 4; ++look) EXPECT_FALSE(take(100, 100));  // too little to tell
   EXPECT_FALSE(take(100, 100));
   EXPECT_TRUE(take(600, 200));
+}
+
+// As a thread does that waits for an operation, and beside which the progress thread keeps away.
+TEST(TcpWire, WhoReadsFromOnePeerSendsWhatWaitsForOthers) {
+  constexpr int64_t kWindow = 4 << 20;
+  std::vector<Descriptor> of_sender(3), of_receiver(3), of_other(3);
+  std::tie(of_sender[1], of_receiver[0]) = tcp_pair();
+  std::tie(of_sender[2], of_other[0]) = tcp_pair();
+  RemoteTransport sender(std::make_unique<TcpWire>(std::move(of_sender)),
+                         {.rank = 0, .world_size = 3, .peers = {1, 2}, .window_bytes = kWindow});
+  RemoteTransport receiver(std::make_unique<TcpWire>(std::move(of_receiver)),
+                           {.rank = 1, .world_size = 3, .peers = {0}, .window_bytes = kWindow});
+  const std::vector<std::byte> data(kWindow, std::byte{7});
+  size_t sent = 0, received = 0;
+  std::vector<std::byte> taken(data.size());
+  const auto take = [&] { received += receiver.try_receive(0, Lane::kCollective, std::span(taken).subspan(received)); };
+  bool had_unsent = false;
+  for (; sent < data.size(); take()) {  // until the socket has taken the last bytes only in part, if need be
+    sent += sender.try_send(1, Lane::kCollective, std::span<const std::byte>(data).subspan(sent));
+    had_unsent |= sender.has_unsent();
+  }
+  EXPECT_TRUE(had_unsent);
+  std::byte nothing[1];
+  EXPECT_TRUE(eventually([&] {
+    sender.try_receive(2, Lane::kCollective, nothing);
+    take();
+    return received == data.size();
+  })) << received;
+  EXPECT_EQ(taken, data);
+  EXPECT_FALSE(sender.has_unsent());
 }
 
 TEST(TcpWire, AKilledProcessIsLostAlsoWhenItsChildrenLiveOn) {
