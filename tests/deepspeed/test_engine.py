@@ -381,6 +381,8 @@ def test_bad_input_is_one_clear_sentence() -> None:
         engine.backward(loss)
     with raises(ValueError, "sharded already", "one model has one engine"):
         deepspeed.initialize(model=model, config=configuration(2))
+    with raises(ValueError, "model is an engine already"):
+        deepspeed.initialize(model=engine, config=configuration(2))
     engine = make_engine(2)
     with raises(RuntimeError, "no parameter has a gradient", "engine.backward(loss)"):
         engine.step()

@@ -48,7 +48,7 @@ def test_one_parameter_is_read_and_written_in_every_stage() -> None:
             utils.safe_set_full_optimizer_state(param, torch.full_like(state, 0.25), name)
             assert utils.safe_get_full_optimizer_state(param, name).eq(0.25).all()
             assert utils.safe_get_local_optimizer_state(param, name).eq(0.25).all()
-        with raises(KeyError, "'blocks.1.up.weight' has no 'momentum'"):
+        with raises(KeyError, "'blocks.1.up.weight' has no 'momentum'; this optimizer keeps exp_avg, exp_avg_sq"):
             utils.safe_get_full_optimizer_state(param, "momentum")
         assert utils.safe_get_full_grad(param) is None
         with raises(RuntimeError, "the parameter has no gradient"):

@@ -102,6 +102,10 @@ def initialize(
 def _check(model: Any, optimizer: Any, lr_scheduler: Any, mesh_param: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"[zeropg] initialize: model is a {type(model).__name__}, expected a torch.nn.Module")
+    if isinstance(model, DeepSpeedEngine):
+        raise ValueError(
+            "[zeropg] initialize: model is an engine already, which trains as it is; build another model for another"
+        )
     if isinstance(model, FullyShardedModule):
         raise ValueError(
             f"[zeropg] initialize: this {type(model).__name__} is sharded already, by another engine or by "

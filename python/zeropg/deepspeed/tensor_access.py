@@ -104,10 +104,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         dist.all_reduce(moved, group=group)
         tensor.copy_(moved)
     if int(found) != param.numel():
-        raise KeyError(
-            f"[zeropg] safe_get_full_optimizer_state: '{place.name}' has no {optim_state_key!r}; it comes with the "
-            "first step"
-        )
+        known = sorted({key for _, key, *_ in optimizer.local_state()})
+        there = f"this optimizer keeps {', '.join(known)}" if known else "states come with the first step"
+        raise KeyError(f"[zeropg] safe_get_full_optimizer_state: '{place.name}' has no {optim_state_key!r}; {there}")
     return whole.view(param.shape).to(param.device)
 
 
