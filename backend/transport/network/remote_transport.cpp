@@ -127,19 +127,15 @@ void RemoteTransport::note_placed(int32_t peer, const FrameHeader& header, size_
 
 bool RemoteTransport::read_from(int32_t peer) {
   const bool has_moved = wire_->progress(peer, *this);
-  answer_pings();
-  return has_moved;
-}
-
-// One answer for however many questions, and only when there is room for it: a peer that asks and does not read must
-// not fill our memory.
-void RemoteTransport::answer_pings() {
+  // One answer for however many questions, and only when there is room for it: a peer that asks and does not read must
+  // not fill our memory.
   const std::vector<int32_t> askers = liveness_.askers();
-  if (askers.empty()) return;
+  if (askers.empty()) return has_moved;
   const SignOfLife sign = liveness_.sign_of_life();
-  for (const int32_t peer : askers) {
-    if (wire_->send(peer, sign.header, sign.payload, Urgency::kCanWait)) liveness_.note_answered(peer);
+  for (const int32_t asker : askers) {
+    if (wire_->send(asker, sign.header, sign.payload, Urgency::kCanWait)) liveness_.note_answered(asker);
   }
+  return has_moved;
 }
 
 void RemoteTransport::send_small(int32_t peer, FrameKind kind, uint8_t index, uint64_t value,

@@ -78,8 +78,7 @@ class RemoteTransport final : public Transport, private FrameSink {
   PeerStreams& streams_of(int32_t rank);
   bool is_gone(int32_t peer) const { return is_closed_ || liveness_.is_gone(peer); }
   [[noreturn]] void throw_gone(int32_t peer) const;
-  bool read_from(int32_t peer);  // what the wire has, of one or, with -1, of all
-  void answer_pings();
+  bool read_from(int32_t peer);  // what the wire has, of one or, with -1, of all; answers questions for a sign of life
   void ask(const std::vector<int32_t>& peers);
   void send_own_state(int32_t peer);
   void send_small(int32_t peer, FrameKind kind, uint8_t index, uint64_t value, std::span<const std::byte> payload = {});
