@@ -199,17 +199,16 @@ void ProgressEngine::sleep() {
       }
     }
   }
-  bool is_mere_look = false;  // for a channel's sake: run() checks when it is time
   if (activity != Activity::kMoved && !is_stopping_.load()) {
-    const std::chrono::milliseconds longest = activity == Activity::kIdle ? idle_sleep() : kCheckInterval;
-    is_mere_look = !wait_doorbell(process_doorbell(), std::min(limit, longest), descriptors_) && limit < longest;
+    limit = std::min(limit, activity == Activity::kIdle ? idle_sleep() : kCheckInterval);
+    wait_doorbell(process_doorbell(), limit, descriptors_);
   }
   is_sleeping_ = false;
   is_napping_ = false;
   std::lock_guard<std::mutex> lock(mutex_);
   for (Channel* channel : channels_) {
     channel->set_sleeping(false);
-    if (!is_mere_look) channel->check_on_engine_thread();
+    channel->check_on_engine_thread();
   }
 }
 
