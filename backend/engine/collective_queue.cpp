@@ -243,6 +243,7 @@ Progress CollectiveQueue::run(CollectiveJob& job) {
 
 void CollectiveQueue::finish(std::unique_ptr<CollectiveJob> job, const std::exception_ptr& error, const ZeroWork* own) {
   c10::intrusive_ptr<ZeroWork> work = std::move(job->work);
+  last_ended_ = work->label();
   if (error) {
     group_->fail(failure_of(error));
   } else {
@@ -349,14 +350,14 @@ bool CollectiveQueue::has_unread() const {
 }
 
 void CollectiveQueue::check_idle() {
-  if (group_->has_failed()) {
+  if (!last_ended_ || group_->has_failed()) {
     return;
   }
   try {
     compare_with_unread(context_);
   } catch (const c10::Error& error) {
-    const std::string text = c10::str("[zeropg rank ", group_->rank(), "/", group_->world_size(),
-                                      "] of a collective that has ended here: ", error.what_without_backtrace());
+    const std::string text =
+        c10::str(last_ended_->prefix(), ", which has ended on this rank: ", error.what_without_backtrace());
     group_->fail({.text = text});
     notice("calls", text);  // there may be no other call whose error would say it
   }

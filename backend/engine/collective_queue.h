@@ -85,7 +85,7 @@ class CollectiveQueue final : public OperationHost, public Channel {
   void check_held(const ZeroWork* own);
   bool has_unread() const;  // from other nodes
   bool has_unsent() const;  // to other nodes
-  void check_idle();        // whether peers have called something else
+  void check_idle();        // whether peers have called something else than the last collective, which has ended here
   void fail_all_held(const CollectiveJob& job, const std::exception_ptr& reason, const ZeroWork* own);  // job: the head
   CollectiveJob* head() const;
 
@@ -95,10 +95,11 @@ class CollectiveQueue final : public OperationHost, public Channel {
 
   std::shared_ptr<GroupContext> group_;  // life shared with the process group
   ProgressEngine& engine_;
-  CollectiveContext context_;         // of the thread that holds the channel
-  PauseDetector pause_detector_;      // of the thread that holds the channel
-  std::unique_ptr<LinkWatch> links_;  // of the thread that holds the channel; null: nobody watches them
-  std::atomic<int32_t> helpers_{0};   // threads inside help()
+  CollectiveContext context_;                 // of the thread that holds the channel
+  PauseDetector pause_detector_;              // of the thread that holds the channel
+  std::unique_ptr<LinkWatch> links_;          // of the thread that holds the channel; null: nobody watches them
+  std::optional<OperationLabel> last_ended_;  // of the thread that holds the channel
+  std::atomic<int32_t> helpers_{0};           // threads inside help()
   mutable std::mutex mutex_;
   std::condition_variable idle_;
   std::deque<std::unique_ptr<CollectiveJob>> queue_;  // guarded by mutex_; only the holder takes from it

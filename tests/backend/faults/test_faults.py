@@ -303,6 +303,7 @@ def differ(seed: int, rounds: int) -> list[tuple[str, str, int, str, float]]:
         usual, other = chance.sample(sorted(MISTAKES), 2)
         mistaken = chance.randrange(size)
         delays = [chance.choice([0, 0, 0.02]) for _ in range(size)]
+        pauses = [chance.choice([0, 0, 0.1]) for _ in range(size)]
         group = new_group_with(2 * AT_ONCE_SECONDS)  # a mistake is noticed at once, too
         time.sleep(delays[rank])
         start = time.monotonic()
@@ -311,6 +312,7 @@ def differ(seed: int, rounds: int) -> list[tuple[str, str, int, str, float]]:
             work = MISTAKES[other if rank == mistaken else usual](group)
             if work is not None:
                 work.wait()
+            time.sleep(pauses[rank])
             dist.barrier(group)  # where a rank's part was over before it could hear of the others'
         except dist.DistBackendError as raised:
             error = str(raised)
