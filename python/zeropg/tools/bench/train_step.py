@@ -34,6 +34,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, str | int]] = {
 }
 BASELINE = "ddp gloo"
 _FSDP2 = "fsdp2 gloo"
+_SHAPE = ("steps", "warm_up", "layers", "width", "batch", "tokens")  # what a rank has to be told
 _SAME_LOSS = 1e-3  # relative, after the last step
 _TIMEOUT_S = 3600.0  # of one run on simulated hosts
 
@@ -43,15 +44,16 @@ agree before any time is believed. The figures are those of the slowest (for mem
 the CPU seconds of all its threads per step; and its memory, the proportional set size at the end minus that before the
 model exists, so that pages which ranks share count once. Ratios are to DDP over gloo with torch's fused AdamW.
 
+Where FSDP2 over gloo is among them, the step is beside its step too.
+
 With --hosts the ranks are on simulated hosts (Linux network namespaces on this machine), joined by links of the rate
---link in each direction. Then `sent` is what the busiest host's interface sends in a step, in multiples of the weights,
-and the step is beside FSDP2's over gloo too.
+--link in each direction. Then `sent` is what the busiest host's interface sends in a step, in multiples of the weights.
 """
 _EXAMPLES = """
 examples:
   python -m zeropg bench train                                           9 implementations, 3 rounds: about 5 minutes
   python -m zeropg bench train --only "zeropg stage 3" --rounds 1        that and the baseline, once
-  python -m zeropg bench train --layers 12 --width 1024 --batch 1        175 million parameters
+  python -m zeropg bench train --layers 12 --width 1088 --batch 1        171 million parameters
   python -m zeropg bench train -n 4 --hosts 2 --link 1gbit --layers 10   30 million, between two hosts
 
 status: 0 measured; 1 losses differ or a rank failed; 2 wrong options; 3 other programs used the CPUs
@@ -111,10 +113,10 @@ def _report(
         rounds=options.rounds,
         parameters=parameters,
     )
-    rows = [_row(name, runs, quiet.may_claim, options.hosts) for name in runs]
+    rows = [_row(name, runs, quiet.may_claim, options.hosts > 1) for name in runs]
     harness.print_header(facts)
     columns = {"step_over_ddp": "step / DDP", "cpu_over_ddp": "CPU s / DDP"}
-    if options.hosts > 1:
+    if _FSDP2 in runs:
         columns["step_over_fsdp2"] = "step / FSDP2"
     sent = f" {'sent':>6}" if options.hosts > 1 else ""
     heads = "".join(f" {head:>18}" for head in columns.values())
@@ -130,7 +132,7 @@ def _report(
     return harness.finish(options, quiet, facts, rows, plot_train)
 
 
-def _row(name: str, all_runs: dict[str, list[dict[str, float]]], may_claim: bool, hosts: int) -> Row:
+def _row(name: str, all_runs: dict[str, list[dict[str, float]]], may_claim: bool, counts_sent: bool) -> Row:
     runs, baseline, fsdp2 = all_runs[name], all_runs[BASELINE], all_runs.get(_FSDP2)
     figures: dict[str, Spread | float] = {
         "step_ms": Spread.of([1000 * run["step_s"] for run in runs]),
@@ -138,13 +140,13 @@ def _row(name: str, all_runs: dict[str, list[dict[str, float]]], may_claim: bool
         "memory_bytes_per_parameter": Spread.of([run["memory_bytes"] / run["parameters"] for run in runs]),
         "loss": Spread.of([run["loss"] for run in runs]),
     }
-    if hosts > 1:
+    if counts_sent:
         figures["sent_weights"] = Spread.of([run["sent_bytes"] / (4 * run["parameters"]) for run in runs])
     if may_claim:
         for key in ("step", "cpu"):
             mine, theirs = ([run[f"{key}_s"] for run in each] for each in (runs, baseline))
             figures[f"{key}_over_ddp"] = ratios(mine, theirs)
-        if hosts > 1 and fsdp2 is not None:
+        if fsdp2 is not None:
             figures["step_over_fsdp2"] = ratios([run["step_s"] for run in runs], [run["step_s"] for run in fsdp2])
     return Row("step", name, figures)
 
@@ -152,10 +154,8 @@ def _row(name: str, all_runs: dict[str, list[dict[str, float]]], may_claim: bool
 def _run_once(name: str, options: argparse.Namespace) -> dict[str, float] | None:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        shape = [
-            f"--{key.replace('_', '-')}={getattr(options, key)}" for key in ("steps", "warm_up", "layers", "width")
-        ]
-        arguments = ["bench", "train", *shape, f"--batch={options.batch}", "--as-rank-of", name]
+        shape = [f"--{key.replace('_', '-')}={getattr(options, key)}" for key in _SHAPE]
+        arguments = ["bench", "train", *shape, "--as-rank-of", name]
         arguments += ["--result", str(result)]
         if options.hosts > 1:
             has_worked = start_on_hosts(
@@ -195,7 +195,8 @@ def _measure_rank(kind: str | int, options: argparse.Namespace, limits: dict[str
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     before = resident_bytes()
-    model = GPT(GPTConfig(layers=options.layers, width=options.width, heads=options.width // 64, context=128))
+    heads, tokens = options.width // 64, options.tokens
+    model = GPT(GPTConfig(layers=options.layers, width=options.width, heads=heads, context=tokens))
     parameters = sum(p.numel() for p in model.parameters())
     runner, optimizer, clip = _wrap(kind, model, limits)
     generator = torch.Generator().manual_seed(1)
@@ -203,7 +204,7 @@ def _measure_rank(kind: str | int, options: argparse.Namespace, limits: dict[str
     for step in range(options.warm_up + options.steps):
         if step == options.warm_up:
             sent_before = sent_bytes()
-        batch = torch.randint(256, (options.batch * world_size, 129), generator=generator)[rank::world_size]
+        batch = torch.randint(256, (options.batch * world_size, tokens + 1), generator=generator)[rank::world_size]
         start, cpu_start = time.perf_counter(), time.process_time()
         logits = runner(batch[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -269,7 +270,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("-w", "--warm-up", type=int, default=3, help="steps before these (default 3)")
     parser.add_argument("--layers", type=int, default=6, help="blocks of the GPT (default 6)")
     parser.add_argument("--width", type=int, default=512, help="channels of the GPT, a multiple of 64 (default 512)")
-    parser.add_argument("--batch", type=int, default=2, help="sequences of 128 bytes per rank (default 2)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default 2)")
+    parser.add_argument("--tokens", type=int, default=128, help="bytes of a sequence, each a token (default 128)")
     parser.add_argument(
         "--only",
         action="append",
@@ -283,7 +285,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--hosts {options.hosts} with --ranks {options.ranks}: expected a divisor")
     if options.hosts == 1 and options.link != UNLIMITED:
         parser.error(f"--link {options.link} is between hosts: give --hosts 2, or more")
-    for name in ("ranks", "rounds", "steps", "layers", "width", "batch"):
+    for name in ("ranks", "rounds", "steps", "layers", "width", "batch", "tokens"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be positive")
     if options.width % 64 != 0:
