@@ -11,6 +11,7 @@ namespace zeropg {
 namespace {
 
 constexpr int kBufferLock = 72;  // SO_BUF_LOCK, which older headers lack
+constexpr uint8_t kClosed = 7;   // TCP_CLOSE, which linux/tcp.h lacks
 constexpr int kKernelsOwn = 0;   // neither buffer has a fixed size
 
 constexpr std::chrono::milliseconds kLookInterval{100};
@@ -38,6 +39,11 @@ std::optional<Delivery> delivery_of(int socket) {
   // Busy is also who waits for the peer's process to read.
   return Delivery{.bytes = info->tcpi_bytes_acked,
                   .busy = std::chrono::microseconds(info->tcpi_busy_time - info->tcpi_rwnd_limited)};
+}
+
+bool has_ended(int socket) {
+  const std::optional<tcp_info> info = info_of(socket);
+  return info && info->tcpi_state == kClosed;
 }
 
 void TcpSendBuffer::adopt(int socket) {

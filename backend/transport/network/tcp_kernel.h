@@ -21,6 +21,10 @@ namespace zeropg {
 // 10 ms.
 std::optional<Delivery> delivery_of(int socket);
 
+// Whether the connection is no more: both ends have said so and know it, or the peer has reset it. What it has not
+// taken by then (SIOCOUTQ) it never will.
+bool has_ended(int socket);
+
 // When a short buffer holds up what is sent.
 class ShortBufferRule {
  public:

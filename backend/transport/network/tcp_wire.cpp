@@ -355,7 +355,8 @@ void TcpWire::close(std::chrono::milliseconds patience) {
       }
       int unacknowledged = 0;
       const bool is_known = ::ioctl(connection.socket.get(), SIOCOUTQ, &unacknowledged) == 0;
-      if (is_late || (is_flushed && is_known && unacknowledged == 0)) {
+      const bool is_taken = is_flushed && is_known && unacknowledged == 0;
+      if (is_late || is_taken || has_ended(connection.socket.get())) {
         forget_in_children(connection.socket.get());
         ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection.socket.get(), nullptr);
         each.reset();

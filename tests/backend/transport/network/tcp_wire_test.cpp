@@ -256,6 +256,22 @@ TEST(TcpWire, APeerThatTakesNothingIsNotLost) {
   EXPECT_FALSE(network.liveness().state_of(1).is_lost) << network.liveness().state_of(1).loss;
 }
 
+// Its system answers with a reset, after which the kernel counts what was sent as unacknowledged for ever.
+TEST(TcpWire, CloseDoesNotWaitForAPeerThatIsGone) {
+  auto [there, here] = tcp_pair();
+  std::vector<Descriptor> connections(2);
+  connections[1] = std::move(here);
+  RemoteTransport network(std::make_unique<TcpWire>(std::move(connections)),
+                          {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = 4096});
+  there.reset();
+  const std::vector<std::byte> data(64);
+  network.try_send(1, Lane::kCollective, data);
+  std::this_thread::sleep_for(milliseconds(50));  // until the answer is here
+  const auto start = std::chrono::steady_clock::now();
+  network.close(milliseconds(5000));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(2000));
+}
+
 TEST(TcpWire, SaysWhatHasArrivedAndHowLongItTook) {
   auto [there, here] = tcp_pair();
   std::vector<Descriptor> connections(2);
