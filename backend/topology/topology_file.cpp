@@ -1,7 +1,6 @@
 #include "backend/topology/topology_file.h"
 
 #include <algorithm>
-#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -16,12 +15,16 @@ namespace {
 
 constexpr int64_t kMostNodes = 1'000'000;
 constexpr uintmax_t kMostFileBytes = uintmax_t{64} << 20;
+constexpr double kLeastGbps = 1e-9;  // a byte per second
+constexpr double kMostGbps = 1e9;
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
 
 double read_speed(JsonReader& json, const std::string& key) {
   const double speed = json.read_number();
-  if (!(speed > 0) || std::isinf(speed)) json.fail("expected a positive number of 1e9 bytes/s for " + key);
+  if (!(speed >= kLeastGbps && speed <= kMostGbps)) {
+    json.fail("expected a number of 1e9 bytes/s, from 1e-9 to 1e9, for " + key);
+  }
   return speed;
 }
 
