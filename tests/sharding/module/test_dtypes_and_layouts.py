@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeropg
@@ -144,6 +145,18 @@ def test_a_batch_norm_computes_in_the_dtype_of_its_statistics(stage: int) -> Non
     assert model[1].running_mean.abs().sum() > 0
     instance = nn.InstanceNorm1d(5, affine=True, track_running_stats=True)  # which torch can mix
     zeropg.fully_shard(instance, stage=stage, units=[], param_dtype=torch.bfloat16)(x[None].mT).sum().backward()
+
+
+@on_ranks(2, backend=("zeropg", "gloo"))
+def test_a_sparse_buffer_is_rank_0s_on_every_rank() -> None:
+    model = nn.Linear(3, 3)
+    edges = torch.eye(3).mul(1.0 + dist.get_rank())
+    model.register_buffer("edges", edges.to_sparse())
+    model.register_buffer("rows", edges.to_sparse_csr())
+    zeropg.fully_shard(model)
+    for buffer in (model.edges, model.rows):
+        assert torch.equal(buffer.to_dense(), torch.eye(3))
+    model(model.edges @ torch.ones(3, 3)).sum().backward()
 
 
 def test_parameters_on_several_devices_are_refused_by_name() -> None:
