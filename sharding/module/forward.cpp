@@ -25,17 +25,18 @@ std::vector<at::Tensor> Forward::pre_forward(int64_t index, const std::vector<at
     whole_units_.unshard(units_.root());
   }
   begin(unit);
-  unit.has_other_inputs = has_other_inputs;
+  unit.has_other_inputs = has_other_inputs || unit.running > 0;
   std::vector<at::Tensor> aliases = inputs;
   if (options_.stage.shards_parameters && at::GradMode::is_enabled()) {
     alias_inputs(unit, index, aliases);
   }
+  ++unit.running;
   return aliases;
 }
 
 void Forward::begin(Unit& unit) {
   // A forward inside a backward (activation checkpointing) is none of its own.
-  depth_ = unit.is_root ? 1 : depth_ + 1;
+  depth_ = unit.is_root && unit.running == 0 ? 1 : depth_ + 1;
   if (depth_ == 1 && !backward_.is_running()) {
     whole_units_.ledger().begin_forward();
     may_have_backward_ = at::GradMode::is_enabled();
@@ -44,6 +45,17 @@ void Forward::begin(Unit& unit) {
   unit.forwards += backward_.is_running() ? 0 : 1;
   unit.forward_began = communicator_.log()->now();
   unit.has_hooked_inputs = false;
+}
+
+void Forward::end(Unit& unit) {
+  depth_ = std::max<int64_t>(depth_ - 1, 0);
+  unit.running = std::max<int64_t>(unit.running - 1, 0);
+  whole_units_.end_forward(unit);
+}
+
+void Forward::forget() {
+  depth_ = 0;
+  for (Unit& unit : units_.all()) unit.running = 0;
 }
 
 // The gradients of its inputs are the last that need its parameters.
@@ -66,8 +78,7 @@ void Forward::alias_inputs(Unit& unit, int64_t index, std::vector<at::Tensor>& i
 
 void Forward::post_forward(int64_t index, const std::vector<at::Tensor>& outputs) {
   Unit& unit = units_[index];
-  depth_ = std::max<int64_t>(depth_ - 1, 0);
-  whole_units_.end_forward(unit);
+  end(unit);
   communicator_.log()->add(EventLog::Kind::kForward, unit.name, std::exchange(unit.forward_began, 0));
   communicator_.log()->sample([&] { return memory_report(options_, units_, whole_units_.fetch(), reducer_); });
   const bool needs_backward = hook_outputs(unit, index, outputs);
@@ -92,6 +103,9 @@ bool Forward::hook_outputs(const Unit& unit, int64_t index, const std::vector<at
       continue;
     }
     needs_backward = true;
+    if (output.is_leaf()) {  // no backward of the unit lies behind it, and each forward's hook would stay
+      continue;
+    }
     if (unit.is_root || options_.stage.shards_parameters || communicator_.log()->is_on()) {
       output.register_hook([weak = self_, index, waits = unit.has_hooked_inputs,
                             stays = unit.has_other_inputs](const at::Tensor& gradient) {
@@ -115,8 +129,7 @@ bool Forward::hook_outputs(const Unit& unit, int64_t index, const std::vector<at
 
 void Forward::abandon_forward(int64_t index) {
   Unit& unit = units_[index];
-  depth_ = std::max<int64_t>(depth_ - 1, 0);
-  whole_units_.end_forward(unit);
+  end(unit);
   if (!backward_.is_running() && !whole_units_.keeps_whole()) {
     whole_units_.reshard(unit);
   }

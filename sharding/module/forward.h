@@ -41,10 +41,11 @@ class Forward {
   void abandon_forward(int64_t unit);  // instead of post_forward where it raised
 
   bool is_running() const { return depth_ > 0; }
-  void forget() { depth_ = 0; }  // no forward runs: what one that raised has left
+  void forget();  // no forward runs: what one that raised has left
 
  private:
   void begin(Unit& unit);
+  void end(Unit& unit);
   void alias_inputs(Unit& unit, int64_t index, std::vector<at::Tensor>& inputs);
   bool hook_outputs(const Unit& unit, int64_t index, const std::vector<at::Tensor>& outputs);
 

@@ -36,7 +36,9 @@ std::string sharded_message(const std::string& name) {
                   "' is sharded: its values are on several ranks outside of its module's forward and backward. Read it "
                   "inside `with zeropg.full_parameters(model):`, or take this rank's part from "
                   "zeropg.local_shards(model). A backward raises this where a unit's forward writes its result into an "
-                  "argument: return it instead.");
+                  "argument: return it instead. What is differentiated has to go into a unit by its arguments and out "
+                  "by its results (not by an attribute, nor by a method other than forward); else run forward and "
+                  "backward, without the step, inside `with zeropg.full_parameters(model):`.");
 }
 
 std::string arriving_message(const std::string& name) {

@@ -51,7 +51,7 @@ void WholeUnits::unshard(Unit& unit, Fetch::Use use) {
       ledger_.show_own_writes(*flat);
     }
   } catch (...) {
-    make_sharded(unit);
+    drop(unit);
     throw;
   }
   unit.is_whole = true;
@@ -81,6 +81,12 @@ void WholeUnits::reshard(Unit& unit) {
 }
 
 void WholeUnits::make_sharded(Unit& unit) {
+  if (unit.running == 0) {
+    drop(unit);
+  }
+}
+
+void WholeUnits::drop(Unit& unit) {
   if (full_depth_ > 0 || !options_.stage.shards_parameters) {
     return;
   }
@@ -99,7 +105,7 @@ void WholeUnits::reshard_all() {
   keeps_whole_ = false;
   end_pass();
   for (Unit& unit : units_.all()) {
-    make_sharded(unit);
+    drop(unit);
   }
 }
 

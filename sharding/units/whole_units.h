@@ -1,5 +1,10 @@
 // Which units of a model are whole: makes them whole, and sharded again.
 //
+// Note [Running units]
+// A unit stays whole until the outermost of its forwards ends: it may call itself, or its model (self-conditioning), or
+// differentiate inside (forces of an energy), and go on with its parameters. That depends on the path of the program
+// alone, as gathers must (Note [Gathering ahead]).
+//
 // The fetch that makes them whole and the ledger of what programs write belong here: a unit shows this rank's own
 // writes as long as it is whole.
 #pragma once
@@ -30,8 +35,8 @@ class WholeUnits {
 
   // Collective where the fetch is.
   void unshard(Unit& unit, Fetch::Use use = Fetch::Use::kCompute);
-  void reshard(Unit& unit);  // unless it persists; not inside begin_full/end_full
-  void reshard_all();        // also those that persist
+  void reshard(Unit& unit);  // unless it persists, or its forward runs; not inside begin_full/end_full
+  void reshard_all();        // also those
   // Around the forward of a unit that is whole, in any pass.
   void begin_forward(const Unit& unit) { prefetcher_.begin_forward(unit); }
   void end_forward(const Unit& unit) { prefetcher_.end_forward(unit); }
@@ -67,7 +72,8 @@ class WholeUnits {
 
  private:
   bool gathers() const { return fetch_->is_collective() && full_depth_ == 0; }
-  void make_sharded(Unit& unit);
+  void make_sharded(Unit& unit);  // unless its forward runs: Note [Running units]
+  void drop(Unit& unit);
   void note_arriving();
 
   Communicator& communicator_;

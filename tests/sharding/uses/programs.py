@@ -1395,3 +1395,100 @@ def save_in_a_backward_hook(run: Run) -> None:
 
     model.blocks[1].linear.register_forward_hook(lambda module, inputs, output: output.register_hook(save) and None)
     train(run, model)
+
+
+# --- forwards inside forwards ---
+
+
+class SelfConditioned(Net):
+    """Looks at its own answer first, as diffusion models do."""
+
+    def forward(self, tokens: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+        if before is None:
+            with torch.no_grad():
+                before = self(tokens, torch.zeros((), dtype=self.head.weight.dtype))
+        return super().forward(tokens) + 0.1 * before
+
+
+def model_that_calls_itself(run: Run) -> None:
+    train(run, run.model(shape=SelfConditioned))
+
+
+class Recursive(Block):
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = torch.tanh(self.linear(x))
+        if depth > 0:
+            x = x + self(x, depth - 1)
+        return x * self.scale
+
+
+class OfRecursive(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Recursive(6) for _ in range(2))
+
+
+def unit_that_calls_itself(run: Run) -> None:
+    train(run, run.model(shape=OfRecursive))
+
+
+class Forces(Net):
+    """The gradient of an energy, and a head on it: `create_graph` in training alone, as such models have it."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = self.embed(tokens).detach().requires_grad_()
+            energy = x
+            for block in self.blocks:
+                energy = block(energy)
+            (force,) = torch.autograd.grad(energy.square().sum(), x, create_graph=self.training)
+        return self.head(force)
+
+
+def forces_in_training_and_evaluation(run: Run) -> None:
+    model = run.model(shape=Forces)
+    train(run, model)
+    model.eval()
+    shift = run.average(model(run.batches(1)[0][0]).mean())
+    with torch.no_grad():
+        shift = shift + run.average(model(run.batches(1)[0][0]).mean())
+    model.train()
+    with run.whole(model, writable=True), torch.no_grad():
+        model.head.bias.add_(shift.to(model.head.bias.dtype))
+    train(run, model)
+
+
+class OfInnerGradient(Net):
+    """An inner gradient, without a graph, in the forward that is trained."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.head(self.blocks[0](inner)).sum(), inner)
+        for block in self.blocks:
+            x = block(x - 0.1 * gradient)
+        return self.head(x)
+
+
+def inner_gradient_in_the_forward(run: Run) -> None:
+    train(run, run.model(shape=OfInnerGradient))
+
+
+class WithParameter(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return super().forward(tokens), self.temperature
+
+
+def return_a_parameter(run: Run) -> None:
+    model = run.model(shape=WithParameter)
+    optimizer = run.optimizer(model)
+    for tokens, targets in run.batches():
+        outputs, temperature = model(tokens)
+        (outputs * temperature - targets).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
