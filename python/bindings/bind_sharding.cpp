@@ -278,12 +278,16 @@ void bind_sharding(py::module_& m) {
       .def("unshard_all", &ShardedModule::unshard_all, ReleaseGil())
       .def("reshard_all", &ShardedModule::reshard_all, ReleaseGil())
       .def_property_readonly("full_depth", [](const ShardedModule& self) { return self.whole_units().full_depth(); })
-      .def("begin_step", &ShardedModule::begin_step, ReleaseGil())
+      .def(
+          "begin_step", &ShardedModule::begin_step, py::arg("options") = 0, ReleaseGil(),
+          "options: a digest, not 0, of what the step goes by in its param groups: RuntimeError on every rank where it "
+          "differs.")
       .def("end_step", &ShardedModule::end_step, py::arg("overlaps") = false, ReleaseGil())
       .def("join_step", &ShardedModule::join_step, ReleaseGil(),
            "Waits for what end_step(overlaps=True) has left on its way; does not communicate.")
-      .def("end_load", &ShardedModule::end_load, ReleaseGil(),
-           "Instead of end_step: publishes masters as they are. False, on every rank, where replicas had others.")
+      .def("end_load", &ShardedModule::end_load, py::arg("is_undone") = false, ReleaseGil(),
+           "Instead of end_step: publishes masters as they are. False, on every rank, where replicas had others. "
+           "is_undone: it will be before anybody computes with them.")
       .def(
           "zero_gradients", [](ShardedModule& self) { self.gradients().zero(); }, ReleaseGil())
       .def(

@@ -7,8 +7,10 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <map>
+#include <span>
 
 #include "sharding/comm/digest.h"
 #include "sharding/parameters/master.h"
@@ -126,8 +128,28 @@ void Masters::refresh_own() {
   }
 }
 
-void Masters::begin_update(const char* operation) {
-  const int64_t news = whole_units_.ledger().digest();
+// In one model of all ranks, where a rank that dropped a gradient would leave its slice of the parameter as it was and
+// the others would step theirs. Numbers of the gradients themselves are not compared.
+void Masters::check_plans(const char* operation, const StepPlan& plan) {
+  const at::Tensor all = communicator_.gather_values({plan.options, plan.gradients}, units_.flats().front()->device());
+  const int64_t* const values = all.const_data_ptr<int64_t>();
+  for (int64_t rank = 1; rank < all.size(0); ++rank) {
+    const char* const what = values[2 * rank] != values[0]       ? "param groups of other numbers (a learning rate, a "
+                                                                   "weight decay, how many parameters they hold)"
+                             : values[2 * rank + 1] != values[1] ? "gradients of other parameters"
+                                                                 : nullptr;
+    TORCH_CHECK(what == nullptr, communicator_.context(operation), "rank ", rank, " steps with ", what,
+                " than rank 0; expected the same on every rank, and nothing was stepped. Decide from numbers that all "
+                "ranks have (torch.distributed.all_reduce a loss before a scheduler sees it), and drop a gradient on "
+                "all ranks or on none.");
+  }
+}
+
+void Masters::begin_update(const char* operation, const StepPlan& plan) {
+  const int64_t written = whole_units_.ledger().digest();
+  const std::array<int64_t, 3> parts = {written, plan.options, plan.gradients};
+  const bool has_plan = plan.options != 0 || plan.gradients != 0;
+  const int64_t news = has_plan ? static_cast<int64_t>(digest(std::as_bytes(std::span(parts))) | 1U) : written;
   const bool is_same_on_shards = whole_units_.fetch().begin_update(news);
   const std::exception_ptr failure = failure_of([&] {
     // What ranks have written, and what their steps have left (Note [Drift]).
@@ -139,6 +161,7 @@ void Masters::begin_update(const char* operation) {
       is_same = told.is_same_news();
       has_drifted = !told.is_same_on_replicas();
     }
+    if (!is_same && !units_.flats().empty()) check_plans(operation, plan);
     const WriteLedger::Settlement settlement = whole_units_.ledger().settle(is_same, operation);
     if (!settlement.changes.empty()) {
       fail_together(failure_of([&] { apply(settlement.changes); }), operation, "read and write", EIO);

@@ -14,6 +14,13 @@ namespace zeropg {
 
 extern const char* const kReplicasDiffer;  // why Masters::unite_replicas returned false
 
+// What a rank goes by in a step, which must be the same on all: what its optimizer says of its param groups, and which
+// parameters have a gradient. Zeros outside of steps.
+struct StepPlan {
+  int64_t options = 0;
+  int64_t gradients = 0;
+};
+
 // What `action` throws, or null.
 std::exception_ptr failure_of(const std::function<void()>& action);
 
@@ -35,7 +42,7 @@ class Masters {
 
   // Bracket a change of masters, which begins with what the program has written. Collective. Where begin_update throws,
   // the change has ended.
-  void begin_update(const char* operation);
+  void begin_update(const char* operation, const StepPlan& plan = {});
   void end_update(Fetch::Change change);
   // Makes what every rank has written to the masters of its own slice known to all. Inside an update. Collective.
   void publish();
@@ -48,6 +55,8 @@ class Masters {
   at::Tensor gather(int64_t flat);  // [total_numel], master dtype; collective
 
  private:
+  // Throws, on every rank, where ranks are about to step differently. Collective.
+  void check_plans(const char* operation, const StepPlan& plan);
   // Throws `failure`, or that of another rank. Collective with offload.
   void fail_together(const std::exception_ptr& failure, const char* operation, const char* could_not, int code);
   int64_t sample() const;

@@ -3,12 +3,26 @@
 #include <ATen/core/grad_mode.h>
 
 #include <exception>
+#include <functional>
 #include <utility>
 
 #include "sharding/module/memory_report.h"
 #include "sharding/units/adopt.h"
 
 namespace zeropg {
+
+namespace {
+
+// Autograd refuses graphs of before: it takes the parameters for changed in place.
+void refuse_graphs(const Units& units, const std::function<bool(const ParameterSlot&)>& is_changed) {
+  for (const auto& flat : units.flats()) {
+    for (const ParameterSlot& slot : flat->slots()) {
+      if (is_changed(slot)) slot.parameter.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+}  // namespace
 
 ShardedModule::ShardedModule(RankGroups groups, RankGroups reduction_groups, const ShardingOptions& options)
     : communicator_(std::move(groups)),
@@ -139,7 +153,7 @@ void ShardedModule::dissolve() {
 
 // --- step ---
 
-void ShardedModule::begin_step() {
+void ShardedModule::begin_step(int64_t options) {
   state_offload_->check(StateOffload::kParameters | StateOffload::kMasters, "step");
   communicator_.log()->begin_step();
   backward_->check_outside("step");
@@ -151,7 +165,7 @@ void ShardedModule::begin_step() {
   forward_->forget();
   whole_units_->join();
   whole_units_->reshard_all();  // a forward without backward leaves units whole, with the values of before the step
-  masters_->begin_update("step");
+  masters_->begin_update("step", options == 0 ? StepPlan{} : StepPlan{options, gradients_->digest()});
   whole_units_->set_updating(true);
 }
 
@@ -161,10 +175,12 @@ GradientAccess& ShardedModule::gradients() {
 }
 
 void ShardedModule::end_step(bool overlaps) {
+  refuse_graphs(*units_, [](const ParameterSlot& slot) { return slot.parameter.grad().defined(); });
   end_update(overlaps ? Fetch::Change::kOverlappedStep : Fetch::Change::kStep);
 }
 
-bool ShardedModule::end_load() {
+bool ShardedModule::end_load(bool is_undone) {
+  if (!is_undone) refuse_graphs(*units_, [](const ParameterSlot&) { return true; });
   bool is_same = true;
   const std::exception_ptr failure = failure_of([&] { is_same = masters_->unite_replicas("load"); });
   end_update(Fetch::Change::kLoad);
@@ -173,13 +189,6 @@ bool ShardedModule::end_load() {
 }
 
 void ShardedModule::end_update(Fetch::Change change) {
-  for (const auto& flat : units_->flats()) {
-    for (const ParameterSlot& slot : flat->slots()) {
-      if (slot.parameter.grad().defined()) {
-        slot.parameter.unsafeGetTensorImpl()->bump_version();  // autograd refuses graphs of before the step
-      }
-    }
-  }
   at::NoGradGuard no_grad;
   whole_units_->set_updating(false);
   masters_->end_update(change);

@@ -1,8 +1,10 @@
-"""`CheckedOptimizer`: options of param groups are looked at where a group is added, and again before each step."""
+"""Options of param groups are looked at where a group is added, and before each step: `CheckedOptimizer`, and on all
+ranks `digest_of_options`."""
 
 from __future__ import annotations
 
 import math
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +12,9 @@ from typing import Any
 import torch
 
 Group = dict[str, Any]
+
+# How torch's classes compute, which does not change what.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 class CheckedOptimizer(torch.optim.Optimizer):
@@ -76,3 +81,22 @@ def check_numbers(
         f"[zeropg] {who}: {given}; expected numbers, with {wanted} >= 0"
         + (f" and {', '.join(below_1)} in [0, 1)" if below_1 else "")
     )
+
+
+def digest_of_options(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> int:
+    """Returns one number, not 0, of the options of param groups and how many parameters each holds.
+
+    Of the optimizer's own options, whose names are in `defaults`; what else a program notes in a group is its own.
+    Numbers count to six digits: processors of different makes may round a schedule's differently.
+    """
+    keys = sorted(defaults.keys() - _IMPLEMENTATION)
+    told = [(len(group["params"]), *(_told(group.get(key)) for key in keys)) for group in groups]
+    return zlib.crc32(repr(told).encode()) + 1
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(_told, value))
+    return str(value) if isinstance(value, (int, str)) else ""

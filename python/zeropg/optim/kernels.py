@@ -47,8 +47,8 @@ class Kernel:
     def check(self, hyperparameters: dict[str, float]) -> None:
         """Raises ValueError for what no step takes: by a step of one element."""
         self.optimizer.step(
-            torch.zeros(1),
-            torch.zeros(1),
+            torch.zeros(1, dtype=torch.float32),
+            torch.zeros(1, dtype=torch.float32),
             [new_state(slot, 1, torch.float32) for slot in self.optimizer.state_slots(hyperparameters)],
             None,
             range=(0, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from collections import defaultdict
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from zeropg.optim.checked_groups import CheckedOptimizer
+from zeropg.optim.checked_groups import CheckedOptimizer, digest_of_options
 from zeropg.optim.flat_update import (
     FACTORS,
     FusedUpdater,
@@ -195,7 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if self._model_state is not None:
             self._model_state.begin_step()
-        self._core.begin_step()
+        self._core.begin_step(digest_of_options(groups, self.defaults))
         try:
             if self._offloaded is None:
                 self._update(groups)
@@ -315,7 +316,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         by_id: dict[Any, torch.Tensor] = {}
         for saved, group in zip(saved_groups, self.param_groups, strict=True):
             by_id.update(zip(saved["params"], group["params"], strict=True))
-            group.update((key, value) for key, value in saved.items() if key not in ("params", *STORAGE_OPTIONS))
+            options = {key: value for key, value in saved.items() if key not in ("params", *STORAGE_OPTIONS)}
+            group.update(copy.deepcopy(options))
         self._divide_anew()
         self._has_state = bool(loaded["state"]) or self._has_state
         self._put({by_id[k]: s for k, s in loaded["state"].items() if k in by_id})

@@ -1,4 +1,4 @@
-"""What single ranks decide between a backward and its step is an error on every rank in the next one."""
+"""What single ranks decide between a backward and its step is an error on every rank: in that step, or in the next."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ def _change_state(model: Any, optimizer: Any) -> None:
         state["exp_avg"].add_(1.0)
 
 
-CHANGES: tuple[Callable[[Any, Any], None], ...] = (_change_rate, _change_gradient, _drop_gradient, _change_state)
+SEEN_AT_ONCE: dict[Callable[[Any, Any], None], str] = {
+    _change_rate: "rank 2 steps with param groups of other numbers",
+    _drop_gradient: "rank 2 steps with gradients of other parameters",
+}
+CHANGES: tuple[Callable[[Any, Any], None], ...] = (_change_gradient, _change_state, *SEEN_AT_ONCE)
 
 
 def drift(stage: int, dtype: torch.dtype | None) -> None:
@@ -56,6 +60,11 @@ def drift(stage: int, dtype: torch.dtype | None) -> None:
         loss_of(model, own_part(batches[1])).backward()
         if rank >= 2:  # one replica, of which each shard has elements of every parameter that is large enough
             change(model, optimizer)
+        if change in SEEN_AT_ONCE:
+            with raises(RuntimeError, SEEN_AT_ONCE[change], "nothing was stepped"):
+                optimizer.step()
+            assert_replicas_are_equal(model)
+            continue
         optimizer.step()
         optimizer.zero_grad()
         loss_of(model, own_part(batches[2])).backward()
@@ -79,8 +88,10 @@ def one_rank_drifts() -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = shard(nn.Linear(64, 64), make_mesh(), stage=2)
-    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1 if rank != 1 else 0.2), model)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     model(torch.ones(2, 64)).sum().backward()
+    if rank == 1:
+        model.weight.grad = torch.full_like(model.weight, 3.0)
     optimizer.step()
     with raises(RuntimeError, *_DRIFT):
         zeropg.full_state_dict(model)
