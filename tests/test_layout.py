@@ -190,7 +190,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "compression": {"_native", "rank_io"},
     "backend": {"_native", "rank_io", "compression"},
     "flight_recorder": {"backend"},
-    "partial": {"_native", "backend"},
+    "partial": {"_native", "rank_io", "backend"},
     "sharding": {"_native", "compression", "rank_io", "backend"},
     "optim": {"_native", "compression", "rank_io", "sharding"},
     "export": {"_native", "quantization", "rank_io", "sharding"},

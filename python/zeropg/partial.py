@@ -11,6 +11,7 @@ from torch.futures import Future
 
 from zeropg._native import _C
 from zeropg.backend import group_like, unwrapped_backend
+from zeropg.rank_io.agreement import check_same, together
 
 _CPU = torch.device("cpu")
 _NO_DEADLINE = timedelta(days=365)
@@ -44,8 +45,9 @@ class PartialReduction:
     contributors: how many ranks contributed to it what they had computed for it; of its tensors, the fewest.
     missed: {rank: of how many tensors so far its gradient came late}.
 
-    Raises ValueError for arguments out of range and groups of other backends. Later, DistBackendError on every rank
-    when a rank dies or leaves, or does not come to a step within the group's timeout; rank 0's names it.
+    Raises ValueError for arguments out of range and groups of other backends. Later, ValueError on every rank in the
+    first step where ranks have other arguments or tensors than rank 0, DistBackendError on every rank when a rank dies
+    or leaves, or does not come to a step within the group's timeout; rank 0's names it.
     """
 
     def __init__(
@@ -133,17 +135,8 @@ class PartialReduction:
             self._reducer.close()
 
     def _start(self, tensors: Sequence[tuple[int, torch.dtype]]) -> None:
-        """Collective: makes two groups like the given one."""
-        if any(not dtype.is_floating_point for _, dtype in tensors) or not tensors:
-            raise TypeError(
-                f"[zeropg] PartialReduction: expected gradients of floats, got {[str(d) for _, d in tensors]}"
-            )
-        if self._owed and [each.numel() for each in self._owed] != [numel for numel, _ in tensors]:
-            raise ValueError(
-                f"[zeropg] PartialReduction: the checkpoint has what is owed for tensors of "
-                f"{[each.numel() for each in self._owed]} elements, a step here has {[numel for numel, _ in tensors]}; "
-                "train the same parameters in the same buckets, or leave it out."
-            )
+        """Collective: makes two groups like the given one, once all ranks are known to mean the same."""
+        self._compare_with_other_ranks(tensors)
         rounds, messages = group_like(self._group, _CPU), group_like(self._group, _CPU)
         timeout = unwrapped_backend(self._group, _CPU).options._timeout
         unwrapped_backend(messages, _CPU)._set_default_timeout(_NO_DEADLINE)
@@ -161,6 +154,32 @@ class PartialReduction:
         owed, self._owed = self._owed, []
         if owed and self._group.rank() == 0:  # the sum is owed once
             self._reducer.owe(owed)
+
+    def _compare_with_other_ranks(self, tensors: Sequence[tuple[int, torch.dtype]]) -> None:
+        announced = together(self._group, "PartialReduction", lambda: self._announcement(tensors))
+        check_same(self._group, "PartialReduction", [each["arguments"] for each in announced])
+        numbered = [{f"tensor {i} of a step": text for i, text in enumerate(each["tensors"])} for each in announced]
+        check_same(self._group, "PartialReduction", numbered)
+
+    def _announcement(self, tensors: Sequence[tuple[int, torch.dtype]]) -> dict[str, Any]:
+        """What must be the same on all ranks. Raises for tensors that cannot be averaged."""
+        if any(not dtype.is_floating_point for _, dtype in tensors) or not tensors:
+            raise TypeError(f"expected gradients of floats, got {[str(dtype) for _, dtype in tensors]}")
+        if self._owed and [each.numel() for each in self._owed] != [numel for numel, _ in tensors]:
+            raise ValueError(
+                f"the checkpoint has what is owed for tensors of {[each.numel() for each in self._owed]} elements, a "
+                f"step here has {[numel for numel, _ in tensors]}; train the same parameters in the same buckets, or "
+                "leave it out"
+            )
+        return {
+            "arguments": {
+                "slow_node_tolerance": repr(self._tolerance),
+                "max_steps_behind": repr(self._max_steps_behind),
+                "patience": repr(self._patience),
+                "the number of a step's tensors": str(len(tensors)),
+            },
+            "tensors": [f"{numel} elements, {dtype}" for numel, dtype in tensors],
+        }
 
     def _finish(self, rounds: Sequence[tuple[int, torch.Tensor]]) -> int:
         self.contributors = self._group.size()

@@ -171,6 +171,13 @@ def test_what_is_owed_survives_a_checkpoint_and_another_number_of_ranks() -> Non
         assert run_ranks(ranks, load, debt) == [[pytest.approx(owed[0].item() / 2), 0.0]] * ranks
 
 
+def differ(**arguments: Any) -> None:
+    """The first step of a PartialReduction whose arguments are given by rank, as are numels and dtypes of the step."""
+    given = {name: by_rank[dist.get_rank()] for name, by_rank in arguments.items()}
+    sizes, dtype = given.pop("sizes", [3]), given.pop("dtype", torch.float32)
+    zeropg.PartialReduction(**given).average_([torch.ones(size, dtype=dtype) for size in sizes])
+
+
 def wrong_uses() -> list[str]:
     said = []
 
@@ -203,6 +210,13 @@ def wrong_uses() -> list[str]:
     other.load_state_dict({"owed": [torch.ones(5)], "ranks": 2})
     note(lambda: other.average_([torch.ones(3)]))
     note(lambda: zeropg.partial_hook(None, None))  # type: ignore[arg-type]
+    note(lambda: differ(slow_node_tolerance=(0.0, 0.5)))
+    note(lambda: differ(max_steps_behind=(1, 2)))
+    note(lambda: differ(patience=(0.1, 0.2)))
+    note(lambda: differ(sizes=([3, 3], [3])))
+    note(lambda: differ(sizes=([3, 4], [3, 5])))
+    note(lambda: differ(dtype=(torch.float32, torch.float64)))
+    note(lambda: differ(dtype=(torch.float32, torch.int64)))
     return said
 
 
@@ -223,6 +237,13 @@ def test_wrong_uses_are_a_sentence_each() -> None:
         "it is closed",
         "of [5] elements",
         "the state is None",
+        "slow_node_tolerance is '0.0' on rank 0, but '0.5' on rank 1",
+        "max_steps_behind is '1' on rank 0, but '2' on rank 1",
+        "patience is '0.1' on rank 0, but '0.2' on rank 1",
+        "the number of a step's tensors is '2' on rank 0, but '1' on rank 1",
+        "tensor 1 of a step is '4 elements, torch.float32' on rank 0, but '5 elements, torch.float32' on rank 1",
+        "tensor 0 of a step is '3 elements, torch.float32' on rank 0, but '3 elements, torch.float64' on rank 1",
+        "rank 1: expected gradients of floats, got ['torch.int64']",
     ]
     assert len(said[0]) == len(expected)
     for text, part in zip(said[0], expected, strict=True):
