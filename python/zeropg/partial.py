@@ -16,6 +16,7 @@ from zeropg.rank_io.agreement import check_same, together
 _CPU = torch.device("cpu")
 _NO_DEADLINE = timedelta(days=365)
 _MOST_PATIENCE = 100
+_ARRANGING_STEPS = 2  # DDP rebuilds its buckets once: before the second step, with static_graph before the third
 
 
 class PartialReduction:
@@ -83,7 +84,9 @@ class PartialReduction:
         self._reducer: Any = None
         self._owed: list[torch.Tensor] = []  # loaded before the sizes are known
         self._tensors: list[tuple[int, torch.dtype]] = []  # of each step
-        self._buckets: list[list[int]] = []  # the parameters in those of a DDP's last step, and of this one so far
+        self._parameters: set[int] = set()  # of a DDP
+        self._steps = 0  # of it
+        self._buckets: list[list[int]] = []  # the parameters in those of its last step, and of this one so far
         self._so_far: list[list[int]] = []
         self._so_far_tensors: list[tuple[int, torch.dtype]] = []
         self._pending: list[tuple[int, torch.Tensor, Future[torch.Tensor]]] = []
@@ -130,7 +133,11 @@ class PartialReduction:
         self._owed = [each * scale for each in state["owed"]]
 
     def close(self) -> None:
-        """Ends it, before the groups are destroyed. Collective. What is still owed is lost: see state_dict."""
+        """Ends it, before the groups are destroyed. Collective. What is still owed is lost: see state_dict.
+
+        One that is dropped without it aborts the groups that it has made: torch then says on each rank that it dumps a
+        trace, and other ranks' next step raises DistBackendError.
+        """
         if self._reducer is not None:
             self._reducer.close()
 
@@ -193,12 +200,9 @@ class PartialReduction:
     def _take_bucket(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Exact while DDP still arranges its buckets, which is in the first steps."""
         buffer = bucket.buffer()
-        self._so_far.append([id(parameter) for parameter in bucket.parameters()])
-        if self._reducer is not None and self._so_far != self._buckets[: len(self._so_far)]:
-            raise RuntimeError(
-                f"[zeropg rank {self._group.rank()}/{self._group.size()}] partial_hook: the buckets of this DDP are "
-                "not those of its first steps; make a new PartialReduction for each DDP."
-            )
+        parameters = [id(parameter) for parameter in bucket.parameters()]
+        self._check_bucket(parameters)
+        self._so_far.append(parameters)
         self._so_far_tensors.append((buffer.numel(), buffer.dtype))
         future: Future[torch.Tensor] = Future()
         if self._reducer is None:
@@ -211,17 +215,36 @@ class PartialReduction:
             self._finish([(round_, buffer) for round_, buffer, _ in pending])
             for _, buffer, future_ in pending:
                 future_.set_result(buffer)
-            if self._reducer is None and self._so_far == self._buckets:
+            self._steps += 1
+            self._parameters.update(*self._so_far)
+            if self._reducer is None and self._steps > _ARRANGING_STEPS and self._so_far == self._buckets:
                 self._start(self._so_far_tensors)
             self._buckets, self._so_far, self._so_far_tensors = self._so_far, [], []
         return future
+
+    def _check_bucket(self, parameters: list[int]) -> None:
+        """DDP may move parameters from bucket to bucket, but it never has others. Raises RuntimeError."""
+        context = f"[zeropg rank {self._group.rank()}/{self._group.size()}] partial_hook: "
+        if self._parameters and not self._parameters.issuperset(parameters):
+            raise RuntimeError(
+                f"{context}a bucket has parameters that this PartialReduction's first step did not have, so another "
+                "DDP has it too, and their steps would be mixed up; make a PartialReduction for each DDP."
+            )
+        if self._reducer is not None and [*self._so_far, parameters] != self._buckets[: len(self._so_far) + 1]:
+            raise RuntimeError(
+                f"{context}the buckets of this step are not those of the step before: DDP has rebuilt them, or the "
+                "last backward did not come to its end. Make a new PartialReduction, and register it with a new DDP."
+            )
 
 
 def partial_hook(state: PartialReduction, bucket: GradBucket) -> Future[torch.Tensor]:
     """DDP's communication hook: `ddp.register_comm_hook(zeropg.PartialReduction(...), zeropg.partial_hook)`.
 
-    The first steps, in which DDP arranges its buckets, wait for all ranks. So does whatever else of a program is
-    collective in a step, such as the buffers that DDP broadcasts (`broadcast_buffers=False`) or a mean of losses.
+    Each DDP has a state of its own. The first three or four steps, in which DDP arranges its buckets, wait for all
+    ranks. So does whatever else of a program is collective in a step, such as the buffers that DDP broadcasts
+    (`broadcast_buffers=False`) or a mean of losses.
+
+    Raises RuntimeError for the buckets of a second DDP, and where DDP rebuilds its buckets later.
     """
     if not isinstance(state, PartialReduction):
         raise TypeError(

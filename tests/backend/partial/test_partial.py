@@ -101,10 +101,11 @@ def test_others_go_on_without_a_late_rank_and_wait_before_it_is_two_steps_behind
         assert results[late][0][LATE] < 0.5, "its average was there"
 
 
-def train(partial: bool) -> tuple[list[float], int]:
+def train(partial: bool, static_graph: bool = False) -> tuple[list[float], int, int]:
+    """Returns losses, contributors to the last step, and for how many buckets there are reductions that do not wait."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 400), nn.ReLU(), nn.Linear(400, 1))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.1, static_graph=static_graph)
     state = zeropg.PartialReduction(slow_node_tolerance=0.0)
     if partial:
         ddp.register_comm_hook(state, zeropg.partial_hook)
@@ -118,16 +119,20 @@ def train(partial: bool) -> tuple[list[float], int]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    buckets = len(state.state_dict()["owed"])
     state.close()
-    return losses, state.contributors
+    return losses, state.contributors, buckets
 
 
 def test_ddp_trains_as_without_where_nobody_may_be_late() -> None:
     with RankPool(3) as pool:
-        plain, partial = pool.run(train, False), pool.run(train, True)
-    for (expected, _), (found, contributors) in zip(plain, partial, strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
-        assert contributors == 3
+        plain = pool.run(train, False)
+        for static_graph in (False, True):
+            partial = pool.run(train, True, static_graph)
+            for (expected, *_), (found, contributors, buckets) in zip(plain, partial, strict=True):
+                assert found == pytest.approx(expected, rel=1e-5)
+                assert contributors == 3
+                assert buckets > 1
 
 
 def owe() -> tuple[list[float], dict[str, Any]]:
@@ -178,6 +183,16 @@ def differ(**arguments: Any) -> None:
     zeropg.PartialReduction(**given).average_([torch.ones(size, dtype=dtype) for size in sizes])
 
 
+def take_turns() -> None:
+    """Two DDPs of one PartialReduction."""
+    state = zeropg.PartialReduction()
+    models = [DistributedDataParallel(nn.Linear(size, 1)) for size in (3, 4)]
+    for model in models:
+        model.register_comm_hook(state, zeropg.partial_hook)
+    for size, model in enumerate(models, start=3):
+        model(torch.ones(1, size)).sum().backward()
+
+
 def wrong_uses() -> list[str]:
     said = []
 
@@ -217,6 +232,7 @@ def wrong_uses() -> list[str]:
     note(lambda: differ(sizes=([3, 4], [3, 5])))
     note(lambda: differ(dtype=(torch.float32, torch.float64)))
     note(lambda: differ(dtype=(torch.float32, torch.int64)))
+    note(take_turns)
     return said
 
 
@@ -244,6 +260,7 @@ def test_wrong_uses_are_a_sentence_each() -> None:
         "tensor 1 of a step is '4 elements, torch.float32' on rank 0, but '5 elements, torch.float32' on rank 1",
         "tensor 0 of a step is '3 elements, torch.float32' on rank 0, but '3 elements, torch.float64' on rank 1",
         "rank 1: expected gradients of floats, got ['torch.int64']",
+        "make a PartialReduction for each DDP",
     ]
     assert len(said[0]) == len(expected)
     for text, part in zip(said[0], expected, strict=True):
