@@ -180,6 +180,9 @@ def test_states_tell_tensors_apart_or_ask_for_names() -> None:
         all_reduce(other, codec, state=state)
     all_reduce(one, codec, state=state)
     all_reduce(other, codec, state=state, name="other")
+    with raises(ValueError, "'other' has 48 elements", "had 32"):
+        all_reduce(torch.randn(48), codec, state=state, name="other")
+    all_reduce(torch.randn(4, 8), codec, state=state, name="other")
 
 
 @on_ranks(2)

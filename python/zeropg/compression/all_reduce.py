@@ -31,12 +31,14 @@ def all_reduce(
     op: SUM or AVG.
     name: whose residuals these are. Default: the name of the parameter whose `.grad` the tensor is, where the state
       knows the model; else "tensor of SHAPE", which serves one tensor of each shape. Give names where tensors of one
-      shape are made anew in each step: one that is gone cannot be told from the next.
+      shape are made anew in each step: one that is gone cannot be told from the next. A name has the same number of
+      elements in every call.
     async_op: return a Work at once instead of waiting. The tensor belongs to the operation until it is complete.
 
     Returns `tensor`, or the Work. Raises TypeError for something that is no codec and for tensors that cannot be
-    encoded, ValueError for other operations, for groups of another backend, and for two tensors of one shape in turn
-    without names; DistBackendError on every rank where ranks make different calls.
+    encoded, ValueError for other operations, for groups of another backend, for two tensors of one shape in turn
+    without names, and for a name that had another number of elements; DistBackendError on every rank where ranks make
+    different calls.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"[zeropg] compression.all_reduce: got a {type(tensor).__name__}, expected a tensor.")

@@ -133,6 +133,7 @@ class State:
                 how = "auto" if is_auto else str(self.plan)
                 say_what_is_not_encoded(self.plan, model.named_parameters(), how=how)
         self._unnamed: dict[tuple[int, ...], weakref.ref[torch.Tensor]] = {}  # the last one of each shape
+        self._numels: dict[str, int] = {}  # of tensors that callers have named
         self._owing: set[str] = set()  # names that may have residuals
         self._summed: set[str] = set()  # names whose tensors were added up last time, and not averaged
 
@@ -196,6 +197,7 @@ class State:
     def name_of(self, tensor: torch.Tensor, name: str | None) -> str:
         """Whose residuals `tensor` has, as `all_reduce` says. Raises ValueError where that is unclear."""
         if name is not None:
+            self._check_numel(name, tensor.numel())
             return name
         for parameter, known in self._names.items():
             if parameter.grad is tensor or parameter is tensor:
@@ -209,6 +211,15 @@ class State:
             )
         self._unnamed[shape] = weakref.ref(tensor)
         return f"tensor of shape {list(shape)}"
+
+    def _check_numel(self, name: str, numel: int) -> None:
+        before = self._numels.setdefault(name, numel)
+        if numel != before:
+            raise ValueError(
+                f"[zeropg] compression.all_reduce: the tensor {name!r} has {numel} elements, and one of the same name "
+                f"and state had {before}; what that one has lost would be added to this one. Give each a name of its "
+                "own, or a state."
+            )
 
     def check_serves(self, codec: Codec | None, group: dist.ProcessGroup | None) -> None:
         """Raises ValueError where this state was made for another codec or another group."""
