@@ -194,10 +194,33 @@ def two_adapters(folder: str) -> list[str]:
     saved = load_file(f"{folder}/whole/model.safetensors")
     if float(saved["positions"]) != 100001.5 or saved["model.embed_tokens.weight"].dtype != torch.bfloat16:
         wrong.append(f"a buffer of fp32 was saved as {saved['positions']}")
+    return wrong + prompts(folder)
+
+
+def prompts(folder: str) -> list[str]:
+    """Prompt and prefix tuning, whose prompts PEFT takes from the model itself. Returns what is wrong."""
+    import peft
+    from safetensors.torch import load_file
+
+    import zeropg
+    from zeropg.transformers import Trainer
+
+    wrong = []
+    for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
+        model = peft.get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
+        out = f"{folder}/{kind.__name__}"
+        args = arguments(out, max_steps=1, save_strategy="steps", save_steps=1)
+        trainer = Trainer(model, args, train_dataset=texts(), zeropg={"stage": 3})
+        trainer.train()
+        trainer.accelerator.wait_for_everyone()
+        whole = zeropg.full_state_dict(model, rank0_only=False)["prompt_encoder.default.embedding.weight"]
+        saved = load_file(f"{out}/checkpoint-1/adapter_model.safetensors")
+        if list(saved) != ["prompt_embeddings"] or not torch.equal(saved["prompt_embeddings"].view_as(whole), whole):
+            wrong.append(f"{kind.__name__}: {list(saved)} were saved")
     return wrong
 
 
-def test_the_trainer_saves_every_adapter_and_buffers_in_their_own_dtype(tmp_path: Path) -> None:
+def test_the_trainer_saves_every_adapter_prompts_and_buffers_in_their_own_dtype(tmp_path: Path) -> None:
     assert run_ranks(2, two_adapters, str(tmp_path), timeout=120) == [[], []]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend, convert_outputs_to_fp32
 from torch import nn
 
+from zeropg.accelerate.finite_steps import FiniteSteps
 from zeropg.accelerate.process_group import need_process_group
 from zeropg.accelerate.saved_state import load_sharded, save_sharded
 from zeropg.checkpoint.state_dict import full_state_dict
@@ -52,6 +54,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
 
     _zeropg_shard: Shard | None = None  # what `prepare` does with models; None: accelerate's own way
     _zeropg_is_label: Callable[[str], bool] = staticmethod(names_label)  # keyword arguments that keep their dtype
+    _zeropg_finite_steps: FiniteSteps | None = None  # without a loss scale; None: every step is taken
 
     # --- prepare ---
 
@@ -91,7 +94,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         if model is None:
             return cast(torch.optim.Optimizer, super().prepare_optimizer(optimizer, device_placement))
         sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else shard_optimizer(optimizer, model)
-        scaler = None if self.scaler is None else _StepsWithoutClosure(self.scaler)
+        scaler = self._zeropg_finite_steps if self.scaler is None else _StepsWithoutClosure(self.scaler)
         prepared = AcceleratedOptimizer(sharded, device_placement=False, scaler=scaler)
         prepared._is_accelerate_prepared = True
         self._optimizers.append(prepared)
@@ -175,7 +178,11 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """As `zeropg.clip_grad_norm_`, where `parameters` are those of a sharded model. All ranks must call.
 
-        Raises ValueError for a part of a sharded model's parameters, which has no norm of its own.
+        Returns None, and clips nothing, where the optimizer averages momenta (OneBitAdam), so that no rank knows the
+        norm, and nothing is to be clipped (max_norm inf) or the optimizer clips to max_norm itself (`clip=`).
+
+        Raises ValueError for a part of a sharded model's parameters, which has no norm of its own; RuntimeError for
+        another max_norm than the `clip` of an optimizer that averages momenta.
         """
         parameters = _listed(parameters)
         model = self._sharded_with(parameters, "clip_grad_norm_")
@@ -189,7 +196,12 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
                 "parameters; expected model.parameters(), since the norm is that of the whole model"
             )
         self._unscale(model)
-        return clip_grad_norm_(model, max_norm, norm_type)
+        if not state_of(model, "clip_grad_norm_").core.averages_gradients and self._clip_themselves(model, max_norm):
+            return None
+        norm = clip_grad_norm_(model, max_norm, norm_type)
+        if self._zeropg_finite_steps is not None:
+            self._zeropg_finite_steps.saw(model, norm)
+        return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """As torch's on the averaged gradients. All ranks must call; each holds them whole meanwhile."""
@@ -201,6 +213,11 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         self._unscale(model)
         with full_gradients(model):
             nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def _clip_themselves(self, model: nn.Module, max_norm: float) -> bool:
+        """Whether the optimizers of a model, which average momenta, leave nothing to clip to max_norm."""
+        clips = {getattr(one.optimizer._wrapped, "clip", None) for one in self._optimizers if _is_of(one, model)}
+        return math.isinf(max_norm) or clips == {max_norm}
 
     def _unscale(self, model: nn.Module) -> None:
         if isinstance(self.scaler, GradScaler):

@@ -34,7 +34,7 @@ from zeropg.deepspeed.scaled_backward import (
 from zeropg.deepspeed.settings import EngineSettings
 from zeropg.deepspeed.state_offload import StateOffload, is_to_host, states_of
 from zeropg.deepspeed.unavailable import UNAVAILABLE
-from zeropg.deepspeed.update import Update
+from zeropg.deepspeed.update import Update, leaves_out_nonfinite
 from zeropg.sharding.nested import hidden_tensors_in, tensors_in
 from zeropg.sharding.state import state_of
 
@@ -88,7 +88,7 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, EngineChec
             is_managed=config.managed_gradient_accumulation,
         )
         self._scaler = make_scaler(config)
-        skips = not config.bf16.enabled or config.bf16.check_grad_overflow
+        skips = leaves_out_nonfinite(config)
         self._update: Update | None = None
         if isinstance(optimizer, EngineOptimizer):
             optimizer.loss_scaler = self._scaler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,18 +13,19 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zeropg.deepspeed.config import Config, optimizer_of, read, scheduler_of
-from zeropg.deepspeed.config.optimizers import wants_states_in_16_bits
 from zeropg.deepspeed.config.source import load
 from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
 from zeropg.deepspeed.distributed import init_distributed
 from zeropg.deepspeed.engine import DeepSpeedEngine
 from zeropg.deepspeed.engine_optimizer import EngineOptimizer
-from zeropg.deepspeed.muon import Muon, tag_hidden_matrices
+from zeropg.deepspeed.make_optimizer import check_state_bits, make_optimizer
 from zeropg.deepspeed.shard import local_rank, shard_as_configured
 from zeropg.deepspeed.zero.owners import register
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.fully_shard import FullyShardedModule
+
+LOGGER = logging.getLogger("zeropg")
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 OptimizerLike = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
@@ -208,16 +210,8 @@ def _make_optimizer(
     if isinstance(make, torch.optim.Optimizer):
         plain = make
     else:
-        if getattr(make, "type", None) is Muon:
-            tag_hidden_matrices(model)
-        plain = make(list(model.parameters() if model_parameters is None else model_parameters))
-        plain.param_groups[:] = [group for group in plain.param_groups if group["params"]]
-    if wants_states_in_16_bits(config) and any(group.get("state_bits") != 16 for group in plain.param_groups):
-        raise ValueError(
-            f"[zeropg] initialize: bf16.bf16_optimizer_states is true, and the {type(plain).__name__} that was passed "
-            "keeps its state in the masters' dtype; expected zeropg.optim.AdamW(state_bits=16), or the block "
-            '"optimizer" to say its type'
-        )
+        plain = make_optimizer(make, model, model.parameters() if model_parameters is None else model_parameters)
+    check_state_bits(plain, config, "initialize")
     return EngineOptimizer(plain, model)
 
 

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import nn
 
+from zeropg.deepspeed.config import Config
 from zeropg.deepspeed.loss_scaler import LossScaler
 from zeropg.optim.grad_scaler import has_nonfinite
 from zeropg.optim.shard_optimizer import ShardedOptimizer
@@ -15,6 +16,11 @@ from zeropg.sharding.access import clip_grad_norm_
 from zeropg.sharding.state import state_of
 
 LOGGER = logging.getLogger("zeropg")
+
+
+def leaves_out_nonfinite(config: Config) -> bool:
+    """Whether a step whose gradients are not finite is left out; in fp16 the loss scale does that anyway."""
+    return not config.bf16.enabled or config.bf16.check_grad_overflow
 
 
 class Update:

@@ -23,12 +23,15 @@ from zeropg.deepspeed.config import (
 from zeropg.deepspeed.config.source import load
 from zeropg.deepspeed.shard import shard_as_configured
 from zeropg.sharding.fully_shard import fully_shard
+from zeropg.transformers.unserved import warn_of_unserved
 
 _OPTIONS = {name for name in inspect.signature(fully_shard).parameters if name != "module"}
 
 
 class GivenSharding:
     """By `Trainer(zeropg=...)`."""
+
+    autocasts = False
 
     def __init__(self, options: Mapping[str, Any], args: transformers.TrainingArguments) -> None:
         """Raises TypeError for an option that `fully_shard` has not."""
@@ -57,6 +60,13 @@ class ConfiguredSharding:
         self._args = args
         self._hidden_size = hidden_size_of(getattr(model, "config", None))
         self.settings = self._read(None)
+        if dist.get_rank() == 0:
+            warn_of_unserved(self.settings)
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether forwards run under autocast to bfloat16: `torch_autocast`."""
+        return self.settings.torch_autocast.enabled
 
     def shard(self, model: nn.Module, param_dtype: torch.dtype | None = None) -> None:
         """Shards a model in place. All ranks must call. param_dtype: accelerate's; the configuration has its own."""

@@ -13,15 +13,21 @@ import transformers
 from torch import nn
 from transformers.trainer import SCHEDULER_NAME
 
+from zeropg.accelerate.finite_steps import FiniteSteps
 from zeropg.accelerate.sharded_accelerator import adopt
 from zeropg.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from zeropg.deepspeed.checkpoints.load import load_deepspeed
 from zeropg.deepspeed.config import optimizer_of, scheduler_of
 from zeropg.deepspeed.engine import make_scaler
+from zeropg.deepspeed.loss_scaler import LossScaler
+from zeropg.deepspeed.make_optimizer import check_state_bits, make_optimizer
+from zeropg.deepspeed.update import leaves_out_nonfinite
 from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.fully_shard import FullyShardedModule
 from zeropg.sharding.state import names_label
+from zeropg.transformers.foreign import find_tag, load_schedule
 from zeropg.transformers.sharding import ConfiguredSharding, sharding_of
-from zeropg.transformers.weights import weights_to_save
+from zeropg.transformers.weights import weights_to_save, whole_prompts
 
 _FOLDER = "zeropg"  # in a checkpoint of the Trainer: what `zeropg.save_checkpoint` wrote
 
@@ -40,7 +46,8 @@ class Trainer(transformers.Trainer):
     - With gradient accumulation, stages 2 and 3 reduce at every micro-batch, so that gradients stay sharded.
     - A checkpoint has, beside the Trainer's own files, a folder of `zeropg.save_checkpoint`: training goes on from it
       at any world size and stage, and `load_best_model_at_end` takes the masters from it. It holds the whole model,
-      also where the weights beside it are a PEFT model's adapters.
+      also where the weights beside it are a PEFT model's adapters. Training also goes on from what transformers'
+      Trainer has saved, under DeepSpeed too.
     - `save_model` writes what `from_pretrained` loads, in the dtype that the model computes in; rank 0 has it whole in
       host memory meanwhile.
 
@@ -48,7 +55,9 @@ class Trainer(transformers.Trainer):
         *args, **kwargs: as transformers.Trainer's.
         zeropg: keyword arguments of `zeropg.fully_shard`; stage 3 by default. Instead `TrainingArguments.deepspeed` may
             hold DeepSpeed's configuration (that of zeropg.transformers.TrainingArguments does not need DeepSpeed). Its
-            "auto" is filled as transformers does, and its `optimizer` and `scheduler` are used where it has them.
+            "auto" is filled as transformers does, and its `optimizer` and `scheduler` are used where it has them. A
+            step whose gradients are not finite is left out, as DeepSpeed's engine does. A warning names its keys that
+            do nothing here, such as monitors.
 
     Raises:
         ValueError: transformers counts other processes than the process group has, or several devices in one process;
@@ -74,18 +83,36 @@ class Trainer(transformers.Trainer):
         self._sharding = sharding_of(self._zeropg_options, self.args, self.model)
         accelerator._zeropg_shard = self._sharding.shard
         accelerator._zeropg_is_label = self._is_label
-        if isinstance(self._sharding, ConfiguredSharding) and self._sharding.settings.fp16.enabled:
-            accelerator.scaler = make_scaler(self._sharding.settings)
+        if isinstance(self._sharding, ConfiguredSharding):
+            settings = self._sharding.settings
+            if settings.fp16.enabled:
+                accelerator.scaler = make_scaler(settings)
+            elif leaves_out_nonfinite(settings):
+                accelerator._zeropg_finite_steps = FiniteSteps()
 
     def _is_label(self, name: str) -> bool:
         return names_label(name) or name in self.label_names
 
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """As transformers'; autocast to bfloat16 where the configuration's `torch_autocast` asks for it."""
+        if self._sharding.autocasts:
+            return torch.autocast(self.args.device.type, torch.bfloat16, cache_enabled=cache_enabled)
+        return super().autocast_smart_context_manager(cache_enabled)
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As transformers'; the configuration's optimizer where it has one, over all trainable parameters."""
-        make = optimizer_of(self._sharding.settings) if isinstance(self._sharding, ConfiguredSharding) else None
-        if self.optimizer is None and make is not None:
-            self.optimizer = make([one for one in (model or self.model).parameters() if one.requires_grad])
-        return super().create_optimizer(model)
+        """As transformers'; the configuration's optimizer where it has one, over all trainable parameters.
+
+        Raises ValueError where the configuration's `bf16_optimizer_states` asks for another optimizer,
+        NotImplementedError where its Muon would step tensors of more than two dimensions.
+        """
+        if not isinstance(self._sharding, ConfiguredSharding):
+            return super().create_optimizer(model)
+        settings, module = self._sharding.settings, model or self.model
+        if self.optimizer is None and (make := optimizer_of(settings)) is not None:
+            self.optimizer = make_optimizer(make, module, [one for one in module.parameters() if one.requires_grad])
+        made = super().create_optimizer(model)
+        check_state_bits(made, settings, "Trainer")
+        return made
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """As transformers'; the configuration's scheduler where it has one."""
@@ -101,7 +128,8 @@ class Trainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and isinstance(self.model, FullyShardedModule):
             state_dict = weights_to_save(self.model, rank0_only=not self.args.save_on_each_node)
-        super()._save(output_dir, state_dict)
+        with whole_prompts(self.model):
+            super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_checkpoint(os.path.join(output_dir, _FOLDER), self.model, self.optimizer.optimizer)
@@ -109,32 +137,56 @@ class Trainer(transformers.Trainer):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not _has_folder(resume_from_checkpoint):  # else with the optimizer, when the model is sharded
+        if not self._held_by(resume_from_checkpoint):  # else with the optimizer, when the model is sharded
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not _has_folder(checkpoint):
+        held = "" if checkpoint is None else self._held_by(checkpoint)
+        if checkpoint is None or not held:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        load_checkpoint(Path(checkpoint) / _FOLDER, self.model, self.optimizer.optimizer)
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+        saved_schedule = self._load_sharded(Path(checkpoint) / held, self.optimizer.optimizer)
+        load_schedule(Path(checkpoint), self.lr_scheduler, saved_schedule)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         assert best is not None  # else transformers does not call
-        if not _has_folder(best):
+        if held := self._held_by(best):
+            self._load_sharded(Path(best) / held, None)
+        else:
             super()._load_best_model()
-            return
-        load_checkpoint(Path(best) / _FOLDER, self.model)
 
+    def _load_sharded(self, folder: Path, optimizer: Any) -> dict[str, Any]:
+        """Sets model and optimizer from a folder that `_held_by` has named. Collective.
 
-def _has_folder(checkpoint: str) -> bool:
-    """Whether a checkpoint holds one of zeropg's. Collective; raises ValueError where ranks see different things."""
-    group = dist.distributed_c10d._get_default_group()
-    what = f"a folder '{_FOLDER}' in '{checkpoint}'"
-    seen = together(group, "Trainer", lambda: {what: str((Path(checkpoint) / _FOLDER).is_dir())})
-    check_same(group, "Trainer", seen)
-    return bool(seen[0][what] == "True")
+        Frozen parameters that DeepSpeed has not saved, as those under PEFT's adapters, keep their values. Returns what
+        DeepSpeed's engine has saved of a scheduler.
+        """
+        if folder.name == _FOLDER:
+            load_checkpoint(folder, self.model, optimizer)
+            return {}
+        contents = load_deepspeed(folder, self.model, optimizer, strict=not hasattr(self.model, "peft_config"))
+        if optimizer is not None and isinstance(self.accelerator.scaler, LossScaler):
+            self.accelerator.scaler.load_state_dict(contents.loss_scale)
+        return contents.lr_scheduler
+
+    def _held_by(self, checkpoint: str) -> str:
+        """The folder of a checkpoint that has model and optimizer: ours, or a tag of DeepSpeed's; "": there is none.
+
+        Collective; raises ValueError where ranks see different things.
+        """
+        sharding = self._sharding
+        universal = isinstance(sharding, ConfiguredSharding) and sharding.settings.checkpoint.load_universal
+        group = dist.distributed_c10d._get_default_group()
+        what = f"the folder of weights and states in '{checkpoint}'"
+
+        def look() -> dict[str, str]:
+            path = Path(checkpoint)
+            return {what: _FOLDER if (path / _FOLDER).is_dir() else find_tag(path, universal=universal)}
+
+        seen = together(group, "Trainer", look)
+        check_same(group, "Trainer", seen)
+        return str(seen[0][what])
 
 
 def _check_arguments(args: transformers.TrainingArguments) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from zeropg.checkpoint.state_dict import full_state_dict
+from zeropg.sharding.access import full_parameters
+from zeropg.sharding.fully_shard import FullyShardedModule
 from zeropg.sharding.state import state_of
 
 
@@ -19,6 +22,15 @@ def weights_to_save(model: nn.Module, *, rank0_only: bool) -> dict[str, torch.Te
     """
     wanted = _saved_with_adapters(model) if hasattr(model, "peft_config") else None
     return full_state_dict(model, dtype=state_of(model, "save_model").param_dtype, rank0_only=rank0_only, only=wanted)
+
+
+def whole_prompts(model: nn.Module) -> AbstractContextManager[None]:
+    """Where PEFT's save_pretrained may be called: its prompts (prompt, prefix and P-tuning) are not taken from a state
+    dict, but computed from the model's own parameters. All ranks must enter and leave."""
+    adapters = cast(Any, model).peft_config.values() if hasattr(model, "peft_config") else ()
+    if isinstance(model, FullyShardedModule) and any(config.is_prompt_learning for config in adapters):
+        return full_parameters(model)
+    return nullcontext()
 
 
 def _saved_with_adapters(model: nn.Module) -> set[str]:
