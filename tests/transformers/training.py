@@ -36,7 +36,8 @@ def texts(count: int = 32, seed: int = 3) -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-def arguments(folder: Any, **more: Any) -> Any:
+def arguments(folder: Any, kind: Any = None, **more: Any) -> Any:
+    """kind: of the arguments; default: zeropg's TrainingArguments."""
     from zeropg.transformers import TrainingArguments
 
     settings: dict[str, Any] = {
@@ -56,7 +57,7 @@ def arguments(folder: Any, **more: Any) -> Any:
         "disable_tqdm": True,
         "seed": 7,
     }
-    return TrainingArguments(**{**settings, **more})
+    return (kind or TrainingArguments)(**{**settings, **more})
 
 
 def losses(trainer: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer over zeropg: `Trainer` and `TrainingArguments`, with the names and arguments of theirs."""
+"""Hugging Face's Trainer over zeropg: `Trainer`, `Seq2SeqTrainer` and their arguments, under their names."""
 
 try:
     import transformers as _transformers  # noqa: F401
@@ -9,7 +9,8 @@ except ImportError as error:
         "pip install 'zeropg[transformers]'"
     ) from error
 
+from zeropg.transformers.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from zeropg.transformers.trainer import Trainer
 from zeropg.transformers.training_arguments import TrainingArguments
 
-__all__ = ["Trainer", "TrainingArguments"]
+__all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]

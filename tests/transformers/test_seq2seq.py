@@ -1,0 +1,57 @@
+"""zeropg.transformers.Seq2SeqTrainer generates as transformers' own does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.spawn import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.transformers.training import arguments, differ, losses, texts
+
+
+def t5() -> Any:
+    import torch
+    import transformers
+
+    torch.manual_seed(1)
+    sizes = {
+        "d_model": 32,
+        "d_kv": 16,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 2,
+        "vocab_size": 64,
+        "dropout_rate": 0.0,
+    }
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **tokens))
+
+
+def generate(folder: str) -> list[str]:
+    """In stages 2 and 3, beside the plain one. Returns what differs."""
+    import transformers
+
+    from zeropg.transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    def run(kind: Any, **more: Any) -> list[float]:
+        args = arguments(folder, Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=9)
+        data = {"train_dataset": texts(), "eval_dataset": texts(6, seed=5)}
+        metrics = lambda predicted: {"sum": int(predicted.predictions.sum())}  # noqa: E731
+        trainer = kind(t5(), args, compute_metrics=metrics, **data, **more)
+        trainer.train()
+        found = trainer.evaluate()
+        return [*losses(trainer), found["eval_loss"], found["eval_sum"]]
+
+    expected = run(transformers.Seq2SeqTrainer)
+    found = {stage: run(Seq2SeqTrainer, zeropg={"stage": stage}) for stage in (2, 3)}
+    return [f"stage {stage}: {seen}, not {expected}" for stage, seen in found.items() if differ(seen, expected, 1e-5)]
+
+
+def test_evaluations_that_generate_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
+    assert run_ranks(2, generate, str(tmp_path), timeout=120) == [[], []]
