@@ -15,6 +15,7 @@ from torch import nn
 from tests.deepspeed.training import STAGES, batches, configuration, make_engine, own_parts, shared_folder, train
 from tests.sharding.ranks import close, on_ranks, raises
 from tests.small_gpt import loss_of, make_model, make_optimizer
+from zeropg.deepspeed.zero.leaf_modules import mark_cut
 
 
 def reference(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -155,6 +156,51 @@ def test_leaf_modules_are_whole_at_once() -> None:
     assert units(model) == [*layers, "head.0", ""]
     with raises(ValueError, "no module of Conv2d"):
         utils.set_z3_leaf_modules(model, [nn.Conv2d])
+    # DeepSpeed's own list: what a unit would cut, and not the layers inside of one.
+    model = Mixture()
+    mark_cut(model, ["Expert", "Linear"])
+    assert utils.get_z3_leaf_modules(model) == list(model.experts.values())
+
+
+class TwoTowers(nn.Module):
+    """Is trained through methods beside its forward, as CLIP is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+        self.text = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))])
+
+    def similarity(self, images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        return self.image(images) @ self.text[0](texts).T
+
+
+def made_for(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@on_ranks(2, backend=["zeropg", "gloo"])
+def test_leaf_modules_are_called_by_themselves() -> None:
+    from zeropg import deepspeed
+    from zeropg.deepspeed import utils
+
+    inputs = torch.ones(2, 8), torch.ones(2, 6)
+    plain = TwoTowers()
+    plain.similarity(*inputs).sum().backward()
+    expected = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+    model = TwoTowers()
+    for leaf in (model.image, model.text[0], model.text[0][1]):  # the last one is a part of one, and of no account
+        utils.set_z3_leaf_module(leaf, True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=made_for(model), config=configuration(3))
+    assert [plan.name for plan in model._zeropg_state.plans] == ["image", "text.0", ""]
+    engine.backward(engine.similarity(*inputs).sum())
+    engine.step()
+    assert float(engine.get_global_grad_norm()) == pytest.approx(float(expected))
+
+    model = TwoTowers()
+    utils.set_z3_leaf_module(model.text[0][1], True)  # inside of a block
+    engine, *_ = deepspeed.initialize(model=model, optimizer=made_for(model), config=configuration(3))
+    assert [plan.name for plan in model._zeropg_state.plans] == ["text.0", "text.0.1", ""]
 
 
 @on_ranks(2)

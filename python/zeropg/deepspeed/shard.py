@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zeropg.deepspeed.config import Config, sharding_arguments
 from zeropg.deepspeed.observation.trial import end_after_sizes
-from zeropg.deepspeed.zero.leaf_modules import mark_named, units_around_leaves
+from zeropg.deepspeed.zero.leaf_modules import mark_cut, mark_named, units_around_leaves
 from zeropg.quantization.quantize_frozen import quantize_frozen
 from zeropg.rank_io.agreement import together
 from zeropg.sharding.fully_shard import fully_shard
@@ -32,7 +32,10 @@ def shard_as_configured(model: nn.Module, settings: Config, group: dist.ProcessG
     if settings.zero_optimization.zero_quantized_nontrainable_weights:
         together(group, "initialize", lambda: _pack_frozen(model))
     leaves = settings.zero_optimization.leaf_module
-    mark_named(model, leaves.classes, leaves.names, leaves.name_suffixes)
+    is_chosen = "classes" in leaves.model_fields_set
+    mark_named(model, leaves.classes if is_chosen else (), leaves.names, leaves.name_suffixes)
+    if not is_chosen:
+        mark_cut(model, leaves.classes)
     units = units_around_leaves(model)
     end_after_sizes(model, units, group, device.type)
     over = _sharded_over(group, settings.zero_optimization.mics_shard_size, device)

@@ -82,8 +82,19 @@ def mark_named(model: nn.Module, classes: Iterable[str], names: Iterable[str], s
             set_z3_leaf_module(module, True)
 
 
+def mark_cut(model: nn.Module, classes: Iterable[str]) -> None:
+    """Marks modules of these classes that zeropg's own choice of units would cut: DeepSpeed's default, which has
+    nothing to ask for inside of a block."""
+    blocks = [name for name, _ in find_blocks(model)]
+    for name, module in model.named_modules():
+        if _is_of(module, (), set(classes)) and any(block.startswith(f"{name}.") for block in blocks):
+            set_z3_leaf_module(module, True)
+
+
 def units_around_leaves(model: nn.Module) -> list[str] | None:
-    """Returns the names of the units, so that no leaf module is cut; None where zeropg's own choice does that.
+    """Returns the names of the units: each leaf module, and zeropg's own choice around them; None without leaves.
+
+    So a program may call a leaf module by itself, as in a method of the model beside its forward.
 
     Raises ValueError for a leaf module that is never called.
     """
@@ -94,13 +105,13 @@ def units_around_leaves(model: nn.Module) -> list[str] | None:
                 f"[zeropg] initialize: the leaf module '{name}' is a {type(module).__name__}, which has no forward, so "
                 "nothing would make its parameters whole; mark the module that contains it"
             )
-    leaves = list(marked)
-    blocks = [name for name, _ in find_blocks(model)]
-    inside = _inside(leaves)
-    cut = [name for name in blocks if inside(name)]
-    if not cut:
+    if not marked:
         return None
-    return [name for name in blocks if name not in cut] + [name for name in leaves if not inside(name)]
+    inside = _inside(list(marked))
+    blocks = [name for name, _ in find_blocks(model)]
+    return [name for name in blocks if not inside(name) and name not in marked] + [
+        name for name in marked if not inside(name)
+    ]
 
 
 def _inside(outer: list[str]) -> Callable[[str], bool]:
@@ -135,8 +146,7 @@ def _set(
     names = {kind for kind in classes if isinstance(kind, str)}
     found = []
     for module in model.modules():
-        kind = type(module)
-        if isinstance(module, kinds) or names & {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}:
+        if _is_of(module, kinds, names):
             set_z3_leaf_module(module, flag)
             found.append(module)
     if not found and raise_if_not_found:
@@ -145,3 +155,8 @@ def _set(
             f"[zeropg] set_z3_leaf_modules: the {type(model).__name__} has no module of {listed or 'no class at all'}"
         )
     return found
+
+
+def _is_of(module: nn.Module, kinds: tuple[type[nn.Module], ...], names: set[str]) -> bool:
+    kind = type(module)
+    return isinstance(module, kinds) or bool(names & {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"})

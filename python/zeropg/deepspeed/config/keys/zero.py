@@ -107,9 +107,11 @@ ZERO = {
     "log_trace_cache_warnings": no_effect("There is no trace that could become invalid."),
     "enable_sanity_checks": no_effect("A write to a parameter always counts, or is an error at the place."),
     "save_muon_momentum_buffer_in_memory": no_effect("Muon's momenta stay in memory, as shards."),
-    "leaf_module.classes": no_effect("Ranks of a node may take different paths through a mixture of experts."),
-    "leaf_module.names": no_effect(_UNITS),
-    "leaf_module.name_suffixes": no_effect(_UNITS),
+    "leaf_module.classes": mapped(
+        "fully_shard(units=): each is whole at once; not given: DeepSpeed's own list, where units would cut one."
+    ),
+    "leaf_module.names": mapped("fully_shard(units=): each is whole at once."),
+    "leaf_module.name_suffixes": mapped("fully_shard(units=): each is whole at once."),
 }
 
 AIO = {
