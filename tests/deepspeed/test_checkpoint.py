@@ -109,6 +109,10 @@ def test_bad_states_and_tags_are_named() -> None:
             engine.save_checkpoint(folder, tag=f"rank{dist.get_rank()}")
         with raises(ValueError, "the directory is ''"):
             engine.save_checkpoint("")
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
+            with raises(ValueError, call.__name__, "the tag is ''; expected the name of a folder"):
+                call(folder, tag="")
+        assert not list(Path(folder).iterdir())
         assert not (Path(folder) / "latest").exists()
         zeropg.save_checkpoint(Path(folder) / "plain", engine.module, engine.optimizer)
         with raises(ValueError, "was saved by zeropg.save_checkpoint, not by an engine"):

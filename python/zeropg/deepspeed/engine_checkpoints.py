@@ -78,13 +78,14 @@ class EngineCheckpoints:
 
         Raises:
             TypeError: the client state, or the scheduler's, holds something else; the message says where.
-            ValueError: tags differ between ranks, or the tag's folder holds a checkpoint of DeepSpeed.
+            ValueError: tags differ between ranks, one is empty, or the tag's folder holds a checkpoint of DeepSpeed.
             OSError: a file cannot be written; what was there before stays.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         directory = _path(save_dir)
 
         def announce() -> dict[str, str]:
+            _check_tag(name)
             if holds_deepspeed(directory / name):
                 raise ValueError(
                     f"'{directory / name}' holds a checkpoint of DeepSpeed, which a save leaves as it is: save with "
@@ -145,11 +146,13 @@ class EngineCheckpoints:
         Raises:
             FileNotFoundError: there is no such tag, or a file of it is missing.
             ValueError: the checkpoint is damaged, of another model or scheduler, mixed from several, or was not saved
-                by an engine.
+                by an engine; or the tag is empty.
             Exception: what custom_load_fn raises, on every rank.
         """
         directory = _path(load_dir)
         latest = LATEST_UNIVERSAL if self._config.checkpoint.load_universal else LATEST
+        if tag is not None:
+            together(self._group, "load_checkpoint", lambda: _check_tag(str(tag)))
         name = self._latest(directory, latest) if tag is None else str(tag)
         if not name:
             if self._group.rank() == 0:
@@ -375,6 +378,11 @@ class EngineCheckpoints:
 
 def _frozen(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad]
+
+
+def _check_tag(name: str) -> None:
+    if not name.strip("./ "):
+        raise ValueError(f"the tag is {name!r}; expected the name of a folder inside the directory, or None")
 
 
 def _writer_of(folder: Path) -> str:
