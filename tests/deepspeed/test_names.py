@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.deepspeed.training import batches, make_engine, own_parts, train
+from tests.deepspeed.training import batches, configuration, make_engine, own_parts, train
 from tests.sharding.ranks import on_ranks, raises
-from tests.small_gpt import loss_of
+from tests.small_gpt import loss_of, make_model
 
 
 @on_ranks(2)
@@ -108,6 +108,17 @@ def test_a_configured_key_is_told_under_deepspeeds_name() -> None:
     engine.empty_partition_cache()
     engine.eval()
     assert not engine.module.training
+
+
+@on_ranks(2)
+def test_a_model_that_was_built_in_16_bits_tells_its_dtypes() -> None:
+    from zeropg import deepspeed
+
+    for stage in (0, 3):
+        model = make_model().bfloat16()
+        made = torch.optim.AdamW(model.parameters())
+        engine, *_ = deepspeed.initialize(model=model, optimizer=made, config=configuration(stage))
+        assert engine.get_data_types() == (torch.bfloat16, torch.float32)
 
 
 @on_ranks(2)

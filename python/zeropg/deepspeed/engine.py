@@ -443,8 +443,10 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, EngineChec
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Returns the dtypes of the model's parameters, and of their accumulated gradients."""
         trained = [group for group in self._state.core.flat_groups if group.is_trainable]
-        own = trained[0].master_dtype if trained else torch.float32
-        return self._state.param_dtype or own, own
+        if not trained:
+            return self._state.param_dtype or torch.float32, torch.float32
+        _, parameter, _, _ = trained[0].slots[0]
+        return self._state.param_dtype or parameter.dtype, trained[0].master_dtype
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """As nn.Module's."""
