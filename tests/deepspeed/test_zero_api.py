@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,14 @@ def test_scripts_start_as_with_deepspeed() -> None:
         dist.barrier()
         args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)])
         deepspeed.init_distributed()
-        engine, *_ = zeropg.initialize(args=args, model=make_model())
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        deepspeed.logger.addHandler(handler)
+        for _ in range(2):
+            engine, *_ = zeropg.initialize(args=args, model=make_model())
+        deepspeed.logger.removeHandler(handler)
+    assert len(said) == (dist.get_rank() == 0) and all("zeropg run --local_rank" in line for line in said), said
     assert args.local_rank == dist.get_rank() == deepspeed.comm.get_rank() == engine.global_rank
     assert isinstance(engine, deepspeed.DeepSpeedEngine) and engine.config["zero_optimization"] == {"stage": 1}
     assert torch.device(deepspeed.get_accelerator().current_device_name()) == engine.device

@@ -20,7 +20,7 @@ from zeropg.tools.run.hosts import Host, first, read_hostfile, select
 from zeropg.tools.run.job import Node
 from zeropg.tools.run.launchers import LAUNCHERS, NODE, choose
 from zeropg.tools.run.messages import BEAT_SECONDS, Hello, Plan, from_line, to_line
-from zeropg.tools.run.node import _hello, forget
+from zeropg.tools.run.node import _hello, forget, torchrun_arguments
 from zeropg.tools.run.rank_output import RankOutput
 
 RUN = [sys.executable, "-m", "zeropg", "run"]
@@ -291,15 +291,34 @@ def test_ranks_run_with_logs_variables_and_cores_of_their_own(tmp_path: Path) ->
     if len(cpus) < 2:
         pytest.skip("needs two CPUs")
     options = ["--num_gpus", "2", "--log_dir", str(tmp_path / "logs"), "--environment_file", str(variables)]
-    options += ["--bind_core_list", ",".join(map(str, cpus))]
+    options += ["--bind_core_list", ",".join(map(str, cpus)), "--local_rank"]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = run_program([*RUN, *options, str(script), "--deepspeed", "-x"], timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines() for rank in (0, 1)]
     for rank, log in enumerate(logs):
-        assert sorted(log) == sorted([f"{rank} 2 {rank} ['--deepspeed', '-x']", f"[{cpus[rank]}] 1 from the file"])
+        assert sorted(log) == sorted(
+            [f"{rank} 2 {rank} {[f'--local_rank={rank}', '--deepspeed', '-x']}", f"[{cpus[rank]}] 1 from the file"]
+        )
         for line in log:
             assert f"[rank {rank}] {line}" in (done.stderr if line.startswith("[") else done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["train.py", "-x"], [sys.executable, "-u", "train.py", "--local_rank=3", "-x"]),
+        (["-m", "train", "-x"], [sys.executable, "-u", "-m", "train", "--local_rank=3", "-x"]),
+        (["--no-python", "train", "-x"], ["train", "--local_rank=3", "-x"]),
+    ],
+)
+def test_the_local_rank_comes_before_a_programs_own_arguments(command: list[str], expected: list[str]) -> None:
+    plan = Plan(0, 1, 0, 1, "", "", 0, command, {}, None, None, silence=1.0, passes_local_rank=True)
+    words = torchrun_arguments(plan, "logs")
+    program = words[words.index("--no-python") + 1 :]
+    assert program[:2] == [sys.executable, "-S"] and Path(program[2]).name == "local_rank.py"
+    place = int(program[3])
+    assert [*program[4 : 4 + place], "--local_rank=3", *program[4 + place :]] == expected
 
 
 def lives(pid: int) -> bool:

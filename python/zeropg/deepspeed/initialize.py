@@ -79,6 +79,7 @@ def initialize(
     raw = _own_mistake(lambda: load(_the_config(args, config, config_params)))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if hasattr(args, "local_rank"):
+        _warn_of_no_local_rank(args.local_rank)
         args.local_rank = local_rank()
     group = _data_parallel_group(mpu)
     settings = _read_together(group, raw)
@@ -142,6 +143,17 @@ def _the_config(args: Any, config: Any, config_params: Any) -> Any:
             "args.deepspeed_config (--deepspeed_config)"
         )
     return next(iter(given.values()))
+
+
+def _warn_of_no_local_rank(given: Any) -> None:
+    """Where a script may have taken itself for the only process before it came here."""
+    if given == -1 and dist.get_world_size() > 1 and dist.get_rank() == 0:
+        LOGGER.warning(
+            "[zeropg] initialize: args.local_rank was -1, and there are %d ranks; it is set now, but what the script "
+            "has done with it before was meant for one process. Start the script with python -m zeropg run "
+            "--local_rank, which passes that argument, or let its default be int(os.environ.get('LOCAL_RANK', -1))",
+            dist.get_world_size(),
+        )
 
 
 def _data_parallel_group(mpu: Any) -> dist.ProcessGroup:

@@ -47,6 +47,7 @@ examples:
   python -m zeropg run --hostfile hosts --include worker-0@worker-1:0,2 train.py
   python -m zeropg run --hostfile hosts --exclude worker-1:3 --log_dir logs -m my.module
   python -m zeropg run --num_gpus 4 --bind_cores train.py                    each rank on cores of its own
+  python -m zeropg run --num_gpus 2 --local_rank train.py                    for scripts that read args.local_rank
   python -m zeropg run --hostfile hosts --rsh "ssh -p 2222" train.py         another command to reach hosts
 
 status: 0 all ranks ended well; 1 a rank failed, or a host cannot be reached; 2 wrong options; 130 Ctrl-C
@@ -164,6 +165,7 @@ def _plan(
         slots=list(node.host.slots) if is_chosen else None,
         cpus=(options.bind_core_list or "") if options.bind_cores else None,
         silence=0.0 if launcher == "local" else _SILENCE_SECONDS,
+        passes_local_rank=options.local_rank,
     )
 
 
@@ -291,6 +293,13 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--environment_file", type=Path, metavar="FILE", help="instead of .deepspeed_env: variables for all ranks"
     )
+    passing = group.add_mutually_exclusive_group()
+    passing.add_argument(
+        "--local_rank",
+        action="store_true",
+        help="pass --local_rank=N to PROGRAM before its arguments, as the command deepspeed does",
+    )
+    passing.add_argument("--no_local_rank", action="store_false", dest="local_rank", help="do not (default)")
     group.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as with python -m")
     group.add_argument("--no_python", action="store_true", help="PROGRAM is no Python script, but runs by itself")
     parser.add_argument("program", metavar="PROGRAM", help="a script, which finds RANK, LOCAL_RANK and WORLD_SIZE")

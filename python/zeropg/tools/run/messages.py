@@ -23,6 +23,7 @@ class Plan:
     slots: which of the GPUs that the host may use: numbers into its CUDA_VISIBLE_DEVICES; None: all as they are.
     cpus: whether ranks are bound to cores: None: no; "": to all there are; else to those of this list, "0-3,8".
     silence: seconds without a word from the launcher after which it is lost, and the network with it; 0: forever.
+    passes_local_rank: whether each rank gets its number on the host as an argument, --local_rank=N, before the others.
     """
 
     node_rank: int
@@ -37,6 +38,7 @@ class Plan:
     slots: list[int] | None
     cpus: str | None
     silence: float
+    passes_local_rank: bool = False
 
 
 @dataclass(frozen=True)

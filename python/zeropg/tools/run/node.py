@@ -45,7 +45,8 @@ _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # linux/falloc.h
 _LIBC = ctypes.CDLL(None)
 _GRACE_SECONDS = 40.0  # torchrun gives ranks 30 s between SIGTERM and SIGKILL
 _IDLE_SECONDS = 2.0  # for torchrun to notice a signal before it has ranks
-_BIND = Path(__file__).with_name("bind.py")
+_BIND, _LOCAL_RANK = (Path(__file__).with_name(name) for name in ("bind.py", "local_rank.py"))
+_WORDS_BEFORE_ARGUMENTS = {"--no-python": 1, "-m": 4}  # of `_program`'s; else python -u and a script
 
 
 class Stopped(BaseException):
@@ -152,15 +153,22 @@ def torchrun_arguments(plan: Plan, folder: str) -> list[str]:
     else:
         where = ["--standalone"]
     command = plan.command
+    if plan.passes_local_rank:
+        place = _WORDS_BEFORE_ARGUMENTS.get(command[0], 3)
+        command = ["--no-python", sys.executable, "-S", str(_LOCAL_RANK), str(place), *_program(command)]
     if plan.cpus is not None:
         cores = divide(cores_of_this_host(parse_cpu_list(plan.cpus) if plan.cpus else None), plan.ranks)
         os.environ.setdefault("OMP_NUM_THREADS", str(len(cores[0])))
         lists = ";".join(",".join(str(cpu) for core in own for cpu in core) for own in cores)
-        program = command[1:] if command[0] == "--no-python" else [sys.executable, "-u", *command]
-        command = ["--no-python", sys.executable, "-S", str(_BIND), lists, *program]
+        command = ["--no-python", sys.executable, "-S", str(_BIND), lists, *_program(command)]
     elif plan.ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning of nine lines
     return [*where, "--nproc-per-node", str(plan.ranks), "--redirects", "3", "--log-dir", folder, *command]
+
+
+def _program(command: list[str]) -> list[str]:
+    """What torchrun would start for its own command."""
+    return command[1:] if command[0] == "--no-python" else [sys.executable, "-u", *command]
 
 
 @contextmanager
