@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import zeropg
+from tests.processes import kill_with_children
 from tests.spawn import run_ranks
 from tests.test_cpp import ROOT
 from zeropg.deepspeed.config import read
@@ -301,3 +305,32 @@ def test_what_is_found_is_within_5_percent_of_a_full_grid(folder: Path) -> None:
     best = max(medians, key=lambda candidate: medians[candidate])
     print({str(candidate): round(speed, 1) for candidate, speed in medians.items()}, "found:", found)
     assert medians[found] >= 0.95 * medians[best], (found, best, medians)
+
+
+ENDLESS = """
+import os, time
+print("rank", os.getpid(), flush=True)
+open(f"rank{os.environ['RANK']}", "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_run_of_the_moment_and_takes_its_folder_away(folder: Path) -> None:
+    (folder / "train.py").write_text(ENDLESS)
+    words = ["-m", "zeropg", "tune", "--num_gpus", "2", "train.py", "--deepspeed_config", "ds.json"]
+    with subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            ranks = [folder / "rank0", folder / "rank1"]
+            start = time.monotonic()
+            while not all(path.exists() and path.read_text() for path in ranks):
+                assert process.poll() is None and time.monotonic() - start < 120
+                time.sleep(0.1)
+            process.terminate()
+            _, said = process.communicate(timeout=120)
+        except BaseException:
+            kill_with_children(process.pid)
+            raise
+    assert process.returncode == 143 and "zeropg tune: SIGTERM: the run is stopped" in said, said
+    assert not list(folder.glob(".zeropg-tune-*"))
+    assert not [path for path in ranks if Path(f"/proc/{path.read_text()}").exists()]

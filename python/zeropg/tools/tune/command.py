@@ -31,6 +31,7 @@ from zeropg.tools.tune.candidates import (
     shape_of,
 )
 from zeropg.tools.tune.search import Outcome, Row, Search, Space
+from zeropg.tools.tune.stop import Stopped, stopped_by_signals
 from zeropg.tools.tune.trial import Script, TrialFailed, config_argument
 
 _DESCRIPTION = """
@@ -62,7 +63,7 @@ examples:
 The script should give the model train_micro_batch_size_per_gpu samples at once, as engine.training_dataloader does:
 speeds with other batches cannot be compared, and tune says so.
 
-status: 0 found; 1 nothing fits, or the script fails; 2 wrong options
+status: 0 found; 1 nothing fits, or the script fails; 2 wrong options; 143 SIGTERM: the run of the moment is stopped
 """
 _COLUMNS = ("stage", "micro-batch", "accumulation", "disk", "plan", "peak", "sent/rank", "samples/s", "of best", "why")
 
@@ -70,6 +71,15 @@ _COLUMNS = ("stage", "micro-batch", "accumulation", "disk", "plan", "peak", "sen
 def main(arguments: list[str]) -> int:
     """Tune as `arguments` say; returns the exit status."""
     options, parser = _parse(arguments)
+    try:
+        with stopped_by_signals():
+            return _tune(options, parser)
+    except Stopped as stopped:
+        print(f"zeropg tune: {stopped}: the run is stopped", file=sys.stderr)
+        return 128 + stopped.number
+
+
+def _tune(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         base = load(options.deepspeed_config)
         script = Script(_run_options(options), options.command, options.timeout)
