@@ -130,6 +130,28 @@ def test_every_kind_that_two_ranks_saved_loads_to_the_last_bit(tmp_path: Path, w
         pool.run(load_all, str(tmp_path), timeout=120)
 
 
+def test_fp32_weights_come_by_the_functions_of_deepspeeds_script(tmp_path: Path) -> None:
+    from zeropg.deepspeed.utils.zero_to_fp32 import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint,
+    )
+
+    expected = training()
+    write_checkpoint(tmp_path, expected, stage=2, world_size=2)
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    tied = {name: expected.parameters[kept] for name, kept in expected.tied.items()}
+    wanted = expected.parameters | tied | expected.buffers
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], value) for name, value in wanted.items())
+    trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path, TAG, exclude_frozen_parameters=True)
+    assert found.keys() - trained.keys() == set(expected.frozen)
+    model = load_state_dict_from_zero_checkpoint(Net(), tmp_path)
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out")
+    written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(written["middle.weight"], wanted["middle.weight"])
+
+
 def test_a_part_is_read_of_the_runs_that_overlap_it() -> None:
     values = torch.arange(30)
     stored = Runs((30,), ((0, values[:10]), (10, values[10:])), values.dtype)

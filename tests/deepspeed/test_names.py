@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,6 +132,25 @@ def test_each_key_is_one_of_the_configuration() -> None:
     assert len(names) > 60
     for name in names:
         getattr(engine, name)()
+
+
+def test_scripts_import_from_deepspeeds_places(caplog: pytest.LogCaptureFixture) -> None:
+    from zeropg import deepspeed
+    from zeropg.deepspeed.runtime.lr_schedules import WarmupDecayLR
+    from zeropg.deepspeed.runtime.utils import see_memory_usage
+    from zeropg.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+    from zeropg.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    from zeropg.deepspeed.utils.logging import log_dist, logger
+
+    assert (log_dist, logger) == (deepspeed.log_dist, deepspeed.logger) and deepspeed.dist is deepspeed.comm
+    assert WarmupDecayLR.__name__ == "WarmupDecayLR" and OffloadDeviceEnum is deepspeed.zero.OffloadDeviceEnum
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    assert getattr(parameter, "ds_status", ZeroParamStatus.AVAILABLE) != ZeroParamStatus.NOT_AVAILABLE
+    with caplog.at_level("INFO", "zeropg"):
+        see_memory_usage("not said")
+        see_memory_usage("before the step", force=True)
+    (line,) = caplog.messages
+    assert re.search(r"before the step: host \d+\.\d\d GiB", line)
 
 
 @on_ranks(2)

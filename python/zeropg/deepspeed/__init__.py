@@ -4,7 +4,9 @@ from typing import Any
 
 from zeropg.deepspeed import checkpointing as checkpointing
 from zeropg.deepspeed import comm as comm
+from zeropg.deepspeed import comm as dist
 from zeropg.deepspeed import ops as ops
+from zeropg.deepspeed import runtime as runtime
 from zeropg.deepspeed import utils as utils
 from zeropg.deepspeed import zero as zero
 from zeropg.deepspeed.accelerator import get_accelerator
@@ -22,6 +24,7 @@ __all__ = [
     "DeepSpeedEngine",
     "RepeatingLoader",
     "add_config_arguments",
+    "dist",
     "get_accelerator",
     "init_distributed",
     "initialize",

@@ -1,0 +1,1 @@
+"""DeepSpeed's `runtime.zero`: the places from which scripts import some names."""
