@@ -278,16 +278,15 @@ void bind_sharding(py::module_& m) {
       .def("unshard_all", &ShardedModule::unshard_all, ReleaseGil())
       .def("reshard_all", &ShardedModule::reshard_all, ReleaseGil())
       .def_property_readonly("full_depth", [](const ShardedModule& self) { return self.whole_units().full_depth(); })
-      .def(
-          "begin_step", &ShardedModule::begin_step, py::arg("options") = 0, ReleaseGil(),
-          "options: a digest, not 0, of what the step goes by in its param groups: RuntimeError on every rank where it "
-          "differs.")
+      .def("begin_step", &ShardedModule::begin_step, py::arg("options") = OptionDigests{0, 0}, ReleaseGil(),
+           "options: two digests of what the step goes by in its param groups, rounded at other places, not 0: "
+           "RuntimeError on every rank where both differ.")
       .def("end_step", &ShardedModule::end_step, py::arg("overlaps") = false, ReleaseGil())
       .def("join_step", &ShardedModule::join_step, ReleaseGil(),
            "Waits for what end_step(overlaps=True) has left on its way; does not communicate.")
-      .def("end_load", &ShardedModule::end_load, py::arg("is_undone") = false, ReleaseGil(),
+      .def("end_load", &ShardedModule::end_load, py::arg("replaces_all") = false, ReleaseGil(),
            "Instead of end_step: publishes masters as they are. False, on every rank, where replicas had others. "
-           "is_undone: it will be before anybody computes with them.")
+           "replaces_all: no parameter is what it was, and backwards refuse graphs of before.")
       .def(
           "zero_gradients", [](ShardedModule& self) { self.gradients().zero(); }, ReleaseGil())
       .def(

@@ -480,9 +480,9 @@ class ShardedModule:
         optimizer_offload: Offload | None = None,
         store: Store | None = None,
     ) -> None: ...
-    def begin_step(self, options: int = 0) -> None:
-        """options: a digest, not 0, of what the step goes by in its param groups: RuntimeError on every rank where it
-        differs."""
+    def begin_step(self, options: tuple[int, int] = (0, 0)) -> None:
+        """options: two digests of what the step goes by in its param groups, rounded at other places, not 0:
+        RuntimeError on every rank where both differ."""
     def changed_parameters(self) -> list[str]: ...
     def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float: ...
     def set_codecs(self, codecs: Sequence[tuple[int, Compressor | None, bool]]) -> None:
@@ -490,9 +490,9 @@ class ShardedModule:
         has_error_feedback)], ascending; the same on every rank."""
     def communication_seconds(self) -> float: ...
     def dissolve(self) -> None: ...
-    def end_load(self, is_undone: bool = False) -> bool:
+    def end_load(self, replaces_all: bool = False) -> bool:
         """Instead of end_step: publishes masters as they are. False, on every rank, where replicas had others.
-        is_undone: it will be before anybody computes with them."""
+        replaces_all: no parameter is what it was, and backwards refuse graphs of before."""
     def end_step(self, overlaps: bool = False) -> None: ...
     def join_step(self) -> None:
         """Waits for what end_step(overlaps=True) has left on its way; does not communicate."""

@@ -50,7 +50,7 @@ void Forward::begin(Unit& unit) {
 void Forward::end(Unit& unit) {
   depth_ = std::max<int64_t>(depth_ - 1, 0);
   unit.running = std::max<int64_t>(unit.running - 1, 0);
-  whole_units_.end_forward(unit);
+  if (unit.running == 0) whole_units_.end_forward(unit);
 }
 
 void Forward::forget() {

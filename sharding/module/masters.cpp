@@ -131,13 +131,18 @@ void Masters::refresh_own() {
 // In one model of all ranks, where a rank that dropped a gradient would leave its slice of the parameter as it was and
 // the others would step theirs. Numbers of the gradients themselves are not compared.
 void Masters::check_plans(const char* operation, const StepPlan& plan) {
-  const at::Tensor all = communicator_.gather_values({plan.options, plan.gradients}, units_.flats().front()->device());
-  const int64_t* const values = all.const_data_ptr<int64_t>();
+  const at::Tensor all = communicator_.gather_values({plan.options.first, plan.options.second, plan.gradients},
+                                                     units_.flats().front()->device());
+  const auto of = [&](int64_t rank) { return std::span(all.const_data_ptr<int64_t>() + 3 * rank, 3); };
   for (int64_t rank = 1; rank < all.size(0); ++rank) {
-    const char* const what = values[2 * rank] != values[0]       ? "param groups of other numbers (a learning rate, a "
-                                                                   "weight decay, how many parameters they hold)"
-                             : values[2 * rank + 1] != values[1] ? "gradients of other parameters"
-                                                                 : nullptr;
+    TORCH_CHECK((of(rank)[0] == 0) == (of(0)[0] == 0), communicator_.context(operation), "rank ",
+                of(0)[0] == 0 ? rank : 0, " steps while rank ", of(0)[0] == 0 ? 0 : rank,
+                " loads or writes masters; expected the same calls on every rank.");
+    const bool has_same_options = of(rank)[0] == of(0)[0] || of(rank)[1] == of(0)[1];
+    const char* const what = !has_same_options         ? "param groups of other numbers (a learning rate, a weight "
+                                                         "decay, how many parameters they hold)"
+                             : of(rank)[2] != of(0)[2] ? "gradients of other parameters"
+                                                       : nullptr;
     TORCH_CHECK(what == nullptr, communicator_.context(operation), "rank ", rank, " steps with ", what,
                 " than rank 0; expected the same on every rank, and nothing was stepped. Decide from numbers that all "
                 "ranks have (torch.distributed.all_reduce a loss before a scheduler sees it), and drop a gradient on "
@@ -147,9 +152,9 @@ void Masters::check_plans(const char* operation, const StepPlan& plan) {
 
 void Masters::begin_update(const char* operation, const StepPlan& plan) {
   const int64_t written = whole_units_.ledger().digest();
-  const std::array<int64_t, 3> parts = {written, plan.options, plan.gradients};
-  const bool has_plan = plan.options != 0 || plan.gradients != 0;
-  const int64_t news = has_plan ? static_cast<int64_t>(digest(std::as_bytes(std::span(parts))) | 1U) : written;
+  const std::array<int64_t, 4> parts = {written, plan.options.first, plan.options.second, plan.gradients};
+  const int64_t news =
+      plan.options.first != 0 ? static_cast<int64_t>(digest(std::as_bytes(std::span(parts))) | 1U) : written;
   const bool is_same_on_shards = whole_units_.fetch().begin_update(news);
   const std::exception_ptr failure = failure_of([&] {
     // What ranks have written, and what their steps have left (Note [Drift]).

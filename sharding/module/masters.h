@@ -3,6 +3,7 @@
 
 #include <exception>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "sharding/comm/communicate.h"
@@ -14,10 +15,14 @@ namespace zeropg {
 
 extern const char* const kReplicasDiffer;  // why Masters::unite_replicas returned false
 
-// What a rank goes by in a step, which must be the same on all: what its optimizer says of its param groups, and which
-// parameters have a gradient. Zeros outside of steps.
+// Two digests of the numbers in an optimizer's param groups, each of which rounds them at other places: ranks whose
+// numbers differ in the last digits have one in common. Not 0 where there is an optimizer.
+using OptionDigests = std::pair<int64_t, int64_t>;
+
+// What a rank goes by in a step, which must be the same on all: its options, and which parameters have a gradient.
+// Zeros outside of steps.
 struct StepPlan {
-  int64_t options = 0;
+  OptionDigests options{0, 0};
   int64_t gradients = 0;
 };
 

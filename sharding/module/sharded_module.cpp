@@ -13,14 +13,18 @@ namespace zeropg {
 
 namespace {
 
-// Autograd refuses graphs of before: it takes the parameters for changed in place.
+// Autograd refuses graphs of before: it takes the parameters for changed in place. Those that were made in inference
+// mode have no version, and no graph.
 void refuse_graphs(const Units& units, const std::function<bool(const ParameterSlot&)>& is_changed) {
   for (const auto& flat : units.flats()) {
     for (const ParameterSlot& slot : flat->slots()) {
-      if (is_changed(slot)) slot.parameter.unsafeGetTensorImpl()->bump_version();
+      c10::TensorImpl* const parameter = slot.parameter.unsafeGetTensorImpl();
+      if (is_changed(slot) && parameter->version_counter().enabled()) parameter->bump_version();
     }
   }
 }
+
+bool has_gradient(const ParameterSlot& slot) { return slot.parameter.grad().defined(); }
 
 }  // namespace
 
@@ -153,7 +157,7 @@ void ShardedModule::dissolve() {
 
 // --- step ---
 
-void ShardedModule::begin_step(int64_t options) {
+void ShardedModule::begin_step(const OptionDigests& options) {
   state_offload_->check(StateOffload::kParameters | StateOffload::kMasters, "step");
   communicator_.log()->begin_step();
   backward_->check_outside("step");
@@ -165,7 +169,8 @@ void ShardedModule::begin_step(int64_t options) {
   forward_->forget();
   whole_units_->join();
   whole_units_->reshard_all();  // a forward without backward leaves units whole, with the values of before the step
-  masters_->begin_update("step", options == 0 ? StepPlan{} : StepPlan{options, gradients_->digest()});
+  const bool is_step = options.first != 0;
+  masters_->begin_update("step", is_step ? StepPlan{options, gradients_->digest()} : StepPlan{});
   whole_units_->set_updating(true);
 }
 
@@ -175,12 +180,12 @@ GradientAccess& ShardedModule::gradients() {
 }
 
 void ShardedModule::end_step(bool overlaps) {
-  refuse_graphs(*units_, [](const ParameterSlot& slot) { return slot.parameter.grad().defined(); });
+  refuse_graphs(*units_, has_gradient);
   end_update(overlaps ? Fetch::Change::kOverlappedStep : Fetch::Change::kStep);
 }
 
-bool ShardedModule::end_load(bool is_undone) {
-  if (!is_undone) refuse_graphs(*units_, [](const ParameterSlot&) { return true; });
+bool ShardedModule::end_load(bool replaces_all) {
+  refuse_graphs(*units_, [&](const ParameterSlot& slot) { return replaces_all || has_gradient(slot); });
   bool is_same = true;
   const std::exception_ptr failure = failure_of([&] { is_same = masters_->unite_replicas("load"); });
   end_update(Fetch::Change::kLoad);

@@ -55,17 +55,17 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   void dissolve();
 
   // --- step ---
-  // Collective. `options`: a digest of the options of param groups that the step goes by, not 0; RuntimeError on every
-  // rank, and nothing begins, where ranks have others or gradients of other parameters. 0: before a load.
-  void begin_step(int64_t options = 0);
+  // Collective. `options`: of the param groups that the step goes by; RuntimeError on every rank, and nothing begins,
+  // where ranks have others or gradients of other parameters. Zeros: before a load.
+  void begin_step(const OptionDigests& options = {});
   // Collective. `overlaps`: in stages 1 and 2 it only sends the new weights; units wait for their own in the next
   // forward, and every call here that needs some of them for all (WholeUnits::join).
   void end_step(bool overlaps = false);
   void join_step() { whole_units_->join(); }  // waits for what it has left on its way; not collective
   // Instead of end_step where masters were changed by anything else than a step; collective. False, on every rank,
-  // where replicas wrote different values (Masters::unite_replicas). `is_undone`: before anybody computes with them, so
-  // that graphs stay valid.
-  [[nodiscard]] bool end_load(bool is_undone = false);
+  // where replicas wrote different values (Masters::unite_replicas). `replaces_all`: no parameter is what it was, and
+  // autograd refuses graphs of before.
+  [[nodiscard]] bool end_load(bool replaces_all = false);
   GradientAccess& gradients();  // RuntimeError where they are offloaded
   // What a program keeps elsewhere between steps; settle_writes() before it moves anything.
   StateOffload& state_offload() { return *state_offload_; }

@@ -3,7 +3,7 @@
 // Note [Running units]
 // A unit stays whole until the outermost of its forwards ends: it may call itself, or its model (self-conditioning), or
 // differentiate inside (forces of an energy), and go on with its parameters. That depends on the path of the program
-// alone, as gathers must (Note [Gathering ahead]).
+// alone, as gathers must (Note [Gathering ahead]). Only full_parameters, a load or a step inside of it ends that.
 //
 // The fetch that makes them whole and the ledger of what programs write belong here: a unit shows this rank's own
 // writes as long as it is whole.

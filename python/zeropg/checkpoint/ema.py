@@ -11,7 +11,7 @@ from torch import nn
 
 from zeropg.checkpoint.state_dict import full_state_dict
 from zeropg.rank_io.agreement import together
-from zeropg.sharding.access import Shard, local_shards, open_shards
+from zeropg.sharding.access import Shard, local_shards, writable_shards
 from zeropg.sharding.state import state_of
 
 
@@ -122,7 +122,7 @@ class WeightAverage:
             _exchange(tensors, self._averages)
             is_done = True
 
-        with torch.no_grad(), open_shards(self._model, is_undone=True) as shards:
+        with torch.no_grad(), writable_shards(self._model) as shards:
             own = list(self._own(shards))
             try:
                 together(self._core.process_group, "ema", lambda: exchange(own))

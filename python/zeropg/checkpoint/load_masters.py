@@ -43,7 +43,7 @@ def load_masters(
         except Exception as error:
             failure = error
         finally:
-            is_same = core.end_load()  # also after an error: the other ranks are waiting in theirs
+            is_same = core.end_load(replaces_all=True)  # also after an error: the other ranks are waiting in theirs
         together(core.process_group, operation, lambda: finish(advance, failure))
         check_replicas(core, operation, is_same)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ Group = dict[str, Any]
 
 # How torch's classes compute, which does not change what.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_NOTHING = 1e-12  # less than any option means
 
 
 class CheckedOptimizer(torch.optim.Optimizer):
@@ -83,20 +84,36 @@ def check_numbers(
     )
 
 
-def digest_of_options(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> int:
-    """Returns one number, not 0, of the options of param groups and how many parameters each holds.
+def digest_of_options(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], sharded: Set[int], gradient_factor: float
+) -> tuple[int, int]:
+    """Returns two numbers, not 0, of the options of param groups and how many parameters of `sharded` each holds.
 
-    Of the optimizer's own options, whose names are in `defaults`; what else a program notes in a group is its own.
-    Numbers count to six digits: processors of different makes may round a schedule's differently.
+    Of those that torch's and zeropg's classes know; of a class of the program's own the learning rate alone. What else
+    is in a group is the program's own. The two round numbers at other places: ranks whose numbers differ in the last
+    digits, as those of processors of different makes do, have one in common.
+
+    optimizer: whose class it is. sharded: ids of parameters; ranks may have others of their own.
     """
-    keys = sorted(defaults.keys() - _IMPLEMENTATION)
-    told = [(len(group["params"]), *(_told(group.get(key)) for key in keys)) for group in groups]
-    return zlib.crc32(repr(told).encode()) + 1
+    is_known = type(optimizer).__module__.startswith(("torch.optim.", "zeropg."))
+    keys = sorted(optimizer.defaults.keys() - _IMPLEMENTATION) if is_known else ["lr"]
+    told: list[list[tuple[int, int]]] = [[_told(gradient_factor)]]
+    for group in groups:
+        if count := sum(id(parameter) in sharded for parameter in group["params"]):
+            told.append([(count, count), *(_told(group.get(key)) for key in keys)])
+    first, second = (zlib.crc32(repr([[each[k] for each in group] for group in told]).encode()) for k in (0, 1))
+    return first + 1, second + 1
 
 
-def _told(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
+def _told(value: Any) -> tuple[int, int]:
+    """Two numbers of a number or several, one of which is the same where they differ by less than a millionth."""
     if isinstance(value, (tuple, list)):
-        return ",".join(map(_told, value))
-    return str(value) if isinstance(value, (int, str)) else ""
+        each = [_told(one) for one in value]
+        return hash(tuple(one for one, _ in each)), hash(tuple(one for _, one in each))
+    if not isinstance(value, (int, float)):  # bool is an int
+        return 0, 0
+    if abs(value) < _NOTHING or not math.isfinite(value):
+        return (0, 0) if abs(value) < _NOTHING else (1, 1)
+    place = math.log(abs(value)) * 1e6
+    sign = 1 if value > 0 else -1
+    return sign * (2 + math.floor(place)) * 4 + 1, sign * (2 + math.floor(place + 0.5)) * 4 + 1

@@ -421,18 +421,6 @@ class TorchUpdater:
             if owner >= 0:
                 self._state[segment.parameter] = self._optimizer.state[view]
         self._publish(stepping)
-        self._check_shapes(stepping)
-
-    def _check_shapes(self, stepping: Sequence[int]) -> None:
-        """Refuses state that no checkpoint could save, as soon as there is some."""
-        for segment, owner in zip(self.segments, stepping, strict=True):
-            for key, value in self._state.get(segment.parameter, {}).items() if owner >= 0 else ():
-                if is_per_element(key, value) and value.shape != (segment.numel,):
-                    raise NotImplementedError(
-                        f"[zeropg] step: {type(self._optimizer).__name__} keeps a tensor of shape {list(value.shape)} "
-                        f"as {key!r} of {segment.name}; expected a value for each of the {segment.numel} elements that "
-                        f"it was given. One number per parameter is to be a Python number (state[{key!r}] = 0.0)"
-                    )
 
     def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
         yield from _views(self._state.get(self.segments[index].parameter, {}), start, stop)

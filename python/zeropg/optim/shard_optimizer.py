@@ -150,6 +150,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Whether a step or a load was there: alike on all ranks, also on one that owns no element and keeps no state.
         self._has_state = any(optimizer.state.values())
         self._updaters: list[Updater] = []
+        # Ids of the parameters that all ranks have; others are this rank's own.
+        self._sharded = {id(p) for flat in self._core.flat_groups for _, p, _, _ in flat.slots}
         self._frozen: list[Any] = []  # flat groups that were, when the last updater was made
         self._taken: set[int] = set()  # ids of the parameters that the updaters are for
         self._taken_whole: set[int] = set()  # of these, the ones that the layer-wise rule steps
@@ -196,7 +198,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if self._model_state is not None:
             self._model_state.begin_step()
-        self._core.begin_step(digest_of_options(groups, self.defaults))
+        self._core.begin_step(digest_of_options(self._wrapped, groups, self._sharded, self.gradient_factor))
         try:
             if self._offloaded is None:
                 self._update(groups)

@@ -102,16 +102,9 @@ def writable_shards(model: nn.Module) -> Iterator[list[Shard]]:
     on a mesh that replicates, the replicas of a part must (RuntimeError on every rank). With masters in a file
     (offload_optimizer) the list holds copies of all of this rank's masters in memory.
 
-    Raises ValueError for a model that is not sharded. Inside, forward, full_parameters and steps raise RuntimeError; a
-    backward of what was computed before does after it.
+    Raises ValueError for a model that is not sharded. Inside, forward, full_parameters and steps raise RuntimeError. A
+    backward of what was computed before is not refused: write what no graph needs, or between a step and a forward.
     """
-    with open_shards(model) as shards:
-        yield shards
-
-
-@contextlib.contextmanager
-def open_shards(model: nn.Module, *, is_undone: bool = False) -> Iterator[list[Shard]]:
-    """As `writable_shards`. is_undone: what is written will be undone before anybody computes a gradient with it."""
     state = state_of(model, "writable_shards")
     state.check_outside_writable_shards("writable_shards")
     core = state.core
@@ -128,7 +121,7 @@ def open_shards(model: nn.Module, *, is_undone: bool = False) -> Iterator[list[S
             core.publish_shards()
         finally:
             state.is_writing_shards = False
-            is_same = core.end_load(is_undone)
+            is_same = core.end_load()
         check_replicas(core, "writable_shards", is_same)
 
 

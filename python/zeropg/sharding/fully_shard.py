@@ -552,6 +552,7 @@ def _check_same_on_all_ranks(
 
 def _describe(name: str, tensor: torch.Tensor) -> str:
     kind = "trainable" if tensor.requires_grad else "not trainable"
+    kind += "" if tensor.layout == torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
     return f"{name!r} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {kind}"
 
 

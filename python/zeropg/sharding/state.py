@@ -95,10 +95,10 @@ class ShardedState:
                 args, kwargs = aliased.value
             try:
                 output = call(*args, **kwargs)
+                outputs = [*tensors_in(output), *hidden_tensors_in(output)] if torch.is_grad_enabled() else []
             except BaseException:
                 self.core.abandon_forward(index)
                 raise
-            outputs = [*tensors_in(output), *hidden_tensors_in(output)] if torch.is_grad_enabled() else []
         finally:
             for replacement in reversed(replaced):
                 replacement.undo()
@@ -115,7 +115,11 @@ class ShardedState:
         has_others = len(tensors) < len(wanted)
         has_others = has_others or any(tensor.requires_grad for tensor in hidden_tensors_in((args, kwargs)))
         aliases = self.core.pre_forward(index, tensors, has_others)
-        return _replace((args, kwargs), tensors, aliases) if tensors else None
+        try:
+            return _replace((args, kwargs), tensors, aliases) if tensors else None
+        except BaseException:
+            self.core.abandon_forward(index)
+            raise
 
     def _run_functional(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside torch.func.functional_call with tensors for all parameters: ours are not used."""

@@ -75,7 +75,7 @@ class FakeCore:
         self.calls: list[str] = []
         self.publish: Callable[[], None] = self.publish_own
 
-    def begin_step(self, options: int = 0) -> None:
+    def begin_step(self, options: tuple[int, int] = (0, 0)) -> None:
         self.calls.append("begin_step")
 
     def end_step(self, overlaps: bool = False) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import zeropg
 from tests.sharding.ranks import STAGES, on_ranks, raises
 from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
+from zeropg.optim.checked_groups import digest_of_options
 
 
 def _add_group(model: Any, optimizer: Any) -> None:
@@ -71,39 +72,64 @@ def test_notes_in_param_groups_and_the_last_digits_of_numbers_may_differ() -> No
     optimizer.step()
 
 
-def _load(model: Any, folder: Path) -> None:
-    zeropg.load_checkpoint(folder, model)
-
-
-def _write(model: Any, folder: Path) -> None:
-    with zeropg.writable_shards(model) as shards:
-        for _, tensor, _, _ in shards:
-            tensor.mul_(0.5)
-
-
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("write", [_load, _write])
 @on_ranks(2)
-def test_a_backward_refuses_weights_that_changed_since_its_forward(
-    stage: int, write: Callable[[Any, Path], None], tmp_path: Path
-) -> None:
+def test_a_backward_refuses_weights_that_changed_since_its_forward(stage: int, tmp_path: Path) -> None:
     model = zeropg.fully_shard(make_model(), stage=stage)
     zeropg.save_checkpoint(tmp_path, model)
     loss = loss_of(model, make_batches()[0])
-    write(model, tmp_path)
+    zeropg.load_checkpoint(tmp_path, model)
     with raises(RuntimeError, "modified by an inplace operation"):
         loss.backward()
     loss_of(model, make_batches()[0]).backward()
 
 
 @on_ranks(2)
-def test_averages_may_be_looked_at_between_forward_and_backward() -> None:
+def test_averages_and_parameters_outside_of_a_graph_may_be_written_between_forward_and_backward() -> None:
     model = zeropg.fully_shard(make_model())
     average = zeropg.ema(model, 0.5)
     loss = loss_of(model, make_batches()[0])
     with average.average_parameters():
         pass
+    with zeropg.writable_shards(model) as shards:
+        for name, tensor, _, _ in shards:
+            if name == "norm.bias":  # no backward reads a bias
+                tensor.add_(1.0)
     loss.backward()
+
+
+class OfItsOwn(torch.optim.SGD):
+    zeropg_elementwise = True
+
+    def __init__(self, params: Any, lr: float, seed: int) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["seed"] = seed
+        self.defaults["seed"] = seed
+
+
+@on_ranks(2)
+def test_parameters_and_options_of_single_ranks_are_their_own() -> None:
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(3, 3), nn.ModuleList(nn.Linear(3, 3) for _ in range(1 + rank)))
+    model.forward = lambda x: sum(one(model[0](x)) for one in model[1])  # type: ignore[assignment]
+    zeropg.fully_shard(model, ignored_params=model[1].parameters())
+    optimizer = zeropg.shard_optimizer(OfItsOwn(model.parameters(), 0.1, seed=rank), model)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_digests_of_numbers_that_nearly_agree_have_one_in_common() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+
+    def digests(rate: float) -> tuple[int, int]:
+        optimizer = torch.optim.AdamW([parameter], lr=rate)
+        return digest_of_options(optimizer, optimizer.param_groups, {id(parameter)}, 1.0)
+
+    for rate in (1e-3 / 512, 0.1, 1.0, 3e-20, 1e-3):
+        near = [digests(rate * (1 + step * 2**-52)) for step in (-1, 0, 1)]
+        assert all(one[0] == near[0][0] or one[1] == near[0][1] for one in near), rate
+    assert not set(digests(1e-3)) & set(digests(1.01e-3)) and min(digests(0.0)) > 0
 
 
 @on_ranks(2)

@@ -421,21 +421,6 @@ class FusedLAMB(torch.optim.SGD):
     pass
 
 
-class CountsInATensor(Declared):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter].setdefault("t", torch.tensor(0.0)).add_(1)
-
-
-def test_state_that_no_checkpoint_could_save_is_refused_by_name() -> None:
-    model = shard(make_model())
-    optimizer = shard_optimizer(CountsInATensor(model.parameters()), model)
-    fill_gradients(model, 0)
-    with pytest.raises(NotImplementedError, match=r"keeps a tensor of shape \[\] as 't' .*Python number"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_options_are_checked_whatever_the_default_dtype(dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
