@@ -58,3 +58,11 @@ def kill_with_children(pid: int) -> None:
     for member in family:
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)
+
+
+def lives(pid: int) -> bool:
+    """Zombies, whom somebody else has to bury, do not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

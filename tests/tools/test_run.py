@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import kill_with_children, run_program
+from tests.processes import kill_with_children, lives, run_program
 from zeropg.tools.run import command
 from zeropg.tools.run.cores import divide, parse_cpu_list
 from zeropg.tools.run.environment import of_launchers, read_environment_files, to_pass, visible_gpus
@@ -319,14 +319,6 @@ def test_the_local_rank_comes_before_a_programs_own_arguments(command: list[str]
     assert program[:2] == [sys.executable, "-S"] and Path(program[2]).name == "local_rank.py"
     place = int(program[3])
     assert [*program[4 : 4 + place], "--local_rank=3", *program[4 + place :]] == expected
-
-
-def lives(pid: int) -> bool:
-    """Zombies, whom somebody else has to bury, do not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 FAILING = """

@@ -115,7 +115,7 @@ def test_racks_have_nodes_links_and_uplinks_of_their_own(capsys, tmp_path):
         ('{"racks": [{"name": "a", "nodes": 1}, {"name": "a", "nodes": 1}]}', "two racks are called 'a'"),
         ('{"racks": [{"name": "a", "hosts": ["x"]}, {"name": "b", "hosts": ["x"]}]}', "host 'x' is named twice"),
         ('{"racks": [{"name": "a", "nodes": 1, "speed": 1}]}', "has the key 'speed'"),
-        ('{"racks": [{"name": "a", "nodes": 1, "uplink_gbps": -1}]}', "expected a positive number"),
+        ('{"racks": [{"name": "a", "nodes": 1, "uplink_gbps": -1}]}', "expected a number of 1e9 bytes/s"),
         ('{"racks": [7]}', "expected '{'"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import zeropg
-from tests.processes import kill_with_children
+from tests.processes import kill_with_children, lives
 from tests.spawn import run_ranks
 from tests.test_cpp import ROOT
 from zeropg.deepspeed.config import read
@@ -333,4 +333,4 @@ def test_sigterm_ends_the_run_of_the_moment_and_takes_its_folder_away(folder: Pa
             raise
     assert process.returncode == 143 and "zeropg tune: SIGTERM: the run is stopped" in said, said
     assert not list(folder.glob(".zeropg-tune-*"))
-    assert not [path for path in ranks if Path(f"/proc/{path.read_text()}").exists()]
+    assert not [path for path in ranks if lives(int(path.read_text()))]

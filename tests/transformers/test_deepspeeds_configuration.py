@@ -80,12 +80,17 @@ def optimizers(folder: str) -> list[str]:
     by_muon = {names[id(p)] for group in trainer.optimizer.param_groups if group["use_muon"] for p in group["params"]}
     expected = {n for n, p in trainer.model.named_parameters() if p.ndim == 2 and "embed" not in n}
     wrong += [] if by_muon == expected else [f"Muon steps {sorted(by_muon ^ expected)} wrongly"]
-    for clip in (0.5, 0.0):
-        config = {"optimizer": ONE_BIT, "zero_optimization": {"stage": 1}}
-        trainer = trainer_of(folder, config, max_grad_norm=clip)
+    for clip, more in ((0.5, {}), (0.0, {}), (0.5, {"fp16": True})):
+        config = {key: value for key, value in AUTO.items() if key != "gradient_clipping"}
+        config |= {"optimizer": ONE_BIT, "zero_optimization": {"stage": 1}}
+        config |= {"fp16": {"enabled": "auto", "initial_scale_power": 4}}
+        args = arguments(folder, deepspeed=config, max_grad_norm=clip, **more)
+        trainer = Trainer(llama(), args, train_dataset=texts())
         trainer.train()
         if not all(map(math.isfinite, losses(trainer))) or not 0 < len(norms(trainer)) < 4:
-            wrong.append(f"OneBitAdam, clip {clip}: {losses(trainer)} {norms(trainer)}")
+            wrong.append(f"OneBitAdam, clip {clip}, {more}: {losses(trainer)} {norms(trainer)}")
+        if (trainer.optimizer.optimizer._wrapped.clip or 0.0) != clip:
+            wrong.append(f"OneBitAdam clips to {trainer.optimizer.optimizer._wrapped.clip}, not {clip}")
     model = llama()
     own = zeropg.optim.OneBitAdam(model.parameters(), warmup_steps=1, clip=0.1)
     for call, words in (
@@ -197,6 +202,13 @@ def resume(folder: str) -> list[str]:
         trainer = Trainer(llama(seed=9), args, train_dataset=texts(), callbacks=[Look(position)])
         trainer.train(resume_from_checkpoint=checkpoint)
         wrong += [] if trainer.state.global_step == 3 else [f"ended at step {trainer.state.global_step}"]
+    cosine = {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 3}}}
+    args = arguments(f"{folder}/on", max_steps=3, deepspeed=AUTO | cosine)
+    try:
+        Trainer(llama(seed=9), args, train_dataset=texts()).train(resume_from_checkpoint=checkpoint)
+        wrong.append("the schedule of another class was accepted")
+    except ValueError as error:
+        wrong += [] if "holds the state of another scheduler" in str(error) else [str(error)]
     if dist.get_rank() == 0:
         (Path(checkpoint) / "latest").unlink()
     dist.barrier()

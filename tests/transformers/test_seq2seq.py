@@ -53,5 +53,36 @@ def generate(folder: str) -> list[str]:
     return [f"stage {stage}: {seen}, not {expected}" for stage, seen in found.items() if differ(seen, expected, 1e-5)]
 
 
+def speech(folder: str) -> list[str]:
+    """A model of floating inputs, computed in bf16. Returns what is wrong."""
+    import torch
+    import transformers
+
+    from zeropg.transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 32, "num_mel_bins": 8}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(
+        **sizes, **layers, **tokens, max_source_positions=10, max_target_positions=16, begin_suppress_tokens=None
+    )
+    data = [{"input_features": torch.randn(8, 20).tolist(), "labels": [3, 4, 5, 2]} for _ in range(4)]
+    wrong = []
+    for stage in (2, 3):
+        args = arguments(
+            folder, Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=6, bf16=True
+        )
+        model = transformers.WhisperForConditionalGeneration(config)
+        trainer = Seq2SeqTrainer(model, args, eval_dataset=data, train_dataset=data, zeropg={"stage": stage})
+        trainer.train()
+        found = trainer.evaluate()
+        wrong += [] if found["eval_loss"] < 10 else [f"stage {stage}: {found}"]
+    return wrong
+
+
+def test_floating_inputs_are_cast_for_what_generates(tmp_path: Path) -> None:
+    assert run_ranks(2, speech, str(tmp_path), timeout=120) == [[], []]
+
+
 def test_evaluations_that_generate_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
     assert run_ranks(2, generate, str(tmp_path), timeout=120) == [[], []]

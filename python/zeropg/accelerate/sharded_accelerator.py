@@ -195,9 +195,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
                 f"[zeropg] clip_grad_norm_: {missing[0]!r} of the sharded {type(model).__name__} is not among the "
                 "parameters; expected model.parameters(), since the norm is that of the whole model"
             )
-        self._unscale(model)
         if not state_of(model, "clip_grad_norm_").core.averages_gradients and self._clip_themselves(model, max_norm):
-            return None
+            return None  # with what the step unscales itself
+        self._unscale(model)
         norm = clip_grad_norm_(model, max_norm, norm_type)
         if self._zeropg_finite_steps is not None:
             self._zeropg_finite_steps.saw(model, norm)

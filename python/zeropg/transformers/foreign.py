@@ -26,7 +26,7 @@ def find_tag(checkpoint: Path, *, universal: bool) -> str:
 def load_schedule(checkpoint: Path, scheduler: Any, of_engine: dict[str, Any]) -> None:
     """Sets a scheduler: transformers' own has a file, the configuration's went with DeepSpeed's engine.
 
-    of_engine: what the tag holds of a scheduler. Raises ValueError where there is neither.
+    of_engine: what the tag holds of a scheduler. Raises ValueError where there is neither, or another scheduler's.
     """
     file = checkpoint / SCHEDULER_NAME
     saved = torch.load(file, weights_only=True) if file.is_file() else of_engine
@@ -34,5 +34,11 @@ def load_schedule(checkpoint: Path, scheduler: Any, of_engine: dict[str, Any]) -
         raise ValueError(
             f"[zeropg] Trainer: '{checkpoint}' holds no state of a scheduler, neither {SCHEDULER_NAME} nor one of "
             "DeepSpeed's engine; the model and its optimizer are loaded. Pass the folder as it was saved"
+        )
+    own = scheduler.state_dict()
+    if not saved.keys() & own.keys():
+        raise ValueError(
+            f"[zeropg] Trainer: '{checkpoint}' holds the state of another scheduler: it keeps {sorted(saved)}, yours "
+            f"keeps {sorted(own)}; the model and its optimizer are loaded. Make the scheduler that was saved"
         )
     scheduler.load_state_dict(saved)

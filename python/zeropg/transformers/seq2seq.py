@@ -12,6 +12,7 @@ from torch import nn
 
 from zeropg.sharding.access import full_parameters
 from zeropg.sharding.fully_shard import FullyShardedModule
+from zeropg.sharding.state import state_of
 from zeropg.transformers.trainer import Trainer
 from zeropg.transformers.training_arguments import TrainingArguments
 
@@ -41,5 +42,13 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
         """As transformers'. All ranks must call."""
         generates = self.args.predict_with_generate and not prediction_loss_only
         is_sharded = generates and isinstance(self.model, FullyShardedModule)
+        if is_sharded:  # `generate` begins with the encoder, whose inputs nobody casts
+            inputs = {key: value if self._is_label(key) else self._cast(value) for key, value in inputs.items()}
         with full_parameters(self.model) if is_sharded else nullcontext():
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        """Inputs in the dtype that the model computes in."""
+        dtype = state_of(self.model, "prediction_step").param_dtype
+        casts = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if casts else value

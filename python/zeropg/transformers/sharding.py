@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,7 +78,9 @@ class ConfiguredSharding:
         return self._read(num_training_steps)
 
     def _read(self, num_training_steps: int | None) -> Config:
-        raw = self._raw
+        # The Trainer clips to its own norm. Optimizers that average momenta have to do it themselves, by this key.
+        norm = self._args.max_grad_norm
+        raw = {"gradient_clipping": norm, **self._raw} if norm is not None and math.isfinite(norm) else self._raw
         if num_training_steps is None:
             raw = {key: value for key, value in raw.items() if key != "scheduler"}
         auto = hugging_face_auto(self._args, hidden_size=self._hidden_size, num_training_steps=num_training_steps)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from pathlib import Path
 
 import torch
-
-from zeropg.deepspeed.utils.logging import log_dist
+import torch.distributed as dist
 
 _GIB = 1 << 30
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Logs memory of rank 0, in GiB: resident on the host, and on the device what is allocated and reserved, now and at
-    most. Only with `force`, as in DeepSpeed; does not communicate."""
-    if not force:
+    """Prints memory of rank 0, in GiB, if `force`, as in DeepSpeed: resident on the host, and on the device what is
+    allocated and reserved, now and at most. Does not communicate."""
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
         return
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / _GIB
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / _GIB
     text = f"{message}: host {resident:.2f} GiB"
     if torch.cuda.is_available():
         allocated, reserved = torch.cuda.memory_allocated() / _GIB, torch.cuda.memory_reserved() / _GIB
         most = torch.cuda.max_memory_allocated() / _GIB, torch.cuda.max_memory_reserved() / _GIB
         text += f"; device {allocated:.2f} (at most {most[0]:.2f}) allocated, {reserved:.2f} ({most[1]:.2f}) reserved"
-    log_dist(text)
+    print(f"[zeropg] {text}", file=sys.stderr)

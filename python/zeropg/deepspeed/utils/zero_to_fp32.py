@@ -17,6 +17,7 @@ from torch import nn
 from zeropg.deepspeed.checkpoints.folder import holds_deepspeed, tag_folder
 from zeropg.deepspeed.checkpoints.read import read_contents
 from zeropg.deepspeed.checkpoints.state_dict import read_state_dict
+from zeropg.sharding.fully_shard import FullyShardedModule
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -58,8 +59,13 @@ def load_state_dict_from_zero_checkpoint(
 ) -> Model:
     """Sets a model that is not sharded from a checkpoint; returns it on the CPU. Names that do not fit are left out.
 
-    For an engine's model call engine.load_checkpoint.
+    Raises ValueError for a model that is sharded, which engine.load_checkpoint sets.
     """
+    if isinstance(model, FullyShardedModule):
+        raise ValueError(
+            "[zeropg] load_state_dict_from_zero_checkpoint: this model is sharded; call engine.load_checkpoint on all "
+            "ranks, or pass a model that is not"
+        )
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -68,7 +74,7 @@ def load_state_dict_from_zero_checkpoint(
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
-    max_shard_size: str | None = "5GB",
+    max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
@@ -78,10 +84,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Raises RuntimeError with that command's words where it fails.
     """
     command = [sys.executable, "-m", "zeropg", "zero_to_fp32", os.fspath(checkpoint_dir), os.fspath(output_dir)]
-    command += ["--max_shard_size", max_shard_size or "1000TB"]
+    command += ["--max_shard_size", str(max_shard_size or "1000TB")]
     command += ["--safe_serialization"] if safe_serialization else []
     command += [] if tag is None else ["--tag", tag]
     command += ["--exclude_frozen_parameters"] if exclude_frozen_parameters else []
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"[zeropg] zero_to_fp32: {done.stderr.strip() or f'ended with {done.returncode}'}")
+    print(done.stderr, end="", file=sys.stderr)  # warnings
+
+
+if __name__ == "__main__":
+    sys.exit(subprocess.call([sys.executable, "-m", "zeropg", "zero_to_fp32", *sys.argv[1:]]))
