@@ -97,7 +97,7 @@ def digest_of_options(
     """
     is_known = type(optimizer).__module__.startswith(("torch.optim.", "zeropg."))
     keys = sorted(optimizer.defaults.keys() - _IMPLEMENTATION) if is_known else ["lr"]
-    told: list[list[tuple[int, int]]] = [[_told(gradient_factor)]]
+    told: list[list[tuple[Any, Any]]] = [[_told(gradient_factor)]]
     for group in groups:
         if count := sum(id(parameter) in sharded for parameter in group["params"]):
             told.append([(count, count), *(_told(group.get(key)) for key in keys)])
@@ -105,15 +105,14 @@ def digest_of_options(
     return first + 1, second + 1
 
 
-def _told(value: Any) -> tuple[int, int]:
-    """Two numbers of a number or several, one of which is the same where they differ by less than a millionth."""
+def _told(value: Any) -> tuple[Any, Any]:
+    """A number, or several, rounded in two ways: one of them is the same where it differs by less than a millionth."""
     if isinstance(value, (tuple, list)):
         each = [_told(one) for one in value]
-        return hash(tuple(one for one, _ in each)), hash(tuple(one for _, one in each))
-    if not isinstance(value, (int, float)):  # bool is an int
-        return 0, 0
-    if abs(value) < _NOTHING or not math.isfinite(value):
-        return (0, 0) if abs(value) < _NOTHING else (1, 1)
+        return [one for one, _ in each], [one for _, one in each]
+    if not isinstance(value, (int, float)) or abs(value) < _NOTHING:  # bool is an int
+        return None, None
+    if not math.isfinite(value):
+        return str(value), str(value)
     place = math.log(abs(value)) * 1e6
-    sign = 1 if value > 0 else -1
-    return sign * (2 + math.floor(place)) * 4 + 1, sign * (2 + math.floor(place + 0.5)) * 4 + 1
+    return (value > 0, math.floor(place)), (value > 0, math.floor(place + 0.5))
