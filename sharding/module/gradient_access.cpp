@@ -29,14 +29,14 @@ at::Tensor GradientAccess::of(int64_t flat) {
 }
 
 bool GradientAccess::has(int64_t flat, int64_t slot) const {
-  return units_.flats()[flat]->slots()[slot].parameter.grad().defined();
+  return units_.flats()[flat]->slots()[slot].has_gradient();
 }
 
 int64_t GradientAccess::digest() const {
   if (!reducer_.context().averages) return 0;
   std::vector<uint8_t> has_gradient;
   for (const auto& flat : units_.flats()) {
-    for (const ParameterSlot& slot : flat->slots()) has_gradient.push_back(slot.parameter.grad().defined() ? 1 : 0);
+    for (const ParameterSlot& slot : flat->slots()) has_gradient.push_back(slot.has_gradient() ? 1 : 0);
   }
   return static_cast<int64_t>(zeropg::digest(std::as_bytes(std::span(has_gradient))) | 1U);
 }

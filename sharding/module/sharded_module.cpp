@@ -24,8 +24,6 @@ void refuse_graphs(const Units& units, const std::function<bool(const ParameterS
   }
 }
 
-bool has_gradient(const ParameterSlot& slot) { return slot.parameter.grad().defined(); }
-
 }  // namespace
 
 ShardedModule::ShardedModule(RankGroups groups, RankGroups reduction_groups, const ShardingOptions& options)
@@ -180,12 +178,12 @@ GradientAccess& ShardedModule::gradients() {
 }
 
 void ShardedModule::end_step(bool overlaps) {
-  refuse_graphs(*units_, has_gradient);
+  refuse_graphs(*units_, &ParameterSlot::has_gradient);
   end_update(overlaps ? Fetch::Change::kOverlappedStep : Fetch::Change::kStep);
 }
 
 bool ShardedModule::end_load(bool replaces_all) {
-  refuse_graphs(*units_, [&](const ParameterSlot& slot) { return replaces_all || has_gradient(slot); });
+  refuse_graphs(*units_, [&](const ParameterSlot& slot) { return replaces_all || slot.has_gradient(); });
   bool is_same = true;
   const std::exception_ptr failure = failure_of([&] { is_same = masters_->unite_replicas("load"); });
   end_update(Fetch::Change::kLoad);

@@ -28,6 +28,8 @@ struct ParameterSlot {
   int64_t numel = 0;
   ParameterStorage storage;
   bool is_renormalized = false;  // forwards of different ranks write different elements: Embedding(max_norm=)
+
+  bool has_gradient() const { return parameter.grad().defined(); }
 };
 
 // What a slot's overlap with a range of the flat buffer is.

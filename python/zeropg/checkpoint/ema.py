@@ -14,6 +14,9 @@ from zeropg.rank_io.agreement import together
 from zeropg.sharding.access import Shard, local_shards, writable_shards
 from zeropg.sharding.state import state_of
 
+# How far from the weights' the averages' autograd versions are: further than writes in place ever move a version.
+_AVERAGES_VERSION = 1 << 30
+
 
 def ema(model: nn.Module, decay: float = 0.999) -> WeightAverage:
     """Returns an exponential average of a sharded model's weights. All ranks must call.
@@ -70,7 +73,8 @@ class WeightAverage:
         """Gives the model the averaged weights inside the `with`, to evaluate, export or save it; afterwards it has its
         own again, to the bit. A write to parameters inside is a write to the averages. Buffers stay the model's.
 
-        Inside, an optimizer's step and load_checkpoint raise RuntimeError."""
+        Inside, an optimizer's step and load_checkpoint raise RuntimeError. So does a backward whose forward was not in
+        the same `with`: inside over a graph from outside, and the other way round."""
         self._state.check_has_own_weights("ema.average_parameters")
         self._swap()
         try:
@@ -131,6 +135,12 @@ class WeightAverage:
                     _exchange(own, self._averages)
                 raise
             self._state.has_average = not self._state.has_average
+        self._move_versions(_AVERAGES_VERSION if self._state.has_average else -_AVERAGES_VERSION)
+
+    def _move_versions(self, by: int) -> None:
+        """Makes autograd refuse a backward over other weights than those of its forward."""
+        parameters = [p for p in self._model.parameters() if p.is_floating_point() and not p.is_inference()]
+        torch._C._autograd._unsafe_set_version_counter(parameters, [p._version + by for p in parameters])
 
     def _names(self) -> list[str]:
         return [name for name, _ in self._parameters()]

@@ -21,6 +21,7 @@ from zeropg.deepspeed.checkpoints.load import load_deepspeed
 from zeropg.deepspeed.checkpoints.state_dict import read_state_dict
 from zeropg.deepspeed.config import Config
 from zeropg.deepspeed.loss_scaler import LossScaler
+from zeropg.deepspeed.schedules import check_schedule
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import broadcast_text, check_same, together
 from zeropg.rank_io.directory_path import directory_path
@@ -225,7 +226,7 @@ class EngineCheckpoints:
         saved: dict[str, Any] = extra["deepspeed"]
         if how.loads_scheduler:
             try:
-                self._check_scheduler(saved["lr_scheduler"])
+                self._check_schedule(saved["lr_scheduler"])
             except ValueError as error:
                 raise ValueError(f"[zeropg] load_checkpoint: {error}; model and optimizer are loaded") from error
         return saved
@@ -233,7 +234,7 @@ class EngineCheckpoints:
     def _load_deepspeed(self, folder: Path, optimizer: torch.optim.Optimizer | None, how: _How) -> dict[str, Any]:
         def check(contents: Contents) -> None:
             if how.loads_scheduler:
-                self._check_scheduler(contents.lr_scheduler)
+                self._check_schedule(contents.lr_scheduler)
 
         assert optimizer is None or isinstance(optimizer, ShardedOptimizer)  # `initialize` has made it
         contents = load_deepspeed(
@@ -261,14 +262,11 @@ class EngineCheckpoints:
         check_same(self._group, "load_checkpoint", seen)
         return bool(seen[0][key] == "DeepSpeed")
 
-    def _check_scheduler(self, saved: dict[str, Any]) -> None:
-        own = self.lr_scheduler.state_dict()
-        if saved and own and not saved.keys() & own.keys():
-            raise ValueError(
-                f"the checkpoint's scheduler keeps {sorted(map(str, saved))}, yours "
-                f"({type(self.lr_scheduler).__name__}) keeps {sorted(map(str, own))}; make one of the class that was "
-                "saved, or pass load_lr_scheduler_states=False"
-            )
+    def _check_schedule(self, saved: dict[str, Any]) -> None:
+        try:
+            check_schedule(saved, self.lr_scheduler)
+        except ValueError as error:
+            raise ValueError(f"{error}, or pass load_lr_scheduler_states=False") from None
 
     def _load_scheduler(self, saved: dict[str, Any], *, has_rates: bool) -> None:
         """has_rates: whether the param groups have those of the checkpoint already."""

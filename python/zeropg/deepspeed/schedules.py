@@ -327,6 +327,16 @@ SCHEDULES: dict[str, type[Schedule]] = {
 }
 
 
+def check_schedule(saved: dict[str, Any], scheduler: Any) -> None:
+    """Raises ValueError where `saved` is the state of a scheduler of another kind: it shares no key with this one's."""
+    own = scheduler.state_dict()
+    if saved and own and not saved.keys() & own.keys():
+        raise ValueError(
+            f"the checkpoint's scheduler keeps {sorted(map(str, saved))}, yours ({type(scheduler).__name__}) keeps "
+            f"{sorted(map(str, own))}; make one of the class that was saved"
+        )
+
+
 def _per_group(optimizer: torch.optim.Optimizer, value: Rates, name: str) -> list[float]:
     groups = len(optimizer.param_groups)
     if not isinstance(value, Sequence):

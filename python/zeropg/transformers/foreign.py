@@ -9,6 +9,7 @@ import torch
 from transformers.trainer import SCHEDULER_NAME
 
 from zeropg.deepspeed.checkpoints.folder import LATEST, LATEST_UNIVERSAL, tag_folder
+from zeropg.deepspeed.schedules import check_schedule
 
 
 def find_tag(checkpoint: Path, *, universal: bool) -> str:
@@ -35,10 +36,10 @@ def load_schedule(checkpoint: Path, scheduler: Any, of_engine: dict[str, Any]) -
             f"[zeropg] Trainer: '{checkpoint}' holds no state of a scheduler, neither {SCHEDULER_NAME} nor one of "
             "DeepSpeed's engine; the model and its optimizer are loaded. Pass the folder as it was saved"
         )
-    own = scheduler.state_dict()
-    if not saved.keys() & own.keys():
+    try:
+        check_schedule(saved, scheduler)
+    except ValueError as error:
         raise ValueError(
-            f"[zeropg] Trainer: '{checkpoint}' holds the state of another scheduler: it keeps {sorted(saved)}, yours "
-            f"keeps {sorted(own)}; the model and its optimizer are loaded. Make the scheduler that was saved"
-        )
+            f"[zeropg] Trainer: {error}; the model and its optimizer are loaded from '{checkpoint}'"
+        ) from error
     scheduler.load_state_dict(saved)

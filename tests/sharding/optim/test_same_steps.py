@@ -98,6 +98,25 @@ def test_averages_and_parameters_outside_of_a_graph_may_be_written_between_forwa
     loss.backward()
 
 
+@on_ranks(2)
+def test_backwards_over_a_border_of_averages_are_refused() -> None:
+    for stage in (1, 2, 3):
+        model = zeropg.fully_shard(make_model(), stage=stage)
+        average = zeropg.ema(model, 0.5)
+        average.update()
+        before, across = (loss_of(model, make_batches()[0]) for _ in range(2))
+        with average.average_parameters():
+            inside = loss_of(model, make_batches()[0])
+            loss_of(model, make_batches()[0]).backward()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                across.backward()
+            model.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            inside.backward()
+        model.zero_grad()
+        before.backward()
+
+
 class OfItsOwn(torch.optim.SGD):
     zeropg_elementwise = True
 
