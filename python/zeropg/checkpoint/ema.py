@@ -139,8 +139,8 @@ class WeightAverage:
 
     def _move_versions(self, by: int) -> None:
         """Makes autograd refuse a backward over other weights than those of its forward."""
-        parameters = [p for p in self._model.parameters() if p.is_floating_point() and not p.is_inference()]
-        torch._C._autograd._unsafe_set_version_counter(parameters, [p._version + by for p in parameters])
+        parameters = tuple(p for p in self._model.parameters() if p.is_floating_point() and not p.is_inference())
+        torch._C._autograd._unsafe_set_version_counter(parameters, tuple(p._version + by for p in parameters))
 
     def _names(self) -> list[str]:
         return [name for name, _ in self._parameters()]

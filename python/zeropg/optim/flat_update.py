@@ -423,7 +423,10 @@ class TorchUpdater:
         self._publish(stepping)
 
     def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
-        yield from _views(self._state.get(self.segments[index].parameter, {}), start, stop)
+        segment = self.segments[index]
+        entries = self._state.get(segment.parameter, {})
+        _check_is_per_element(segment, entries)
+        yield from _views(entries, start, stop)
 
     def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:
         self._entries(index).update(_copied(numbers))
@@ -495,7 +498,11 @@ class WholeUpdater:
             torch._foreach_zero_(gradients)
 
     def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
-        yield from _elements(self._kernels, self._optimizer.state.get(self.segments[index].parameter, {}), start, stop)
+        segment = self.segments[index]
+        entries = self._optimizer.state.get(segment.parameter, {})
+        if self._kernels is None:
+            _check_is_per_element(segment, entries)
+        yield from _elements(self._kernels, entries, start, stop)
 
     def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:
         self._optimizer.state[self.segments[index].parameter].update(_copied(numbers))
@@ -561,6 +568,16 @@ def first_state_of(optimizer: torch.optim.Optimizer, group: Group, parameter: to
     is_zero = all(not int(value.count_nonzero()) for value in tensors.values())
     only_counts = entries.keys() - tensors.keys() <= {"step"} and not group.get("dampening")
     return FirstState(entries, is_zero and only_counts)
+
+
+def _check_is_per_element(segment: Segment, entries: Mapping[str, Any]) -> None:
+    for key, value in entries.items():
+        if is_per_element(key, value) and value.numel() != segment.numel:
+            raise ValueError(
+                f"[zeropg] the optimizer's state {key!r} of {segment.name} is a tensor of {value.numel()} elements; "
+                f"expected {segment.numel}, one for each element that this rank updates. What an elementwise optimizer "
+                "keeps beside these must be Python numbers, or a tensor called 'step'"
+            )
 
 
 def _views(entries: Mapping[str, Any], start: int, stop: int | None) -> Iterator[tuple[str, int, torch.Tensor]]:

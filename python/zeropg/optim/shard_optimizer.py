@@ -84,7 +84,8 @@ def shard_optimizer(
     Adagrad, Adam, AdamW, SGD and zeropg.optim's Adam, AdamW and Lion on the CPU run on zeropg's fused kernels (the
     result differs from torch's by rounding only). The other elementwise classes of torch.optim run unchanged over flat
     views. So does a class of your own that says `zeropg_elementwise = True`: it promises that an element's update
-    depends on the element's own parameter, gradient and state alone. Layer-wise optimizers (Adafactor, LAMB and Muon of
+    depends on the element's own parameter, gradient and state alone, and that state is tensors of the parameter's
+    shape, Python numbers, and a tensor called "step". Layer-wise optimizers (Adafactor, LAMB and Muon of
     zeropg.optim, torch.optim's Adafactor and Muon) communicate in a step; their docstrings say how much.
 
     The returned optimizer shares the param_groups dictionaries, hooks and state of `optimizer`, so learning-rate

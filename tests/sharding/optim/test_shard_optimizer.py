@@ -458,6 +458,22 @@ def test_a_class_that_says_it_is_elementwise_is_taken() -> None:
     train_both(lambda parameters: Declared(parameters, lr=0.1, momentum=0.9))
 
 
+class Counting(Declared):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["moments"] = torch.zeros(3)
+
+
+def test_state_that_is_not_per_element_is_named_where_it_is_saved() -> None:
+    model = shard(make_model())
+    optimizer = shard_optimizer(Counting(model.parameters(), lr=0.1), model)
+    fill_gradients(model, 0)
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"state 'moments' of .* 3 elements; expected \d+, .* tensor called 'step'"):
+        list(optimizer.local_state())
+
+
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     model = make_model()
     with pytest.raises(TypeError, match=r"call zeropg\.fully_shard"):
