@@ -150,12 +150,23 @@ void Masters::check_plans(const char* operation, const StepPlan& plan) {
   }
 }
 
+bool Masters::begin_fetch_update(const char* operation, int64_t news) {
+  try {
+    return whole_units_.fetch().begin_update(news);
+  } catch (const c10::DistError& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str(communicator_.context(operation),
+                                               "not every rank calls it, as all must, or one is late or "
+                                               "gone (",
+                                               error.what_without_backtrace(), ")"));
+  }
+}
+
 void Masters::begin_update(const char* operation, const StepPlan& plan) {
   const int64_t written = whole_units_.ledger().digest();
   const std::array<int64_t, 4> parts = {written, plan.options.first, plan.options.second, plan.gradients};
   const int64_t news =
       plan.options.first != 0 ? static_cast<int64_t>(digest(std::as_bytes(std::span(parts))) | 1U) : written;
-  const bool is_same_on_shards = whole_units_.fetch().begin_update(news);
+  const bool is_same_on_shards = begin_fetch_update(operation, news);
   const std::exception_ptr failure = failure_of([&] {
     // What ranks have written, and what their steps have left (Note [Drift]).
     bool is_same = is_same_on_shards;

@@ -60,6 +60,8 @@ class Masters {
   at::Tensor gather(int64_t flat);  // [total_numel], master dtype; collective
 
  private:
+  // The fetch's begin_update, with an error that names the operation where not all ranks come. Collective.
+  bool begin_fetch_update(const char* operation, int64_t news);
   // Throws, on every rank, where ranks are about to step differently. Collective.
   void check_plans(const char* operation, const StepPlan& plan);
   // Throws `failure`, or that of another rank. Collective with offload.

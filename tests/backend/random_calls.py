@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -196,17 +197,20 @@ class Program:
     """What the ranks of a world call: the same calls for one seed, on the world and on `groups` random groups.
 
     largest_block_bits: a rank's block has up to so many elements, as their logarithm; small ones come as often as large
-    ones. Every rank makes the program, and plays as many calls.
+    ones. join_timeout: of the groups that it makes; default: torch's. Every rank makes the program, and plays as many
+    calls.
     """
 
-    def __init__(self, seed: int, *, groups: int, largest_block_bits: int) -> None:
+    def __init__(
+        self, seed: int, *, groups: int, largest_block_bits: int, join_timeout: timedelta | None = None
+    ) -> None:
         world_size = dist.get_world_size()
         self._shared, self._own = random.Random(seed), random.Random(seed * 1000 + dist.get_rank())
         self._largest_block_bits = largest_block_bits
         self._groups: list[tuple[Any, list[int]]] = [(dist.group.WORLD, list(range(world_size)))]
         for _ in range(groups):
             ranks = sorted(self._shared.sample(range(world_size), self._shared.randint(1, world_size)))
-            self._groups.append((dist.new_group(ranks), ranks))
+            self._groups.append((dist.new_group(ranks, timeout=join_timeout), ranks))
         self._in_flight: list[tuple[Any, Call]] = []
         self._number = 0
 

@@ -65,18 +65,19 @@ def play(plan: Plan, folder: str) -> Outcome:
 def _play(plan: Plan, folder: Path) -> None:
     rank = int(os.environ["RANK"])
     (folder / f"join{rank}").touch()
+    join_timeout = timedelta(seconds=JOIN_TIMEOUT)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timedelta(seconds=60))
     dist.init_process_group(
         "zeropg",
         store=dist.PrefixStore(str(plan.seed), store),
         rank=rank,
         world_size=plan.world_size,
-        timeout=timedelta(seconds=JOIN_TIMEOUT),
+        timeout=join_timeout,
         pg_options=zeropg.BackendOptions(
             connections=plan.connections, authenticate_frames=plan.authenticate_frames, network=plan.network
         ),
     )
-    program = Program(plan.seed, groups=plan.groups, largest_block_bits=17)
+    program = Program(plan.seed, groups=plan.groups, largest_block_bits=17, join_timeout=join_timeout)
     for group in dist.distributed_c10d._world.pg_map:
         give_seconds(group, CALL_TIMEOUT)
     (folder / f"play{rank}").touch()

@@ -88,7 +88,8 @@ def peers_needed(group: dist.ProcessGroup, operation: str, own_failure: Exceptio
         own = f"; this rank itself had failed: {own_failure}" if own_failure else ""
         raise dist.DistBackendError(
             f"[zeropg rank {group.rank()}/{group.size()}] {operation}: the ranks cannot reach each other any more: one "
-            f"of them died or is stuck ({error}){own}; look at the other ranks' logs, then start again"
+            f"of them died, is stuck, or has not called it, as all must ({error}){own}; look at the other ranks' logs, "
+            "then start again"
         ) from (own_failure or error)
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zeropg
+from tests.backend.deadlines import new_group_with
 from tests.sharding.module.test_same_losses import relative_difference, train_sharded
 from tests.sharding.ranks import close, on_ranks, raises
 from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer, train_plain
@@ -139,3 +141,13 @@ def shard_on_two_of_three() -> float:
 @pytest.mark.parametrize("backend", ["zeropg", "gloo"])
 def test_a_model_on_some_ranks_leaves_the_names_of_groups_alone(backend: str) -> None:
     assert run_ranks(3, shard_on_two_of_three, backend=backend, timeout=60) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_function_that_not_all_ranks_call_is_named(stage: int) -> None:
+    model = zeropg.fully_shard(nn.Linear(4, 4), stage=stage, process_group=new_group_with(1.0))
+    if dist.get_rank() == 0:
+        with raises(dist.DistBackendError, "full_state_dict: not every rank calls it", "rank 1"):
+            zeropg.full_state_dict(model)
+    dist.barrier()
