@@ -6,13 +6,18 @@
 #include <map>
 #include <numeric>
 #include <sstream>
+#include <string_view>
 #include <utility>
+
+#include "backend/diagnostics/printable.h"
 
 namespace zeropg {
 
 namespace {
 
 using Ranks = std::vector<int32_t>;
+
+constexpr size_t kMostNameBytes = 128;  // in a table; a probed host has about 80
 
 struct Groups {
   std::vector<Ranks> members;    // of each group, by first member
@@ -127,6 +132,9 @@ std::string gbps_text(double bytes_per_us) {
   return text.str();
 }
 
+// What its owner has called it, or a peer.
+std::string shown(std::string_view name) { return printable(name, kMostNameBytes); }
+
 // The last column is not padded.
 std::string aligned(const std::vector<std::vector<std::string>>& rows) {
   std::vector<size_t> widths(rows[0].size());
@@ -159,14 +167,14 @@ std::string to_table(const Topology& topology) {
   rows[0].emplace_back("ranks");
   for (int32_t node = 0; node < topology.node_count(); ++node) {
     std::vector<std::string>& row = rows.emplace_back(1, std::to_string(node));
-    if (!topology.racks.empty()) row.push_back(rack_of[node]);
-    row.push_back(topology.host_ids[topology.nodes[node].front()]);
+    if (!topology.racks.empty()) row.push_back(shown(rack_of[node]));
+    row.push_back(shown(topology.host_ids[topology.nodes[node].front()]));
     if (!speeds.empty()) row.push_back(gbps_text(speeds[node]));
     row.push_back(ranks_text(topology, node));
   }
   std::string text = aligned(rows);
   for (size_t rack = 0; rack < topology.links.uplink_bytes_per_us.size(); ++rack) {
-    text.append("rack ").append(topology.rack_ids[rack]).append(": ");
+    text.append("rack ").append(shown(topology.rack_ids[rack])).append(": ");
     text.append(gbps_text(topology.links.uplink_bytes_per_us[rack])).append(" GB/s to other racks\n");
   }
   return text;

@@ -38,6 +38,12 @@ TEST(Topology, TableHasARowPerNode) {
             "1     b      1*\n");
 }
 
+TEST(Topology, TableShowsNoControlCharacters) {
+  EXPECT_EQ(to_table(make_topology(on_hosts({"\x1b[31m\xff"}), 0)),
+            "node  host    ranks\n"
+            "0      [31m   0*\n");
+}
+
 TEST(Topology, GroupsTheRanksOfANodeByDomainInOrderOfFirstRank) {
   const Topology topology = make_topology(
       {{"a", "far", ""}, {"a", "near", ""}, {"b", "near", ""}, {"a", "far", ""}, {"b", "near", ""}, {"a", "near", ""}},
