@@ -282,7 +282,7 @@ def test_includes_point_one_way() -> None:
 
 
 def python_room(module: str) -> str:
-    """ "zeropg.optim.flat_update" -> "optim", "zeropg" -> "__init__"."""
+    """ "zeropg.optim.update.fused" -> "optim", "zeropg" -> "__init__"."""
     return [*module.split("."), "__init__"][1]
 
 

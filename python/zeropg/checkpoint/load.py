@@ -23,9 +23,9 @@ from zeropg.checkpoint.residuals import is_residual_file, load_residuals, residu
 from zeropg.checkpoint.saved_tensors import manifest_in, read_into_place, read_pieces
 from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.checkpoint.structure_file import read_structure_file
-from zeropg.optim.flat_update import FACTORS
 from zeropg.optim.kernels import STORAGE_OPTIONS
 from zeropg.optim.shard_optimizer import ShardedOptimizer, StateShard
+from zeropg.optim.update.entries import FACTORS
 from zeropg.sharding.state import ShardedState
 
 

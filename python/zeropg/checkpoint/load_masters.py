@@ -10,7 +10,7 @@ import torch
 from zeropg._native import _C
 from zeropg.checkpoint.plan import ModelPlan
 from zeropg.checkpoint.values import put_whole
-from zeropg.optim.flat_update import Segment, segments_of
+from zeropg.optim.update.segments import Segment, segments_of
 from zeropg.rank_io.agreement import together
 from zeropg.rank_io.progress import progress
 from zeropg.sharding.access import check_replicas

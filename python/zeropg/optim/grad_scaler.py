@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from zeropg._native import _C
 from zeropg.compression.state import State
-from zeropg.optim.flat_update import segments_of
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
 from zeropg.optim.shard_optimizer import ShardedOptimizer
+from zeropg.optim.update.segments import segments_of
 from zeropg.rank_io.agreement import collective_device
 
 Scaled = ShardedOptimizer | MomentumOptimizer

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zeropg.optim.flat_update import FirstState, State, Updater, is_per_element
 from zeropg.optim.kernels import Group
+from zeropg.optim.update.entries import FirstState, State, is_per_element
+from zeropg.optim.update.updater import Updater
 
 # Elements [start, stop) of the flattened parameter, of the state of one key; a live view or a copy.
 Read = Callable[[str, int, int], torch.Tensor]

@@ -12,24 +12,19 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from zeropg.optim.checked_groups import CheckedOptimizer, digest_of_options
-from zeropg.optim.flat_update import (
-    FACTORS,
-    FusedUpdater,
-    Move,
-    Segment,
-    TorchUpdater,
-    Updater,
-    WholeUpdater,
-    is_per_element,
-    put_entries,
-)
 from zeropg.optim.kept_state import KeptState, kept_states
 from zeropg.optim.kernels import FUSED, STORAGE_OPTIONS, Group, Kernels, Storage, kernels_for
 from zeropg.optim.layerwise import LayerwiseRule
-from zeropg.optim.layerwise_update import LayerwiseUpdater, kernels_beside, rule_of
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
-from zeropg.optim.momentum_update import MomentumUpdater, make_exchange
-from zeropg.optim.offloaded_update import OffloadedStep, OffloadedUpdater
+from zeropg.optim.update.entries import FACTORS, is_per_element
+from zeropg.optim.update.fused import FusedUpdater
+from zeropg.optim.update.layerwise import LayerwiseUpdater, kernels_beside, rule_of
+from zeropg.optim.update.momentum import MomentumUpdater, make_exchange
+from zeropg.optim.update.offloaded import OffloadedStep, OffloadedUpdater
+from zeropg.optim.update.segments import Segment
+from zeropg.optim.update.updater import Move, Updater, put_entries
+from zeropg.optim.update.views import TorchUpdater
+from zeropg.optim.update.whole import WholeUpdater
 from zeropg.rank_io.agreement import together
 from zeropg.sharding.offload import human_bytes
 from zeropg.sharding.running_statistics import broadcast_running_statistics

@@ -16,8 +16,8 @@ import zeropg
 from tests.sharding.optim.fake_core import ranks_of, shard, whole_master
 from zeropg._native import _C
 from zeropg.optim import kernels
-from zeropg.optim.flat_update import FusedUpdater
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
+from zeropg.optim.update.fused import FusedUpdater
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -16,7 +16,7 @@ from zeropg.checkpoint.dcp.shard_handle import Part, Range, ShardHandle, part_of
 from zeropg.checkpoint.load_masters import Advance, load_masters, set_values
 from zeropg.checkpoint.plan import ModelPlan, digest, plan_model
 from zeropg.export.plan import has_extra_state
-from zeropg.optim.flat_update import segments_of
+from zeropg.optim.update.segments import segments_of
 from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.state import ShardedState, state_of
 

@@ -11,23 +11,14 @@ import torch.distributed as dist
 
 from zeropg._native import _C
 from zeropg.optim.adafactor import Adafactor
-from zeropg.optim.flat_update import (
-    FACTORS,
-    FirstState,
-    FlatGroup,
-    Move,
-    Segment,
-    State,
-    first_state_of,
-    in_memory,
-    is_per_element,
-    move_entries,
-    segments_of,
-)
 from zeropg.optim.kernels import Group, Kernel, Kernels
 from zeropg.optim.layerwise import LayerwiseOptimizer, LayerwiseRule
 from zeropg.optim.muon import Muon
 from zeropg.optim.peers import Alone, Peers, Piece, ReplicatedPeers, ShardedPeers
+from zeropg.optim.update.entries import FACTORS, FirstState, State, is_per_element
+from zeropg.optim.update.own_class import first_state_of
+from zeropg.optim.update.segments import FlatGroup, Segment, in_memory, segments_of
+from zeropg.optim.update.updater import Move, move_entries
 
 # Classes of torch's that step by a rule of ours.
 _RULES: dict[type[torch.optim.Optimizer], LayerwiseRule] = {

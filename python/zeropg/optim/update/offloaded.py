@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from zeropg._native import _C
-from zeropg.optim.flat_update import FlatGroup, FusedUpdater, Move, State
 from zeropg.optim.kernels import Group, Kernels
 from zeropg.optim.packed_state import elements_of, entry_range, with_elements
+from zeropg.optim.update.entries import State
+from zeropg.optim.update.fused import FusedUpdater
+from zeropg.optim.update.segments import FlatGroup
+from zeropg.optim.update.updater import Move
 
 
 class OffloadedUpdater(FusedUpdater):

@@ -8,20 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from zeropg._native import _C
-from zeropg.optim.flat_update import (
-    FirstState,
-    FlatGroup,
-    Move,
-    Segment,
-    State,
-    in_memory,
-    is_per_element,
-    move_entries,
-)
 from zeropg.optim.kernels import Group
 from zeropg.optim.momentum_exchange import MomentumExchange
 from zeropg.optim.momentum_optimizer import INSTEAD, MomentumOptimizer
 from zeropg.optim.part import Part
+from zeropg.optim.update.entries import FirstState, State, is_per_element
+from zeropg.optim.update.segments import FlatGroup, Segment, in_memory
+from zeropg.optim.update.updater import Move, move_entries
 
 
 class Place(NamedTuple):
