@@ -24,7 +24,8 @@ from zeropg.checkpoint.saved_tensors import manifest_in, read_into_place, read_p
 from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.checkpoint.structure_file import read_structure_file
 from zeropg.optim.kernels import STORAGE_OPTIONS
-from zeropg.optim.shard_optimizer import ShardedOptimizer, StateShard
+from zeropg.optim.saved_state import StateShard
+from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.optim.update.entries import FACTORS
 from zeropg.sharding.state import ShardedState
 

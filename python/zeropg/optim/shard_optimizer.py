@@ -5,70 +5,35 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
+from zeropg.optim.accepted import check_group, kernels_of
 from zeropg.optim.checked_groups import CheckedOptimizer, digest_of_options
 from zeropg.optim.kept_state import KeptState, kept_states
-from zeropg.optim.kernels import FUSED, STORAGE_OPTIONS, Group, Kernels, Storage, kernels_for
-from zeropg.optim.layerwise import LayerwiseRule
+from zeropg.optim.kernels import FUSED, STORAGE_OPTIONS, Group
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
-from zeropg.optim.update.entries import FACTORS, is_per_element
-from zeropg.optim.update.fused import FusedUpdater
-from zeropg.optim.update.layerwise import LayerwiseUpdater, kernels_beside, rule_of
+from zeropg.optim.saved_state import (
+    Factor,
+    StateShard,
+    put_shards,
+    state_factors,
+    state_keys,
+    state_numbers,
+    state_shards,
+)
+from zeropg.optim.update.division import Division, owners_of
+from zeropg.optim.update.layerwise import rule_of
 from zeropg.optim.update.momentum import MomentumUpdater, make_exchange
 from zeropg.optim.update.offloaded import OffloadedStep, OffloadedUpdater
-from zeropg.optim.update.segments import Segment
-from zeropg.optim.update.updater import Move, Updater, put_entries
-from zeropg.optim.update.views import TorchUpdater
+from zeropg.optim.update.updater import Move, put_entries
 from zeropg.optim.update.whole import WholeUpdater
 from zeropg.rank_io.agreement import together
 from zeropg.sharding.offload import human_bytes
 from zeropg.sharding.running_statistics import broadcast_running_statistics
 from zeropg.sharding.state import ShardedState
-
-_ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-)
-_WHOLE_MATRIX = "its update needs whole matrices, and a shard is a flat range; use AdamW"
-_REFUSED = {
-    "Adafactor": "its update needs sums over rows and columns; use zeropg.optim.Adafactor, or torch.optim.Adafactor",
-    "LAMB": "its update needs the norm of whole layers; use zeropg.optim.LAMB",
-    "LARS": "its update needs the norm of whole layers; use SGD with warm-up",
-    "LBFGS": "it needs all gradients at once and several closure calls per step; use AdamW or SGD",
-    "Muon": "its update needs whole matrices, and a shard is a flat range; use zeropg.optim.Muon, or torch.optim.Muon",
-    "Shampoo": _WHOLE_MATRIX,
-    "SOAP": _WHOLE_MATRIX,
-    "SparseAdam": "gradients of sharded models are dense; use Adam, and nn.Embedding with sparse=False",
-}
-
-
-class StateShard(NamedTuple):
-    """Optimizer state `key` of elements [start, stop) of the flattened parameter `name`; tensor: [stop - start]."""
-
-    name: str
-    key: str
-    tensor: torch.Tensor
-    start: int
-    stop: int
-
-
-class Factor(NamedTuple):
-    """Optimizer state `key` of the parameter `name`, whole. is_first: whether this rank is the one that saves it."""
-
-    name: str
-    key: str
-    tensor: torch.Tensor
-    is_first: bool
 
 
 def shard_optimizer(
@@ -127,8 +92,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # What the next step multiplies the gradients by, once: zeropg.GradScaler sets it.
         self.gradient_factor = 1.0
         self._core = _core_of(model)
-        self._kernels = _check_optimizer(optimizer)
-        self._rule: LayerwiseRule | None = rule_of(optimizer)
+        _check_is_not_sharded(optimizer)
+        self._kernels = kernels_of(optimizer)
+        self._rule = rule_of(optimizer)
         self._model_state: ShardedState | None = getattr(model, "_zeropg_state", None)
         self._wrapped = optimizer
         self._model = model
@@ -145,21 +111,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._failure = ""  # of a step that stopped half-way
         # Whether a step or a load was there: alike on all ranks, also on one that owns no element and keeps no state.
         self._has_state = any(optimizer.state.values())
-        self._updaters: list[Updater] = []
         # Ids of the parameters that all ranks have; others are this rank's own.
         self._sharded = {id(p) for flat in self._core.flat_groups for _, p, _, _ in flat.slots}
-        self._frozen: list[Any] = []  # flat groups that were, when the last updater was made
-        self._taken: set[int] = set()  # ids of the parameters that the updaters are for
-        self._taken_whole: set[int] = set()  # of these, the ones that the layer-wise rule steps
-        self._stored: dict[int, Storage] = {}  # of these, by id: how the others' updater keeps state
         self._served: dict[int, dict[str, float]] = {}  # by param group: options that its kernel takes
         for group in optimizer.param_groups:
-            self._check_group(group)
+            check_group(optimizer, group, model)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._known_state = self.state  # what the updaters have
         whole_state = {p: self._unpacked(p, entries) for p, entries in optimizer.state.items() if entries}
         self._share_with(optimizer)
-        self._make_updaters()
+        self._division = Division(self._core, model, optimizer, self.state, self._kernels, self._offloaded)
+        self._division.add_missing(self.param_groups)
         self._is_made = True
         self._reserve()
         self._put(whole_state)
@@ -225,7 +187,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Steps need it where the masters are. What is in a tier stays there. Does not communicate.
         """
-        for updater in self._updaters:
+        for updater in self._division.updaters:
             updater.move_state(move)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -239,7 +201,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._core.zero_gradients()
             else:
                 self._zero_own_gradients()
-            for updater in self._updaters:
+            for updater in self._division.updaters:
                 if isinstance(updater, WholeUpdater):
                     updater.zero_gradients()
 
@@ -265,7 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if isinstance(param_group, dict) and "params" in param_group:
             params = param_group["params"]
             param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-            self._check_group(param_group)
+            check_group(self._wrapped, param_group, self._model)
         super().add_param_group(param_group)
         try:
             self._check_added(self.param_groups[-1])
@@ -273,7 +235,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         if self._is_made:
-            self._make_updaters()
+            self._division.add_missing(self.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's layout with this rank's shards; only the same rank of the same world size can load it.
@@ -316,7 +278,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             by_id.update(zip(saved["params"], group["params"], strict=True))
             options = {key: value for key, value in saved.items() if key not in ("params", *STORAGE_OPTIONS)}
             group.update(copy.deepcopy(options))
-        self._divide_anew()
+        self._division.divide_anew(self.param_groups)
         self._has_state = bool(loaded["state"]) or self._has_state
         self._put({by_id[k]: s for k, s in loaded["state"].items() if k in by_id})
         if self._momentum is not None:
@@ -327,7 +289,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def local_ranges(self) -> dict[str, tuple[int, int]]:
         """Returns, by parameter name, which elements of the flattened parameter this rank keeps state for."""
-        return {s.name: (s.offset, s.offset + s.numel) for updater in self._updaters for s in updater.segments}
+        return {s.name: (s.offset, s.offset + s.numel) for updater in self._division.updaters for s in updater.segments}
 
     def local_state(self) -> Iterator[StateShard]:
         """Yields the state that this rank saves, in pieces: over all ranks each element once, in every stage.
@@ -335,14 +297,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The pieces of one (name, key) come in order. Each tensor is valid until the next is asked for, and only read:
         it is a live view, or a buffer that the next piece overwrites. Does not communicate.
         """
-        for updater in self._updaters:
-            for index, segment in enumerate(updater.segments):
-                start, stop = updater.owned.get(segment.name, (0, 0))
-                if start < stop:
-                    first, last = start - segment.offset, stop - segment.offset
-                    for key, at, values in updater.read(index, first, last):
-                        begin = segment.offset + at
-                        yield StateShard(segment.name, key, values, begin, begin + values.numel())
+        return state_shards(self._division.updaters)
 
     def kept_states(self, groups: Sequence[Group] | None = None) -> Iterator[KeptState]:
         """Yields the state that this rank keeps, parameter by parameter, also of those that were never stepped.
@@ -352,49 +307,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises NotImplementedError for an optimizer whose ranks owe each other something.
         """
         groups = self.param_groups if groups is None else groups
-        owners = self._owners()
-        places = (
-            (updater, index, groups[owners[id(updater.segments[index].parameter)]])
-            for updater, index, _ in self._places()
-        )
-        return kept_states(places, self.state)
+        return kept_states(self._division.places(groups), self.state)
 
     def local_keys(self) -> Iterator[tuple[str, str, torch.dtype]]:
         """Yields (parameter name, key, dtype) of what `local_state` yields, without reading it."""
-        for updater in self._updaters:
-            for index, segment in enumerate(updater.segments):
-                start, stop = updater.owned.get(segment.name, (0, 0))
-                if start < stop:
-                    at = start - segment.offset
-                    yield from ((segment.name, key, empty.dtype) for key, _, empty in updater.read(index, at, at))
+        return state_keys(self._division.updaters)
 
     def local_scalars(self) -> Iterator[tuple[str, str, Any]]:
         """Yields (parameter name, key, value) of state that is one number per parameter, such as `step`.
 
         Of each parameter that this rank saves elements of.
         """
-        for segment, _ in self._saved_segments():
-            for key, value in self.state.get(segment.parameter, {}).items():
-                if not is_per_element(key, value) and key not in FACTORS:
-                    yield segment.name, key, value.clone() if isinstance(value, torch.Tensor) else value
+        return state_numbers(self._division.updaters, self.state)
 
     def local_factors(self) -> Iterator[Factor]:
         """Yields the state that is a tensor of another shape than the parameter's: see `FACTORS`.
 
         Of each parameter that this rank saves elements of. The tensors are live, and only read.
         """
-        for segment, start in self._saved_segments():
-            for key, value in self.state.get(segment.parameter, {}).items():
-                if key in FACTORS:
-                    yield Factor(segment.name, key, value, start == 0)
-
-    def _saved_segments(self) -> Iterator[tuple[Segment, int]]:
-        """Yields (segment, first element of the parameter that this rank saves) where it saves any."""
-        for updater in self._updaters:
-            for segment in updater.segments:
-                start, stop = updater.owned.get(segment.name, (0, 0))
-                if start < stop:
-                    yield segment, start
+        return state_factors(self._division.updaters, self.state)
 
     def load_local_state(self, shards: Iterable[StateShard], scalars: Iterable[tuple[str, str, Any]] = ()) -> None:
         """Replaces all state: the inverse of `local_state`, `local_scalars` and `local_factors`. Does not communicate.
@@ -409,10 +340,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 that leave elements out. All state is then as before the first step.
         """
         self._clear()
-        self._divide_anew()
+        self._division.divide_anew(self.param_groups)
         self._has_state = True
         try:
-            self._load(shards, scalars)
+            put_shards(self._division.places(self.param_groups), shards, scalars)
         except BaseException:
             self._clear()
             raise
@@ -423,7 +354,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._momentum is None or self._momentum.exchange is None:
             return {}
         own: dict[str, dict[str, torch.Tensor]] = {}
-        for updater, index, _ in self._places():
+        for updater, index, _ in self._division.places(self.param_groups):
             segment = updater.segments[index]
             entries = self.state.get(segment.parameter, {})
             if mine := {key: entries[key] for key in self._momentum.own_state if key in entries}:
@@ -435,7 +366,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._momentum is None:
             return
         self._momentum.load_debts({"rank": self._core.rank, "debts": saved["debts"]} if saved else {})
-        for updater, index, group in self._places():
+        for updater, index, group in self._division.places(self.param_groups):
             for key, value in saved.get("state", {}).get(updater.segments[index].name, {}).items():
                 updater.write(index, key, 0, value.reshape(-1), group)
 
@@ -453,104 +384,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
 
-    def _make_updaters(self) -> bool:
-        """For the parameters that a param group holds and that no updater is for; what others hold takes no state.
-
-        Returns whether there were any. Frozen parameters get theirs when they have been unfrozen.
-        """
-        count = len(self._updaters)
-        self._held = self._owners().keys()
-        self._frozen = [flat for flat in self._core.flat_groups if not flat.is_trainable]
-        if self._momentum is not None:
-            return self._make_momentum_updater(self._momentum)
-        self._make_layerwise_updater()
-        held = self._owners().keys() - self._taken
-        sharded: set[int] = set()
-        for flat in self._core.flat_groups:
-            slots = {id(parameter) for _, parameter, _, _ in flat.slots}
-            sharded |= slots
-            for storage, own in self._by_storage(slots & held).items() if flat.is_trainable else ():
-                self._updaters.append(self._make_updater(flat, own, storage))
-                self._taken |= own
-                self._stored.update(dict.fromkeys(own, storage))
-        ignored = {name: p for name, p in self._model.named_parameters() if id(p) in held - sharded}
-        if ignored:
-            is_first = self._core.rank == 0
-            self._updaters.append(WholeUpdater(ignored, self.state, self._wrapped, owns=is_first))
-            self._taken.update(map(id, ignored.values()))
-        return len(self._updaters) > count
-
-    def _by_storage(self, held: set[int]) -> dict[Storage, set[int]]:
-        """Divides parameters, given by their ids, by how the kernels of their param groups keep state."""
-        owners = self._owners()
-        divided: dict[Storage, set[int]] = {}
-        for one, owner in owners.items():  # in the same order on every rank
-            if one in held:
-                divided.setdefault(self._storage(self.param_groups[owner]), set()).add(one)
-        return divided
-
-    def _storage(self, group: Group) -> Storage:
-        return () if self._kernels is None else self._kernels.of(group).storage
-
     def _unpacked(self, parameter: torch.Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
         """State that the wrapped optimizer has already, with a value per element where its class packs it."""
         unpack: Callable[..., dict[str, Any]] = getattr(self._wrapped, "unpacked", lambda _, entries: dict(entries))
         return unpack(parameter, entries)
-
-    def _make_layerwise_updater(self) -> None:
-        if self._rule is None:
-            return
-        flats = [flat for flat in self._core.flat_groups if flat.is_trainable]
-        sharded = {id(parameter) for flat in flats for _, parameter, _, _ in flat.slots} - self._taken
-        whole = {
-            id(parameter)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if id(parameter) in sharded and self._rule.takes(parameter, group)
-        }
-        if whole:
-            self._updaters.append(LayerwiseUpdater(self._core, flats, self.state, self._wrapped, self._rule, whole))
-            self._taken |= whole
-            self._taken_whole |= whole
-
-    def _make_momentum_updater(self, optimizer: MomentumOptimizer) -> bool:
-        assert optimizer.exchange is not None  # made before
-        held = set(self._owners())
-        flats = [flat for flat in self._core.flat_groups if flat.is_trainable]
-        self._updaters = [MomentumUpdater(flats, self.state, optimizer, optimizer.exchange, held)]
-        self._taken = held
-        return True
 
     def _follow_phase(self) -> None:
         """Tells the model whether its next backward averages gradients."""
         if self._momentum is not None:
             self._core.averages_gradients = self._momentum.averages_gradients()
 
-    def _make_updater(self, flat: Any, held: set[int], storage: Storage) -> Updater:
-        if self._kernels is None:
-            return TorchUpdater(flat, self.state, self._wrapped, held)
-        if storage and flat.master_dtype != torch.float32:
-            raise TypeError(
-                f"[zeropg] shard_optimizer: unit '{flat.unit_name or '(root)'}' has masters in {flat.master_dtype}, "
-                f"and {type(self._wrapped).__name__} keeps state in fewer bits beside float32 alone; use state_bits=32"
-            )
-        if storage and self._offloaded is None and not flat.master.is_cpu:
-            raise NotImplementedError(
-                f"[zeropg] shard_optimizer: state in fewer bits is kept on the CPU, and unit "
-                f"'{flat.unit_name or '(root)'}' is on {flat.master.device}; use fully_shard(offload_optimizer=), or "
-                "state_bits=32"
-            )
-        if self._offloaded is not None:
-            return OffloadedUpdater(flat, self.state, self._kernels, held, self._offloaded)
-        if flat.master.is_cpu and flat.master_dtype in (torch.float32, torch.float64):
-            return FusedUpdater(flat, self.state, self._kernels, held)
-        return TorchUpdater(flat, self.state, self._wrapped, held)
-
     def _update(self, groups: Sequence[Group]) -> None:
-        owners = self._owners()
+        owners = owners_of(self.param_groups)
         if self._offloaded is not None:
             self._offloaded.clear()
-        for updater in self._updaters:
+        for updater in self._division.updaters:
             updater.step(owners, groups, self.gradient_factor)
         if self._offloaded is not None:
             self._offloaded.run()
@@ -559,10 +407,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Makes room in the tier, so that a full disk shows before the first step. Collective with offload."""
         if self._offloaded is None:
             return
-        owners = self._owners()
+        owners = owners_of(self.param_groups)
         missing = [
             (updater, slots)
-            for updater in self._updaters
+            for updater in self._division.updaters
             if isinstance(updater, OffloadedUpdater) and (slots := updater.missing_slots(owners, self.param_groups))
         ]
         if self._core.rank == 0:
@@ -580,7 +428,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Adds copies of what is in the tier to a state_dict's state, and puts them in place of what is packed."""
         packed = {} if self._kernels is None else self._kernels.packed_slots
         numbers = {id(p): number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        for updater, index, _ in self._places():
+        for updater, index, _ in self._division.places(self.param_groups):
             segment = updater.segments[index]
             if segment.parameter not in self.state:
                 continue
@@ -601,19 +449,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         groups: as `param_groups`, with numbers for tensors of one.
         """
-        owners = self._owners()
+        owners_of(groups)
         self._check_options(groups)
-        has_more = not owners.keys() <= self._held  # `param_groups[0]["params"] += ...`
+        has_more = not self._division.holds_all(self.param_groups)
         if has_more:
             if self._momentum is not None:
                 self._momentum.refuse_more_parameters()
             for group in self.param_groups:
-                self._check_group(group)
-        if differing := self._divided_otherwise():
+                check_group(self._wrapped, group, self._model)
+        if differing := self._division.divided_otherwise(self.param_groups):
             if self._has_state:
-                raise RuntimeError(_changed(differing[0], "use_muon" if self._rule else " or ".join(STORAGE_OPTIONS)))
-            self._divide_anew()
-        if (has_more or any(flat.is_trainable for flat in self._frozen)) and self._make_updaters():
+                option = "use_muon" if self._rule else " or ".join(STORAGE_OPTIONS)
+                raise RuntimeError(_changed(differing[0], option))
+            self._division.divide_anew(self.param_groups)
+        if (has_more or self._division.has_unfrozen()) and self._division.add_missing(self.param_groups):
             self._reserve()
 
     def _check_options(self, groups: Sequence[Group]) -> None:
@@ -626,7 +475,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._check_kernel(index, group)
 
     def _check_kernel(self, index: int, group: Group) -> None:
-        if self._kernels is None or all(self._is_taken_whole(parameter, group) for parameter in group["params"]):
+        rule = self._rule
+        is_whole = rule is not None and all(rule.takes(parameter, group) for parameter in group["params"])
+        if self._kernels is None or is_whole:
             return
         kernel = self._kernels.of(group)
         options = kernel.hyperparameters(group)
@@ -639,88 +490,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._wrapped.check_group(group)
         self._check_kernel(len(self.param_groups) - 1, group)
 
-    def _is_taken_whole(self, parameter: torch.Tensor, group: Group) -> bool:
-        return self._rule is not None and self._rule.takes(parameter, group)
-
-    def _divided_otherwise(self) -> list[str]:
-        """Names of the parameters that param groups now give to another updater."""
-        groups = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
-        slots = [(names, p) for flat in self._core.flat_groups for names, p, _, _ in flat.slots]
-        return [
-            names[0]
-            for names, p in slots
-            if id(p) in groups
-            and id(p) in self._taken
-            and (
-                self._is_taken_whole(p, groups[id(p)]) != (id(p) in self._taken_whole)
-                or self._stored.get(id(p), ()) != self._storage_of(p, groups[id(p)])
-            )
-        ]
-
-    def _storage_of(self, parameter: torch.Tensor, group: Group) -> Storage:
-        return () if self._is_taken_whole(parameter, group) else self._storage(group)
-
-    def _divide_anew(self) -> None:
-        """Makes the updaters again, without state, where param groups divide parameters otherwise between them."""
-        if self._divided_otherwise():
-            self._updaters, self._taken, self._taken_whole, self._stored = [], set(), set(), {}
-            self._make_updaters()
-
-    def _owners(self) -> dict[int, int]:
-        """The index of each parameter's group, by id. Raises ValueError for a parameter in two groups."""
-        owners: dict[int, int] = {}
-        for index, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                if owners.setdefault(id(parameter), index) != index:
-                    raise ValueError(
-                        f"[zeropg] step: a parameter of shape {list(parameter.shape)} is in param groups "
-                        f"{owners[id(parameter)]} and {index}; expected it in one"
-                    )
-        return owners
-
     def _clear(self) -> None:
         self.state.clear()
-        for updater in self._updaters:
+        for updater in self._division.updaters:
             updater.clear()
-
-    def _places(self) -> Iterator[tuple[Updater, int, Group]]:
-        """Yields (updater, index of the segment, its param group) of every segment that a param group holds."""
-        owners = self._owners()
-        for updater in self._updaters:
-            for index, segment in enumerate(updater.segments):
-                if id(segment.parameter) in owners:
-                    yield updater, index, self.param_groups[owners[id(segment.parameter)]]
-
-    def _load(self, shards: Iterable[StateShard], scalars: Iterable[tuple[str, str, Any]]) -> None:
-        numbers: dict[str, dict[str, Any]] = defaultdict(dict)
-        for name, key, value in scalars:
-            numbers[name][key] = value
-        places = {updater.segments[index].name: (updater, index, group) for updater, index, group in self._places()}
-        for name, (updater, index, group) in places.items():
-            if name in numbers:
-                updater.put_numbers(index, numbers[name], group)
-        missing: dict[tuple[str, str], int] = {}
-        for name, key, tensor, start, stop in shards:
-            if name not in places:
-                continue
-            updater, index, group = places[name]
-            segment = updater.segments[index]
-            first, last = max(start, segment.offset), min(stop, segment.offset + segment.numel)
-            if first >= last:
-                continue
-            if tensor.shape != (stop - start,):
-                raise ValueError(
-                    f"[zeropg] load_local_state: {key} of {name} has shape {list(tensor.shape)}, expected "
-                    f"[{stop - start}] for its elements {start} to {stop}"
-                )
-            updater.write(index, key, first - segment.offset, tensor[first - start : last - start], group)
-            missing[name, key] = missing.get((name, key), segment.numel) - (last - first)
-        for (name, key), numel in missing.items():
-            if numel:
-                raise ValueError(
-                    f"[zeropg] load_local_state: the pieces of {key} of {name} miss the elements of this rank by "
-                    f"{numel}, expected each once; local_ranges() says which they are"
-                )
 
     def _take_over_edits(self) -> None:
         if self.state is not self._known_state:  # `optimizer.state = ...`
@@ -728,14 +501,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._known_state.clear()
             self._known_state.update(edited)
             self.state = self._wrapped.state = self._known_state
-        owners = self._owners()
-        for updater in self._updaters:
+        owners = owners_of(self.param_groups)
+        for updater in self._division.updaters:
             updater.take_over_edits(owners, self.param_groups)
 
     def _put(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         self._clear()
         by_id = {id(parameter): entries for parameter, entries in states.items()}
-        for updater, index, group in self._places():
+        for updater, index, group in self._division.places(self.param_groups):
             entries = by_id.get(id(updater.segments[index].parameter), {})
             if isinstance(updater, MomentumUpdater):
                 updater.put(index, entries, group)
@@ -759,22 +532,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer.load_state_dict = refuse  # type: ignore[method-assign]
         optimizer.add_param_group = refuse  # type: ignore[method-assign]
 
-    def _check_group(self, group: Group) -> None:
-        _check_flags(group)
-        if isinstance(self._wrapped, torch.optim.Muon):
-            _check_matrices(group)
-        known = {id(parameter) for parameter in self._model.parameters()}
-        for position, entry in enumerate(group["params"]):
-            parameter = entry[1] if isinstance(entry, tuple) else entry
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"[zeropg] shard_optimizer: parameter {position} of a param group, shape {list(parameter.shape)}, "
-                    "is not a parameter of the sharded model; make the optimizer from model.parameters() as they are "
-                    "now, and a second one for other modules"
-                )
-
     def _warn_of_parameters_without_group(self) -> None:
-        owners = self._owners()
+        owners = owners_of(self.param_groups)
         missing = [n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in owners]
         if missing:
             warnings.warn(
@@ -805,35 +564,12 @@ def _core_of(model: torch.nn.Module) -> Any:
     return core
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> Kernels | None:
-    """Returns the fused kernels for this optimizer, None where it steps without them."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"[zeropg] shard_optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer; pass the "
-            "optimizer inside a wrapper, not the wrapper"
-        )
+def _check_is_not_sharded(optimizer: Any) -> None:
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("[zeropg] shard_optimizer: this optimizer is sharded already")
-    if getattr(vars(optimizer).get("step"), "__qualname__", "").startswith("ShardedOptimizer."):
+    own_step = getattr(optimizer, "__dict__", {}).get("step")
+    if getattr(own_step, "__qualname__", "").startswith("ShardedOptimizer."):
         raise TypeError("[zeropg] shard_optimizer: this optimizer was sharded before; use what that call returned")
-    kind = type(optimizer)
-    if kernels := kernels_for(optimizer):
-        return kernels
-    if rule := rule_of(optimizer):
-        return kernels_beside(rule)
-    if isinstance(optimizer, MomentumOptimizer):
-        return None
-    if kind in _ELEMENTWISE or getattr(optimizer, "zeropg_elementwise", False) is True:
-        return None
-    for name, reason in _REFUSED.items():
-        if name.lower() in kind.__name__.lower():
-            raise NotImplementedError(f"[zeropg] shard_optimizer: {kind.__name__} does not work on shards: {reason}")
-    known = ", ".join(dict.fromkeys((*FUSED, *(other.__name__ for other in _ELEMENTWISE))))
-    raise NotImplementedError(
-        f"[zeropg] shard_optimizer: {kind.__module__}.{kind.__name__} is not known to be elementwise; if the update of "
-        "each element depends on that element's parameter, gradient and state alone, say so with "
-        f"`{kind.__name__}.zeropg_elementwise = True`; known are {known}"
-    )
 
 
 def _changed(name: str, option: str) -> str:
@@ -842,23 +578,3 @@ def _changed(name: str, option: str) -> str:
         "kept otherwise. Set it back, or make another optimizer"
         + ("" if option == "use_muon" else "; or pass state_dict() to load_state_dict, which converts")
     )
-
-
-def _check_matrices(group: Group) -> None:
-    shapes = [list((entry[1] if isinstance(entry, tuple) else entry).shape) for entry in group["params"]]
-    if others := [shape for shape in shapes if len(shape) != 2]:
-        raise ValueError(
-            f"[zeropg] shard_optimizer: torch.optim.Muon takes matrices only, and a param group has shapes "
-            f"{others[:3]}; give the others to an optimizer of their own, or use zeropg.optim.Muon"
-        )
-
-
-def _check_flags(group: Group) -> None:
-    for flag, why in (
-        ("capturable", "a sharded step communicates, which a CUDA graph of the optimizer cannot hold"),
-        ("differentiable", "a sharded step works on flat masters outside autograd"),
-    ):
-        if group.get(flag):
-            raise NotImplementedError(
-                f"[zeropg] shard_optimizer: {flag}=True is not supported: {why}; pass {flag}=False"
-            )

@@ -254,7 +254,7 @@ def test_state_moves_between_memory_and_a_file(tmp_path: Path, maker: str) -> No
 
 def _cut(saved: dict[str, Any], optimizer: Any) -> Iterator[tuple[str, str, torch.Tensor, int, int]]:
     """The state of a state_dict in small pieces, last first."""
-    names = {id(s.parameter): s.name for updater in optimizer._updaters for s in updater.segments}
+    names = {id(s.parameter): s.name for updater in optimizer._division.updaters for s in updater.segments}
     ranges = optimizer.local_ranges()
     numbers = enumerate(p for group in optimizer.param_groups for p in group["params"])
     for number, parameter in numbers:

@@ -12,7 +12,8 @@ import torch
 from tests.sharding.optim.fake_core import ranks_of, shard, whole_master
 from tests.sharding.optim.test_shard_optimizer import assert_same, fill_gradients, make_model
 from zeropg.optim import Lion
-from zeropg.optim.shard_optimizer import StateShard, shard_optimizer
+from zeropg.optim.saved_state import StateShard
+from zeropg.optim.shard_optimizer import shard_optimizer
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),

@@ -81,7 +81,7 @@ def test_every_kernel_agrees_with_its_classes_of_torch(name: str) -> None:
 
         model = shard(make_model(dtype))
         optimizer = shard_optimizer(make(model.parameters()), model)
-        (updater,) = optimizer._updaters  # type: ignore[attr-defined]
+        (updater,) = optimizer._division.updaters  # type: ignore[attr-defined]
         assert updater._kernels.of(optimizer.param_groups[0]).name == name
         train_both(make, dtype=dtype)
 
@@ -98,7 +98,7 @@ def test_a_kernel_steps_the_class_of_zeropg_optim_that_it_names(monkeypatch: pyt
     monkeypatch.setattr(kernels, "FUSED", kernels.fused_classes((kernel,)))
     model = shard(make_model())
     optimizer = shard_optimizer(Smoothed(model.parameters()), model)
-    (updater,) = optimizer._updaters  # type: ignore[attr-defined]
+    (updater,) = optimizer._division.updaters  # type: ignore[attr-defined]
     assert isinstance(updater, FusedUpdater) and updater._kernels.default is kernel
     train_both(lambda parameters: Smoothed(parameters, lr=3e-2))
 
@@ -196,7 +196,7 @@ def test_neighbours_of_one_group_are_stepped_in_one_run(monkeypatch: pytest.Monk
         def step(self, *args: Any, range: tuple[int, int], **kwargs: Any) -> None:
             ranges.append(range)
 
-    monkeypatch.setattr(optimizer._updaters[0]._kernels.default, "optimizer", Kernel())  # type: ignore[attr-defined]
+    monkeypatch.setattr(optimizer._division.updaters[0]._kernels.default, "optimizer", Kernel())  # type: ignore[attr-defined]
     fill_gradients(model, 0)
     optimizer.step()
     last = model._zeropg.flat_groups[0].segments[-1]  # type: ignore

@@ -16,7 +16,8 @@ from zeropg.checkpoint.optimizers import own_words
 from zeropg.checkpoint.plan import ModelPlan, digest, group_names, plan_model
 from zeropg.optim.kept_state import KeptState
 from zeropg.optim.kernels import STORAGE_OPTIONS
-from zeropg.optim.shard_optimizer import ShardedOptimizer, StateShard
+from zeropg.optim.saved_state import StateShard
+from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.optim.update.entries import is_per_element
 from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.state import unchecked_state_of

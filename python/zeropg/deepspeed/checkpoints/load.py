@@ -20,7 +20,8 @@ from zeropg.deepspeed.checkpoints.contents import Contents, SavedGroup, SavedSta
 from zeropg.deepspeed.checkpoints.read import read_contents
 from zeropg.deepspeed.checkpoints.stored import same_values
 from zeropg.optim.kernels import kernels_for
-from zeropg.optim.shard_optimizer import ShardedOptimizer, StateShard
+from zeropg.optim.saved_state import StateShard
+from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.state import ShardedState, state_of
 
