@@ -37,8 +37,9 @@ from zeropg.sharding.access import (
     writable_shards,
 )
 from zeropg.sharding.activations import checkpoint_activations
-from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard, register_forward_method
+from zeropg.sharding.fully_shard import fully_shard, register_forward_method
 from zeropg.sharding.offload import Offload
+from zeropg.sharding.sharded_class import FullyShardedModule
 
 if TYPE_CHECKING:
     from zeropg.checkpoint.dcp.state_dict import dcp_state_dict

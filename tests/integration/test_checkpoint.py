@@ -314,16 +314,16 @@ def test_wrong_arguments_are_refused_on_every_rank(rank_pool: Any, tmp_path: Pat
 @contextlib.contextmanager
 def slow_writes() -> Iterator[None]:
     """The save in the background that begins here writes half a second later."""
-    from zeropg.checkpoint import checkpoint
+    from zeropg.checkpoint.save import Save
 
-    write, has_begun = checkpoint._Save.write_in_background, threading.Event()
+    write, has_begun = Save.write_in_background, threading.Event()
 
-    def write_late(self: checkpoint._Save) -> None:
+    def write_late(self: Save) -> None:
         has_begun.set()
         time.sleep(0.5)
         write(self)
 
-    with mock.patch.object(checkpoint._Save, "write_in_background", write_late):
+    with mock.patch.object(Save, "write_in_background", write_late):
         yield
         has_begun.wait(10)
 
@@ -380,24 +380,24 @@ def test_a_load_waits_for_a_save_that_other_ranks_have_begun(tmp_path: Path) -> 
 
 def snapshot(directory: Path) -> None:
     import zeropg
-    from zeropg.checkpoint import checkpoint
+    from zeropg.checkpoint.save import Save
 
-    take = checkpoint._Save._take_snapshot
+    take = Save._take_snapshot
     kept: list[bool] = []
 
-    def take_and_look(self: checkpoint._Save) -> None:
+    def take_and_look(self: Save) -> None:
         take(self)
         own = {tensor.data_ptr() for file in self._own_files.values() for tensor in file.tensors}
         assert self._snapshot is not None
         kept.append(own <= {part.values.data_ptr() for part in self._snapshot})
 
-    checkpoint._Save._take_snapshot = take_and_look  # type: ignore[method-assign]
+    Save._take_snapshot = take_and_look  # type: ignore[method-assign]
     try:
         model, optimizer = make(seed=1)
         extra = {"table": torch.arange(1000)}
         zeropg.save_checkpoint(directory, model, optimizer, extra=extra, async_save=True).wait()
     finally:
-        checkpoint._Save._take_snapshot = take  # type: ignore[method-assign]
+        Save._take_snapshot = take  # type: ignore[method-assign]
     assert kept == [True]
 
 

@@ -23,7 +23,7 @@ from zeropg.checkpoint.state_dict import full_state_dict
 from zeropg.optim.grad_scaler import GradScaler
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
 from zeropg.sharding.access import clip_grad_norm_, full_gradients, no_sync
-from zeropg.sharding.fully_shard import FullyShardedModule
+from zeropg.sharding.sharded_class import FullyShardedModule
 from zeropg.sharding.state import names_label, state_of
 
 Shard = Callable[..., Any]  # of a model, in place; takes param_dtype=

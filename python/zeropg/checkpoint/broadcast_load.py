@@ -17,7 +17,7 @@ from zeropg.checkpoint.structure import dtype_name, dtype_of
 from zeropg.checkpoint.values import put_whole
 from zeropg.export.plan import named_tensors
 from zeropg.rank_io.agreement import broadcast_text, peers_needed, together
-from zeropg.sharding.fully_shard import FullyShardedModule
+from zeropg.sharding.sharded_class import FullyShardedModule
 from zeropg.sharding.state import ShardedState
 
 _OPERATION = "load_full_state_dict"

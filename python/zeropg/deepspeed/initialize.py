@@ -23,7 +23,7 @@ from zeropg.deepspeed.shard import local_rank, shard_as_configured
 from zeropg.deepspeed.zero.owners import register
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import check_same, together
-from zeropg.sharding.fully_shard import FullyShardedModule
+from zeropg.sharding.sharded_class import FullyShardedModule
 
 LOGGER = logging.getLogger("zeropg")
 

@@ -18,7 +18,8 @@ from zeropg.lightning.layers import compute_layers_in
 from zeropg.lightning.precision import ShardedPrecision, sharded_precision
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
 from zeropg.sharding.access import no_sync
-from zeropg.sharding.fully_shard import FullyShardedModule, fully_shard
+from zeropg.sharding.fully_shard import fully_shard
+from zeropg.sharding.sharded_class import FullyShardedModule
 from zeropg.sharding.state import names_label, state_of
 
 

@@ -5,115 +5,43 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from itertools import chain, zip_longest
-from typing import Any, Literal, NoReturn
-from weakref import WeakValueDictionary
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeropg._native import _C
-from zeropg.compression.auto import plan_of_auto
 from zeropg.compression.codec import Codec
-from zeropg.compression.plan import Plan, check_plan, say_what_is_not_encoded
-from zeropg.compression.state import backend_of
+from zeropg.compression.plan import Plan, say_what_is_not_encoded
 from zeropg.rank_io.agreement import together
+from zeropg.sharding.arguments import (
+    check_compression,
+    check_encoded_weights,
+    check_module,
+    check_parameters,
+    device_of,
+    encoded_parameters,
+    plain_name,
+    plan_of,
+)
+from zeropg.sharding.buffers import prepare_buffers
 from zeropg.sharding.inner_calls import absorb_inner_calls, asked_of, check_inner_calls, inner_units
 from zeropg.sharding.limits import limits_of, what_has_no_effect
-from zeropg.sharding.load_state_dict import load_into
 from zeropg.sharding.materialize import Materializer
-from zeropg.sharding.model_codecs import ModelCodecs, make_codecs
-from zeropg.sharding.offload import check_offload_params, human_bytes, leaves_memory, offload_of, open_offload
+from zeropg.sharding.model_codecs import make_codecs
+from zeropg.sharding.offload import check_offload_params, leaves_memory, offload_of, open_offload
 from zeropg.sharding.rank_groups import check_mesh, described, groups_of, reduction_groups, store_of
 from zeropg.sharding.running_statistics import refuse_mixed_statistics
+from zeropg.sharding.same_models import check_same_on_all_ranks, failing_together
+from zeropg.sharding.sharded_class import swap_class
 from zeropg.sharding.shared_memory import check_shared_memory
 from zeropg.sharding.state import ShardedState
-from zeropg.sharding.subclass import subclass_of
+from zeropg.sharding.summary import offload_plan, say_what_the_root_holds, summary
 from zeropg.sharding.trace import requested_trace
-from zeropg.sharding.units import UnitChoice, UnitPlan, plan_units, renormalized_parameters
-
-_STAGES = (0, 1, 2, 3)
-_LARGE_ROOT_BYTES = 16 << 20
-
-
-class FullyShardedModule(nn.Module):
-    """Mixed into the class of a sharded model and of its units; `isinstance(model, zeropg.FullyShardedModule)`."""
-
-    _zeropg_state: ShardedState
-    _zeropg: _C.ShardedModule
-    _zeropg_unit: tuple[ShardedState, int]  # and its number among the units
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit = vars(self).get("_zeropg_unit")
-        if unit is None:
-            return super().__call__(*args, **kwargs)
-        state, index = unit
-        return state.run(index, super().__call__, args, kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As nn.Module's; `set_to_none=False` zeroes the accumulated gradients, sharded or not."""
-        state = getattr(self, "_zeropg_state", None)
-        if set_to_none:
-            super().zero_grad(set_to_none=True)
-        elif state is None:  # a unit, whose model has other gradients too
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad.dtype)
-        else:
-            state.check_outside_full_gradients("zero_grad(set_to_none=False)")
-            state.core.zero_gradients()
-            for parameter in state.ignored_parameters():
-                if parameter.grad is not None:
-                    parameter.grad = torch.zeros_like(parameter.grad)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As nn.Module's. Waits for weights that a step with overlap_step=True has left on their way; sends nothing.
-
-        With Plan(weights=...) in stages 1 and 2 these are the replicas that the model computes with, and a warning
-        says so once; zeropg.full_state_dict has the masters.
-        """
-        unit = vars(self).get("_zeropg_unit")
-        if unit is not None:
-            unit[0].core.join_step()
-            if not kwargs.get("keep_vars"):
-                unit[0].warn_of_replicas()
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Sets parameters and buffers from whole tensors, in every stage, as nn.Module's does. All ranks must call.
-
-        Masters take the values in the dictionary's own precision. Raises NotImplementedError with assign=True, and on a
-        unit of a sharded model.
-        """
-        if assign:
-            raise NotImplementedError(
-                "[zeropg] load_state_dict(assign=True) would replace sharded parameters; use assign=False."
-            )
-        if not hasattr(self, "_zeropg_state"):
-            raise NotImplementedError(
-                "[zeropg] load_state_dict on a unit of a sharded model; call it on the model, or "
-                "zeropg.load_full_state_dict."
-            )
-        return load_into(self, state_dict, strict, super().load_state_dict)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise TypeError(
-            "[zeropg] a sharded model cannot be copied: its memory is shared between ranks. Build a second model and "
-            "load zeropg.full_state_dict(model) into it, or copy before fully_shard; for averages of weights, as of "
-            "torch.optim.swa_utils, use zeropg.ema(model)."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "[zeropg] a sharded model cannot be pickled. Save zeropg.full_state_dict(model), or export with "
-            "zeropg.save_16bit_weights(model, directory)."
-        )
+from zeropg.sharding.units import UnitChoice, plan_units, renormalized_parameters
 
 
 def fully_shard(
@@ -215,12 +143,12 @@ def fully_shard(
     """
     groups = groups_of(mesh, process_group)
     group = groups.everybody
-    with _failing_together(group):
-        _check(module, stage, param_dtype, reduce_dtype, buffer_dtype)
+    with failing_together(group):
+        check_module(module, stage, param_dtype, reduce_dtype, buffer_dtype)
         limits = limits_of(reshard_after_forward, prefetch_numel, keep_numel, persistent_numel, max_whole_numel)
         requested_trace()
         offload = offload_of(offload_optimizer, "offload_optimizer")
-        plan = None if compression is None else _plan_of(compression, group)
+        plan = None if compression is None else plan_of(compression, group)
         options = {
             "mesh": described(groups, mesh),
             "stage": stage,
@@ -239,27 +167,27 @@ def fully_shard(
         asked = asked_of(options, _defaults(mesh, process_group), ignored)
         check_inner_calls(module, options, asked.ignored)
         absorb_inner_calls(module)
-        place = _device_of(module, device, group)
+        place = device_of(module, device, group)
         check_mesh(mesh, place)
         check_offload_params(offload_params, place)
         plans = plan_units(module, inner_units(module) if units is None else units, ignored)
-        _check_parameters(module, plans)
+        check_parameters(module, plans)
         values = Materializer(module, place)
         check_shared_memory(module, plans)
         if plan is not None:
-            _check_compression(plan, plans, reduce_dtype, place, group)
-            _check_encoded_weights(
+            check_compression(plan, plans, reduce_dtype, place, group)
+            check_encoded_weights(
                 plan, stage, offload is not None and leaves_memory(offload, place), groups.replicas is not None
             )
-    _check_same_on_all_ranks(module, plans, options, group)
+    check_same_on_all_ranks(module, plans, options, group)
     tier = open_offload(offload, place, group)
     if tier is not None and group.rank() == 0:
-        print(_offload_plan(tier, plans, stage, param_dtype, groups.shards.size()), file=sys.stderr)
+        print(offload_plan(tier, plans, stage, param_dtype, groups.shards.size()), file=sys.stderr)
     renormalized = renormalized_parameters(module)
     reductions = reduction_groups(groups, stage, place)
     codecs = make_codecs(plan, compression == "auto", group, reductions)
     weights = None if plan is None else plan.weights
-    encoded = set() if plan is None else _encoded_parameters(plan, plans)
+    encoded = set() if plan is None else encoded_parameters(plan, plans)
 
     def take(index: int) -> list[nn.Parameter]:
         values.complete(index)
@@ -294,7 +222,7 @@ def fully_shard(
         store=store_of(groups, reductions),
     )
     together(group, "fully_shard", values.finish)
-    _prepare_buffers(module, buffer_dtype, group)
+    prepare_buffers(module, buffer_dtype, group)
     if param_dtype is not None:
         refuse_mixed_statistics(module, {id(p) for unit in plans for _, p in unit.parameters}, param_dtype)
     if codecs is not None:
@@ -304,20 +232,20 @@ def fully_shard(
     )
     for unit in plans:
         vars(unit.module)["_zeropg_is_unit"] = True
-        _swap_class(unit.module)
+        swap_class(unit.module)
     if core.rank == 0:
         unused = what_has_no_effect(
             core, keep_numel=keep_numel, persistent_numel=persistent_numel, max_whole_numel=max_whole_numel
         )
-        print(_summary(core, plans, reduce_dtype, plan, codecs) + unused, file=sys.stderr)
+        print(summary(core, plans, reduce_dtype, plan, codecs) + unused, file=sys.stderr)
         if plan is not None:
             say_what_is_not_encoded(
                 plan,
-                ((_plain_name(plan, names, p) or names[0], p) for unit in plans for names, p in unit.parameters),
+                ((plain_name(plan, names, p) or names[0], p) for unit in plans for names, p in unit.parameters),
                 how="auto" if compression == "auto" else str(plan),
             )
         if units is None and core.fetch_name.startswith("gathered"):  # also with one rank: what is whole is a copy
-            _say_what_the_root_holds(plans)
+            say_what_the_root_holds(plans)
     return module
 
 
@@ -347,31 +275,6 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, run)
 
 
-def _check(module: nn.Module, stage: int, *dtypes: torch.dtype | None) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"[zeropg] fully_shard: expected a torch.nn.Module, got {type(module).__name__}.")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            f"[zeropg] fully_shard: a {type(module).__name__} has no forward, so nothing would make its parameters "
-            "whole; shard the model that contains it, or its children one by one."
-        )
-    if getattr(module, "_zeropg_state", None) is not None:
-        raise ValueError(f"[zeropg] fully_shard: this {type(module).__name__} is sharded already; call it once.")
-    if stage not in _STAGES:
-        raise ValueError(f"[zeropg] fully_shard: stage is {stage!r}; expected 0, 1, 2 or 3.")
-    for dtype in dtypes:
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(
-                f"[zeropg] fully_shard: got dtype {dtype!r}; expected a floating dtype such as torch.bfloat16."
-            )
-    lazy = [name for name, tensor in chain(module.named_parameters(), module.named_buffers()) if is_lazy(tensor)]
-    if lazy:
-        raise ValueError(
-            f"[zeropg] fully_shard: {', '.join(map(repr, lazy))} of a lazy module have no shape yet; expected them to "
-            "have one: run a forward on a small batch first."
-        )
-
-
 def _defaults(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Of the options that ranks compare. Ranks are no default where a caller has said which."""
     defaults = {name: each.default for name, each in inspect.signature(fully_shard).parameters.items()}
@@ -380,282 +283,3 @@ def _defaults(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dict[
     else:
         del defaults["mesh"]
     return defaults
-
-
-def _device_of(module: nn.Module, device: torch.device | str | None, group: dist.ProcessGroup) -> torch.device:
-    """Where all parameters are or, if they are on `meta`, will be."""
-    there = next((p.device for p in module.parameters() if not p.is_meta), None)
-    if device is None:
-        return there or _default_device(group)
-    chosen = torch.empty(0, device=device).device  # with its index
-    if chosen.type == "meta" or there not in (None, chosen):
-        raise ValueError(
-            f"[zeropg] fully_shard: device is {str(device)!r}; expected "
-            + ("a device that has memory." if there is None else f"{str(there)!r}, where the model has parameters.")
-            + " It says where parameters on `meta` get memory; leave it out for the others."
-        )
-    return chosen
-
-
-def _default_device(group: dist.ProcessGroup) -> torch.device:
-    devices = [device.type for device in group._device_types]
-    if "cuda" in devices and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
-    if not any(plan.parameters for plan in plans):
-        raise ValueError(
-            f"[zeropg] fully_shard: the {type(module).__name__} has no parameters to shard; expected at least one "
-            "(ignored_params do not count)."
-        )
-    devices: dict[torch.device, str] = {}
-    for plan in plans:
-        for names, parameter in plan.parameters:
-            if not parameter.is_meta:
-                devices.setdefault(parameter.device, names[0])
-            if len(devices) > 1:
-                raise ValueError(
-                    "[zeropg] fully_shard: parameters are on several devices: "
-                    f"{', '.join(f'{name!r} on {device}' for device, name in devices.items())}; expected one device "
-                    "per rank. Move the model there first (model.to(device)), or name the others in ignored_params."
-                )
-            if _C.is_sharded(parameter):
-                raise ValueError(
-                    f"[zeropg] fully_shard: parameter {names[0]!r} belongs to a sharded model already; shard a "
-                    "submodule before the model that contains it, and each model once."
-                )
-            if is_traceable_wrapper_subclass(parameter):
-                raise NotImplementedError(
-                    f"[zeropg] fully_shard: parameter {names[0]!r} is a {type(parameter).__name__}, expected a plain "
-                    "tensor: what tensor parallelism or quantization has wrapped cannot be sharded here. Instead of "
-                    "torchao's quantize_, zeropg.quantize_frozen(model) packs frozen weights into 4 or 8 bits that are "
-                    "sharded. Name others in ignored_params, or use torch's FSDP2, which shards DTensors and runs over "
-                    "zeropg's groups."
-                )
-            if parameter.is_complex() and parameter.requires_grad:
-                raise NotImplementedError(
-                    f"[zeropg] fully_shard: parameter {names[0]!r} is complex; train its real view "
-                    "(torch.view_as_real), freeze it, or name it in ignored_params."
-                )
-
-
-@contextmanager
-def _failing_together(group: dist.ProcessGroup) -> Iterator[None]:
-    """What this rank raises in here, the others raise where they compare their models, instead of waiting for it."""
-    try:
-        yield
-    except Exception as error:
-        if group.size() > 1:
-            with suppress(Exception):  # the first error says more
-                _exchange(f"{type(error).__name__}: {error}", group)
-        raise
-
-
-def _exchange(mine: list[str] | str, group: dist.ProcessGroup) -> list[Any]:
-    everybodys: list[Any] = [None] * group.size()
-    dist.all_gather_object(everybodys, mine, group=group)
-    return everybodys
-
-
-def _plan_of(compression: Any, group: dist.ProcessGroup) -> Plan | None:
-    """What may travel encoded."""
-    if not isinstance(compression, str):
-        return check_plan(compression, "fully_shard")
-    if compression != "auto":
-        raise TypeError(
-            f'[zeropg] fully_shard: compression is {compression!r}; expected "auto", a codec such as '
-            "zeropg.compression.BlockQuant(4), or a Plan."
-        )
-    return plan_of_auto(backend_of(group, "fully_shard"))
-
-
-def _check_compression(
-    plan: Plan,
-    plans: list[UnitPlan],
-    reduce_dtype: torch.dtype | None,
-    device: torch.device,
-    group: dist.ProcessGroup,
-) -> None:
-    backend_of(group, "fully_shard")
-    if plan.gradients is not None and reduce_dtype not in (None, torch.float32):
-        raise ValueError(
-            f"[zeropg] fully_shard: reduce_dtype is {reduce_dtype}, but compression encodes fp32 gradients; leave "
-            "reduce_dtype as it is."
-        )
-    for unit in plans:
-        for names, parameter in unit.parameters:
-            if parameter.requires_grad and (parameter.dtype == torch.float64 or device.type != "cpu"):
-                raise ValueError(
-                    f"[zeropg] fully_shard: {names[0]!r} ({parameter.dtype} on {device}) cannot be "
-                    "compressed; expected fp32 masters on the CPU. Shard without compression."
-                )
-
-
-def _check_encoded_weights(plan: Plan, stage: int, offloads_masters: bool, has_replicas: bool) -> None:
-    if plan.weights is None:
-        return
-    if has_replicas:
-        raise NotImplementedError(
-            "[zeropg] fully_shard: weights= of the plan is not available on a mesh that replicates; leave it out. "
-            "Weights travel inside a copy of the model alone, and gradients= serves what travels between the copies."
-        )
-    if stage == 0:
-        raise ValueError(
-            "[zeropg] fully_shard: the plan has a codec for weights, but in stage 0 no weights travel, since every "
-            "rank updates all of them. Leave weights= out, or use stage 1, 2 or 3."
-        )
-    if stage < 3 and offloads_masters:
-        raise ValueError(
-            "[zeropg] fully_shard: weights= of the plan sends differences from the masters, which offload_optimizer "
-            "keeps on a disk; expected them in memory. Leave one of the two out, or use stage 3."
-        )
-
-
-def _encoded_parameters(plan: Plan, units: list[UnitPlan]) -> set[int]:
-    """Ids of the parameters that travel encoded."""
-    return {id(p) for unit in units for names, p in unit.parameters if _plain_name(plan, names, p) is None}
-
-
-def _plain_name(plan: Plan, names: list[str], parameter: nn.Parameter) -> str | None:
-    """The name under which the plan leaves a parameter as it is; None for one that travels encoded."""
-    return next((name for name in names if not plan.encodes(name, parameter)), None)
-
-
-def _check_same_on_all_ranks(
-    module: nn.Module, plans: list[UnitPlan], options: dict[str, Any], group: dist.ProcessGroup
-) -> None:
-    """Ranks with different models would read each other's memory wrongly; say so before anything is shared."""
-    if group.size() == 1:
-        return
-    mine = [f"{key}={value}" for key, value in options.items()]
-    for plan in plans:
-        for names, parameter in plan.parameters:
-            mine.append(f"{_describe(names[0], parameter)}, names {names}, in unit {plan.name!r}")
-    mine += [f"buffer {_describe(name, buffer)}" for name, buffer in module.named_buffers()]
-    everybodys = _exchange(mine, group)
-    for rank, theirs in enumerate(everybodys):
-        if isinstance(theirs, str):
-            raise ValueError(
-                f"[zeropg rank {group.rank()}/{group.size()}] fully_shard: rank {rank} raised {theirs}; expected every "
-                "rank to pass a model that can be sharded."
-            )
-    for rank, theirs in enumerate(everybodys):
-        for a, b in zip_longest(theirs, everybodys[0], fillvalue="nothing more"):
-            if a != b:
-                raise ValueError(
-                    f"[zeropg rank {group.rank()}/{group.size()}] fully_shard: rank {rank} has {a} where rank 0 "
-                    f"has {b}; expected the same arguments, units, parameters and buffers on every rank."
-                )
-
-
-def _describe(name: str, tensor: torch.Tensor) -> str:
-    kind = "trainable" if tensor.requires_grad else "not trainable"
-    kind += "" if tensor.layout == torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
-    return f"{name!r} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {kind}"
-
-
-def _prepare_buffers(module: nn.Module, buffer_dtype: torch.dtype | None, group: dist.ProcessGroup) -> None:
-    """Casts floating buffers and gives all the values of rank 0; one with several names stays one."""
-    done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old one is kept, so that its id is not used again
-    for child in module.modules():
-        for key, buffer in child._buffers.items():
-            if buffer is None:
-                continue
-            if id(buffer) not in done:
-                dtype = buffer_dtype if buffer_dtype is not None and buffer.is_floating_point() else buffer.dtype
-                prepared = buffer.to(dtype)
-                if group.size() > 1 and prepared.layout != torch.strided:  # a sparse one, such as a graph's edges
-                    from_rank_0 = [prepared]
-                    dist.broadcast_object_list(from_rank_0, group=group, group_src=0)
-                    prepared = from_rank_0[0].to(prepared.device)
-                elif group.size() > 1:
-                    prepared = prepared.contiguous()  # itself, but for a transposed or expanded one
-                    # As bytes: not every backend knows every dtype.
-                    dist.broadcast(prepared.view(-1).view(torch.uint8), group_src=0, group=group)
-                done[id(buffer)] = (buffer, prepared)
-            child._buffers[key] = done[id(buffer)][1]
-
-
-# By the user's class: torch.compile makes code for a class, and blocks of one class are to share it. A class of ours is
-# kept by its modules alone, and goes with the last of them; the user's then goes as if it had never been sharded.
-_SHARDED_CLASSES: WeakValueDictionary[type[nn.Module], type[nn.Module]] = WeakValueDictionary()
-
-
-def _swap_class(module: nn.Module) -> None:
-    cls = type(module)
-    if not issubclass(cls, FullyShardedModule):
-        module.__class__ = _SHARDED_CLASSES.get(cls) or _SHARDED_CLASSES.setdefault(
-            cls, subclass_of(cls, FullyShardedModule)
-        )
-
-
-def _summary(
-    core: _C.ShardedModule,
-    plans: list[Any],
-    reduce_dtype: torch.dtype | None,
-    compression: Plan | None,
-    codecs: ModelCodecs | None,
-) -> str:
-    """One line with every setting that changes numbers."""
-    count = sum(parameter.numel() for plan in plans for _, parameter in plan.parameters)
-    computed = {parameter.dtype for plan in plans for _, parameter in plan.parameters}
-    masters = {group.master_dtype for group in core.flat_groups if group.is_trainable}
-    codec = codecs and codecs.describe_gradients()
-    return (
-        f"[zeropg] stage {core.stage} over {_ranks(core)}: {count:,} parameters in {len(plans)} units, "
-        f"computed in {_names(computed)}, masters in {_names(masters)}, gradients averaged in "
-        f"{_names({reduce_dtype} if reduce_dtype else masters)}{'' if codec is None else f' as {codec}'}; "
-        f"parameters {core.fetch_name}{_encoded_weights(core, compression)}"
-    )
-
-
-def _ranks(core: _C.ShardedModule) -> str:
-    if core.replicas == 1:
-        return f"{core.world_size} ranks"
-    return f"{core.world_size} ranks ({core.replicas} replicas of {core.shards} shards)"
-
-
-def _encoded_weights(core: _C.ShardedModule, plan: Plan | None) -> str:
-    if plan is None or plan.weights is None:
-        return ""
-    codec = plan.weights.make_compressor().description
-    if any(group.sends_differences for group in core.flat_groups):
-        apart = human_bytes(core.memory_report()["masters"])
-        return f", updates as differences in {codec}, for which masters apart from them take {apart} per rank"
-    if core.fetch_is_collective:
-        return f" as {codec}"
-    return f"; weights as {codec} changes nothing, since no weights travel"
-
-
-def _say_what_the_root_holds(plans: list[UnitPlan]) -> None:
-    *others, root = (sum(p.nbytes for _, p in plan.parameters) for plan in plans)
-    if root > _LARGE_ROOT_BYTES and root > sum(others):
-        print(
-            f"[zeropg] stage 3: the root holds {human_bytes(root)} of {human_bytes(root + sum(others))}, which every "
-            "rank has whole from a forward to the end of its backward, since they are in no block of an nn.ModuleList, "
-            "nn.Sequential or nn.ModuleDict. Name modules that run one after the other in units=[...]: then one of "
-            "them is whole at a time.",
-            file=sys.stderr,
-        )
-
-
-def _offload_plan(
-    tier: _C.Offload, plans: list[UnitPlan], stage: int, param_dtype: torch.dtype | None, world_size: int
-) -> str:
-    """One line, before anything is allocated."""
-    apart = 0
-    for plan in plans:
-        for _, parameter in plan.parameters:
-            master = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            if parameter.is_floating_point() and (param_dtype or parameter.dtype) != master:
-                apart += parameter.numel() * master.itemsize
-    share = apart // (world_size if stage >= 1 else 1)
-    masters = f"about {human_bytes(share)} of masters per rank" if share else "no masters: parameters are their own"
-    buffers = human_bytes(tier.buffer_bytes)
-    return f"[zeropg] offload_optimizer: {masters}, to {tier.describe()}; steps pass through {buffers} of buffers"
-
-
-def _names(dtypes: set[torch.dtype]) -> str:
-    return "/".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from zeropg.sharding.access import full_parameters
-from zeropg.sharding.fully_shard import FullyShardedModule
+from zeropg.sharding.sharded_class import FullyShardedModule
 from zeropg.sharding.state import state_of
 from zeropg.transformers.trainer import Trainer
 from zeropg.transformers.training_arguments import TrainingArguments

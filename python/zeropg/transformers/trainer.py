@@ -23,7 +23,7 @@ from zeropg.deepspeed.loss_scaler import LossScaler
 from zeropg.deepspeed.make_optimizer import check_state_bits, make_optimizer
 from zeropg.deepspeed.update import leaves_out_nonfinite
 from zeropg.rank_io.agreement import check_same, together
-from zeropg.sharding.fully_shard import FullyShardedModule
+from zeropg.sharding.sharded_class import FullyShardedModule
 from zeropg.sharding.state import names_label
 from zeropg.transformers.foreign import find_tag, load_schedule
 from zeropg.transformers.sharding import ConfiguredSharding, sharding_of

@@ -10,7 +10,7 @@ from torch import nn
 
 from zeropg.checkpoint.state_dict import full_state_dict
 from zeropg.sharding.access import full_parameters
-from zeropg.sharding.fully_shard import FullyShardedModule
+from zeropg.sharding.sharded_class import FullyShardedModule
 from zeropg.sharding.state import state_of
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import zeropg
 from tests.sharding.ranks import STAGES, close, on_ranks, raises
-from zeropg.sharding.fully_shard import _check_parameters
+from zeropg.sharding.arguments import check_parameters
 from zeropg.sharding.units import UnitPlan
 
 FROZEN = [
@@ -164,4 +164,4 @@ def test_parameters_on_several_devices_are_refused_by_name() -> None:
     elsewhere: Any = SimpleNamespace(device=torch.device("cuda", 0), is_meta=False)
     plan.parameters = [(["here"], nn.Parameter(torch.ones(2))), (["there"], elsewhere)]
     with raises(ValueError, "'here' on cpu", "'there' on cuda:0", "one device"):
-        _check_parameters(plan.module, [plan])
+        check_parameters(plan.module, [plan])

@@ -17,7 +17,7 @@ from torch import nn
 from zeropg.deepspeed.checkpoints.folder import holds_deepspeed, tag_folder
 from zeropg.deepspeed.checkpoints.read import read_contents
 from zeropg.deepspeed.checkpoints.state_dict import read_state_dict
-from zeropg.sharding.fully_shard import FullyShardedModule
+from zeropg.sharding.sharded_class import FullyShardedModule
 
 Model = TypeVar("Model", bound=nn.Module)
 

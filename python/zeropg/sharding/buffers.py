@@ -1,0 +1,29 @@
+"""The buffers of a model that is being sharded."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def prepare_buffers(module: nn.Module, buffer_dtype: torch.dtype | None, group: dist.ProcessGroup) -> None:
+    """Casts floating buffers and gives all the values of rank 0; one with several names stays one."""
+    done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old one is kept, so that its id is not used again
+    for child in module.modules():
+        for key, buffer in child._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in done:
+                dtype = buffer_dtype if buffer_dtype is not None and buffer.is_floating_point() else buffer.dtype
+                prepared = buffer.to(dtype)
+                if group.size() > 1 and prepared.layout != torch.strided:  # a sparse one, such as a graph's edges
+                    from_rank_0 = [prepared]
+                    dist.broadcast_object_list(from_rank_0, group=group, group_src=0)
+                    prepared = from_rank_0[0].to(prepared.device)
+                elif group.size() > 1:
+                    prepared = prepared.contiguous()  # itself, but for a transposed or expanded one
+                    # As bytes: not every backend knows every dtype.
+                    dist.broadcast(prepared.view(-1).view(torch.uint8), group_src=0, group=group)
+                done[id(buffer)] = (buffer, prepared)
+            child._buffers[key] = done[id(buffer)][1]
