@@ -60,6 +60,7 @@ class CollectiveQueue final : public OperationHost, public Channel {
   void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) override;
   std::string who_is_late() override;  // a guess from any thread
   void run_callback(std::function<void()> callback) override { group_->run_in_background(std::move(callback)); }
+  void forget(const ZeroWork& work) override { group_->retired_works().remove(work); }
 
   bool is_waited_for() const { return helpers_.load() > 0; }  // by a thread that runs the queue, or will
   // The progress thread has to run what is queued.

@@ -148,29 +148,16 @@ std::string ZeroWork::describe_late() const {
   return late.empty() ? late : ", " + late;
 }
 
-// Takes the tensors out under the lock and destroys them after it.
+// Takes all tensors but the outputs out under the lock and destroys them after it.
 void ZeroWork::release_tensors(std::unique_lock<std::mutex>& lock) {
-  Tensors tensors = std::exchange(tensors_, Tensors());
-  for (const at::Tensor& output : tensors.outputs) {
-    released_outputs_.emplace_back(output.getIntrusivePtr());
-  }
+  Tensors tensors = std::exchange(tensors_, Tensors{.outputs = tensors_.outputs});
   lock.unlock();
-}
-
-// After a wait only weak references are left: the caller gave the outputs and normally still has them.
-std::vector<at::Tensor> ZeroWork::outputs_locked() const {
-  std::vector<at::Tensor> outputs = tensors_.outputs;
-  for (const auto& weak : released_outputs_) {
-    if (auto impl = weak.lock()) {
-      outputs.emplace_back(std::move(impl));
-    }
-  }
-  return outputs;
+  host_->forget(*this);
 }
 
 std::vector<at::Tensor> ZeroWork::result() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return outputs_locked();
+  return tensors_.outputs;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> ZeroWork::getFuture() {
@@ -178,7 +165,7 @@ c10::intrusive_ptr<c10::ivalue::Future> ZeroWork::getFuture() {
   if (!future_) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     if (completed_) {
-      complete_future(*future_, outputs_locked(), exception_);
+      complete_future(*future_, tensors_.outputs, exception_);
     }
   }
   return future_;

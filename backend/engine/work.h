@@ -2,9 +2,10 @@
 //
 // Note [Tensor references]
 // Destroying a tensor may need Python's GIL (its PyObject goes with it), and the progress thread must never wait for
-// the GIL: a thread that holds it may be waiting for that thread. So a Work owns the tensors of its operation, a thread
-// that waits for it takes them out and destroys them, and what nobody waited for is handed to RetiredWorks and is
-// destroyed by the next thread that calls into the group.
+// the GIL: a thread that holds it may be waiting for that thread. So a Work owns the tensors of its operation, and the
+// progress thread hands works to RetiredWorks, where the next thread that calls into the group destroys them. A thread
+// that waits for a work takes it out of there; it destroys all its tensors but the outputs, which are the caller's to
+// ask for as long as the work lives.
 #pragma once
 
 #include <torch/version.h>
@@ -37,6 +38,8 @@ class OperationHost {
   virtual std::string who_is_late() = 0;
   // A future's: on a thread of its own, since it may be Python, and may wait.
   virtual void run_callback(std::function<void()> callback) = 0;
+  // Somebody has waited for the work: only its callers still need it.
+  virtual void forget(const ZeroWork& work) = 0;
 };
 
 class ZeroWork final : public c10d::Work {
@@ -84,18 +87,16 @@ class ZeroWork final : public c10d::Work {
 
  private:
   void release_tensors(std::unique_lock<std::mutex>& lock);
-  std::vector<at::Tensor> outputs_locked() const;
   std::string describe_late() const;
 
   const OperationLabel label_;
   const OperationTimeout timeout_;
   const uint64_t key_;
   const std::chrono::steady_clock::time_point start_;
-  const std::shared_ptr<OperationHost> host_;                              // life shared with the group's runtime
-  Tensors tensors_;                                                        // guarded by mutex_ (of the base class)
-  std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> released_outputs_;  // guarded by mutex_
-  c10::intrusive_ptr<c10::ivalue::Future> future_;                         // guarded by mutex_
-  float duration_ms_ = 0;                                                  // guarded by mutex_
+  const std::shared_ptr<OperationHost> host_;  // life shared with the group's runtime
+  Tensors tensors_;                                 // guarded by mutex_ (of the base class)
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
+  float duration_ms_ = 0;                           // guarded by mutex_
   std::atomic<bool> is_complete_{false};
   int source_rank_ = -1;
 };

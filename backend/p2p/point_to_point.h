@@ -44,6 +44,7 @@ class PointToPoint final : public OperationHost, public Channel {
   void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) override;
   std::string who_is_late() override { return ""; }  // a message's label names its peer
   void run_callback(std::function<void()> callback) override { group_->run_in_background(std::move(callback)); }
+  void forget(const ZeroWork& work) override { group_->retired_works().remove(work); }
 
   bool is_waited_for() const { return helpers_.load() > 0; }  // by a thread that moves the messages
   bool is_left_to_engine() const;                             // the progress thread has to move them

@@ -115,6 +115,7 @@ class IdleHost final : public OperationHost {
   void help(const ZeroWork&, std::chrono::steady_clock::time_point) override {}
   std::string who_is_late() override { return "waiting for rank 7"; }
   void run_callback(std::function<void()> callback) override { callbacks_.post(std::move(callback)); }
+  void forget(const ZeroWork&) override {}
 
  private:
   CallbackPool callbacks_;

@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "backend/engine/completed_work.h"
+#include "backend/group/retired_works.h"
 #include "backend/platform/process/signal_check.h"
 #include "tests/backend/local_ranks.h"
 
@@ -82,7 +83,9 @@ TEST(ZeroWork, ItsHostRunsTheOperationInTheThreadThatWaits) {
     }
     std::string who_is_late() override { return ""; }
     void run_callback(std::function<void()> callback) override { callback(); }
+    void forget(const ZeroWork& work) override { forgotten = &work; }
     std::thread::id helper;
+    const ZeroWork* forgotten = nullptr;
     std::chrono::steady_clock::time_point given;
   };
   const auto host = std::make_shared<Host>();
@@ -96,6 +99,7 @@ TEST(ZeroWork, ItsHostRunsTheOperationInTheThreadThatWaits) {
   done->complete(nullptr);
   done->wait();
   EXPECT_EQ(host->helper, std::thread::id());
+  EXPECT_EQ(host->forgotten, done.get());
 }
 
 TEST(ZeroWork, SeveralThreadsWaitForIt) {
@@ -122,7 +126,7 @@ TEST(ZeroWork, ASignalHandlersExceptionEndsTheWaitAndNotTheWork) {
   EXPECT_TRUE(work->wait());
 }
 
-TEST(ZeroWork, LetsGoOfItsTensorsForWhoWaitsAndNotBefore) {
+TEST(ZeroWork, LetsGoOfAllButItsOutputsForWhoWaitsAndNotBefore) {
   for (const bool has_failed : {false, true}) {
     ZeroWork::Tensors tensors;
     const at::Tensor output = ones(3);
@@ -137,20 +141,34 @@ TEST(ZeroWork, LetsGoOfItsTensorsForWhoWaitsAndNotBefore) {
     } catch (const std::runtime_error&) {
     }
     EXPECT_EQ(held.use_count(), 1U);
-    EXPECT_EQ(output.use_count(), 1U);
-    ASSERT_EQ(work->result().size(), 1U);  // the caller still has it
+    ASSERT_EQ(work->result().size(), 1U);
     EXPECT_EQ(work->result()[0].data_ptr(), output.data_ptr());
   }
 }
 
-TEST(ZeroWork, GivesNoResultThatItsCallerDropped) {
+TEST(ZeroWork, GivesResultsThatItsCallerDropped) {
   ZeroWork::Tensors tensors;
-  tensors.outputs = {ones(3)};
+  tensors.outputs = {ones(3), ones(4)};
   const ZeroWorkPtr work = make_work(std::move(tensors));
   work->complete(nullptr);
-  EXPECT_EQ(work->result().size(), 1U);
   work->wait();
-  EXPECT_TRUE(work->result().empty());
+  ASSERT_EQ(work->result().size(), 2U);
+  EXPECT_EQ(work->result()[1].numel(), 4);
+  EXPECT_EQ(work->getFuture()->value().toTensorVector().size(), 2U);
+}
+
+TEST(RetiredWorks, GivesUpAWorkThatSomebodyHasWaitedFor) {
+  RetiredWorks retired;
+  const ZeroWorkPtr kept = make_work();
+  const ZeroWorkPtr removed = make_work();
+  retired.add(kept);
+  retired.add(removed);
+  retired.remove(*removed);
+  retired.remove(*make_work());  // not there
+  EXPECT_EQ(removed.use_count(), 1U);
+  EXPECT_EQ(kept.use_count(), 2U);
+  retired.release();
+  EXPECT_EQ(kept.use_count(), 1U);
 }
 
 TEST(ZeroWork, CopiesBackBeforeItIsComplete) {
