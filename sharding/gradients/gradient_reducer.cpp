@@ -180,28 +180,38 @@ void GradientReducer::finish_backward() {
   }
 }
 
-// One small all-reduce (max) of a byte per slot.
+// One small all-reduce (max) of a byte per slot, and two per bucket: whether it is active, and whether it is not.
 void GradientReducer::share_which_slots_have_gradients() {
-  std::vector<uint8_t> filled;
+  std::vector<uint8_t> told;
   for (const auto& bucket : buckets_) {
+    told.push_back(bucket->is_active() ? 1 : 0);
+    told.push_back(bucket->is_active() ? 0 : 1);
     for (const GradientSlot& slot : bucket->slots()) {
-      filled.push_back(slot.is_filled ? 1 : 0);
+      told.push_back(slot.is_filled ? 1 : 0);
     }
   }
-  if (context_.communicator.world_size() > 1 && !filled.empty()) {
+  if (context_.communicator.world_size() > 1 && !told.empty()) {
     const c10::Device device = buckets_.front()->flat().device();
-    at::Tensor flags = at::empty({static_cast<int64_t>(filled.size())}, at::kByte);
-    std::memcpy(flags.mutable_data_ptr(), filled.data(), filled.size());
+    at::Tensor flags = at::empty({static_cast<int64_t>(told.size())}, at::kByte);
+    std::memcpy(flags.mutable_data_ptr(), told.data(), told.size());
     flags = flags.to(device);
     context_.communicator.wait(context_.communicator.all_reduce_max(flags));
     flags = flags.cpu();
-    std::memcpy(filled.data(), flags.const_data_ptr(), filled.size());
+    std::memcpy(told.data(), flags.const_data_ptr(), told.size());
   }
   // What the ranks together have.
   size_t next = 0;
   for (const auto& bucket : buckets_) {
+    const bool is_active_somewhere = told[next++] != 0;
+    const bool is_frozen_somewhere = told[next++] != 0;
+    TORCH_CHECK(!is_active_somewhere || !is_frozen_somewhere, context_.communicator.context("backward"), "'",
+                bucket->slots().front().place->names.front(), "', or another parameter of unit '",
+                bucket->flat().unit_name(),
+                "', was unfrozen on some ranks and not on others, so the gradients of this backward are lost; expected "
+                "requires_grad to be set alike on every rank. Choose what trains from numbers that all ranks have (a "
+                "generator with one seed), then make model and optimizer anew and load a checkpoint.");
     for (GradientSlot& slot : bucket->slots()) {
-      slot.arrived_somewhere = filled[next++] != 0;
+      slot.arrived_somewhere = told[next++] != 0;
       slot.has_gradient |= slot.arrived_somewhere;
     }
   }

@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
+#include <cstring>
 #include <span>
 #include <vector>
 
@@ -67,9 +68,11 @@ double GradientAccess::clip_norm(double max_norm, double norm_type, bool error_i
       trainable.push_back(static_cast<int64_t>(i));
     }
   }
-  // One value per flat parameter and rank, of the slice that the rank owns in every stage.
+  // One value per flat parameter and rank, of the slice that the rank owns in every stage; behind them the arguments.
   const int64_t count = static_cast<int64_t>(trainable.size());
-  at::Tensor mine = at::zeros({count}, at::kDouble);
+  at::Tensor mine = at::zeros({count + 2}, at::kDouble);
+  mine.mutable_data_ptr<double>()[count] = max_norm;
+  mine.mutable_data_ptr<double>()[count + 1] = norm_type;
   for (int64_t i = 0; i < count; ++i) {
     const FlatParameter& flat = *units_.flats()[trainable[i]];
     const at::Tensor averaged = of(trainable[i]);
@@ -82,12 +85,20 @@ double GradientAccess::clip_norm(double max_norm, double norm_type, bool error_i
   at::Tensor everybodys = mine;
   if (communicator_.shards() > 1 && count > 0) {
     const c10::Device device = units_.flats().front()->device();
-    everybodys = at::empty({communicator_.shards() * count}, mine.options().device(device));
+    everybodys = at::empty({communicator_.shards() * (count + 2)}, mine.options().device(device));
     communicator_.wait(communicator_.gather_slices(everybodys, mine.to(device)));
     everybodys = everybodys.cpu();
   }
-  const double* values = everybodys.const_data_ptr<double>();
-  const double norm = combine_norms(std::vector<double>(values, values + everybodys.numel()), norm_type);
+  const double* row = everybodys.const_data_ptr<double>();
+  std::vector<double> contributions;
+  for (int64_t shard = 0; shard < everybodys.numel() / (count + 2); ++shard, row += count + 2) {
+    contributions.insert(contributions.end(), row, row + count);
+    TORCH_CHECK_VALUE(std::memcmp(row + count, mine.const_data_ptr<double>() + count, 2 * sizeof(double)) == 0,
+                      communicator_.context("clip_grad_norm_"), "max_norm is ", max_norm, " and norm_type ", norm_type,
+                      " on this rank, but ", row[count], " and ", row[count + 1],
+                      " on another; expected the same on every rank, and no gradient was changed.");
+  }
+  const double norm = combine_norms(contributions, norm_type);
   TORCH_CHECK(!error_if_nonfinite || std::isfinite(norm), communicator_.context("clip_grad_norm_"),
               "the total norm of order ", norm_type, " is ", norm,
               "; expected a finite number. To scale by it anyway pass error_if_nonfinite=False.");

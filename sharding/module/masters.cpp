@@ -30,6 +30,12 @@ const char* const kReplicasDrifted =
     "expected the same on every rank. Weights of the first replica were kept. Decide from numbers that all ranks have "
     "(torch.distributed.all_reduce a loss before a scheduler sees it), and go on from a checkpoint.";
 
+const char* const kRanksDrifted =
+    "the ranks have different masters since an earlier step: in stage 0 each rank updates all of them, and single "
+    "ranks "
+    "changed gradients, clipped them to another norm, scaled them otherwise, or changed optimizer state; expected the "
+    "same on every rank. Go on from a checkpoint that was saved before, and decide from numbers that all ranks have.";
+
 constexpr int64_t kSamplesPerSlot = 64;
 
 // Of every rank, as Communicator::gather_values: what replicas compare.
@@ -150,6 +156,17 @@ void Masters::check_plans(const char* operation, const StepPlan& plan) {
   }
 }
 
+// On a device the samples would make the host wait for each step.
+bool Masters::update_everything() const {
+  return !options_.stage.shards_optimizer && communicator_.shards() > 1 && communicator_.replicas() == 1 &&
+         !units_.flats().empty() && units_.flats().front()->device().is_cpu();
+}
+
+void Masters::check_not_drifted(const char* operation) {
+  const at::Tensor all = communicator_.gather_values({sample_}, units_.flats().front()->device());
+  TORCH_CHECK(all.eq(all[0]).all().item<bool>(), communicator_.context(operation), kRanksDrifted);
+}
+
 bool Masters::begin_fetch_update(const char* operation, int64_t news) {
   try {
     return whole_units_.fetch().begin_update(news);
@@ -163,9 +180,11 @@ bool Masters::begin_fetch_update(const char* operation, int64_t news) {
 
 void Masters::begin_update(const char* operation, const StepPlan& plan) {
   const int64_t written = whole_units_.ledger().digest();
-  const std::array<int64_t, 4> parts = {written, plan.options.first, plan.options.second, plan.gradients};
-  const int64_t news =
-      plan.options.first != 0 ? static_cast<int64_t>(digest(std::as_bytes(std::span(parts))) | 1U) : written;
+  const int64_t left = update_everything() ? sample_ : 0;
+  const std::array<int64_t, 5> parts = {written, left, plan.options.first, plan.options.second, plan.gradients};
+  const int64_t news = left != 0 || plan.options.first != 0
+                           ? static_cast<int64_t>(digest(std::as_bytes(std::span(parts))) | 1U)
+                           : written;
   const bool is_same_on_shards = begin_fetch_update(operation, news);
   const std::exception_ptr failure = failure_of([&] {
     // What ranks have written, and what their steps have left (Note [Drift]).
@@ -177,7 +196,10 @@ void Masters::begin_update(const char* operation, const StepPlan& plan) {
       is_same = told.is_same_news();
       has_drifted = !told.is_same_on_replicas();
     }
-    if (!is_same && !units_.flats().empty()) check_plans(operation, plan);
+    if (!is_same && !units_.flats().empty()) {
+      check_plans(operation, plan);
+      if (update_everything()) check_not_drifted(operation);
+    }
     const WriteLedger::Settlement settlement = whole_units_.ledger().settle(is_same, operation);
     if (!settlement.changes.empty()) {
       fail_together(failure_of([&] { apply(settlement.changes); }), operation, "read and write", EIO);
@@ -204,7 +226,7 @@ void Masters::begin_update(const char* operation, const StepPlan& plan) {
 void Masters::end_update(Fetch::Change change) {
   const bool is_step = change != Fetch::Change::kLoad;
   steps_ += is_step ? 1 : 0;
-  sample_ = is_step && communicator_.replicas() > 1 ? sample() : 0;
+  sample_ = is_step && (communicator_.replicas() > 1 || update_everything()) ? sample() : 0;
   whole_units_.end_update(change);
 }
 

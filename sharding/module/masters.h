@@ -62,6 +62,10 @@ class Masters {
  private:
   // The fetch's begin_update, with an error that names the operation where not all ranks come. Collective.
   bool begin_fetch_update(const char* operation, int64_t news);
+  // Whether each of several ranks updates all masters of the model's one copy, alike: Note [Drift].
+  bool update_everything() const;
+  // Throws, on every rank, where those have got different masters. Collective.
+  void check_not_drifted(const char* operation);
   // Throws, on every rank, where ranks are about to step differently. Collective.
   void check_plans(const char* operation, const StepPlan& plan);
   // Throws `failure`, or that of another rank. Collective with offload.

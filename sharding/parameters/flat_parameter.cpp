@@ -37,8 +37,10 @@ std::string sharded_message(const std::string& name) {
                   "inside `with zeropg.full_parameters(model):`, or take this rank's part from "
                   "zeropg.local_shards(model). A backward raises this where a unit's forward writes its result into an "
                   "argument: return it instead. What is differentiated has to go into a unit by its arguments and out "
-                  "by its results (not by an attribute, nor by a method other than forward); else run forward and "
-                  "backward, without the step, inside `with zeropg.full_parameters(model):`.");
+                  "by its results (not by an attribute, nor by a method other than forward). A forward that reads "
+                  "parameters of modules that it does not call needs them in its own unit: leave those modules out of "
+                  "units= (units=[]: one unit). Else run forward and backward, without the step, inside `with "
+                  "zeropg.full_parameters(model):`.");
 }
 
 std::string arriving_message(const std::string& name) {

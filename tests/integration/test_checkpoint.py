@@ -304,6 +304,48 @@ def wrong_arguments(directory: Path) -> None:
     assert not directory.exists()
 
 
+def copies(directory: Path) -> None:
+    import zeropg
+
+    model, optimizer = make(seed=1)
+    own = directory / f"rank{dist.get_rank()}"
+    zeropg.save_checkpoint(directory / "rank0", model, optimizer)
+    if dist.get_rank() == 0:
+        shutil.copytree(directory / "rank0", directory / "rank1")
+    dist.barrier()
+    zeropg.load_checkpoint(own, model, optimizer)
+    text = attempt(zeropg.load_checkpoint, own, model, [None, optimizer][dist.get_rank()])
+    assert "optimizer is 'None' on rank 0" in text and "ranks that differ: 1" in text, text
+    text = attempt(lambda: zeropg.load_checkpoint(own, model, strict=dist.get_rank() == 0))
+    assert "strict is 'True' on rank 0" in text and "ranks that differ: 1" in text, text
+    zeropg.save_checkpoint(directory / "rank0", model, optimizer, extra="newer")
+    text = attempt(zeropg.load_checkpoint, own, model)
+    assert "load_checkpoint: the checkpoint (its inner folder) is" in text, text
+
+
+def test_each_rank_may_have_a_copy_of_its_own(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool(2).run(copies, tmp_path)
+
+
+def with_experts(directory: Path) -> None:
+    import zeropg
+
+    model = nn.Linear(4, 4)
+    model.expert = nn.Parameter(torch.full((3,), float(dist.get_rank())))
+    model.shared = nn.Parameter(torch.ones(3))
+    zeropg.fully_shard(model, ignored_params=[model.expert, model.shared])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        zeropg.save_checkpoint(directory, model)
+    texts = [str(one.message) for one in seen if "[zeropg]" in str(one.message)]
+    assert len(texts) == (1 if dist.get_rank() == 0 else 0), texts
+    assert all("1 ignored parameters have other values on other ranks (expert)" in text for text in texts)
+
+
+def test_ignored_parameters_that_differ_between_ranks_are_named(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool(2).run(with_experts, tmp_path)
+
+
 def test_wrong_arguments_are_refused_on_every_rank(rank_pool: Any, tmp_path: Path) -> None:
     rank_pool(2).run(wrong_arguments, tmp_path / "new")
 

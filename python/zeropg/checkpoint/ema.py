@@ -65,7 +65,9 @@ class WeightAverage:
         weight = 1.0 - self.decay if self._updates else 1.0
         for index, tensor in enumerate(self._own(local_shards(self._model))):
             # The masters of what was frozen have another dtype once it is trainable.
-            self._averages[index] = self._averages[index].to(tensor.dtype).lerp_(tensor, weight)
+            average = self._averages[index].to(tensor.dtype)
+            # Weights of 8 bits have no arithmetic, and are frozen.
+            self._averages[index] = average.copy_(tensor) if tensor.itemsize == 1 else average.lerp_(tensor, weight)
         self._updates += 1
 
     @contextlib.contextmanager

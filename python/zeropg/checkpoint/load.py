@@ -17,7 +17,7 @@ from zeropg.checkpoint.load_masters import Advance, set_values
 from zeropg.checkpoint.manifest import SavedOptimizer, SavedTensor
 from zeropg.checkpoint.match import check_groups, listed, match_tensors
 from zeropg.checkpoint.optimizers import check_same_names, own_words
-from zeropg.checkpoint.plan import ModelPlan, group_names, optimizer_kind, plan_model
+from zeropg.checkpoint.plan import ModelPlan, group_names, kinds_of, optimizer_kind, plan_model
 from zeropg.checkpoint.regular_file import check_no_pipe
 from zeropg.checkpoint.residuals import is_residual_file, load_residuals, residual_file
 from zeropg.checkpoint.saved_tensors import manifest_in, read_into_place, read_pieces
@@ -53,6 +53,7 @@ class Loading:
         self._readers: dict[str, _C.FileReader] = {}
         self._modules: dict[str, Any] = {}
         self._is_changing = False
+        self._strict = strict
         self._reads_model = reads_model
         self._resources = ExitStack()
         while True:
@@ -92,7 +93,11 @@ class Loading:
 
     def announcement(self) -> dict[str, str]:
         """What must be the same on all ranks."""
-        return {f"the checkpoint in '{self._directory}'": self._manifest.folder}
+        return {
+            "the checkpoint (its inner folder)": self._manifest.folder,
+            "optimizer": kinds_of(self._optimizers),
+            "strict": str(self._strict),
+        }
 
     def own_bytes(self) -> int:
         """About how much this rank will read."""

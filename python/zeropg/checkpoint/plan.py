@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,13 @@ class ModelPlan:
     def left_out(self) -> list[str]:
         """All names of tensors that are not saved."""
         return [name for name, index in self.index_of.items() if index not in self.places]
+
+    def ignored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the parameters that nothing shards and that are saved."""
+        for index in self.places:
+            tensor = self.tensors[index]
+            if isinstance(tensor.value, nn.Parameter) and not tensor.is_sharded:
+                yield tensor.name, tensor.value
 
     def described(self) -> list[Any]:
         """JSON that differs where ranks would write different files."""
@@ -160,6 +167,11 @@ def own_pieces(optimizer: ShardedOptimizer) -> Iterator[tuple[str, str, torch.Te
 def optimizer_kind(optimizer: ShardedOptimizer) -> str:
     kind = type(optimizer._wrapped)
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def kinds_of(optimizers: Mapping[str, ShardedOptimizer]) -> str:
+    kinds = [f"{name}: {optimizer_kind(one)}" if name else optimizer_kind(one) for name, one in optimizers.items()]
+    return ", ".join(kinds) or "None"
 
 
 def group_names(optimizer: torch.optim.Optimizer, model: ModelPlan) -> list[list[str]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from zeropg.checkpoint.plan import (
     OptimizerPlan,
     digest,
     encode_groups,
+    kinds_of,
     local_signatures,
     optimizer_kind,
     plan_model,
@@ -43,6 +45,7 @@ from zeropg.sharding.state import ShardedState
 OPERATION = "save_checkpoint"
 # Small: a chunk in which the parts of two ranks meet is read by both.
 _SMALLEST_CHUNK_BYTES = 1 << 18
+_SAMPLED = 1 << 12  # elements of a parameter that each rank has for itself
 _MOST_CHUNKS = 1 << 16  # so that the checksums of a checkpoint of any size are some hundred KB of text
 
 Agree = Callable[[Callable[[], Any]], list[Any]]
@@ -76,6 +79,7 @@ class Save:
         )
         check_same(self._group, OPERATION, [entry["arguments"] for entry in announced])
         assert self._model_plan is not None  # otherwise the lines above have raised
+        self._warn_of_ranks_own([entry["ignored"] for entry in announced])
         layouts = [self._model_plan.layout]
         for index, (name, optimizer) in enumerate(self._optimizers.items()):
             plan = plan_optimizer(
@@ -127,7 +131,7 @@ class Save:
             "directory": str(self.directory),
             "async_save": str(async_save),
             "the model's tensors (digest)": digest(self._model_plan.described()),
-            "optimizer": _kinds(self._optimizers),
+            "optimizer": kinds_of(self._optimizers),
         }
         self._groups = {name: encode_groups(one, self._model_plan) for name, one in self._optimizers.items()}
         for name, groups in self._groups.items():
@@ -138,7 +142,18 @@ class Save:
             "states": {name: local_signatures(one, self._model_plan) for name, one in self._optimizers.items()},
             "own_files": {name: file.size_bytes for name, file in self._own_files.items()},
             "token": secrets.token_hex(8),
+            "ignored": {name: _sample(parameter) for name, parameter in self._model_plan.ignored()},
         }
+
+    def _warn_of_ranks_own(self, samples: list[dict[str, str]]) -> None:
+        differing = [name for name, first in samples[0].items() if any(each[name] != first for each in samples)]
+        if differing and self.rank == 0:
+            warnings.warn(
+                f"[zeropg] {OPERATION}: {len(differing)} ignored parameters have other values on other ranks "
+                f"({', '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}), and the checkpoint has those of "
+                "rank 0; put each rank's own, and their optimizer state, into rank_extra=, and set them after the load",
+                stacklevel=4,
+            )
 
     def create(self) -> None:
         """Makes the files, as many ranks open them as see them. Collective."""
@@ -307,9 +322,9 @@ def _expand(runs: list[Any], chunk_bytes: int) -> Iterator[tuple[int, int, int]]
             start = end
 
 
-def _kinds(optimizers: Mapping[str, ShardedOptimizer]) -> str:
-    kinds = [f"{name}: {optimizer_kind(one)}" if name else optimizer_kind(one) for name, one in optimizers.items()]
-    return ", ".join(kinds) or "None"
+def _sample(parameter: torch.Tensor) -> str:
+    flat = parameter.detach().reshape(-1)
+    return digest(flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous().view(torch.uint8).tolist())
 
 
 def _extra_states(model: nn.Module) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropg.checkpoint.broadcast_load import load_from_rank0
-from zeropg.checkpoint.plan import local_signatures, optimizer_kind, own_pieces, plan_model, plan_optimizer
+from zeropg.checkpoint.plan import digest, local_signatures, optimizer_kind, own_pieces, plan_model, plan_optimizer
 from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.optim.shard_optimizer import ShardedOptimizer
-from zeropg.rank_io.agreement import collective_device, peers_needed, together
+from zeropg.rank_io.agreement import check_same, collective_device, peers_needed, together
 from zeropg.sharding.state import state_of
 
 
@@ -36,37 +36,53 @@ def full_state_dict(
         only: names of parameters, the same on every rank; other parameters are neither gathered nor returned (LoRA's
             frozen base, say). Flat parameters that hold one of them are gathered whole. Default: all.
 
-    Raises ValueError for a model that is not sharded.
+    Raises ValueError for a model that is not sharded; on every rank, for names that differ between ranks, or that the
+    model has not.
     """
-    state = state_of(model, "full_state_dict")
-    state.core.settle_writes("full_state_dict")
+    operation = "full_state_dict"
+    state = state_of(model, operation)
+    group = state.core.process_group
+    check_same(group, operation, together(group, operation, lambda: {"only": _checked_names(model, only)}))
+    state.core.settle_writes(operation)
     keeps = state.core.rank == 0 or not rank0_only
-    values: dict[str, torch.Tensor] = {}
-    left_out: set[str] = set()
-    for group in state.core.flat_groups:
-        slots = [slot for slot in group.slots if only is None or not set(only).isdisjoint(slot[0])]
-        left_out.update(name for names, *_ in group.slots for name in names)
-        whole = group.gather_master() if slots else None
-        for names, parameter, offset, numel in slots if keeps else ():
-            assert whole is not None
-            left_out.difference_update(names)
+    gathered: dict[int, torch.Tensor | None] = {}  # by the parameter's id; None: is left out
+    for flat in state.core.flat_groups:
+        names_of = [names for names, *_ in flat.slots]
+        is_wanted = only is None or any(not set(only).isdisjoint(names) for names in names_of)
+        whole = flat.gather_master() if is_wanted else None
+        for names, parameter, offset, numel in flat.slots if keeps else ():
+            if whole is None or not (only is None or set(only) & set(names)):
+                gathered[id(parameter)] = None
+                continue
             value = whole[offset : offset + numel].view(parameter.shape)
             target = dtype if dtype is not None and value.is_floating_point() else value.dtype
-            value = value.to(device="cpu", dtype=target, copy=True)
-            values.update(dict.fromkeys(names, value))
+            gathered[id(parameter)] = value.to(device="cpu", dtype=target, copy=True)
     if not keeps:
         return {}
     result: dict[str, torch.Tensor] = {}
     for key, value in model.state_dict(keep_vars=True).items():
-        if key in left_out:
-            continue
-        if key in values:
-            result[key] = values[key]
-        elif isinstance(value, torch.Tensor):  # buffers and ignored parameters
+        if id(value) in gathered:
+            if (master := gathered[id(value)]) is not None:
+                result[key] = master
+        elif isinstance(value, torch.Tensor):  # buffers, ignored parameters, and what hooks have made of others
             result[key] = value.detach().to(device="cpu", copy=True)
         else:  # what a module's get_extra_state returned
             result[key] = value
     return result
+
+
+def _checked_names(model: nn.Module, only: Collection[str] | None) -> str:
+    """Returns what differs where `only` does."""
+    if only is None:
+        return "None"
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if isinstance(only, str) or not set(only) <= known:
+        wrong = [only] if isinstance(only, str) else sorted(set(only) - known)
+        raise ValueError(
+            f"only is or has {', '.join(map(repr, wrong[:3]))}; expected a collection of names of parameters, as in "
+            "model.named_parameters()"
+        )
+    return digest(sorted(only))
 
 
 def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:

@@ -240,7 +240,7 @@ class GradScaler:
             self._compressed.add(optimizer._core)
         elif optimizer.warmup_state is not None:
             self._compressed.add(optimizer.warmup_state)
-        self._found_inf[id(optimizer)] = has_nonfinite(optimizer)
+        self._found_inf[id(optimizer)] = has_nonfinite(optimizer, self._scale)
 
 
 def _checked_scale(call: str, scale: float) -> float:
@@ -250,21 +250,31 @@ def _checked_scale(call: str, scale: float) -> float:
 
 
 @torch.no_grad()
-def has_nonfinite(optimizer: Scaled) -> bool:
-    """Whether a gradient that the optimizer steps by is not finite on some rank. Collective."""
+def has_nonfinite(optimizer: Scaled, scale: float = 1.0) -> bool:
+    """Whether a gradient that the optimizer steps by is not finite on some rank. Collective.
+
+    Raises RuntimeError, on every rank, where `scale` differs between ranks.
+    """
     if isinstance(optimizer, ShardedOptimizer):
         group = optimizer._core.process_group
     else:
         assert optimizer.exchange is not None  # as GradScaler._check says
         group = optimizer.exchange.group
-    worst = torch.zeros(1, dtype=torch.int64)
+    # Whether there is one; and the largest and the smallest scale.
+    worst = torch.tensor([0.0, scale, -scale], dtype=torch.float64)
     for gradient in _gradients(optimizer):
         # The largest magnitude: inf and nan come through, and no tensor of flags is made.
         if gradient.numel() > 0 and not math.isfinite(torch.linalg.vector_norm(gradient, math.inf).item()):
-            worst[0] = 1
+            worst[0] = 1.0
     worst = worst.to(collective_device(group))
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-    return bool(worst.item())
+    is_found, largest, smallest = worst.tolist()
+    if largest != -smallest:
+        raise RuntimeError(
+            f"[zeropg rank {group.rank()}/{group.size()}] GradScaler: the loss scale is {scale} here, and from "
+            f"{-smallest} to {largest} on all ranks; expected the same: make the scalers alike, and load all of them or none"
+        )
+    return bool(is_found)
 
 
 def _gradients(optimizer: Scaled) -> Iterator[torch.Tensor]:

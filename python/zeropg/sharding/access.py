@@ -173,7 +173,8 @@ def clip_grad_norm_(
     """Scales all gradients so that their total norm is at most max_norm; returns the norm before. All ranks must call.
 
     The norm is that of the averaged gradient of the whole model. It is summed in fp64 in one order, so it has the same
-    bits on every rank and in every stage.
+    bits on every rank and in every stage. Gradients of `ignored_params` are neither counted nor scaled, since each rank
+    may have its own.
 
     Args:
         model: a module that `fully_shard` has sharded, in any stage.
@@ -185,7 +186,7 @@ def clip_grad_norm_(
         A scalar tensor in the masters' dtype, on the CPU.
 
     Raises:
-        ValueError: `model` is not sharded, or a number is out of range.
+        ValueError: `model` is not sharded, or a number is out of range, or not the same on all ranks.
         RuntimeError: called inside `full_gradients` (stages 2, 3); or the norm is inf or nan, with error_if_nonfinite.
     """
     state = state_of(model, "clip_grad_norm_")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from zeropg._native import _C
 
 FORMAT = "zeropg trace 1"
@@ -86,7 +88,7 @@ class TraceRecorder:
         core = self._core
         trace: dict[str, Any] = {
             "format": FORMAT,
-            "rank": core.rank,
+            "rank": dist.get_rank(),
             "world_size": core.world_size,
             "host": platform.node(),
             "stage": core.stage,
@@ -96,7 +98,8 @@ class TraceRecorder:
             "events": events,
             "samples": samples,
         }
-        path = self._directory / f"rank{core.rank}.model{self._number}.json"
+        # By the rank in the world: models over several groups have ranks of the same numbers.
+        path = self._directory / f"rank{dist.get_rank()}.model{self._number}.json"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")

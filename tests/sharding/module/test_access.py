@@ -196,6 +196,41 @@ def test_full_state_dict_casts_parameters_and_leaves_buffers_and_ignored_paramet
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
+def test_full_state_dict_has_what_hooks_make_of_a_module(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wanted = model[0].weight.detach().clone()
+
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[prefix + "kernel"] = state.pop(prefix + "weight")
+
+    def double(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if stage < 3:
+            state[prefix + "bias"] = 2 * state[prefix + "bias"].detach()
+
+    model[0].register_state_dict_post_hook(rename)
+    model[1].register_state_dict_post_hook(double)
+    bias = model[1].bias.detach().clone()
+    zeropg.fully_shard(model, stage=stage)
+    state = zeropg.full_state_dict(model, rank0_only=False)
+    assert "0.weight" not in state and equal(state["0.kernel"], wanted)
+    assert equal(state["1.bias"], bias if stage == 3 else 2 * bias)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_names_to_gather_are_checked(stage: int) -> None:
+    model = sharded(stage)
+    with raises(ValueError, "full_state_dict", "only is or has 'norm.bias'; expected a collection"):
+        zeropg.full_state_dict(model, only="norm.bias")
+    with raises(ValueError, "only is or has 'norm.bais'"):
+        zeropg.full_state_dict(model, only=["norm.bias", "norm.bais"])
+    with raises(ValueError, "full_state_dict: only is", "ranks that differ: 1"):
+        zeropg.full_state_dict(model, only=[("norm.bias", "norm.weight")[dist.get_rank()]])
+    assert list(zeropg.full_state_dict(model, only=["norm.bias"], rank0_only=False)) == ["norm.bias"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
 def test_load_full_state_dict_keeps_every_bit(stage: int) -> None:
     wanted = make_model(seed=7).state_dict()
     for options in ({}, {"param_dtype": BF16}):

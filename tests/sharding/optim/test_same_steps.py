@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropg
-from tests.sharding.ranks import STAGES, on_ranks, raises
+from tests.sharding.ranks import STAGES, equal, on_ranks, raises
 from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
 from zeropg.optim.checked_groups import digest_of_options
 
@@ -59,6 +59,62 @@ def test_a_rank_that_steps_differently_is_named_and_nothing_is_stepped(stage: in
         if dist.get_rank() == 0:
             change(model, optimizer)
         optimizer.step()  # now that both have it
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, backend=("zeropg", "gloo"))
+def test_ranks_that_unfreeze_different_parameters_are_told(stage: int) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[:2].requires_grad_(False)
+    zeropg.fully_shard(model, stage=stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    model[dist.get_rank()].requires_grad_(True)
+    before = zeropg.full_state_dict(model, rank0_only=False)
+    with raises(RuntimeError, "backward: '1.weight', or another parameter of unit '1', was unfrozen on some ranks"):
+        model(torch.ones(2, 4)).sum().backward()
+    optimizer.zero_grad()
+    assert equal(zeropg.full_state_dict(model, rank0_only=False)["2.weight"], before["2.weight"])
+
+
+def _write_gradients(model: Any, optimizer: Any) -> None:
+    with zeropg.full_gradients(model):
+        for parameter in model.parameters():
+            parameter.grad.add_(0.1 * dist.get_rank())
+
+
+def _forget_moments(model: Any, optimizer: Any) -> None:
+    if dist.get_rank() == 1:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+
+
+@pytest.mark.parametrize("decide", [_write_gradients, _forget_moments])
+@on_ranks(2, backend=("zeropg", "gloo"))
+def test_in_stage_0_ranks_that_drift_apart_are_told(decide: Callable[[Any, Any], None]) -> None:
+    model = zeropg.fully_shard(make_model(), stage=0)
+    optimizer = zeropg.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+    for batch in make_batches()[:2]:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_of(model, make_batches()[0]).backward()
+    decide(model, optimizer)
+    optimizer.step()
+    with raises(RuntimeError, "full_state_dict: the ranks have different masters since an earlier step", "stage 0"):
+        zeropg.full_state_dict(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_ranks_that_clip_or_scale_differently_are_told(stage: int) -> None:
+    rank = dist.get_rank()
+    model = zeropg.fully_shard(make_model(), stage=stage)
+    optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
+    scaler = zeropg.GradScaler(init_scale=2.0 ** (4 + rank))
+    scaler.scale(loss_of(model, make_batches()[0])).backward()
+    with raises(RuntimeError, f"GradScaler: the loss scale is {2.0 ** (4 + rank)} here, and from 16.0 to 32.0"):
+        scaler.unscale_(optimizer)
+    with raises(ValueError, f"clip_grad_norm_: max_norm is {1 + rank} and", f"but {2 - rank} and", "no gradient was"):
+        zeropg.clip_grad_norm_(model, 1.0 + rank)
 
 
 @on_ranks(2)

@@ -123,7 +123,10 @@ class _Loading:
         contents = self.contents
         stored = sorted((name, one.shape, str(one.dtype)) for name, one in contents.tensors.items())
         described = repr((stored, contents.stage, contents.world_size, contents.counters))
-        return {f"what '{contents.folder}' holds (digest)": hashlib.sha256(described.encode()).hexdigest()[:16]}
+        return {
+            "what the checkpoint holds (digest)": hashlib.sha256(described.encode()).hexdigest()[:16],
+            "load_optimizer_states": str(self._saved is not None),
+        }
 
     def differences(self) -> list[str]:
         """What makes steps from here on others than those of the job that saved, though all the state fits."""
