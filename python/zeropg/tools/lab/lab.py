@@ -32,6 +32,7 @@ from typing import Any
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 SWITCH_ADDRESS = "10.77.0.254"
 NOBODY = "02:00:00:00:00:00"  # a hardware address that no interface has
+SWITCH = "02:00:00:00:00:fe"
 BURST = 256 << 10  # bytes that a limited link lets through at once after a pause
 PACKAGES = Path(__file__).resolve().parents[3]  # the folder of the zeropg that is running
 TRIAL_RATE = "tbf rate 1gbit burst 9kb latency 1ms"
@@ -144,7 +145,7 @@ class Lab:
         try:
             self._switch = _hold([*_unshare("--net"), "sh", "-c", "echo ready; exec cat"])
             batch = [
-                "link add br0 type bridge",
+                f"link add br0 address {SWITCH} type bridge",  # else a port's, which changes when a host goes
                 "link set br0 up",
                 f"addr add {SWITCH_ADDRESS}/24 dev br0",
                 "link set lo up",
