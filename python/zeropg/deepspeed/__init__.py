@@ -15,11 +15,14 @@ from zeropg.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from zeropg.deepspeed.distributed import init_distributed
 from zeropg.deepspeed.engine import DeepSpeedEngine
 from zeropg.deepspeed.initialize import initialize
+from zeropg.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from zeropg.deepspeed.utils import log_dist, logger
 
 __version__ = "0.19.8"  # of DeepSpeed, whose names these are: scripts compare it
 
 __all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
     "RepeatingLoader",
