@@ -153,6 +153,44 @@ def test_scripts_import_from_deepspeeds_places(capsys: pytest.CaptureFixture[str
 
 
 @on_ranks(2)
+def test_a_model_is_built_on_another_device() -> None:
+    from zeropg import deepspeed
+    from zeropg.deepspeed.utils.init_on_device import OnDevice
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.arange(8.0)
+            self.layer = torch.nn.Linear(8, 8)
+            self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+            self.scale = torch.nn.Parameter(torch.full((8,), 0.5, dtype=torch.float64, requires_grad=True))
+
+        def reset_parameters(self) -> None:
+            torch.nn.init.constant_(self.scale, 0.5)
+            self.count.zero_()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x + self.table.to(x.dtype)) * self.scale
+
+    with deepspeed.OnDevice(dtype=torch.bfloat16):
+        model = Model()
+    assert {(one.dtype, one.device.type) for one in model.parameters()} == {(torch.bfloat16, "meta")}
+    assert (model.count.dtype, model.count.device.type) == (torch.int64, "meta") and model.table.device.type == "cpu"
+    assert torch.empty(1).device.type == "cpu"
+    engine, *_ = deepspeed.initialize(
+        model=model, config=configuration(3, bf16={"enabled": True}, optimizer={"type": "AdamW", "params": {"lr": 0.1}})
+    )
+    loss = engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    assert engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean() < loss
+    with OnDevice(dtype=torch.float16, device="cpu"), OnDevice(dtype=torch.float16, enabled=False):
+        assert (torch.ones(1).dtype, torch.ones(1).device.type) == (torch.float16, "cpu")
+    with OnDevice(dtype=None):
+        assert torch.ones(1, dtype=torch.float64).dtype == torch.float64 and torch.ones(1, device="cpu").is_cpu
+
+
+@on_ranks(2)
 def test_what_is_missing_says_what_to_use() -> None:
     from zeropg.deepspeed.unavailable import UNAVAILABLE
 

@@ -16,7 +16,7 @@ from zeropg.deepspeed.distributed import init_distributed
 from zeropg.deepspeed.engine import DeepSpeedEngine
 from zeropg.deepspeed.initialize import initialize
 from zeropg.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from zeropg.deepspeed.utils import log_dist, logger
+from zeropg.deepspeed.utils import OnDevice, log_dist, logger
 
 __version__ = "0.19.8"  # of DeepSpeed, whose names these are: scripts compare it
 
@@ -25,6 +25,7 @@ __all__ = [
     "DeepSpeedConfigError",
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
+    "OnDevice",
     "RepeatingLoader",
     "add_config_arguments",
     "dist",
