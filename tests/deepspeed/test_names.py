@@ -190,6 +190,44 @@ def test_a_model_is_built_on_another_device() -> None:
         assert torch.ones(1, dtype=torch.float64).dtype == torch.float64 and torch.ones(1, device="cpu").is_cpu
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a process without a GPU")
+def test_the_accelerator_is_this_process_where_there_is_no_gpu() -> None:
+    from zeropg import deepspeed
+
+    one = deepspeed.get_accelerator()
+    assert one.is_available() and one.device() == torch.device("cpu") and one.is_synchronized_device()
+    assert set(one.supported_dtypes()) == {torch.float32, torch.float16, torch.bfloat16}
+    one.reset_max_memory_allocated()
+    block = torch.ones(1 << 24)
+    most = one.max_memory_allocated()
+    assert most >= one.memory_allocated() > block.nbytes and one.memory_stats()["allocated_bytes.all.peak"] >= most
+    del block
+    assert one.memory_allocated() < most <= one.max_memory_reserved()
+    assert one.memory_allocated() < one.total_memory() and 0 < one.available_memory() < one.total_memory()
+    one.manual_seed(5)
+    state, first = one.get_rng_state(), torch.rand(2)
+    assert one.initial_seed() == 5 and one.default_generator(0) is torch.default_generator
+    one.set_rng_state(state)
+    assert torch.equal(torch.rand(2), first) and one.random() is torch.random
+    assert one.Stream is None and one.Event is None and one.current_stream() is None
+    with one.stream(one.default_stream()), one.capture_to_graph(one.create_graph()):
+        one.synchronize()
+    one.range_push("step")
+    one.range_pop()
+    assert one.lazy_call(lambda: 3) == 3 and not one.is_current_stream_capturing()
+    assert one.FloatTensor(2, 3).shape == (2, 3) and one.LongTensor([4]).tolist() == [4]
+    assert one.on_accelerator(first) and one.pin_memory(first) is first and not one.is_pinned(first)
+    one.set_visible_devices_envs(environment := {}, [1, 2])
+    assert environment == {"CUDA_VISIBLE_DEVICES": "1,2"} and not one.is_triton_supported()
+    one.set_compile_backend("eager")
+    assert one.get_compile_backend() == "eager"
+    one.set_compile_backend("inductor")
+    with raises(ValueError, "got 'none such', expected one of"):
+        one.set_compile_backend("none such")
+    with raises(AttributeError, "get_op_builder is not available; zeropg builds no operators"):
+        one.get_op_builder("CPUAdamBuilder")
+
+
 @on_ranks(2)
 def test_what_is_missing_says_what_to_use() -> None:
     from zeropg.deepspeed.unavailable import UNAVAILABLE

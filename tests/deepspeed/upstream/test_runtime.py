@@ -155,7 +155,7 @@ def test_small_helpers_say_where_a_rank_stands() -> None:
     accelerator = deepspeed.get_accelerator()
     accelerator.reset_peak_memory_stats()
     accelerator.manual_seed_all(1)
-    assert accelerator.is_bf16_supported() and accelerator.memory_allocated() == accelerator.max_memory_allocated() == 0
+    assert accelerator.is_bf16_supported() and accelerator.memory_allocated() <= accelerator.max_memory_allocated()
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
