@@ -30,6 +30,7 @@ from zeropg.deepspeed.config import (
 )
 from zeropg.deepspeed.config.validate import key_paths
 from zeropg.deepspeed.muon import Muon
+from zeropg.deepspeed.ops.uncorrected_adam import UncorrectedAdam
 from zeropg.deepspeed.schedules import WarmupDecayLR
 from zeropg.optim import LAMB, Adam, AdamW, Lion, OneBitAdam, OneBitLamb
 
@@ -393,7 +394,22 @@ def test_what_fully_shard_is_told(blocks: dict[str, Any], expected: dict[str, An
         (
             {"type": "Lamb", "params": {"max_coeff": 0.3, "lr": 0.1}},
             LAMB,
-            {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.0, "bounds": (0.01, 0.3)},
+            {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.0, "bounds": (0.01, 0.3), "correction": "lr"},
+        ),
+        (
+            {"type": "Lamb", "params": {"bias_correction": False}},
+            LAMB,
+            {"eps": 1e-8, "weight_decay": 0.0, "bounds": (0.01, 10.0), "correction": None},
+        ),
+        (
+            {"type": "AdamW", "params": {"bias_correction": False, "lr": 0.1}},
+            UncorrectedAdam,
+            {"adam_w_mode": True, "lr": 0.1},
+        ),
+        (
+            {"type": "Adam", "params": {"bias_correction": False, "adam_w_mode": False}},
+            UncorrectedAdam,
+            {"adam_w_mode": False},
         ),
         ({"type": "Muon", "params": {"muon_lr": 0.1, "ns_method": "gram"}}, Muon, {"muon_lr": 0.1}),
         ({"type": "Lion", "params": {"betas": [0.9, 0.98]}}, Lion, {"lr": 1e-3, "betas": (0.9, 0.98)}),
@@ -403,9 +419,19 @@ def test_what_fully_shard_is_told(blocks: dict[str, Any], expected: dict[str, An
             {"warmup_steps": 40, "clip": 1.0, "weight_decay": 0.0},
         ),
         (
-            {"type": "OneBitLamb", "params": {"freeze_step": 40, "max_coeff": 10.0, "lr": 0.01}},
+            {"type": "OneBitLamb", "params": {"freeze_step": 40, "max_coeff": 0.3, "factor_min": 0.7, "lr": 0.01}},
             OneBitLamb,
-            {"warmup_steps": 40, "clip": 1.0, "weight_decay": 0.0, "eps": 1e-8, "lr": 0.01},
+            {
+                "warmup_steps": 40,
+                "clip": 1.0,
+                "weight_decay": 0.0,
+                "eps": 1e-8,
+                "lr": 0.01,
+                "bounds": (0.01, 0.3),
+                "coefficient_beta": 0.9,
+                "factor_bounds": (0.7, 4.0),
+                "factor_change": 0.1,
+            },
         ),
     ],
 )
@@ -440,11 +466,15 @@ def test_states_in_16_bits() -> None:
     ("blocks", "message"),
     [
         ({"optimizer": {"type": "MuSGD"}}, "'MuSGD': it is not torch's"),
-        ({"optimizer": {"type": "Lamb", "params": {"bias_correction": False}}}, "bias_correction is False"),
+        ({"optimizer": {"type": "Lamb", "params": {"eps_inside_sqrt": True}}}, "eps_inside_sqrt is True"),
+        ({"optimizer": {"type": "OneBitLamb", "params": {"max_coeff": 0.001}}}, "0 <= least <= most"),
         ({"optimizer": {"type": "AdmW"}}, "did you mean 'AdamW'"),
         ({"optimizer": {"type": "AdamW", "params": {"momentumm": 1}}}, "momentumm is unknown to AdamW"),
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, "expected gradient_clipping"),
-        ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}, "bias_correction is False"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"bias_correction": False, "fp32_optimizer_states": False}}},
+            "bias_correction is False",
+        ),
         ({"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 2}}, "expected stage 0 or 1"),
         (
             {"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"zero_quantized_gradients": True}},

@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def write_all(directory: Path, world_size: int = 2) -> None:
             write_checkpoint(directory / kind, training(), stage=int(kind), world_size=world_size, fp16=kind in "23")
 
 
-def make(stage: int, has_schedule: bool = True, **more: Any) -> Any:
+def make(stage: int, has_schedule: bool = True, steps_by: Any = torch.optim.AdamW, **more: Any) -> Any:
     from zeropg import deepspeed
 
     model = Net()
@@ -82,7 +83,7 @@ def make(stage: int, has_schedule: bool = True, **more: Any) -> Any:
     config = {"train_batch_size": 12, "zero_optimization": {"stage": stage}, **more}
     if has_schedule:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10}}
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=0.1), config=config)[0]
+    return deepspeed.initialize(model=model, optimizer=steps_by(groups, lr=0.1), config=config)[0]
 
 
 def load_all(directory: str) -> None:
@@ -161,11 +162,17 @@ def test_a_part_is_read_of_the_runs_that_overlap_it() -> None:
 
 
 def load_of_another_optimizer(directory: str) -> None:
+    from zeropg.deepspeed.ops.adam import FusedAdam
+
     lamb, again = Path(directory) / "lamb", Path(directory) / "again"
     engine = make(2)
     with pytest.warns(UserWarning, match="says optimizer Lamb, yours steps as AdamW; .* has bias_correction=False"):
         _, client_state = engine.load_checkpoint(lamb, load_lr_scheduler_states=False)
     assert client_state == {**CLIENT_STATE, "lr_scheduler": {"last_batch_iteration": 6}}
+    engine = make(2, steps_by=partial(FusedAdam, bias_correction=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.load_checkpoint(Path(directory) / "uncorrected", load_lr_scheduler_states=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.load_checkpoint(again)  # two names of equal values are no loss for tied ones
@@ -175,6 +182,9 @@ def test_what_fits_but_steps_otherwise_is_warned_of(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "lamb", training(), stage=2, world_size=1)
     change(folder / MODEL, lambda c: c["ds_config"].update(optimizer={"type": "Lamb"}))
     change(folder / OPTIMIZER.format(0), lambda c: groups_in(c)[0].update(bias_correction=False))
+    folder = write_checkpoint(tmp_path / "uncorrected", training(), stage=2, world_size=1)
+    change(folder / MODEL, lambda c: c["ds_config"].update(optimizer={"type": "AdamW"}))
+    change(folder / OPTIMIZER.format(0), lambda c: [g.update(bias_correction=False) for g in groups_in(c)])
     folder = write_checkpoint(tmp_path / "again", training(), stage=1, world_size=1)
     change(folder / MODEL, lambda c: c["ds_config"].update(optimizer={"type": "Adam"}))
     change(folder / MODEL, lambda c: (c["shared_params"].clear(), c["module"].update(copied(c["module"]))))

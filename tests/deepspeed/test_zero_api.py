@@ -238,8 +238,44 @@ def test_scripts_start_as_with_deepspeed() -> None:
         (group,) = made.param_groups
         assert type(made) is kind and (group["state_bits"], group["lr"], group["weight_decay"]) == (16, 0.3, 0.0)
         assert group["decoupled_weight_decay"] is is_decoupled
-    with raises(NotImplementedError, "bias_correction=False"):
-        deepspeed.ops.adam.FusedAdam(make_model().parameters(), bias_correction=False)
+    with raises(NotImplementedError, "moments in 16 bits are always free of their bias"):
+        deepspeed.ops.adam.DeepSpeedCPUAdam(
+            make_model().parameters(), bias_correction=False, fp32_optimizer_states=False
+        )
+    with raises(ValueError, "a param group says bias_correction=True"):
+        groups = [{"params": list(make_model().parameters()), "bias_correction": True}]
+        deepspeed.ops.adam.FusedAdam(groups, bias_correction=False)
+
+
+@on_ranks(2)
+def test_adam_may_keep_the_bias_of_its_beginning() -> None:
+    from zeropg import deepspeed
+
+    for is_decoupled in (True, False):
+        params = {"lr": 0.01, "weight_decay": 0.1, "bias_correction": False, "adam_w_mode": is_decoupled}
+        plain = make_model()
+        moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in plain.parameters()}
+        engines = []
+        for stage in (0, 1, 3):
+            block = {"optimizer": {"type": "Adam", "params": params}, "gradient_clipping": 0.0}
+            engine, *_ = deepspeed.initialize(model=make_model(), config=configuration(stage, **block))
+            engines.append(train(engine, batches()[:3]))
+        losses = []
+        for batch in batches()[:3]:
+            plain.zero_grad()
+            loss = loss_of(plain, batch)
+            loss.backward()
+            losses.append(loss.item())
+            with torch.no_grad():
+                for p, (first, second) in moments.items():
+                    assert p.grad is not None
+                    gradient = p.grad if is_decoupled else p.grad + 0.1 * p
+                    first.mul_(0.9).add_(gradient, alpha=0.1)
+                    second.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+                    decay = 0.1 * p if is_decoupled else 0
+                    p -= 0.01 * (first / (second.sqrt() + 1e-8) + decay)
+        for found in engines:
+            assert found == engines[0] and found == pytest.approx(losses, rel=1e-4), (found, losses)
 
 
 def test_estimates_are_those_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:

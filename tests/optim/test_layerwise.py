@@ -89,11 +89,14 @@ def test_groups_say_who_goes_by_muon() -> None:
     assert optimizer.state[model[2].bias].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.parametrize("correction", ["direction", "lr", None])
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_lamb_is_the_papers(is_sharded: bool) -> None:
+def test_lamb_is_the_papers_or_deepspeeds(is_sharded: bool, correction: Any) -> None:
     plain = make_model()
     model = copy.deepcopy(plain)
-    optimizer: torch.optim.Optimizer = LAMB(model.parameters(), 0.1, (0.8, 0.9), weight_decay=0.2, bounds=(0.0, 3.0))
+    optimizer: torch.optim.Optimizer = LAMB(
+        model.parameters(), 0.1, (0.8, 0.9), weight_decay=0.2, bounds=(0.0, 3.0), correction=correction
+    )
     if is_sharded:
         optimizer = shard_optimizer(optimizer, shard(model))
     first = {p: torch.zeros_like(p) for p in plain.parameters()}
@@ -107,9 +110,11 @@ def test_lamb_is_the_papers(is_sharded: bool) -> None:
                 assert p.grad is not None
                 first[p] = 0.8 * first[p] + 0.2 * p.grad
                 second[p] = 0.9 * second[p] + 0.1 * p.grad**2
-                update = first[p] / (1 - 0.8**step) / ((second[p] / (1 - 0.9**step)).sqrt() + 1e-6) + 0.2 * p
+                biases = (1 - 0.8**step, 1 - 0.9**step)
+                one, two = biases if correction == "direction" else (1.0, 1.0)
+                update = first[p] / one / ((second[p] / two).sqrt() + 1e-6) + 0.2 * p
                 ratio = (p.norm() / update.norm()).clamp(0.0, 3.0) if p.any() else 1.0
-                p -= 0.1 * ratio * update
+                p -= 0.1 * ratio * update * (biases[1] ** 0.5 / biases[0] if correction == "lr" else 1.0)
     assert_same(model, plain, relative=1e-12, of_largest=1e-12)
 
 
@@ -192,6 +197,7 @@ def test_work_is_dealt_out_by_cost() -> None:
         (lambda p: Adafactor(p, d=0.5), "d >= 1"),
         (lambda p: LAMB(p, lr=-1.0), "LAMB: lr -1"),
         (lambda p: LAMB(p, bounds=(2.0, 1.0)), "0 <= least <= most"),
+        (lambda p: LAMB(p, correction="none"), "correction is 'none'; expected 'direction', 'lr' or None"),
     ],
 )
 def test_options_out_of_range_are_refused(make: Any, words: str) -> None:

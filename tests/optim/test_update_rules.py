@@ -46,8 +46,11 @@ def test_lambs_coefficients_stay_within_their_bounds() -> None:
     assert trust_ratio(0.0, 1.0) == trust_ratio(1.0, 0.0) == 1.0
     assert trust_ratio(1e9, 1.0) == 10.0 and trust_ratio(1.0, 1e9) == 0.01
     assert blend(0.0, 3.0, 0.9) == 3.0 and blend(1.0, 2.0, 0.9) == pytest.approx(1.1)
-    assert next_factor(1.0, 9.0) == pytest.approx(1.1) and next_factor(1.0, 0.0) == pytest.approx(0.9)
-    assert next_factor(3.9, 9.0) == 4.0 and next_factor(0.51, 0.0) == 0.5
+    assert next_factor(1.0, 9.0, {}) == pytest.approx(1.1) and next_factor(1.0, 0.0, {}) == pytest.approx(0.9)
+    assert next_factor(3.9, 9.0, {}) == 4.0 and next_factor(0.51, 0.0, {}) == 0.5
+    own = {"factor_change": 0.5, "factor_bounds": (0.8, 1.3)}
+    assert next_factor(1.0, 9.0, own) == 1.3 and next_factor(1.0, 0.0, own) == 0.8
+    assert next_factor(1.0, 1.2, own) == 1.2
 
 
 def test_ranks_clip_their_own_gradients_so_that_the_average_of_independent_ones_fits() -> None:
@@ -134,7 +137,7 @@ def test_dgc_sends_a_value_once_and_keeps_the_rest() -> None:
 def test_warm_up_of_lamb_scales_each_layer() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8, bias=False)
-    optimizer = OneBitLamb(model.parameters(), 0.1, weight_decay=0.01, warmup_steps=3)
+    optimizer = OneBitLamb(model.parameters(), 0.1, weight_decay=0.01, warmup_steps=3, bounds=(0.01, 0.15))
     ddp = DDP(model)
     optimizer.attach(ddp)
     before = model.weight.detach().clone()
@@ -142,5 +145,6 @@ def test_warm_up_of_lamb_scales_each_layer() -> None:
     gradient = model.weight.grad
     update = gradient / (gradient.abs() + 1e-6) + 0.01 * before  # Adam's first step
     optimizer.step()
-    expected = before - 0.1 * (before.norm() / update.norm()).clamp(0.01, 10) * update
+    expected = before - 0.1 * (before.norm() / update.norm()).clamp(0.01, 0.15) * update
+    assert before.norm() / update.norm() > 0.15
     torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-4, atol=1e-6)

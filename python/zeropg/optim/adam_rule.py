@@ -29,10 +29,16 @@ def learn(part: Part) -> tuple[torch.Tensor, float]:
 
     Returns what the momentum is divided by: the deviation free of its bias, plus eps; and the momentum's bias.
     """
+    first, second = take_in(part)
+    return (part.state["exp_avg_sq"].sqrt() / second**0.5).add_(part.group["eps"]), first
+
+
+def take_in(part: Part) -> tuple[float, float]:
+    """Takes the averaged gradient into momentum and variance; returns their biases, by which they are too small."""
     state, gradient = part.state, part.own(part.gradient)
     beta1, beta2 = part.group["betas"]
     state["step"] += 1
     step = state["step"].item()
     state["exp_avg"].lerp_(part.gradient, 1 - beta1)
     state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    return (state["exp_avg_sq"].sqrt() / (1 - beta2**step) ** 0.5).add_(part.group["eps"]), 1 - beta1**step
+    return 1 - beta1**step, 1 - beta2**step

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from zeropg.optim.adam_rule import begin, learn
+from zeropg.optim.adam_rule import begin, learn, take_in
 from zeropg.optim.checked_groups import check_numbers
 from zeropg.optim.layerwise import LayerwiseOptimizer, LayerwiseRule, squares
 from zeropg.optim.part import Part
 from zeropg.optim.peers import Peers, Piece
 
 # Of norm of weights / norm of update: DeepSpeed's, with which 1-bit LAMB was tried, too.
-_BOUNDS = (0.01, 10.0)
+BOUNDS = (0.01, 10.0)
+Correction = Literal["direction", "lr"]
 
 
 class LambRule(LayerwiseRule):
@@ -23,16 +24,18 @@ class LambRule(LayerwiseRule):
     tensor_state = frozenset({"exp_avg", "exp_avg_sq"})
 
     def update_(self, pieces: Sequence[Piece], peers: Peers) -> None:
-        updates = []
+        updates, rates = [], []
         for piece in pieces:
             begin(piece)
-            updates.append(lamb_update(piece))
+            update, rate = _update_and_rate(piece)
+            updates.append(update)
+            rates.append(rate)
         weights = [piece.count(piece.weight) for piece in pieces]
         lengths = [piece.count(update) for piece, update in zip(pieces, updates, strict=True)]
         norms = peers.total(squares(weights, lengths)).sqrt()
-        for piece, update, (weight, length) in zip(pieces, updates, norms.tolist(), strict=True):
+        for piece, update, rate, (weight, length) in zip(pieces, updates, rates, norms.tolist(), strict=True):
             coefficient = trust_ratio(weight, length, piece.group["bounds"])
-            piece.weight.add_(update, alpha=-float(piece.group["lr"]) * coefficient)
+            piece.weight.add_(update, alpha=-rate * coefficient)
 
 
 class LAMB(LayerwiseOptimizer):
@@ -43,6 +46,9 @@ class LAMB(LayerwiseOptimizer):
 
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW.
     bounds: between which the scale is held.
+    correction: of the bias of momentum and variance: "direction" takes it out of both before the scale is computed, as
+      in the paper. "lr" multiplies lr by sqrt(1 - betas[1]^step) / (1 - betas[0]^step) instead, as DeepSpeed does: a
+      warm-up, since the scale makes up for the direction's length. None: neither.
 
     Raises ValueError for hyperparameters out of range.
     """
@@ -57,18 +63,42 @@ class LAMB(LayerwiseOptimizer):
         eps: float = 1e-6,
         weight_decay: float = 1e-2,
         *,
-        bounds: tuple[float, float] = _BOUNDS,
+        bounds: tuple[float, float] = BOUNDS,
+        correction: Correction | None = "direction",
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bounds": bounds}
-        super().__init__(params, defaults)
+        super().__init__(params, {**defaults, "correction": correction})
 
     def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:
         check_numbers("LAMB", group, ["eps", "weight_decay"], ["betas"], least_lr=least_lr)
-        least, most = group["bounds"]
-        if not 0 <= least <= most:
+        check_bounds("LAMB", "bounds", group["bounds"])
+        if _correction_of(group) not in ("direction", "lr", None):
             raise ValueError(
-                f"[zeropg] LAMB: bounds are {group['bounds']}; expected (least, most) with 0 <= least <= most"
+                f"[zeropg] LAMB: correction is {group['correction']!r}; expected 'direction', 'lr' or None"
             )
+
+
+def check_bounds(who: str, name: str, bounds: tuple[float, float]) -> None:
+    """Raises ValueError for bounds between which nothing is."""
+    least, most = bounds
+    if not 0 <= least <= most:
+        raise ValueError(f"[zeropg] {who}: {name} are {bounds}; expected (least, most) with 0 <= least <= most")
+
+
+def _correction_of(group: Mapping[str, Any]) -> Correction | None:
+    """The paper's where a group was saved before there was a choice."""
+    correction: Correction | None = group.get("correction", "direction")
+    return correction
+
+
+def _update_and_rate(part: Part) -> tuple[torch.Tensor, float]:
+    """The direction before it is scaled, and the learning rate."""
+    rate, correction = float(part.group["lr"]), _correction_of(part.group)
+    if correction == "direction":
+        return lamb_update(part), rate
+    first, second = take_in(part)
+    update = part.own(part.state["exp_avg"]) / part.state["exp_avg_sq"].sqrt().add_(part.group["eps"])
+    return with_decay(part, update), rate * second**0.5 / first if correction == "lr" else rate
 
 
 def lamb_update(part: Part) -> torch.Tensor:
@@ -82,7 +112,7 @@ def with_decay(part: Part, update: torch.Tensor) -> torch.Tensor:
     return update.add(part.weight, alpha=decay) if decay else update
 
 
-def trust_ratio(weight: float, update: float, bounds: tuple[float, float] = _BOUNDS) -> float:
+def trust_ratio(weight: float, update: float, bounds: tuple[float, float] = BOUNDS) -> float:
     """norm of weights / norm of update, within bounds; 1 where either is zero."""
     if weight == 0 or update == 0:
         return 1.0

@@ -10,7 +10,8 @@ import torch
 
 from zeropg.compression.codec import Codec
 from zeropg.optim.adam_rule import begin
-from zeropg.optim.lamb import lamb_update, trust_ratio, with_decay
+from zeropg.optim.checked_groups import check_numbers
+from zeropg.optim.lamb import BOUNDS, check_bounds, lamb_update, trust_ratio, with_decay
 from zeropg.optim.layerwise import squares
 from zeropg.optim.momentum_exchange import MomentumExchange
 from zeropg.optim.one_bit_adam import (
@@ -22,10 +23,13 @@ from zeropg.optim.one_bit_adam import (
 )
 from zeropg.optim.part import Part
 
-# Section 4.1 and appendix A: how far the frozen coefficient may be scaled, and by how much more in one step.
-_FACTORS = (0.5, 4.0)
-_FACTOR_CHANGE = 0.1
-_COEFFICIENT_BETA = 0.9
+# Section 4.1 and appendix A; also of groups that were saved before these were options.
+_OPTIONS: dict[str, Any] = {
+    "bounds": BOUNDS,
+    "coefficient_beta": 0.9,
+    "factor_bounds": (0.5, 4.0),
+    "factor_change": 0.1,
+}
 
 
 class OneBitLamb(OneBitAdam):
@@ -34,7 +38,12 @@ class OneBitLamb(OneBitAdam):
     Each layer's step is scaled by norm of weights / norm of update. After warm-up that coefficient is its average so
     far, scaled by how the variance of the averaged gradients has changed since.
 
-    Arguments and errors: as `OneBitAdam`, without `variance_interval`.
+    Arguments and errors: as `OneBitAdam`, without `variance_interval`. Options of param groups beside:
+
+    bounds: between which the coefficient is held during warm-up.
+    coefficient_beta: of its average.
+    factor_bounds: between which the average may be scaled after warm-up.
+    factor_change: how much more or less, in parts, one step may scale it than the one before.
     """
 
     tensor_state = frozenset({"exp_avg", "exp_avg_sq", "fresh_sq"})
@@ -52,7 +61,17 @@ class OneBitLamb(OneBitAdam):
         codec: Codec | None = None,
         warmup_codec: Codec | None = None,
         clip: float | None = None,
+        bounds: tuple[float, float] = _OPTIONS["bounds"],
+        coefficient_beta: float = _OPTIONS["coefficient_beta"],
+        factor_bounds: tuple[float, float] = _OPTIONS["factor_bounds"],
+        factor_change: float = _OPTIONS["factor_change"],
     ) -> None:
+        options = {
+            "bounds": bounds,
+            "coefficient_beta": coefficient_beta,
+            "factor_bounds": factor_bounds,
+            "factor_change": factor_change,
+        }
         super().__init__(
             params,
             lr,
@@ -64,12 +83,21 @@ class OneBitLamb(OneBitAdam):
             warmup_codec=warmup_codec,
             clip=clip,
         )
+        for made in (self.defaults, *self.param_groups):
+            made.update({key: value for key, value in options.items() if key not in made})
+        for group in self.param_groups:
+            self.check_group(group)
 
     def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:
         super().check_group(group, least_lr=least_lr)
+        who = type(self).__name__
+        own = {"lr": group["lr"], **{key: _option(group, key) for key in _OPTIONS}}
+        check_numbers(who, own, ["factor_change"], ["coefficient_beta"], least_lr=least_lr)
+        for name in ("bounds", "factor_bounds"):
+            check_bounds(who, name, own[name])
         if interval := variance_interval_of(group):
             raise ValueError(
-                f"[zeropg] {type(self).__name__}: variance_interval is {interval}, and its variance stays as warm-up "
+                f"[zeropg] {who}: variance_interval is {interval}, and its variance stays as warm-up "
                 "left it; leave it out, or use OneBitAdam"
             )
 
@@ -83,9 +111,10 @@ class OneBitLamb(OneBitAdam):
                 updates.append(lamb_update(part))
             norms = exchange.total(squares([part.weight for part in parts], updates)).sqrt()
             for part, update, (weight, length) in zip(parts, updates, norms.tolist(), strict=True):
-                coefficient = trust_ratio(weight, length)
+                coefficient = trust_ratio(weight, length, _option(part.group, "bounds"))
                 if weight > 0 and length > 0:
-                    part.state["coefficient"] = blend(part.state["coefficient"], coefficient, _COEFFICIENT_BETA)
+                    beta = _option(part.group, "coefficient_beta")
+                    part.state["coefficient"] = blend(part.state["coefficient"], coefficient, beta)
                 part.weight.add_(update, alpha=-float(part.group["lr"]) * coefficient)
             return
         before = []
@@ -103,7 +132,7 @@ class OneBitLamb(OneBitAdam):
         largest = exchange.largest(ratios)
         for part, update, ratio, (plain, length) in zip(parts, updates, largest.tolist(), norms.tolist(), strict=True):
             share = min(1.0, plain / length) if length > 0 else 1.0
-            part.state["factor"] = next_factor(part.state["factor"], ratio * share + 1 - share)
+            part.state["factor"] = next_factor(part.state["factor"], ratio * share + 1 - share, part.group)
             scale = (part.state["coefficient"] or 1.0) * part.state["factor"]
             part.weight.add_(update, alpha=-float(part.group["lr"]) * scale)
 
@@ -127,7 +156,12 @@ def fresh_ratio(part: Part, before: torch.Tensor) -> torch.Tensor:
     return torch.amax(ratio.masked_fill_(frozen == 0, 0.0)) if ratio.numel() else ratio.new_zeros(())
 
 
-def next_factor(last: float, wanted: float) -> float:
+def next_factor(last: float, wanted: float, group: Mapping[str, Any]) -> float:
     """What the frozen coefficient is scaled by: near the last step's, and within bounds."""
-    near = min(max(wanted, last * (1 - _FACTOR_CHANGE)), last * (1 + _FACTOR_CHANGE))
-    return min(max(near, _FACTORS[0]), _FACTORS[1])
+    change, (least, most) = _option(group, "factor_change"), _option(group, "factor_bounds")
+    near = min(max(wanted, last * (1 - change)), last * (1 + change))
+    return float(min(max(near, least), most))
+
+
+def _option(group: Mapping[str, Any], key: str) -> Any:
+    return group.get(key, _OPTIONS[key])

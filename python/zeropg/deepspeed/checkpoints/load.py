@@ -19,6 +19,7 @@ from zeropg.checkpoint.residuals import load_residuals
 from zeropg.deepspeed.checkpoints.contents import Contents, SavedGroup, SavedState
 from zeropg.deepspeed.checkpoints.read import read_contents
 from zeropg.deepspeed.checkpoints.stored import same_values
+from zeropg.deepspeed.ops.uncorrected_adam import UncorrectedAdam
 from zeropg.optim.kernels import kernels_for
 from zeropg.optim.saved_state import StateShard
 from zeropg.optim.shard_optimizer import ShardedOptimizer
@@ -140,13 +141,15 @@ class _Loading:
             if saved is not None and saved.lower() != name.lower() and (is_decayed or not is_adam):
                 found.append(f"the checkpoint's configuration says optimizer {saved}, yours steps as {name}")
         for key, neutral in _NEUTRAL.items():
-            if any(key not in here and theirs.get(key, neutral) != neutral for here, theirs in options):
+            if any(not _has(here, key) and theirs.get(key, neutral) != neutral for here, theirs in options):
                 found.append(f"{_WHICH} has {key}={not neutral}, which yours has not")
         return found
 
     def _class_of(self, group: dict[str, Any]) -> str:
         assert self._optimizer is not None
         kernels = kernels_for(self._optimizer._wrapped)
+        if isinstance(self._optimizer._wrapped, UncorrectedAdam):
+            return "AdamW" if group["adam_w_mode"] else "Adam"
         if kernels is None:
             return type(self._optimizer._wrapped).__name__
         return kernels.of(group).torch_classes[0].rpartition(".")[2]
@@ -241,3 +244,8 @@ class _Loading:
             for key, value in saved.numbers.get(saved_name, {}).items():
                 is_step = key == "step" and not isinstance(value, torch.Tensor)  # DeepSpeed's own count in ints
                 yield name, key, torch.tensor(float(value)) if is_step else value
+
+
+def _has(group: dict[str, Any], key: str) -> bool:
+    """Whether a param group of ours steps as an option of theirs says. LAMB says it in words of its own."""
+    return key in group or (key == "bias_correction" and group.get("correction", "") is None)

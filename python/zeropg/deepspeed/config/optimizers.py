@@ -12,6 +12,7 @@ import torch
 from zeropg.deepspeed.config.error import ConfigError
 from zeropg.deepspeed.config.model import Config
 from zeropg.deepspeed.muon import Muon
+from zeropg.deepspeed.ops.uncorrected_adam import UncorrectedAdam
 from zeropg.deepspeed.schedules import SCHEDULES
 from zeropg.optim import LAMB, Adam, AdamW, Lion, OneBitAdam, OneBitLamb
 
@@ -50,14 +51,6 @@ _FIXED_ONE_BIT: dict[str, tuple[Any, ...]] = {
     "comm_backend_name": ("nccl", "mpi", "hccl", "compressed"),
     "cuda_aware": (True, False),
     "eps_inside_sqrt": (False,),
-}
-_FIXED_LAMB: dict[str, tuple[Any, ...]] = {
-    "max_coeff": (10.0,),
-    "min_coeff": (0.01,),
-    "coeff_beta": (0.9,),
-    "factor_max": (4.0,),
-    "factor_min": (0.5,),
-    "factor_threshold": (0.1,),
 }
 _FIXED_MUON: dict[str, tuple[Any, ...]] = {
     "ns_method": ("gram", "standard"),  # two ways to the same matrix
@@ -146,6 +139,10 @@ def _adam(params: Params, config: Config) -> Made:
     made_by: type[torch.optim.Optimizer] = torch.optim.AdamW if is_decoupled else torch.optim.Adam
     is_torchs = params.pop("torch_adam", False)
     is_whole = is_torchs or params.pop("fp32_optimizer_states", not wants_states_in_16_bits(config))
+    if is_whole and not is_torchs and params.get("bias_correction") is False:
+        params.pop("bias_correction")
+        _take_fixed(params, {"amsgrad": (False,)})
+        return Made(UncorrectedAdam, {"adam_w_mode": is_decoupled} | params)
     _take_fixed(params, _FIXED)
     if not is_whole:
         _take_fixed(params, {"amsgrad": (False,)})
@@ -161,9 +158,14 @@ def _adagrad(params: Params, config: Config) -> Made:
 
 
 def _lamb(params: Params, config: Config) -> Made:
-    _take_fixed(params, {"amsgrad": (False,), "bias_correction": (True,), "eps_inside_sqrt": (False,)})
-    bounds = (params.pop("min_coeff", 0.01), params.pop("max_coeff", 10.0))
-    return Made(LAMB, {"eps": 1e-8, "weight_decay": 0.0, "bounds": bounds} | params)
+    corrects = params.get("bias_correction", True)
+    _take_fixed(params, {"amsgrad": (False,), "bias_correction": (True, False), "eps_inside_sqrt": (False,)})
+    own = {"bounds": _coefficients(params), "correction": "lr" if corrects else None}
+    return Made(LAMB, {"eps": 1e-8, "weight_decay": 0.0} | own | params)
+
+
+def _coefficients(params: Params) -> tuple[float, float]:
+    return params.pop("min_coeff", 0.01), params.pop("max_coeff", 10.0)
 
 
 def _muon(params: Params, config: Config) -> Made:
@@ -181,8 +183,13 @@ def _one_bit_adam(params: Params, config: Config) -> Made:
 
 
 def _one_bit_lamb(params: Params, config: Config) -> Made:
-    _take_fixed(params, _FIXED_LAMB)
-    return Made(OneBitLamb, {"eps": 1e-8} | _one_bit(params, config))
+    own = {
+        "bounds": _coefficients(params),
+        "coefficient_beta": params.pop("coeff_beta", 0.9),
+        "factor_bounds": (params.pop("factor_min", 0.5), params.pop("factor_max", 4.0)),
+        "factor_change": params.pop("factor_threshold", 0.1),
+    }
+    return Made(OneBitLamb, {"eps": 1e-8} | own | _one_bit(params, config))
 
 
 def _one_bit(params: Params, config: Config) -> Params:
