@@ -94,6 +94,7 @@ def test_a_configured_key_is_told_under_deepspeeds_name() -> None:
         "inside_no_sync_ctxt": False,
         "is_compiled": False,
         "local_rank": dist.get_rank(),
+        "losses": None,
         "mp_world_size": 1,
         "mpu": None,
         "pipeline_parallelism": False,
@@ -226,6 +227,22 @@ def test_the_accelerator_is_this_process_where_there_is_no_gpu() -> None:
         one.set_compile_backend("none such")
     with raises(AttributeError, "get_op_builder is not available; zeropg builds no operators"):
         one.get_op_builder("CPUAdamBuilder")
+
+
+@on_ranks(2)
+def test_an_engine_stays_in_its_dtype_and_place() -> None:
+    for stage in (0, 3):
+        engine = make_engine(stage, bf16={"enabled": True})
+        assert engine.bfloat16() is engine and engine.to("cpu") is engine.cpu() is engine.to(torch.bfloat16) is engine
+        for call in (engine.half, engine.float, engine.double, lambda one=engine: one.to("cpu", torch.float16)):
+            with raises(RuntimeError, "is torch.bfloat16, as the configuration", "Cast the model before initialize"):
+                call()
+        for call in (engine.cuda, lambda one=engine: one.to("meta"), lambda one=engine: one.cuda(0)):
+            with raises(RuntimeError, "is on cpu, and shards stay where they are", "before initialize"):
+                call()
+        with raises(RuntimeError, "a memory format"):
+            engine.to(memory_format=torch.channels_last)
+        train(engine, batches()[:1])
 
 
 @on_ranks(2)

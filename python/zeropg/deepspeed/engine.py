@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from zeropg.deepspeed.accumulation import Accumulation
+from zeropg.deepspeed.casts import CastEngine
 from zeropg.deepspeed.config import Config
 from zeropg.deepspeed.configured import ConfiguredEngine
 from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
@@ -43,7 +44,7 @@ LOGGER = logging.getLogger("zeropg")
 _DTYPES_DIFFER = re.compile(r"same dtype|expected scalar type|should be the same|but (got|found) \w+")
 
 
-class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, EngineCheckpoints, nn.Module):
+class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine, EngineCheckpoints, nn.Module):
     """What `initialize` returns first. All ranks must call forward, backward and step alike.
 
     `module` is the user's model, sharded in place. Attributes that the engine has not are the model's.

@@ -27,6 +27,7 @@ class PlacedEngine:
     has_moe_layers = False
     gradient_average = True
     enable_backward_allreduce = True
+    losses = None  # as in DeepSpeed, whose engine keeps none either
     _in_no_sync: bool
 
     @property
