@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -53,11 +56,29 @@ def load_and_go_on(folder: str, stage: int) -> list[float]:
     return train(engine, batches()[2:, :rows])[1:]
 
 
+def check_script(folder: Path) -> None:
+    """As users of DeepSpeed run it, and where zeropg is not installed."""
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *words, "zero_to_fp32.py", ".", "out"]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+    assert os.access(folder / "zero_to_fp32.py", os.X_OK)
+    done = run()
+    assert done.returncode == 0, done.stderr
+    written = torch.load(folder / "out" / "pytorch_model.bin", weights_only=True)
+    assert written.keys() == make_model().state_dict().keys()
+    assert all(value.dtype == torch.float32 for value in written.values())
+    done = run("-I", "-S")
+    assert done.returncode == 1 and "zeropg, which wrote this checkpoint, is not installed for" in done.stderr
+
+
 def test_what_two_ranks_saved_loads_on_one_and_on_three(tmp_path: Path) -> None:
     with RankPool(2) as pool:
         expected = pool.run(save_and_go_on, str(tmp_path), timeout=120)[0]
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert not list(tmp_path.rglob("*.pt"))
+    check_script(tmp_path)
     for world_size, stage, tolerance in ((1, 3, 1e-5), (3, 1, 0.05)):  # three ranks leave a row of each batch out
         with RankPool(world_size) as pool:
             losses = pool.run(load_and_go_on, str(tmp_path), stage, timeout=120)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from torch import nn
 
 from zeropg.checkpoint.checkpoint import load_parts, save_checkpoint
 from zeropg.checkpoint.state_dict import full_state_dict
+from zeropg.deepspeed.checkpoints import recovery_script
 from zeropg.deepspeed.checkpoints.contents import Contents
-from zeropg.deepspeed.checkpoints.folder import LATEST, LATEST_UNIVERSAL, holds_deepspeed
+from zeropg.deepspeed.checkpoints.folder import LATEST, LATEST_UNIVERSAL, SCRIPT, holds_deepspeed
 from zeropg.deepspeed.checkpoints.load import load_deepspeed
 from zeropg.deepspeed.checkpoints.state_dict import read_state_dict
 from zeropg.deepspeed.config import Config
@@ -66,7 +68,8 @@ class EngineCheckpoints:
         """Writes model, optimizer, scheduler, loss scale and counters into `save_dir/tag`.
 
         The folder is one of `zeropg.save_checkpoint`: it loads at any world size and stage, right away too, and holds
-        no pickle. Gradients that are accumulated stay where they are and are not saved.
+        no pickle. Gradients that are accumulated stay where they are and are not saved. Beside it comes
+        `save_dir/zero_to_fp32.py`, which writes fp32 weights of it.
 
         Args:
             tag: the same on every rank; default: "global_step" and the number.
@@ -108,10 +111,14 @@ class EngineCheckpoints:
             extra={"deepspeed": extra},
             exclude_frozen=exclude_frozen_parameters,
         )
-        if save_latest:
-            is_first = self._group.rank() == 0
-            write = lambda: _replace(directory / LATEST, lambda file: file.write_text(name)) if is_first else None  # noqa: E731
-            together(self._group, "save_checkpoint", write)
+
+        def write_beside() -> None:
+            if self._group.rank() == 0:
+                _replace(directory / SCRIPT, _write_script)
+                if save_latest:
+                    _replace(directory / LATEST, lambda file: file.write_text(name))
+
+        together(self._group, "save_checkpoint", write_beside)
         return True
 
     def load_checkpoint(
@@ -394,6 +401,11 @@ def _path(directory: str | os.PathLike[str]) -> Path:
         return directory_path(directory)
     except ValueError as error:
         raise ValueError(f"[zeropg] checkpoint: {error}") from None
+
+
+def _write_script(path: Path) -> None:
+    path.write_bytes(Path(recovery_script.__file__).read_bytes())
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:

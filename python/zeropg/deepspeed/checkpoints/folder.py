@@ -10,6 +10,7 @@ from pathlib import Path
 from zeropg.checkpoint.manifest import MANIFEST_NAME
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+SCRIPT = "zero_to_fp32.py"
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,6})_)?mp_rank_(?P<part>\d\d)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<part>\d\d)_?optim_states\.pt")
 _OTHERS = (
