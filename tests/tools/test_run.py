@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import kill_with_children, lives, run_program
-from zeropg.tools.run import command
+from zeropg.tools.run import command, deepspeeds_options
 from zeropg.tools.run.cores import divide, parse_cpu_list
 from zeropg.tools.run.environment import of_launchers, read_environment_files, to_pass, visible_gpus
 from zeropg.tools.run.hosts import Host, first, read_hostfile, select
@@ -265,6 +265,14 @@ def test_lines_of_ranks_come_whole_and_progress_bars_do_not_pile_up(tmp_path: Pa
         (["--num_gpus", "0", "x.py"], "expected at least 1"),
         (["--bind_core_list", "3-1", "x.py"], "expected CPUs like"),
         (["-m", "--no_python", "x"], "both given"),
+        (["--launcher", "OpenMPI", "x.py"], "OpenMPI: MPI's launchers start ranks by daemons of their own"),
+        (["--launcher", "rsh", "x.py"], "'rsh'; expected one of ssh, slurm, local, pdsh"),
+        (["--autotuning", "run", "x.py"], "--autotuning is not available: python -m zeropg tune"),
+        (["--elastic_training", "x.py"], "--elastic_training is not available: hosts do not come and go"),
+        (["--launcher_args", "-v", "x.py"], "--launcher_args"),
+        (["--no_ssh", "--node_rank", "1", "x.py"], "--no_ssh is not available: this command starts all hosts"),
+        (["--venv_script", "activate", "x.py"], "start it by that environment's python"),
+        (["--force_multi", "--launcher", "local", "--hostfile", "nowhere", "x.py"], "No such file"),
     ],
 )
 def test_options_that_cannot_be_are_refused(
@@ -273,6 +281,22 @@ def test_options_that_cannot_be_are_refused(
     with pytest.raises(SystemExit) as ended:
         command.main(arguments)
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_options_of_deepspeed_mean_the_same_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "--launcher PDSH --enable_each_rank_log logs --num_gpus -1 --num_nodes -1 --no_local_rank --no_ssh_check"
+    options, _ = command._parse([*line.split(), "--log_level", "debug", "-q", "--module", "train", "--save_pid"])
+    assert (options.launcher, options.log_dir, options.num_gpus, options.num_nodes) == ("ssh", Path("logs"), None, None)
+    assert (options.module, options.local_rank, options.arguments) == (True, False, ["--save_pid"])
+    options, _ = command._parse(["--force_multi", "--enable_each_rank_log", "None", "--num_accelerators", "3", "x.py"])
+    assert (options.launcher, options.log_dir, options.num_gpus) == ("ssh", None, 3)
+    monkeypatch.setattr(deepspeeds_options, "_PID_FOLDER", tmp_path)
+    with deepspeeds_options.saved_pid(True):
+        (file,) = tmp_path.iterdir()
+        assert (file.name, file.read_text()) == (f"{os.getpid()}.deepspeed", str(os.getpid()))
+        with pytest.raises(SystemExit):
+            command.main(["--save_pid", "--num_gpus", "1", "x.py"])
+    assert not list(tmp_path.iterdir())
 
 
 # --- Ranks of this machine ---

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from zeropg.tools.command_line import make_parser
 from zeropg.tools.run.cores import parse_cpu_list
+from zeropg.tools.run.deepspeeds_options import add_deepspeeds, launcher_of, log_folder, saved_pid
 from zeropg.tools.run.environment import environment_files, of_launchers, read_environment_files, to_pass
 from zeropg.tools.run.hosts import Host, first, read_hostfile, select
 from zeropg.tools.run.job import Failure, Job, Node, Stopped, Unreachable, say
@@ -21,6 +22,7 @@ from zeropg.tools.run.record import NAME, RankFailure, Record, write_record
 
 _DEEPSPEEDS_HOSTFILE = Path("/job/hostfile")
 _PORT = 29500
+_ALL = -1  # what DeepSpeed's counts are by default
 _SILENCE_SECONDS = 60.0  # of a launcher that is lost: as long as ssh tries, and a little more
 
 _DESCRIPTION = """
@@ -63,6 +65,15 @@ def main(arguments: list[str]) -> int:
         environment = (to_pass(os.environ) if launcher != "local" else {}) | _from_files(options)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(saved_pid(options.save_pid))
+        except OSError as error:
+            parser.error(f"--save_pid: {error}")
+        return _run(hosts, launcher, options, environment)
+
+
+def _run(hosts: list[Host], launcher: str, options: argparse.Namespace, environment: dict[str, str]) -> int:
     record: Record | None = None
     try:
         start = LAUNCHERS[launcher].command
@@ -223,6 +234,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
     )
     _add_hosts(parser)
     _add_running(parser)
+    add_deepspeeds(parser)
     options = parser.parse_args(arguments)
     if options.module and options.no_python:
         parser.error("--module and --no_python are both given; expected one of them")
@@ -232,6 +244,10 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
             parse_cpu_list(options.bind_core_list)
         except ValueError as error:
             parser.error(f"--bind_core_list: {error}")
+    options.launcher = options.launcher or ("ssh" if options.force_multi else None)
+    for name in ("num_nodes", "num_gpus"):
+        if getattr(options, name) == _ALL:
+            setattr(options, name, None)
     for name in ("num_nodes", "num_gpus", "connect_timeout"):
         value = getattr(options, name)
         if value is not None and value <= 0:
@@ -259,8 +275,10 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--launcher",
-        choices=tuple(LAUNCHERS),
-        help="; ".join(f"{name}: {one.does}" for name, one in LAUNCHERS.items()) + " (default: by the hosts)",
+        type=launcher_of,
+        metavar="|".join(LAUNCHERS),
+        help="; ".join(f"{name}: {one.does}" for name, one in LAUNCHERS.items())
+        + "; pdsh is ssh (default: by the hosts)",
     )
     group.add_argument(
         "--rsh", default="", metavar="CMD", help="instead of ssh: is called with a host and a command for its shell"
@@ -286,7 +304,8 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--bind_core_list", metavar="LIST", help="bind to these CPUs of each host alone: 0-15,32-47")
     group.add_argument(
         "--log_dir",
-        type=Path,
+        "--enable_each_rank_log",
+        type=log_folder,
         metavar="DIR",
         help="also write what each rank says to DIR/rank0.log ..., for zeropg logs",
     )
