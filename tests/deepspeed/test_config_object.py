@@ -68,7 +68,8 @@ def test_it_says_what_deepspeeds_does(is_file: bool, tmp_path: Path) -> None:
     assert (zero.stage, zero.overlap_comm, zero.max_live_parameters) == (3, True, 12)
     assert zero.offload_param is None and zero.offload_optimizer.device == "cpu"
     assert made.monitor_config.enabled and not made.monitor_config.wandb.enabled
-    assert not made.comms_config.comms_logger_enabled
+    assert not made.comms_config.comms_logger_enabled and made.timers_config.synchronized
+    assert made.aio_config["queue_depth"] == 8 and made.checkpoint_config.writer is None
     with pytest.raises(AttributeError, match=r"DeepSpeedConfig.hybrid_engine is not available.*config.read"):
         made.hybrid_engine  # noqa: B018
 

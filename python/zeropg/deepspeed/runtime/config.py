@@ -40,11 +40,9 @@ _SAME = (
 # Others, and the keys or blocks that they are.
 _RENAMED = {
     "activation_checkpointing_config": "activation_checkpointing",
-    "aio_config": "aio",
     "bfloat16_config": "bf16",
     "bfloat16_enabled": "bf16.enabled",
     "buffer_dtype": "data_types.buffer_dtype",
-    "checkpoint_config": "checkpoint",
     "float16_config": "fp16",
     "flops_profiler_config": "flops_profiler",
     "fp16_auto_cast": "fp16.auto_cast",
@@ -57,7 +55,7 @@ _RENAMED = {
     "optimizer_name": "optimizer.type",
     "param_dtype": "data_types.param_dtype",
     "scheduler_name": "scheduler.type",
-    "timers_config": "timers",
+    "timers_config": "timers.throughput",
     "torch_autocast_enabled": "torch_autocast.enabled",
     "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
@@ -132,6 +130,12 @@ def _attributes(config: Config) -> dict[str, Any]:
     if str(said["optimizer_name"]).lower() in _OWN_OPTIMIZERS:
         said["optimizer_name"] = said["optimizer_name"].lower()
     return said | {
+        "aio_config": config.aio.model_dump(),
+        "checkpoint_config": SimpleNamespace(
+            tag_validation=validation,
+            checkpoint_serialization=config.checkpoint.checkpoint_serialization,
+            writer=_given(config.checkpoint, "writer"),
+        ),
         "checkpoint_tag_validation_enabled": validation != "IGNORE",
         "checkpoint_tag_validation_fail": validation == "FAIL",
         "comms_config": _comms(config),
