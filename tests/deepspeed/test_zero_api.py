@@ -248,6 +248,39 @@ def test_scripts_start_as_with_deepspeed() -> None:
 
 
 @on_ranks(2)
+def test_sharded_parameters_are_known_by_deepspeeds_attributes() -> None:
+    from zeropg import deepspeed
+    from zeropg.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    def absent(module: nn.Module) -> list[nn.Parameter]:
+        """As DeepSpeed-Chat finds what it has to gather."""
+        found = [one for one in module.parameters() if hasattr(one, "ds_id")]
+        return [one for one in found if one.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
+
+    class Watched(nn.Linear):
+        seen: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Watched.seen = self.weight.ds_status.name
+            return super().forward(x)
+
+    assert not absent(make_engine(2).module)
+    model = nn.Sequential(Watched(4, 4), Watched(4, 4))
+    engine, *_ = deepspeed.initialize(model=model, config=configuration(3, optimizer={"type": "AdamW"}))
+    weight = model[0].weight
+    assert len({one.ds_id for one in model.parameters()}) == 4
+    assert (weight.ds_shape, weight.ds_numel) == ((4, 4), 16) and not hasattr(weight, "ds_tensor")
+    for writer in (None, 0):
+        assert len(absent(model)) == 4 and ZeroParamStatus.NOT_AVAILABLE == weight.ds_status  # noqa: SIM300
+        with deepspeed.zero.GatheredParameters(absent(model), modifier_rank=writer):
+            assert not absent(model) and weight.ds_status == ZeroParamStatus.AVAILABLE
+            assert weight.ds_status in (ZeroParamStatus.AVAILABLE,) and "AVAILABLE" in repr(weight.ds_status)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    assert Watched.seen == "AVAILABLE" and weight.ds_status != ZeroParamStatus.AVAILABLE
+
+
+@on_ranks(2)
 def test_adam_may_keep_the_bias_of_its_beginning() -> None:
     from zeropg import deepspeed
 

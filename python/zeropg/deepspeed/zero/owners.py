@@ -7,6 +7,7 @@ from weakref import WeakValueDictionary
 
 from torch import nn
 
+from zeropg.deepspeed.zero.parameter_attributes import set_attributes
 from zeropg.sharding.state import ShardedState
 
 if TYPE_CHECKING:
@@ -28,9 +29,11 @@ _ENGINES: WeakValueDictionary[int, DeepSpeedEngine] = WeakValueDictionary()
 
 
 def register(engine: DeepSpeedEngine) -> None:
-    """Lets `place_of` find the engine's parameters."""
+    """Lets `place_of` find the engine's parameters, and gives them DeepSpeed's attributes where they are sharded."""
     for parameter in engine.module.parameters():
         _ENGINES[id(parameter)] = engine
+    if engine.zero_optimization_partition_weights():
+        set_attributes(engine.module)
 
 
 def place_of(parameter: nn.Parameter) -> Place | None:
