@@ -184,6 +184,7 @@ int64_t ScheduleExecutor::sized_length(const Step& step, const std::byte* messag
 
 void ScheduleExecutor::reduce_step(const Step& step) {
   const ReduceOp op = step.has_partial_sources ? op_over_partial_results(collective_.reduce_op) : collective_.reduce_op;
+  const bool is_divided = divides_average(step, collective_.dtype, codec_steps_.has_value());
   const bool is_streamed = is_streamed_to_staging(step);
   const Widening times = widening(collective_.dtype, step.form);
   const int64_t piece_bytes = step.echo_count == 0 && !is_streamed ? step.bytes : kPieceBytes / times.of_destination;
@@ -201,7 +202,7 @@ void ScheduleExecutor::reduce_step(const Step& step) {
     }
     std::byte* destination = address(step.destination) + times.of_destination * offset;
     reduce(is_streamed ? piece : destination, sources.data(), step.source_count, bytes / collective_.spec.element_bytes,
-           collective_.dtype, op, collective_.factor, step.is_final, step.form);
+           collective_.dtype, op, collective_.factor, is_divided, step.form);
     if (is_streamed) {
       copy_bytes(destination, piece, times.of_destination * bytes, /*is_streaming=*/true);
     }

@@ -93,7 +93,7 @@ class ZeroWork final : public c10d::Work {
   const OperationTimeout timeout_;
   const uint64_t key_;
   const std::chrono::steady_clock::time_point start_;
-  const std::shared_ptr<OperationHost> host_;  // life shared with the group's runtime
+  const std::shared_ptr<OperationHost> host_;       // life shared with the group's runtime
   Tensors tensors_;                                 // guarded by mutex_ (of the base class)
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
   float duration_ms_ = 0;                           // guarded by mutex_

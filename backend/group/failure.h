@@ -20,8 +20,9 @@ enum class FailureKind : uint8_t {
 
 struct Failure {
   FailureKind kind = FailureKind::kHere;
-  std::string text;     // whole: rank, operation, what happened
-  std::string cause{};  // kPeer: the text of the rank that failed first
+  std::string text;        // whole: rank, operation, what happened
+  std::string cause{};     // kPeer: the text of the rank that failed first
+  bool is_wanted = false;  // the program has ended the group: no flight recorder is dumped
 
   // What other ranks are told: a failure travels, each puts its own operation in front, and only the first is news.
   const std::string& news() const { return kind == FailureKind::kPeer ? cause : text; }

@@ -76,7 +76,7 @@ void GroupContext::fail(const Failure& failure) {
     has_failed_.store(true, std::memory_order_release);
     peers_->tell_state(RankState::kFailed, failure.news());
   }
-  if (hooks_->has_abort() && background_) {
+  if (!failure.is_wanted && hooks_->has_abort() && background_) {
     run_in_background([hooks = hooks_, run = std::make_shared<RunsBeforeShutdown>()] { hooks->run_abort(); });
   }
 }

@@ -1,7 +1,16 @@
 // Barriers.
+#include "backend/bootstrap/store_client.h"
+#include "backend/diagnostics/format_ranks.h"
+#include "backend/platform/process/signal_check.h"
 #include "backend/process_group/process_group.h"
 
 namespace zeropg {
+
+namespace {
+
+constexpr std::chrono::seconds kStorePatience{10};
+
+}  // namespace
 
 using c10d::OpType;
 using c10d::Work;
@@ -23,11 +32,34 @@ c10::intrusive_ptr<Work> ProcessGroupZero::barrier(const c10d::BarrierOptions& o
   return run_barrier("zeropg:barrier", 0, opts.timeout, opts.asyncOp);
 }
 
-// Every rank names every late rank anyway, so there is nothing to collect on rank 0 as gloo does.
+// Between nodes a barrier meets its peers one after the other, and knows of one that is late. So each rank leaves a
+// note in the store that it has come; who times out looks for the others'.
 void ProcessGroupZero::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
   TORCH_CHECK_WITH(DistBackendError, opts.timeout.count() != 0, prefix(kMonitoredBarrierTitle), ": Rank ", rank_,
                    " timed out in monitoredBarrier after 0 ms, before it began; give it time.");
-  run_barrier(kMonitoredBarrierTitle, 0, opts.timeout, /*is_asynchronous=*/false);
+  if (group().topology().node_count() == 1) {
+    run_barrier(kMonitoredBarrierTitle, 0, opts.timeout, /*is_asynchronous=*/false);
+    return;
+  }
+  const std::string number = std::to_string(monitored_count_.fetch_add(1));
+  const auto key_of = [&](int rank) { return c10::str("zeropg/monitored/", number, "/", rank); };
+  StoreClient store(store_, Clock::now() + kStorePatience, check_signals);
+  store.set(key_of(rank_), "");
+  try {
+    run_barrier(kMonitoredBarrierTitle, 0, opts.timeout, /*is_asynchronous=*/false);
+  } catch (const c10::DistBackendError& error) {
+    std::vector<int32_t> late;
+    for (int rank = 0; rank < size_; ++rank) {
+      if (!store.check({key_of(rank)})) late.push_back(rank);
+    }
+    if (late.size() < 2) throw;  // the error names it
+    std::string ranks = format_ranks(late);
+    ranks[0] = 'R';
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str(prefix(kMonitoredBarrierTitle), ": ", ranks, " failed to pass monitoredBarrier (",
+                             error.what_without_backtrace(), ")"));
+  }
+  store.remove(key_of(rank_));
 }
 
 }  // namespace zeropg

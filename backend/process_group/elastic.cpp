@@ -63,7 +63,8 @@ c10::intrusive_ptr<Backend> ProcessGroupZero::shrink(const std::vector<int64_t>&
   auto store = c10::make_intrusive<c10d::PrefixStore>(
       c10::str("zeropg-shrink/", names, "/", shrink_count_.fetch_add(1)), store_);
   auto child = make_child(store, own, static_cast<int>(options->global_ranks_in_group.size()), options);
-  group().fail({.text = end});  // all have come, so nobody needs the old group for an operation any more
+  group().fail(
+      {.text = end, .is_wanted = true});  // all have come, so nobody needs the old group for an operation any more
   channels_->engine().wake();
   return child;
 }

@@ -280,6 +280,7 @@ class ProcessGroupZero : public c10d::Backend {
   std::atomic<uint64_t> messages_{0};       // of this rank
   std::atomic<uint64_t> split_count_{0};
   std::atomic<uint64_t> shrink_count_{0};
+  std::atomic<uint64_t> monitored_count_{0};  // barriers
 
   const bool has_cuda_;
   std::mutex inner_mutex_;

@@ -30,9 +30,12 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::allreduce_sparse(std::vector<at
                   "sparse tensors can be summed and averaged only; use a dense tensor.");
   call.reduction(opts.reduceOp, tensor.scalar_type());
 
+  // 16-bit floats are added in fp32, and rounded where they travel and once at the end.
+  const at::ScalarType dtype = tensor.scalar_type();
+  const at::ScalarType wide = dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
   const at::Tensor own = [&] {
     const IeeeArithmetic rules;
-    return tensor.coalesce();
+    return tensor.to(wide).coalesce();
   }();
   const auto gather = [&](const at::Tensor& input) {
     std::vector<at::Tensor> inputs{input};
@@ -74,7 +77,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::allreduce_sparse(std::vector<at
     longest = std::max(longest, values[0]);
   }
   const std::vector<at::Tensor> indices = gather(padded(own._indices(), 1, longest));
-  const std::vector<at::Tensor> values = gather(padded(own._values(), 0, longest));
+  const std::vector<at::Tensor> values = gather(padded(own._values().to(dtype), 0, longest));
 
   std::vector<at::Tensor> all_indices;
   std::vector<at::Tensor> all_values;
@@ -84,13 +87,13 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::allreduce_sparse(std::vector<at
     all_values.push_back(values[peer].narrow(0, 0, count));
   }
   const IeeeArithmetic rules;
-  at::Tensor sum =
-      at::_sparse_coo_tensor_unsafe(at::cat(all_indices, 1), at::cat(all_values, 0), own.sizes(), own.options())
-          .coalesce();
+  at::Tensor sum = at::_sparse_coo_tensor_unsafe(at::cat(all_indices, 1), at::cat(all_values, 0).to(wide), own.sizes(),
+                                                 own.options())
+                       .coalesce();
   if (is_average) {
     sum._values().div_(size_);
   }
-  tensor.copy_(sum);
+  tensor.copy_(sum.to(dtype));
   ZeroWork::Tensors result;
   result.outputs = {tensor};
   auto work = c10::make_intrusive<ZeroWork>(call.label(), OpType::_ALLREDUCE_SPARSE, std::move(result),

@@ -67,7 +67,7 @@ void LocalSteps::reduce_sources(int32_t rank) {
   for (const void* source : sources) check_aligned(source, times.of_sources);
   const ReduceOp op = step.has_partial_sources ? op_over_partial_results(operation.reduce_op) : operation.reduce_op;
   reduce(destination, sources.data(), static_cast<int32_t>(sources.size()), step.bytes / size, operation.dtype, op,
-         operation.factor, step.is_final, step.form);
+         operation.factor, divides_average(step, operation.dtype, operation.codec != nullptr), step.form);
   accounts_[rank].traffic.reduced_bytes += static_cast<int64_t>(sources.size()) * source_bytes;
   for (int32_t i = 0; i < step.echo_count; ++i) {
     std::copy_n(destination, result_bytes,

@@ -36,17 +36,21 @@ def reduced(
     """In rank order on each node, then in the order of nodes (None: all ranks are on one); or so over domains of one.
 
     16-bit floats are added in fp32 and rounded once per node, if there are several, and once at the end; everything
-    else is added in its own dtype. Averages divide once, at the end.
+    else is added in its own dtype. Averages divide once, at the end; those of fp16 before the first rounding.
     """
     dtype = tensors[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     inputs = [tensor.to(wide) * factor if op == dist.ReduceOp.PREMUL_SUM else tensor.to(wide) for tensor in tensors]
+    divisor = len(tensors) if op == dist.ReduceOp.AVG else 1
     if nodes is not None and len(nodes) > 1:
-        inputs = [folded([inputs[rank] for rank in node], op).to(dtype).to(wide) for node in nodes]
+        inputs = [folded([inputs[rank] for rank in node], op) for node in nodes]
+        if dtype == torch.float16 and divisor > 1:
+            inputs, divisor = [sum_of_node / divisor for sum_of_node in inputs], 1
+        inputs = [sum_of_node.to(dtype).to(wide) for sum_of_node in inputs]
     if domains is not None:
         inputs = [folded([inputs[rank] for rank in domain], op) for domain in domains]
     result = folded(inputs, op)
-    return (result / len(tensors) if op == dist.ReduceOp.AVG else result).to(dtype)
+    return (result / divisor if divisor > 1 else result).to(dtype)
 
 
 def folded(tensors: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType) -> torch.Tensor:

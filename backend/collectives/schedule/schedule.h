@@ -72,7 +72,7 @@ enum class StepKind : uint8_t {
 
 struct Step {
   StepKind kind = StepKind::kBarrier;
-  bool is_final = false;  // reduce: this result is complete, so an average divides here
+  bool is_final = false;  // reduce: this result is complete, so an average divides here (but see divides_average)
   // reduce: the sources are results of other reductions, so a premul_sum does not multiply them again
   bool has_partial_sources = false;
   ReduceForm form = ReduceForm::kWhole;  // reduce: `bytes` counts elements of the collective's dtype whatever this says
@@ -92,6 +92,13 @@ struct Step {
   int32_t first_echo = 0;
   int32_t echo_count = 0;
 };
+
+// Whether an average divides where this step reduces. In fp16 it is where values of ranks become a result in fp16: the
+// sum of a node's ranks need not fit. With a codec, decoding divides.
+inline bool divides_average(const Step& step, DType dtype, bool is_encoded) {
+  if (dtype != DType::kFloat16 || is_encoded || step.form == ReduceForm::kToAccumulators) return step.is_final;
+  return step.form == ReduceForm::kFromAccumulators || !step.has_partial_sources;
+}
 
 // Note [Sized messages]
 // How long an encoding is may depend on the values. Then its first four bytes say how many follow (little-endian), and

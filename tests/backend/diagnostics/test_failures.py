@@ -430,6 +430,8 @@ def hold_an_aborted_group() -> list[str]:
         errors += [error_of(call) for call in calls]
         group.abort()
         group.shutdown()
+        works.clear()  # which have the tensors
+        calls.clear()
         dist.barrier()
     return errors
 

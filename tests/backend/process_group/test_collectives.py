@@ -8,6 +8,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from tests.backend.reference import COMPLEX, FLOATS, INTEGERS, MOVABLE, assert_same, values
 from tests.backend.reference import reduced as reduced_over_nodes
-from tests.spawn import RankPool, run_ranks
+from tests.spawn import RankPool, SeparateHosts, run_ranks
 
 Op = dist.ReduceOp
 BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
@@ -485,6 +486,20 @@ def check_futures() -> None:
     work.wait()
     assert work.get_future().wait() is not None, "a future may be asked for after the wait"
 
+    # What a work gives is whole, though nobody holds the tensors any more.
+    parts = [torch.empty(1) for _ in range(size)]
+    work = dist.all_gather(parts, torch.tensor([float(rank)]), async_op=True)
+    work.wait()
+    del parts[:-1]
+    assert [part.item() for part in work.get_future().value()] == list(range(size))
+    assert [part.item() for part in work.result()] == list(range(size))
+    tensor, other = torch.ones(3), torch.ones(4)
+    with dist._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(tensor.view(-1))
+        dist.all_reduce(other)
+    manager.wait()
+    assert [part.numel() for work in manager.works for part in work.get_future().value()] == [3, 4]
+
     # A callback may wait for another collective, and holds up no other callback. On a group of its own: in one group
     # the order of the calls must be the same on every rank, and nobody promises when a callback runs.
     inner = dist.new_group()
@@ -512,11 +527,11 @@ def check_references() -> None:
             if work is not None:
                 work.wait()
                 assert work.result()[0].data_ptr() == tensor.data_ptr()
-        del dense, column, tensor
-        assert [reference() for reference in references] == [None, None], "a waited work holds its tensors"
+        del dense, column, tensor, works, work
+        assert [reference() for reference in references] == [None, None], "somebody else holds what a work held"
 
 
-def test_a_work_that_was_waited_for_holds_no_tensor(run: Callable[..., Any]) -> None:
+def test_what_a_waited_work_held_goes_with_it(run: Callable[..., Any]) -> None:
     run(check_references)
 
 
@@ -600,6 +615,25 @@ def check_monitored_barrier() -> None:
     if not hasattr(dist.Backend, "_ensure_backend_registered"):
         return  # torch 2.11 refuses every name but gloo
     dist.monitored_barrier()
+
+
+def come_late_to_a_barrier() -> str:
+    if not hasattr(dist.Backend, "_ensure_backend_registered"):
+        return "Ranks 2, 3 failed to pass monitoredBarrier"
+    group = dist.new_group()
+    dist.monitored_barrier(group, timedelta(seconds=10))
+    if dist.get_rank() > 1:
+        time.sleep(LATE_SECONDS)
+    try:
+        dist.monitored_barrier(group, timedelta(seconds=LATE_SECONDS / 3), wait_all_ranks=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_monitored_barrier_between_nodes_names_all_that_are_late() -> None:
+    for text in run_ranks(4, come_late_to_a_barrier, place=SeparateHosts(hosts=(0, 1, 1, 0)))[:2]:
+        assert "Ranks 2, 3 failed to pass monitoredBarrier" in text, text
 
 
 def test_monitored_barrier(run: Callable[..., Any]) -> None:

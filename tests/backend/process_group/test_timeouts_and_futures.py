@@ -168,6 +168,13 @@ def check_sparse() -> None:
             expected = expected / size if op == dist.ReduceOp.AVG else expected
             assert tensor.to_dense().equal(torch.as_tensor(expected)), tensor
             assert work.result()[0] is tensor or work.result()[0].to_dense().equal(tensor.to_dense())
+    for dtype, value, op, expected in (
+        (torch.bfloat16, 256.0 if rank == 0 else 1.0, dist.ReduceOp.SUM, torch.tensor(255.0 + size)),
+        (torch.float16, 40000.0, dist.ReduceOp.AVG, torch.tensor(40000.0)),
+    ):
+        tensor = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([value], dtype=dtype), (2,))
+        dist.all_reduce(tensor, op=op)
+        assert tensor.dtype == dtype and tensor.to_dense()[0].equal(expected.to(dtype)), "added in fp32"
     uneven = sparse(0) if rank == 0 else torch.sparse_coo_tensor(size=(6,))
     dist.all_reduce(uneven)
     assert uneven.to_dense().equal(sparse(0).to_dense())
