@@ -272,7 +272,7 @@ def has_nonfinite(optimizer: Scaled, scale: float = 1.0) -> bool:
     if largest != -smallest:
         raise RuntimeError(
             f"[zeropg rank {group.rank()}/{group.size()}] GradScaler: the loss scale is {scale} here, and from "
-            f"{-smallest} to {largest} on all ranks; expected the same: make the scalers alike, and load all of them or none"
+            f"{-smallest} to {largest} on all ranks; expected the same: make the scalers alike, and load all or none"
         )
     return bool(is_found)
 
