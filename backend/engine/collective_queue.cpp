@@ -119,7 +119,7 @@ class CollectiveQueue::Turn {
 };
 
 CollectiveQueue::CollectiveQueue(std::shared_ptr<GroupContext> group, ProgressEngine& engine)
-    : group_(std::move(group)), engine_(engine), context_(*group_) {}
+    : QueueOfGroup(std::move(group)), engine_(engine), context_(*group_) {}
 
 void CollectiveQueue::watch_links(std::shared_ptr<Planner> planner) {
   links_ = std::make_unique<LinkWatch>(*group_, std::move(planner));

@@ -15,6 +15,7 @@
 #include "backend/engine/collective_context.h"
 #include "backend/engine/link_watch.h"
 #include "backend/engine/progress_engine.h"
+#include "backend/engine/queue_of_group.h"
 #include "backend/engine/schedule_executor.h"
 #include "backend/engine/work.h"
 #include "backend/group/group_context.h"
@@ -44,7 +45,7 @@ struct CollectiveJob {
 // peers are late it sleeps in shared memory; on several nodes it lets go then, since only the progress thread hears the
 // network. Meanwhile the progress thread keeps away; it runs what nobody waits for, and is woken by whoever lets go of
 // a queue that is not empty. So a small collective costs no change of threads, and nobody has to wait for one.
-class CollectiveQueue final : public OperationHost, public Channel {
+class CollectiveQueue final : public QueueOfGroup, public Channel {
  public:
   CollectiveQueue(std::shared_ptr<GroupContext> group, ProgressEngine& engine);
 
@@ -59,8 +60,6 @@ class CollectiveQueue final : public OperationHost, public Channel {
   // See OperationHost.
   void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) override;
   std::string who_is_late() override;  // a guess from any thread
-  void run_callback(std::function<void()> callback) override { group_->run_in_background(std::move(callback)); }
-  void forget(const ZeroWork& work) override { group_->retired_works().remove(work); }
 
   bool is_waited_for() const { return helpers_.load() > 0; }  // by a thread that runs the queue, or will
   // The progress thread has to run what is queued.
@@ -94,7 +93,6 @@ class CollectiveQueue final : public OperationHost, public Channel {
   void check(CollectiveJob& job);
   void finish(std::unique_ptr<CollectiveJob> job, const std::exception_ptr& error, const ZeroWork* own);
 
-  std::shared_ptr<GroupContext> group_;  // life shared with the process group
   ProgressEngine& engine_;
   CollectiveContext context_;                 // of the thread that holds the channel
   PauseDetector pause_detector_;              // of the thread that holds the channel

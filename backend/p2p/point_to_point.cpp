@@ -51,7 +51,7 @@ std::vector<int32_t> awaited_by_all(const std::vector<const PostedMessage*>& pen
 }  // namespace
 
 PointToPoint::PointToPoint(std::shared_ptr<GroupContext> group, ProgressEngine& engine, bool may_use_cma)
-    : group_(std::move(group)),
+    : QueueOfGroup(std::move(group)),
       engine_(engine),
       sends_(static_cast<size_t>(group_->world_size())),
       receives_(static_cast<size_t>(group_->world_size())) {

@@ -22,6 +22,7 @@
 #include "backend/diagnostics/pause_detector.h"
 #include "backend/diagnostics/wait_timer.h"
 #include "backend/engine/progress_engine.h"
+#include "backend/engine/queue_of_group.h"
 #include "backend/engine/work.h"
 #include "backend/group/group_context.h"
 #include "backend/p2p/message_receiver.h"
@@ -31,7 +32,7 @@
 
 namespace zeropg {
 
-class PointToPoint final : public OperationHost, public Channel {
+class PointToPoint final : public QueueOfGroup, public Channel {
  public:
   // `may_use_cma`: large messages are read from the sender's memory where that works (Note [Offers]).
   PointToPoint(std::shared_ptr<GroupContext> group, ProgressEngine& engine, bool may_use_cma);
@@ -43,8 +44,6 @@ class PointToPoint final : public OperationHost, public Channel {
   // See OperationHost.
   void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) override;
   std::string who_is_late() override { return ""; }  // a message's label names its peer
-  void run_callback(std::function<void()> callback) override { group_->run_in_background(std::move(callback)); }
-  void forget(const ZeroWork& work) override { group_->retired_works().remove(work); }
 
   bool is_waited_for() const { return helpers_.load() > 0; }  // by a thread that moves the messages
   bool is_left_to_engine() const;                             // the progress thread has to move them
@@ -74,7 +73,6 @@ class PointToPoint final : public OperationHost, public Channel {
   void finish(FinishedMessages finished, const ZeroWork* own);  // `own` has an owner: its caller, or who waits for it
   void leave();
 
-  std::shared_ptr<GroupContext> group_;  // life shared with the process group
   ProgressEngine& engine_;
   std::atomic<int32_t> helpers_{0};  // threads inside help(): the progress thread leaves the messages to them
   mutable std::mutex mutex_;
