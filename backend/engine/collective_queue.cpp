@@ -256,10 +256,7 @@ void CollectiveQueue::finish(std::unique_ptr<CollectiveJob> job, const std::exce
   if (!error) {
     group_->notify_complete(work->completion_key(), work->elapsed_ms());
   }
-  work->complete(error);
-  if (work.get() != own) {
-    group_->retired_works().add(std::move(work));
-  }
+  end_work(std::move(work), error, own);
 }
 
 CollectiveJob* CollectiveQueue::head() const {

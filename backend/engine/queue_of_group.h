@@ -1,6 +1,7 @@
 // What the queues of a group share as hosts of its works.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -18,6 +19,13 @@ class QueueOfGroup : public OperationHost {
   void forget(const ZeroWork& work) final { group_->retired_works().remove(work); }
 
  protected:
+  // `own`: a work that the calling thread waits for, so that it has an owner. A null `error` is success.
+  void end_work(c10::intrusive_ptr<ZeroWork> work, const std::exception_ptr& error, const ZeroWork* own) {
+    if (work.get() == own) return work->complete(error);
+    ZeroWork& ending = *work;
+    group_->retired_works().add(std::move(work), [&] { ending.complete(error); });
+  }
+
   const std::shared_ptr<GroupContext> group_;  // life shared with the process group
 };
 

@@ -14,8 +14,11 @@ namespace zeropg {
 // Any thread.
 class RetiredWorks {
  public:
-  void add(c10::intrusive_ptr<c10d::Work> work) {
+  // Takes a work in that `complete` completes: who has waited for it then, and removes it, finds it here.
+  template <typename Complete>
+  void add(c10::intrusive_ptr<c10d::Work> work, const Complete& complete) {
     std::lock_guard<std::mutex> lock(mutex_);
+    complete();
     works_.push_back(std::move(work));
   }
   // Gives up one that is here; the caller has a reference of its own.

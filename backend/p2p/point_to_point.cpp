@@ -418,10 +418,7 @@ void PointToPoint::finish(FinishedMessages finished, const ZeroWork* own) {
       }
       group_->notify_complete(work->completion_key(), work->elapsed_ms());
     }
-    work->complete(described);
-    if (work.get() != own) {
-      group_->retired_works().add(std::move(work));
-    }
+    end_work(std::move(work), described, own);
   }
   // Who waits for one of these in another thread may have looked for messages, and for the work, just before, and be
   // about to sleep: no peer has anything left to wake it for.

@@ -33,7 +33,8 @@ c10::intrusive_ptr<Work> ProcessGroupZero::barrier(const c10d::BarrierOptions& o
 }
 
 // Between nodes a barrier meets its peers one after the other, and knows of one that is late. So each rank leaves a
-// note in the store that it has come; who times out looks for the others'.
+// note in the store that it has come; who times out looks for the others'. A note stays until the next barrier: ranks
+// may still look, and the store may be gone by the end. Without the store the barrier is one all the same.
 void ProcessGroupZero::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
   TORCH_CHECK_WITH(DistBackendError, opts.timeout.count() != 0, prefix(kMonitoredBarrierTitle), ": Rank ", rank_,
                    " timed out in monitoredBarrier after 0 ms, before it began; give it time.");
@@ -41,17 +42,28 @@ void ProcessGroupZero::monitoredBarrier(const c10d::BarrierOptions& opts, bool /
     run_barrier(kMonitoredBarrierTitle, 0, opts.timeout, /*is_asynchronous=*/false);
     return;
   }
-  const std::string number = std::to_string(monitored_count_.fetch_add(1));
-  const auto key_of = [&](int rank) { return c10::str("zeropg/monitored/", number, "/", rank); };
+  const uint64_t number = monitored_count_.fetch_add(1);
+  const auto key_of = [&](uint64_t barrier, int rank) { return c10::str("zeropg/monitored/", barrier, "/", rank); };
   StoreClient store(store_, Clock::now() + kStorePatience, check_signals);
-  store.set(key_of(rank_), "");
+  const auto ask = [](const auto& question) {
+    try {
+      question();
+    } catch (const c10::Error&) {  // not what a signal handler throws
+    }
+  };
+  ask([&] {
+    store.set(key_of(number, rank_), "");
+    if (number > 0) store.remove(key_of(number - 1, rank_));
+  });
   try {
     run_barrier(kMonitoredBarrierTitle, 0, opts.timeout, /*is_asynchronous=*/false);
   } catch (const c10::DistBackendError& error) {
     std::vector<int32_t> late;
-    for (int rank = 0; rank < size_; ++rank) {
-      if (!store.check({key_of(rank)})) late.push_back(rank);
-    }
+    ask([&] {
+      for (int rank = 0; rank < size_; ++rank) {
+        if (!store.check({key_of(number, rank)})) late.push_back(rank);
+      }
+    });
     if (late.size() < 2) throw;  // the error names it
     std::string ranks = format_ranks(late);
     ranks[0] = 'R';
@@ -59,7 +71,6 @@ void ProcessGroupZero::monitoredBarrier(const c10d::BarrierOptions& opts, bool /
                     c10::str(prefix(kMonitoredBarrierTitle), ": ", ranks, " failed to pass monitoredBarrier (",
                              error.what_without_backtrace(), ")"));
   }
-  store.remove(key_of(rank_));
 }
 
 }  // namespace zeropg

@@ -106,6 +106,7 @@ void ProcessGroupZero::join(std::chrono::milliseconds timeout) {
   channels_ = std::move(channels);
   sequence_ = 0;
   messages_ = 0;
+  monitored_count_ = 0;
 }
 
 GroupContext& ProcessGroupZero::group() const {

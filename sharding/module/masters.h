@@ -24,6 +24,7 @@ using OptionDigests = std::pair<int64_t, int64_t>;
 struct StepPlan {
   OptionDigests options{0, 0};
   int64_t gradients = 0;
+  bool is_load = false;  // masters are about to be replaced, whatever they are
 };
 
 // What `action` throws, or null.

@@ -168,7 +168,7 @@ void ShardedModule::begin_step(const OptionDigests& options) {
   whole_units_->join();
   whole_units_->reshard_all();  // a forward without backward leaves units whole, with the values of before the step
   const bool is_step = options.first != 0;
-  masters_->begin_update("step", is_step ? StepPlan{options, gradients_->digest()} : StepPlan{});
+  masters_->begin_update("step", is_step ? StepPlan{options, gradients_->digest()} : StepPlan{.is_load = true});
   whole_units_->set_updating(true);
 }
 

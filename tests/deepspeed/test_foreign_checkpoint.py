@@ -173,6 +173,10 @@ def load_of_another_optimizer(directory: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.load_checkpoint(Path(directory) / "uncorrected", load_lr_scheduler_states=False)
+    with pytest.warns(UserWarning, match="has bias_correction=True, yours has False"):
+        engine.load_checkpoint(again)
+    assert not any(group["bias_correction"] for group in engine.optimizer.param_groups)
+    engine = make(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.load_checkpoint(again)  # two names of equal values are no loss for tied ones

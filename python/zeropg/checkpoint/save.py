@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import warnings
@@ -142,8 +143,12 @@ class Save:
             "states": {name: local_signatures(one, self._model_plan) for name, one in self._optimizers.items()},
             "own_files": {name: file.size_bytes for name, file in self._own_files.items()},
             "token": secrets.token_hex(8),
-            "ignored": {name: _sample(parameter) for name, parameter in self._model_plan.ignored()},
+            "ignored": self._samples(self._model_plan),
         }
+
+    def _samples(self, plan: ModelPlan) -> dict[str, str]:
+        is_alone = self._group.size() == 1
+        return {} if is_alone else {name: _sample(p) for name, p in plan.ignored() if type(p) is nn.Parameter}
 
     def _warn_of_ranks_own(self, samples: list[dict[str, str]]) -> None:
         differing = [name for name, first in samples[0].items() if any(each[name] != first for each in samples)]
@@ -324,7 +329,8 @@ def _expand(runs: list[Any], chunk_bytes: int) -> Iterator[tuple[int, int, int]]
 
 def _sample(parameter: torch.Tensor) -> str:
     flat = parameter.detach().reshape(-1)
-    return digest(flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous().view(torch.uint8).tolist())
+    some = flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous()
+    return hashlib.sha256(some.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def _extra_states(model: nn.Module) -> dict[str, Any]:

@@ -45,30 +45,44 @@ def full_state_dict(
     check_same(group, operation, together(group, operation, lambda: {"only": _checked_names(model, only)}))
     state.core.settle_writes(operation)
     keeps = state.core.rank == 0 or not rank0_only
-    gathered: dict[int, torch.Tensor | None] = {}  # by the parameter's id; None: is left out
+    gathered: dict[Any, torch.Tensor | None] = {}  # by where the parameter lies; None: is left out
     for flat in state.core.flat_groups:
         names_of = [names for names, *_ in flat.slots]
         is_wanted = only is None or any(not set(only).isdisjoint(names) for names in names_of)
         whole = flat.gather_master() if is_wanted else None
         for names, parameter, offset, numel in flat.slots if keeps else ():
             if whole is None or not (only is None or set(only) & set(names)):
-                gathered[id(parameter)] = None
+                gathered[_place(parameter)] = None
                 continue
             value = whole[offset : offset + numel].view(parameter.shape)
             target = dtype if dtype is not None and value.is_floating_point() else value.dtype
-            gathered[id(parameter)] = value.to(device="cpu", dtype=target, copy=True)
-    if not keeps:
-        return {}
+            gathered[_place(parameter)] = value.to(device="cpu", dtype=target, copy=True)
     result: dict[str, torch.Tensor] = {}
-    for key, value in model.state_dict(keep_vars=True).items():
-        if id(value) in gathered:
-            if (master := gathered[id(value)]) is not None:
-                result[key] = master
-        elif isinstance(value, torch.Tensor):  # buffers, ignored parameters, and what hooks have made of others
-            result[key] = value.detach().to(device="cpu", copy=True)
-        else:  # what a module's get_extra_state returned
-            result[key] = value
+
+    def collect() -> None:
+        for key, value in model.state_dict(keep_vars=True).items() if keeps else ():
+            place = _place(value)
+            if place in gathered:
+                if (master := gathered[place]) is not None:
+                    result[key] = master
+            elif isinstance(value, torch.Tensor):  # buffers, ignored parameters, and what hooks have made of others
+                result[key] = value.detach().to(device="cpu", copy=True)
+            else:  # what a module's get_extra_state returned
+                result[key] = value
+
+    together(group, operation, collect)  # hooks of the program may fail on rank 0 alone
     return result
+
+
+def _place(value: Any) -> Any:
+    """What is the same for a parameter and for other tensors over its memory, as `p.detach()` is one."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.layout != torch.strided
+        or type(value).__torch_dispatch__ is not (torch.Tensor.__torch_dispatch__)
+    ):
+        return id(value)
+    return value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype
 
 
 def _checked_names(model: nn.Module, only: Collection[str] | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -42,14 +41,14 @@ class CastEngine:
         return _checked(self, torch.empty(0).type(dst_type).dtype)
 
     def to(self: Engine, *args: Any, **kwargs: Any) -> Engine:
-        """As nn.Module's. Raises RuntimeError for another dtype, or where a parameter or buffer is elsewhere."""
+        """As nn.Module's. Raises RuntimeError for another dtype, or where a parameter is elsewhere."""
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if memory_format is not None:
             raise RuntimeError(
                 "[zeropg] engine.to: a memory format changes how parameters lie, which shards do not have; call "
                 "model.to(memory_format=...) before initialize"
             )
-        for name, tensor in _tensors(self.module) if device is not None else ():
+        for name, tensor in self.module.named_parameters() if device is not None else ():
             if not _is_there(tensor.device, device):
                 raise RuntimeError(
                     f"[zeropg] engine.to: '{name}' is on {tensor.device}, and shards stay where they are, not on "
@@ -59,8 +58,8 @@ class CastEngine:
 
 
 def _checked(engine: Engine, dtype: torch.dtype) -> Engine:
-    """Raises RuntimeError where a floating parameter or buffer has another dtype."""
-    for name, tensor in _tensors(engine.module):
+    """Raises RuntimeError where a floating parameter has another dtype. Buffers may: a model keeps some in fp32."""
+    for name, tensor in engine.module.named_parameters():
         if tensor.is_floating_point() and tensor.dtype != dtype:
             raise RuntimeError(
                 f"[zeropg] engine cast to {dtype}: '{name}' is {tensor.dtype}, as the configuration or the model says. "
@@ -68,11 +67,6 @@ def _checked(engine: Engine, dtype: torch.dtype) -> Engine:
                 "configuration; zeropg.full_state_dict(engine.module, dtype=...) casts a copy"
             )
     return engine
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _is_there(own: torch.device, asked: torch.device) -> bool:

@@ -477,7 +477,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_kernel(self, index: int, group: Group) -> None:
         rule = self._rule
         is_whole = rule is not None and all(rule.takes(parameter, group) for parameter in group["params"])
-        if self._kernels is None or is_whole:
+        if self._kernels is None or is_whole or not group["params"]:
             return
         kernel = self._kernels.of(group)
         options = kernel.hyperparameters(group)

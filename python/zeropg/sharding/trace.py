@@ -61,6 +61,8 @@ class TraceRecorder:
         self._first = request.first
         self._last = request.last
         self._number = next(_NUMBERS)
+        # In the world: models over several groups have ranks of the same numbers.
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._is_on = False
         self._finish_at_exit = weakref.WeakMethod(self.finish)
         atexit.register(_call, self._finish_at_exit)
@@ -88,8 +90,8 @@ class TraceRecorder:
         core = self._core
         trace: dict[str, Any] = {
             "format": FORMAT,
-            "rank": dist.get_rank(),
-            "world_size": core.world_size,
+            "rank": self._rank,
+            "world_size": self._world_size,
             "host": platform.node(),
             "stage": core.stage,
             "fetch": core.fetch_name,
@@ -98,8 +100,7 @@ class TraceRecorder:
             "events": events,
             "samples": samples,
         }
-        # By the rank in the world: models over several groups have ranks of the same numbers.
-        path = self._directory / f"rank{dist.get_rank()}.model{self._number}.json"
+        path = self._directory / f"rank{self._rank}.model{self._number}.json"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")

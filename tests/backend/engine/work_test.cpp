@@ -161,8 +161,9 @@ TEST(RetiredWorks, GivesUpAWorkThatSomebodyHasWaitedFor) {
   RetiredWorks retired;
   const ZeroWorkPtr kept = make_work();
   const ZeroWorkPtr removed = make_work();
-  retired.add(kept);
-  retired.add(removed);
+  retired.add(kept, [&] { kept->complete(nullptr); });
+  retired.add(removed, [&] { removed->complete(nullptr); });
+  EXPECT_TRUE(kept->is_complete());
   retired.remove(*removed);
   retired.remove(*make_work());  // not there
   EXPECT_EQ(removed.use_count(), 1U);

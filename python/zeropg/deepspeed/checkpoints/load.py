@@ -141,7 +141,9 @@ class _Loading:
             if saved is not None and saved.lower() != name.lower() and (is_decayed or not is_adam):
                 found.append(f"the checkpoint's configuration says optimizer {saved}, yours steps as {name}")
         for key, neutral in _NEUTRAL.items():
-            if any(not _has(here, key) and theirs.get(key, neutral) != neutral for here, theirs in options):
+            if any(here.get(key, neutral) != theirs.get(key, neutral) for here, theirs in options if key in here):
+                found.append(f"{_WHICH} has {key}={neutral}, yours has {not neutral}")
+            elif any(not _has(here, key) and theirs.get(key, neutral) != neutral for here, theirs in options):
                 found.append(f"{_WHICH} has {key}={not neutral}, which yours has not")
         return found
 
@@ -181,7 +183,8 @@ class _Loading:
 
     def _read_optimizer(self, saved: SavedState, optimizer: ShardedOptimizer, advance: Advance) -> None:
         for here, group in self._groups:
-            known = {*here, "initial_lr"}  # DeepSpeed's own optimizers have options that torch's have not
+            # DeepSpeed's own optimizers have options that torch's have not, and ours say which rule they are.
+            known = {*here, "initial_lr"} - {"bias_correction", "adam_w_mode"}
             here.update({key: value for key, value in group.options.items() if key in known})
         optimizer.load_local_state(self._state_shards(saved, optimizer, advance), self._numbers(saved, optimizer))
         load_debts(optimizer, [], self._state.core.world_size)

@@ -33,7 +33,7 @@ class Status:
         if parameter is None:
             raise ReferenceError("[zeropg] ds_status: the parameter does not exist any more")
         try:
-            parameter.detach().view(-1)[:1].clone()
+            parameter.detach()[(slice(0, 1),) * parameter.dim()].clone()
         except RuntimeError:  # what every read raises then
             return ZeroParamStatus.NOT_AVAILABLE
         return ZeroParamStatus.AVAILABLE

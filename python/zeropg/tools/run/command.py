@@ -244,7 +244,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentP
             parse_cpu_list(options.bind_core_list)
         except ValueError as error:
             parser.error(f"--bind_core_list: {error}")
-    options.launcher = options.launcher or ("ssh" if options.force_multi else None)
+    if options.force_multi and "SLURM_JOB_ID" not in os.environ:
+        options.launcher = options.launcher or "ssh"
     for name in ("num_nodes", "num_gpus"):
         if getattr(options, name) == _ALL:
             setattr(options, name, None)
