@@ -24,7 +24,7 @@ def run_on_demand(hosts: tuple[int, ...], function: Callable[..., Any], *args: A
     return run_ranks(len(hosts), function, *args, place=SeparateHosts(hosts=hosts), env=env, **options)
 
 
-_ACCEPTED_WITHIN = 0.2  # seconds, on a busy machine; the progress thread looks for callers every 10 ms
+_ACCEPTED_WITHIN = 1.0  # seconds, on a busy machine; the progress thread looks for callers every 10 ms
 
 
 def connections() -> int:
