@@ -32,10 +32,9 @@ const char* const kReplicasDrifted =
 
 const char* const kRanksDrifted =
     "the ranks have different masters since an earlier step: in stage 0 each rank updates all of them, and single "
-    "ranks "
-    "changed gradients or optimizer state, or an optimizer rounds differently on their processors (stage 1 has no such "
-    "differences); expected the same on every rank. All have one model again, of a slice of each rank's. Go on from a "
-    "checkpoint that was saved before, and decide from numbers that all ranks have.";
+    "ranks changed gradients or optimizer state, or an optimizer rounds differently on their processors (stage 1 has "
+    "no such differences); expected the same on every rank. All have one model again, of a slice of each rank's. Go on "
+    "from a checkpoint that was saved before, and decide from numbers that all ranks have.";
 
 constexpr int64_t kSamplesPerSlot = 64;
 
@@ -175,8 +174,7 @@ bool Masters::begin_fetch_update(const char* operation, int64_t news) {
     return whole_units_.fetch().begin_update(news);
   } catch (const c10::DistError& error) {
     C10_THROW_ERROR(DistBackendError, c10::str(communicator_.context(operation),
-                                               "not every rank calls it, as all must, or one is late or "
-                                               "gone (",
+                                               "not every rank calls it, as all must, or one is late or gone (",
                                                error.what_without_backtrace(), ")"));
   }
 }

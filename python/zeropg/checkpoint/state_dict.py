@@ -46,12 +46,12 @@ def full_state_dict(
     state.core.settle_writes(operation)
     keeps = state.core.rank == 0 or not rank0_only
     gathered: dict[Any, torch.Tensor | None] = {}  # by where the parameter lies; None: is left out
+    wanted = None if only is None else set(only)
     for flat in state.core.flat_groups:
-        names_of = [names for names, *_ in flat.slots]
-        is_wanted = only is None or any(not set(only).isdisjoint(names) for names in names_of)
-        whole = flat.gather_master() if is_wanted else None
-        for names, parameter, offset, numel in flat.slots if keeps else ():
-            if whole is None or not (only is None or set(only) & set(names)):
+        are_wanted = [wanted is None or not wanted.isdisjoint(names) for names, *_ in flat.slots]
+        whole = flat.gather_master() if any(are_wanted) else None
+        for (_, parameter, offset, numel), is_wanted in zip(flat.slots, are_wanted, strict=True) if keeps else ():
+            if whole is None or not is_wanted:
                 gathered[_place(parameter)] = None
                 continue
             value = whole[offset : offset + numel].view(parameter.shape)

@@ -18,7 +18,7 @@ from zeropg.optim.peers import Alone, Peers, Piece, ReplicatedPeers, ShardedPeer
 from zeropg.optim.update.entries import FACTORS, FirstState, State, is_per_element
 from zeropg.optim.update.own_class import first_state_of
 from zeropg.optim.update.segments import FlatGroup, Segment, in_memory, segments_of
-from zeropg.optim.update.updater import Move, move_entries
+from zeropg.optim.update.updater import KeptInPlace
 
 # Classes of torch's that step by a rule of ours.
 _RULES: dict[type[torch.optim.Optimizer], LayerwiseRule] = {
@@ -60,7 +60,7 @@ class _Layer(NamedTuple):
     ranges: list[tuple[int, int]]
 
 
-class LayerwiseUpdater:
+class LayerwiseUpdater(KeptInPlace):
     """The one updater of the parameters that a rule takes; its segments are what this rank updates of them.
 
     All ranks take part in the step of every parameter, also one of which they have nothing.
@@ -161,16 +161,6 @@ class LayerwiseUpdater:
                     f"[zeropg] optimizer state of {segment.name} has {key!r} of shape {list(entries[key].shape)}, but "
                     f"{type(self._rule).__name__} keeps {wanted}; load it into the class that it was saved from"
                 )
-
-    def clear(self) -> None:
-        for segment in self.segments:
-            self._state.pop(segment.parameter, None)
-
-    def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
-        """The user's dictionary is the optimizer's."""
-
-    def move_state(self, move: Move) -> None:
-        move_entries(self._state, self.segments, move)
 
     def _stepping(self, owners: Mapping[int, int]) -> list[_Layer]:
         """What has a gradient. Collective; raises ValueError, on every rank, where ranks differ in that."""

@@ -14,7 +14,7 @@ from zeropg.optim.momentum_optimizer import INSTEAD, MomentumOptimizer
 from zeropg.optim.part import Part
 from zeropg.optim.update.entries import FirstState, State, is_per_element
 from zeropg.optim.update.segments import FlatGroup, Segment, in_memory
-from zeropg.optim.update.updater import Move, move_entries
+from zeropg.optim.update.updater import KeptInPlace
 
 
 class Place(NamedTuple):
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     stop: int
 
 
-class MomentumUpdater:
+class MomentumUpdater(KeptInPlace):
     """The one updater of a model that `OneBitAdam`, `OneBitLamb` or `DGC` trains; its segments are whole parameters."""
 
     def __init__(
@@ -122,16 +122,6 @@ class MomentumUpdater:
             f"[zeropg] {type(self._optimizer).__name__} keeps what ranks owe each other beside its state per element; "
             "use zeropg.save_checkpoint"
         )
-
-    def clear(self) -> None:
-        for segment in self.segments:
-            self._state.pop(segment.parameter, None)
-
-    def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
-        """The user's dictionary is the optimizer's."""
-
-    def move_state(self, move: Move) -> None:
-        move_entries(self._state, self.segments, move)
 
 
 def make_exchange(optimizer: MomentumOptimizer, core: _C.ShardedModule, model: torch.nn.Module) -> MomentumExchange:

@@ -67,6 +67,23 @@ def move_entries(state: State, segments: Sequence[Segment], move: Move) -> None:
                 value.data = move(value.data)
 
 
+class KeptInPlace:
+    """Updaters whose state is the dictionary that the user sees, so that edits of it need no taking over."""
+
+    segments: list[Segment]
+    _state: State
+
+    def clear(self) -> None:
+        for segment in self.segments:
+            self._state.pop(segment.parameter, None)
+
+    def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
+        """The user's dictionary is the optimizer's."""
+
+    def move_state(self, move: Move) -> None:
+        move_entries(self._state, self.segments, move)
+
+
 def put_entries(updater: Updater, index: int, entries: Mapping[str, Any], group: Group) -> None:
     """Sets the state of a segment that has none: as torch keeps it, or this rank's part of that."""
     if not entries:

@@ -11,10 +11,10 @@ from zeropg.optim.kernels import Group, kernels_for
 from zeropg.optim.update.entries import FirstState, State, copied, elements
 from zeropg.optim.update.own_class import detached_copy, first_state_of, unhooked_step
 from zeropg.optim.update.segments import Segment
-from zeropg.optim.update.updater import Move, check_is_per_element, move_entries
+from zeropg.optim.update.updater import KeptInPlace, check_is_per_element
 
 
-class WholeUpdater:
+class WholeUpdater(KeptInPlace):
     """Runs the user's own optimizer class over parameters that `fully_shard(ignored_params=...)` left whole."""
 
     def __init__(
@@ -23,7 +23,7 @@ class WholeUpdater:
         self.segments = [Segment(p, name, 0, p.numel(), 0) for name, p in parameters.items()]
         self.owned = {s.name: (0, s.numel) for s in self.segments if owns}
         self._optimizer = detached_copy(optimizer)
-        self._optimizer.state = state
+        self._state = self._optimizer.state = state
         self._kernels = kernels_for(optimizer)  # what its class steps by, if state may be packed
         self._step = unhooked_step(optimizer)
 
@@ -42,17 +42,17 @@ class WholeUpdater:
 
     def read(self, index: int, start: int, stop: int) -> Iterator[tuple[str, int, torch.Tensor]]:
         segment = self.segments[index]
-        entries = self._optimizer.state.get(segment.parameter, {})
+        entries = self._state.get(segment.parameter, {})
         if self._kernels is None:
             check_is_per_element(segment, entries)
         yield from elements(self._kernels, entries, start, stop)
 
     def put_numbers(self, index: int, numbers: dict[str, Any], group: Group) -> None:
-        self._optimizer.state[self.segments[index].parameter].update(copied(numbers))
+        self._state[self.segments[index].parameter].update(copied(numbers))
 
     def write(self, index: int, key: str, start: int, values: torch.Tensor, group: Group) -> None:
         parameter = self.segments[index].parameter
-        entries = self._optimizer.state[parameter]
+        entries = self._state[parameter]
         if key not in entries:
             entries[key] = torch.zeros(parameter.shape, dtype=values.dtype, device=parameter.device)
         entries[key].view(-1)[start : start + values.numel()].copy_(values)
@@ -64,13 +64,3 @@ class WholeUpdater:
             if key in packed and value.dtype == torch.uint8:
                 first.entries[key] = torch.zeros(1, dtype=torch.bfloat16)
         return first
-
-    def clear(self) -> None:
-        for segment in self.segments:
-            self._optimizer.state.pop(segment.parameter, None)
-
-    def take_over_edits(self, owners: Mapping[int, int], groups: Sequence[Group]) -> None:
-        """The user's dictionary is the optimizer's."""
-
-    def move_state(self, move: Move) -> None:
-        move_entries(self._optimizer.state, self.segments, move)
