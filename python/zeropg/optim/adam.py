@@ -73,12 +73,6 @@ class Adam(CheckedOptimizer):
         if group["amsgrad"]:
             raise ValueError(f"[zeropg] {who}: amsgrad is not available; use torch.optim.{who}")
 
-    def update_all(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's layout. Moments are live tensors, those in 8 bits copies."""
         result: dict[str, Any] = super().state_dict()
@@ -104,7 +98,7 @@ class Adam(CheckedOptimizer):
         """Returns state of a whole parameter with a value per element, in its shape, for each packed one."""
         return {key: _elements(key, value, parameter) for key, value in entries.items()}
 
-    def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def update_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         who = f"{type(self).__name__}.step"
         _check(who, parameter, gradient, group)
         kernel = _kernel(group)

@@ -52,9 +52,16 @@ class CheckedOptimizer(torch.optim.Optimizer):
         self.update_all()
         return loss
 
-    @abstractmethod
     def update_all(self) -> None:
-        """What a step does once the options are good."""
+        """What a step does once the options are good: `update_one` for each parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update_one(parameter, parameter.grad, group)
+
+    def update_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:
+        """Steps one parameter, in optimizers that leave `update_all` as it is."""
+        raise NotImplementedError
 
     @abstractmethod
     def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:

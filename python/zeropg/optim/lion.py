@@ -40,11 +40,8 @@ class Lion(CheckedOptimizer):
     def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:
         check_numbers("Lion", group, ["weight_decay"], ["betas"], least_lr=least_lr)
 
-    def update_all(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    lion_(parameter, parameter.grad, self.state[parameter], group)
+    def update_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        lion_(parameter, gradient, self.state[parameter], group)
 
 
 def lion_(weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -42,11 +42,8 @@ class UncorrectedAdam(CheckedOptimizer):
         if group["bias_correction"]:
             raise ValueError("[zeropg] UncorrectedAdam: a param group says bias_correction=True; use torch.optim.AdamW")
 
-    def update_all(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    _step(parameter, parameter.grad, self.state[parameter], group)
+    def update_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        _step(parameter, gradient, self.state[parameter], group)
 
 
 def _step(weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
