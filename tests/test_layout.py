@@ -31,11 +31,13 @@ ALLOWED: dict[str, set[str]] = {
     "backend/platform/memory": {"backend/platform/cpu", "backend/platform/process"},
     "backend/topology": {"backend/platform/cpu", "backend/diagnostics"},
     "backend/transport": set(),
+    "backend/transport/network/ucx": set(),
     "backend/transport/network": {
         "backend/cryptography",
         "backend/platform/process",
         "backend/diagnostics",
         "backend/transport",
+        "backend/transport/network/ucx",
     },
     "backend/transport/shm": {
         "backend/platform/cpu",

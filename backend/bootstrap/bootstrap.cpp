@@ -221,7 +221,7 @@ NetworkPlan plan_network(const Session& session, const Topology& topology, const
                    .ports = options.ports,
                    .library_root = options.library_root,
                    .authenticates_frames = options.authenticates_frames,
-                   .connects_on_demand = connects_on_demand(options.connections, wire, session.world_size),
+                   .connects_on_demand = connects_on_demand(options.connections, session.world_size),
                    .deadline = session.deadline,
                    .tick = session.tick};
   for (int32_t peer = 0; peer < session.world_size; ++peer) {

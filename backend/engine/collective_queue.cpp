@@ -109,7 +109,7 @@ class CollectiveQueue::Turn {
     if (std::exchange(is_held_, false)) channel_.let_go();
     is_inside_ = false;
     channel_.helpers_.fetch_sub(1);  // before the look and the bell: the progress thread keeps away from who is inside
-    if (channel_.head() != nullptr || channel_.has_unsent()) channel_.engine_.wake();
+    if (channel_.head() != nullptr || channel_.has_unfinished()) channel_.engine_.wake();
   }
 
  private:
@@ -340,7 +340,9 @@ void CollectiveQueue::check_held(const ZeroWork* own) {
   }
 }
 
-bool CollectiveQueue::has_unsent() const { return context_.network != nullptr && context_.network->has_unsent(); }
+bool CollectiveQueue::has_unfinished() const {
+  return context_.network != nullptr && context_.network->has_unfinished();
+}
 
 bool CollectiveQueue::has_unread() const {
   return context_.network != nullptr && !context_.network->unread(Lane::kCollective, 1).empty();

@@ -83,9 +83,9 @@ class CollectiveQueue final : public QueueOfGroup, public Channel {
   // owner.
   Activity advance_held(const ZeroWork* own);
   void check_held(const ZeroWork* own);
-  bool has_unread() const;  // from other nodes
-  bool has_unsent() const;  // to other nodes
-  void check_idle();        // whether peers have called something else than the last collective, which has ended here
+  bool has_unread() const;      // from other nodes
+  bool has_unfinished() const;  // between nodes
+  void check_idle();  // whether peers have called something else than the last collective, which has ended here
   void fail_all_held(const CollectiveJob& job, const std::exception_ptr& reason, const ZeroWork* own);  // job: the head
   CollectiveJob* head() const;
 

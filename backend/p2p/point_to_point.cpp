@@ -179,7 +179,7 @@ void PointToPoint::leave() {
     std::lock_guard<std::mutex> lock(mutex_);
     is_pending = has_pending();
   }
-  if (is_pending || (group_->network() != nullptr && group_->network()->has_unsent())) {
+  if (is_pending || (group_->network() != nullptr && group_->network()->has_unfinished())) {
     engine_.wake();
   }
 }

@@ -58,7 +58,7 @@ struct BackendOptions : c10d::Backend::Options {
   // Whether every byte between nodes is proven to come from its rank, so that a change on the way is an error. It costs
   // the time of SHA-256 on either side, and does not encrypt. Also on where the environment's is 1.
   bool authenticate_frames = false;
-  // When ranks of several nodes connect over TCP: "all" while the group is made; "on_demand", each pair as soon as one
+  // When ranks of several nodes connect: "all" while the group is made; "on_demand", each pair as soon as one
   // has something for the other; "automatic": the environment's, else on demand in groups of more than 128 ranks.
   std::string connections{kAutomaticConnections};
   // Ranks with equal host ids share memory. Empty: the environment's, else probed.

@@ -205,7 +205,7 @@ ucx_root: str, folder of the UCX to use; default ZEROPG_UCX_ROOT, else the syste
 secret: str, proves membership; default ZEROPG_SECRET, else the content of the file ZEROPG_SECRET_FILE, else random.
 authenticate_frames: bool, whether all bytes between nodes carry a proof that nobody changed them on the way, at the
   price of SHA-256's time; default False, or True where ZEROPG_AUTHENTICATE_FRAMES is 1. It encrypts nothing.
-connections: str, when ranks of several nodes connect over TCP: "all" while the group is made, or "on_demand": each pair
+connections: str, when ranks of several nodes connect: "all" while the group is made, or "on_demand": each pair
   as soon as one has something for the other, at a port that stays open; default "automatic": ZEROPG_CONNECTIONS, else
   on demand in groups of more than 128 ranks.
 host_id: str, ranks with equal ones share memory; default ZEROPG_HOST_ID, else probed.

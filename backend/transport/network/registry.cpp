@@ -12,8 +12,8 @@ namespace zeropg {
 namespace {
 
 constexpr WireEntry kWires[] = {
-    {"tcp", "TCP", 0, "", "", probe_tcp, true, join_tcp},
-    {"ucx", "UCX", 1, "RDMA", "libucx", probe_ucx, false, join_ucx},
+    {"tcp", "TCP", 0, "", "", probe_tcp, join_tcp},
+    {"ucx", "UCX", 1, "RDMA", "libucx", probe_ucx, join_ucx},
 };
 
 constexpr std::string_view kAll = "all";
@@ -49,12 +49,8 @@ void check_connections(std::string_view connections) {
                     " (ZEROPG_CONNECTIONS is used where it is automatic).");
 }
 
-bool connects_on_demand(std::string_view connections, const WireEntry& wire, int32_t world_size) {
-  if (connections == kAutomaticConnections) return wire.can_connect_on_demand && world_size > kMostConnectedRanks;
-  TORCH_CHECK_WITH(DistBackendError, connections != kOnDemand || wire.can_connect_on_demand, wire.title,
-                   " connects all ranks when the group is made; leave connections=\"on_demand\" (ZEROPG_CONNECTIONS)"
-                   " out, or choose network=\"tcp\"");
-  return connections == kOnDemand;
+bool connects_on_demand(std::string_view connections, int32_t world_size) {
+  return connections == kAutomaticConnections ? world_size > kMostConnectedRanks : connections == kOnDemand;
 }
 
 std::vector<std::string> WireOffer::names() const {

@@ -20,7 +20,6 @@ struct WireEntry {
   std::string_view needs;  // what a machine must have for it, in prose; empty: nothing
   std::string_view wheel;  // the Python package that may bring its library; empty: it loads none
   WireProbe (*probe)(const std::string& library_root) = nullptr;
-  bool can_connect_on_demand = false;
   // Collective over the peers.
   std::unique_ptr<Wire> (*join)(const WireOptions& options, OutOfBand& out_of_band) = nullptr;
 };
@@ -40,8 +39,7 @@ constexpr std::string_view kAutomaticConnections = "automatic";
 // ValueError unless `connections` is one of these.
 void check_connections(std::string_view connections);
 
-// DistBackendError where the user asks for what this wire cannot do.
-bool connects_on_demand(std::string_view connections, const WireEntry& wire, int32_t world_size);
+bool connects_on_demand(std::string_view connections, int32_t world_size);
 
 // What a rank whose user asks for `network` can use.
 struct WireOffer {

@@ -150,9 +150,9 @@ bool RemoteTransport::progress() {
   return read_from(-1);
 }
 
-bool RemoteTransport::has_unsent() const {
+bool RemoteTransport::has_unfinished() const {
   const std::lock_guard lock(mutex_);
-  return !is_closed_ && wire_->has_unsent();
+  return !is_closed_ && wire_->has_unfinished();
 }
 
 bool RemoteTransport::arm() {

@@ -47,7 +47,7 @@ class RemoteTransport final : public Transport, private FrameSink {
 
   // For the progress thread: moves what waits in both directions and serves the peers' reads. True when anything moved.
   bool progress();
-  bool has_unsent() const;  // the descriptor says when there is room for it
+  bool has_unfinished() const;  // as of the wire
   // Readable when progress() has something to do, provided that arm() has returned true since the last call of it.
   int descriptor() const { return wire_->descriptor(); }
   bool arm();

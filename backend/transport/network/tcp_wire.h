@@ -39,7 +39,7 @@ class TcpWire final : public Wire {
   bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) override;
   size_t room(int32_t peer, size_t bytes) const override;
   bool progress(int32_t peer, FrameSink& sink) override;
-  bool has_unsent() const override { return !unsent_.empty(); }
+  bool has_unfinished() const override { return !unsent_.empty(); }
   int descriptor() const override { return epoll_.get(); }
   bool arm() override { return true; }
   void lose_unreachable(FrameSink& sink) override;

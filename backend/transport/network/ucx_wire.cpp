@@ -7,8 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "backend/cryptography/hmac_sha256.h"
-
 #ifndef ZEROPG_WITH_UCX
 
 namespace zeropg {
@@ -27,41 +25,26 @@ WireProbe UcxWire::probe_rdma(const std::string&, bool has_device) {
 #else
 
 #include <cstring>
-#include <map>
+#include <deque>
+#include <optional>
 #include <thread>
 
-#include "backend/transport/network/ucx_library.h"
+#include "backend/transport/network/ucx/ucx_buffers.h"
+#include "backend/transport/network/ucx/ucx_library.h"
+#include "backend/transport/network/ucx/ucx_outbox.h"
+#include "backend/transport/network/ucx/ucx_worker.h"
+#include "backend/transport/network/ucx_inbox.h"
 
 namespace zeropg {
 namespace {
 
 constexpr unsigned kMessageId = 7;
-constexpr uint64_t kMostAhead = 4096;                   // messages that may overtake another
-constexpr size_t kMostInFlightBytes = size_t{1} << 20;  // per peer, beyond which a sender has to wait
-
-struct Envelope {
-  Seal seal{};
-  int32_t from = -1;
-  int32_t to = -1;
-  uint64_t number = 0;  // counts the messages of the pair
-  FrameHeader frame;
-  Seal payload_digest{};  // zeros where payloads are not authenticated
-
-  std::span<const std::byte> sealed() const { return std::as_bytes(std::span(this, 1)).subspan(sizeof(Seal)); }
-};
-static_assert(sizeof(Envelope) == 64);
-
-// The envelope's seal covers it, so it needs no key.
-Seal digest_of(std::span<const std::byte> payload) {
-  const Digest digest = sha256({reinterpret_cast<const char*>(payload.data()), payload.size()});
-  Seal beginning;
-  std::copy_n(digest.begin(), beginning.size(), beginning.begin());
-  return beginning;
-}
-
-bool is_same(const Seal& a, const Seal& b) {
-  return is_same_mac(std::as_bytes(std::span(a)), std::as_bytes(std::span(b)));
-}
+constexpr uint64_t kMostAhead = 4096;  // messages that may overtake another
+constexpr size_t kFetchedBytes = 32 << 10;
+constexpr size_t kHeldBytes = 4 << 10;  // payloads from this size on stay where UCX has them, until somebody wants them
+constexpr size_t kMostInFlight = 1 << 20;  // bytes to one peer, beyond which a sender has to wait
+constexpr size_t kMostInFlightOfAll = 64 << 20;
+constexpr int32_t kMostLikelyPeers = 128;  // in larger groups a rank talks to few of the others
 
 class UcxWireOverLibrary final : public UcxWire {
  public:
@@ -69,260 +52,267 @@ class UcxWireOverLibrary final : public UcxWire {
   ~UcxWireOverLibrary() override;
 
   std::string_view name() const override { return "ucx"; }
+  bool has_met(int32_t peer) const override;
   bool send(int32_t peer, const FrameHeader& header, std::span<const std::byte> payload, Urgency urgency) override;
   bool progress(int32_t peer, FrameSink& sink) override;
-  bool has_unsent() const override { return all_in_flight_bytes_ > 0; }
-  int descriptor() const override { return descriptor_; }
+  bool has_unfinished() const override { return outbox_->in_flight_bytes() > 0 || !eventful_.empty(); }
+  int descriptor() const override { return worker_ ? worker_->descriptor() : -1; }
   bool arm() override;
   void close(std::chrono::milliseconds patience) override;
-  std::string address() const override { return address_; }
-  void connect(int32_t peer, const std::string& address) override;
+  std::string address() const override { return worker_->address(); }
+  void introduce(int32_t peer, std::string address) override;
   uint64_t dropped() const override { return dropped_; }
 
  private:
-  struct Message {
-    FrameHeader frame;
-    Payload payload;
-  };
   struct Peer {
+    Peer(UcxWireOverLibrary* owner, int32_t own_rank) : wire(owner), rank(own_rank), inbox(own_rank, this) {}
+
+    UcxWireOverLibrary* const wire;
+    const int32_t rank;
+    std::string address;  // empty: nobody to talk to
     ucp_ep_h endpoint = nullptr;
     uint64_t sent = 0;
-    uint64_t received = 0;
-    size_t in_flight_bytes = 0;         // counted in all_in_flight_bytes_ as well
-    std::map<uint64_t, Message> ahead;  // of their turn, by number
-    std::string loss;                   // from UCX; told to the sink by progress()
+    size_t in_flight_bytes = 0;
+    UcxInbox inbox;
+    std::string loss;  // told to the sink by progress()
     bool is_lost = false;
-  };
-  struct Outgoing {
-    Envelope envelope;
-    UcxWireOverLibrary* wire = nullptr;
-    int32_t peer = -1;
-    std::unique_ptr<std::byte[]> payload;
-    size_t payload_bytes = 0;
+    bool is_heard = false;     // something came of it
+    bool is_eventful = false;  // in eventful_
   };
 
+  // What UCX calls, from within worker_->progress() or when something is sent.
   static ucs_status_t on_message(void* self, const void* header, size_t header_bytes, void* data, size_t bytes,
                                  const ucp_am_recv_param_t* parameters);
+  static void on_fetched(void* request, ucs_status_t status, size_t bytes, void* message);
   static void on_error(void* peer, ucp_ep_h endpoint, ucs_status_t status);
-  static void on_sent(void* request, ucs_status_t status, void* outgoing);
+  void note_sent(Peer& peer, size_t bytes, ucs_status_t status);
 
-  void start();
-  void check(ucs_status_t status, const std::string& what) const;
-  void take(const Envelope& envelope, const std::byte* data, size_t bytes);
-  void finish(Outgoing* outgoing, ucs_status_t status);
+  bool connect(Peer& peer);
+  Peer* sender_of(const Envelope& envelope);
+  void fetch(Peer& peer, UcxInbox::Message& message, void* descriptor);
+  void note_arrival(Peer& peer, UcxInbox::Message& message, ucs_status_t status);
+  void note_event(Peer& peer);
+  void lose(Peer& peer, ucs_status_t status);
+  void lose(Peer& peer, std::string reason);
   void close_endpoints(bool is_forced, std::chrono::steady_clock::time_point deadline);
 
   const UcxLibrary& ucx_;
   const UcxWireOptions options_;
-  ucp_context_h context_ = nullptr;
-  ucp_worker_h worker_ = nullptr;
-  int descriptor_ = -1;
-  std::string address_;
-  std::vector<Peer> peers_;         // by rank; its elements never move, UCX holds pointers to them
-  size_t all_in_flight_bytes_ = 0;  // to all peers
+  const size_t fetched_bytes_;
+  std::deque<Peer> peers_;  // by rank; its elements never move: UCX holds pointers to them
+  std::optional<UcxWorker> worker_;
+  std::optional<UcxBuffers> buffers_;
+  std::optional<UcxOutbox> outbox_;
+  std::vector<int32_t> eventful_;  // peers of which progress() has something to tell
   bool has_moved_ = false;
   uint64_t dropped_ = 0;
 };
 
 UcxWireOverLibrary::UcxWireOverLibrary(const UcxLibrary& ucx, UcxWireOptions options)
-    : ucx_(ucx), options_(std::move(options)), peers_(static_cast<size_t>(options_.world_size)) {
-  try {
-    start();
-  } catch (...) {
-    if (worker_ != nullptr) ucx_.worker_destroy(worker_);
-    if (context_ != nullptr) ucx_.cleanup(context_);
-    throw;
-  }
-}
-
-void UcxWireOverLibrary::start() {
-  ucp_config_t* config = nullptr;
-  check(ucx_.config_read(nullptr, nullptr, &config), "read its configuration");
-  ucx_.config_modify(config, "TLS", ucx_.has_rdma ? "ib" : "tcp");  // never shared memory: these are other nodes
-  ucx_.config_modify(config, "TCP_PUT_ENABLE", "n");
-  // Otherwise a thread that reaches a peer waits in the kernel, for minutes where nobody answers.
-  ucx_.config_modify(config, "TCP_CONN_NB", "y");
-  ucp_params_t context{};
-  context.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS;
-  context.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
-  context.estimated_num_eps = static_cast<size_t>(options_.world_size);
-  const ucs_status_t status = ucx_.init_version(UCP_API_MAJOR, UCP_API_MINOR, &context, config, &context_);
-  ucx_.config_release(config);
-  check(status, "start");
-  ucp_worker_params_t worker{};
-  worker.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
-  worker.thread_mode = UCS_THREAD_MODE_SERIALIZED;
-  check(ucx_.worker_create(context_, &worker, &worker_), "make a worker");
-  check(ucx_.worker_get_efd(worker_, &descriptor_), "be waited for");
-  ucp_am_handler_param_t handler{};
-  handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
-  handler.id = kMessageId;
-  handler.cb = on_message;
-  handler.arg = this;
-  check(ucx_.worker_set_am_recv_handler(worker_, &handler), "receive");
-  ucp_worker_attr_t attributes{};
-  attributes.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS | UCP_WORKER_ATTR_FIELD_ADDRESS_FLAGS;
-  attributes.address_flags = UCP_WORKER_ADDRESS_FLAG_NET_ONLY;
-  check(ucx_.worker_query(worker_, &attributes), "tell its address");
-  address_.assign(reinterpret_cast<const char*>(attributes.address), attributes.address_length);
-  ucx_.worker_release_address(worker_, attributes.address);
+    : ucx_(ucx),
+      options_(std::move(options)),
+      fetched_bytes_(options_.fetched_bytes > 0 ? options_.fetched_bytes
+                     : ucx_.has_rdma            ? kFetchedBytes
+                                                : kMaxPayloadBytes + 1) {
+  for (int32_t rank = 0; rank < options_.world_size; ++rank) peers_.emplace_back(this, rank);
+  worker_.emplace(ucx_, UcxWorker::Plan{.devices = options_.devices,
+                                        .likely_peers = std::min(options_.world_size, kMostLikelyPeers),
+                                        .message_id = kMessageId,
+                                        .on_message = on_message,
+                                        .receiver = this});
+  buffers_.emplace(ucx_, worker_->context(), kMaxPayloadBytes);
+  outbox_.emplace(ucx_, *buffers_, [this](int32_t peer, size_t bytes, ucs_status_t status) {
+    note_sent(peers_[static_cast<size_t>(peer)], bytes, status);
+  });
 }
 
 UcxWireOverLibrary::~UcxWireOverLibrary() { close(std::chrono::milliseconds(0)); }
 
-void UcxWireOverLibrary::check(ucs_status_t status, const std::string& what) const {
-  if (status != UCS_OK) {
-    C10_THROW_ERROR(DistBackendError,
-                    c10::str("UCX at ", ucx_.path, " cannot ", what, ": ", ucx_.status_string(status)));
-  }
+void UcxWireOverLibrary::introduce(int32_t peer, std::string address) {
+  peers_.at(static_cast<size_t>(peer)).address = std::move(address);
 }
 
-void UcxWireOverLibrary::connect(int32_t peer, const std::string& address) {
+bool UcxWireOverLibrary::has_met(int32_t peer) const {
+  const Peer& known = peers_[static_cast<size_t>(peer)];
+  return known.endpoint != nullptr || known.is_heard;
+}
+
+// UCX itself connects with the first message.
+bool UcxWireOverLibrary::connect(Peer& peer) {
+  if (peer.endpoint != nullptr) return true;
   ucp_ep_params_t endpoint{};
   endpoint.field_mask =
       UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
-  endpoint.address = reinterpret_cast<const ucp_address_t*>(address.data());
+  endpoint.address = reinterpret_cast<const ucp_address_t*>(peer.address.data());
   endpoint.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-  endpoint.err_handler = {on_error, &peers_.at(static_cast<size_t>(peer))};
-  check(ucx_.ep_create(worker_, &endpoint, &peers_[static_cast<size_t>(peer)].endpoint), c10::str("reach rank ", peer));
+  endpoint.err_handler = {on_error, &peer};
+  const ucs_status_t status = ucx_.ep_create(worker_->handle(), &endpoint, &peer.endpoint);
+  if (status == UCS_OK) return true;
+  peer.endpoint = nullptr;
+  lose(peer, status);
+  return false;
+}
+
+void UcxWireOverLibrary::note_event(Peer& peer) {
+  if (!std::exchange(peer.is_eventful, true)) eventful_.push_back(peer.rank);
+}
+
+// UCX tells apart neither who has left from who died, nor either from who cannot be reached.
+void UcxWireOverLibrary::lose(Peer& peer, ucs_status_t status) {
+  const char* reason = ucx_.status_string(status);
+  lose(peer, peer.is_heard ? c10::str("UCX lost it: ", reason)
+                           : c10::str("UCX never reached it: ", reason, "; it may have left the group"));
+}
+
+void UcxWireOverLibrary::lose(Peer& peer, std::string reason) {
+  if (peer.loss.empty()) peer.loss = std::move(reason);
+  note_event(peer);
 }
 
 void UcxWireOverLibrary::on_error(void* peer, ucp_ep_h, ucs_status_t status) {
-  // Called by worker_progress; the sink hears of it after that.
-  static_cast<Peer*>(peer)->loss = c10::str("UCX says ", static_cast<int>(status));
+  auto* lost = static_cast<Peer*>(peer);
+  lost->wire->lose(*lost, status);
 }
 
 bool UcxWireOverLibrary::send(int32_t peer_rank, const FrameHeader& header, std::span<const std::byte> payload,
                               Urgency urgency) {
   Peer& peer = peers_[static_cast<size_t>(peer_rank)];
-  if (peer.is_lost || !peer.loss.empty() || peer.endpoint == nullptr) return false;
-  if (urgency == Urgency::kCanWait && peer.in_flight_bytes >= kMostInFlightBytes) return false;
-  auto outgoing = std::make_unique<Outgoing>();
-  outgoing->envelope.from = options_.rank;
-  outgoing->envelope.to = peer_rank;
-  outgoing->envelope.number = peer.sent++;
-  outgoing->envelope.frame = header;
-  if (options_.authenticates_payloads) outgoing->envelope.payload_digest = digest_of(payload);
-  outgoing->envelope.seal = options_.seal(options_.rank, peer_rank, outgoing->envelope.sealed());
-  outgoing->wire = this;
-  outgoing->peer = peer_rank;
-  outgoing->payload_bytes = payload.size();
-  if (!payload.empty()) {
-    outgoing->payload = std::make_unique_for_overwrite<std::byte[]>(payload.size());
-    std::memcpy(outgoing->payload.get(), payload.data(), payload.size());
-  }
-  peer.in_flight_bytes += sizeof(Envelope) + payload.size();
-  all_in_flight_bytes_ += sizeof(Envelope) + payload.size();
-  ucp_request_param_t parameters{};
-  parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
-  // Eager, so that the handler has the payload at once: no stranger can make this rank fetch memory from elsewhere.
-  parameters.flags = UCP_AM_SEND_FLAG_EAGER;
-  parameters.cb.send = on_sent;
-  parameters.user_data = outgoing.get();
-  Outgoing* raw = outgoing.release();  // until it is sent: finish() takes it back
-  ucs_status_ptr_t request = ucx_.am_send_nbx(peer.endpoint, kMessageId, &raw->envelope, sizeof(Envelope),
-                                              raw->payload.get(), raw->payload_bytes, &parameters);
-  if (!UCS_PTR_IS_PTR(request)) finish(raw, UCS_PTR_STATUS(request));
+  if (peer.is_lost || !peer.loss.empty() || peer.address.empty()) return false;
+  const bool has_room = peer.in_flight_bytes < kMostInFlight && outbox_->in_flight_bytes() < kMostInFlightOfAll;
+  if (urgency == Urgency::kCanWait && !has_room) return false;
+  if (!connect(peer)) return false;
+  Envelope envelope{.from = options_.rank, .to = peer_rank, .number = peer.sent++, .frame = header};
+  if (options_.authenticates_payloads) envelope.payload_digest = digest_of(payload);
+  envelope.seal = options_.seal(options_.rank, peer_rank, envelope.sealed());
+  peer.in_flight_bytes += sizeof envelope + payload.size();
+  outbox_->post(peer_rank, peer.endpoint, kMessageId, std::as_bytes(std::span<const Envelope, 1>(&envelope, 1)),
+                payload, payload.size() >= fetched_bytes_);
   return true;
 }
 
-void UcxWireOverLibrary::on_sent(void* request, ucs_status_t status, void* outgoing) {
-  auto* sent = static_cast<Outgoing*>(outgoing);
-  UcxWireOverLibrary* wire = sent->wire;
-  wire->finish(sent, status);
-  wire->ucx_.request_free(request);
-}
-
-void UcxWireOverLibrary::finish(Outgoing* outgoing, ucs_status_t status) {
-  const std::unique_ptr<Outgoing> owned(outgoing);
-  Peer& peer = peers_[static_cast<size_t>(owned->peer)];
-  peer.in_flight_bytes -= sizeof(Envelope) + owned->payload_bytes;
-  all_in_flight_bytes_ -= sizeof(Envelope) + owned->payload_bytes;
+void UcxWireOverLibrary::note_sent(Peer& peer, size_t bytes, ucs_status_t status) {
+  peer.in_flight_bytes -= bytes;
   has_moved_ = true;
-  if (status != UCS_OK && peer.loss.empty()) peer.loss = ucx_.status_string(status);
+  if (status != UCS_OK) lose(peer, status);
 }
 
 ucs_status_t UcxWireOverLibrary::on_message(void* self, const void* header, size_t header_bytes, void* data,
                                             size_t bytes, const ucp_am_recv_param_t* parameters) {
   auto* wire = static_cast<UcxWireOverLibrary*>(self);
-  const bool is_rendezvous = (parameters->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
-  if (header_bytes != sizeof(Envelope) || is_rendezvous) {
+  Envelope envelope;
+  Peer* peer = nullptr;
+  if (header_bytes == sizeof envelope) {
+    std::memcpy(&envelope, header, sizeof envelope);
+    peer = wire->sender_of(envelope);
+  }
+  // What is not fetched UCX drops, at both ends.
+  if (peer == nullptr || peer->is_lost || !peer->inbox.is_expected(envelope.number)) {
     ++wire->dropped_;
     return UCS_OK;
   }
-  Envelope envelope;
-  std::memcpy(&envelope, header, sizeof envelope);
-  wire->take(envelope, static_cast<const std::byte*>(data), bytes);
-  return UCS_OK;
-}
-
-void UcxWireOverLibrary::take(const Envelope& envelope, const std::byte* data, size_t bytes) {
-  const bool is_from_peer = envelope.to == options_.rank && envelope.from >= 0 && envelope.from < options_.world_size &&
-                            peers_[static_cast<size_t>(envelope.from)].endpoint != nullptr;
-  if (!is_from_peer || !is_same(envelope.seal, options_.seal(envelope.from, envelope.to, envelope.sealed()))) {
-    ++dropped_;
-    return;
-  }
-  Peer& peer = peers_[static_cast<size_t>(envelope.from)];
-  const bool is_repeated = envelope.number < peer.received || peer.ahead.contains(envelope.number);
-  if (is_repeated || peer.is_lost) {
-    ++dropped_;
-    return;
-  }
-  has_moved_ = true;
+  wire->has_moved_ = true;
   if (envelope.frame.payload_bytes != bytes || bytes > kMaxPayloadBytes ||
-      envelope.number - peer.received > kMostAhead) {
-    if (peer.loss.empty()) peer.loss = "it sent a message that contradicts itself";
-    return;
+      peer->inbox.distance(envelope.number) > kMostAhead) {
+    wire->lose(*peer, "it sent a message that contradicts itself");
+    return UCS_OK;
   }
-  if (options_.authenticates_payloads && !is_same(envelope.payload_digest, digest_of({data, bytes}))) {
-    if (peer.loss.empty()) peer.loss = "a frame's tag did not match: its bytes were changed on the way";
-    return;
+  UcxInbox::Message& message = peer->inbox.expect(envelope);
+  if ((parameters->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
+    wire->fetch(*peer, message, data);
+    return UCS_INPROGRESS;
   }
-  Message message{envelope.frame, {std::make_unique_for_overwrite<std::byte[]>(bytes), bytes}};
-  if (bytes > 0) std::memcpy(message.payload.data.get(), data, bytes);
-  // Handed over by progress(): a sink may throw, which must not pass through UCX.
-  peer.ahead.emplace(envelope.number, std::move(message));
+  const bool is_held = bytes >= kHeldBytes && (parameters->recv_attr & UCP_AM_RECV_ATTR_FLAG_DATA) != 0;
+  if (is_held) {
+    message.held = data;
+  } else {
+    message.own = {std::make_unique_for_overwrite<std::byte[]>(bytes), bytes};
+    if (bytes > 0) std::memcpy(message.own.data.get(), data, bytes);
+  }
+  wire->note_arrival(*peer, message, UCS_OK);
+  return is_held ? UCS_INPROGRESS : UCS_OK;
 }
 
+// nullptr: it is not sealed by a peer.
+UcxWireOverLibrary::Peer* UcxWireOverLibrary::sender_of(const Envelope& envelope) {
+  if (envelope.to != options_.rank || envelope.from < 0 || envelope.from >= options_.world_size) return nullptr;
+  Peer& peer = peers_[static_cast<size_t>(envelope.from)];
+  const bool is_sealed =
+      !peer.address.empty() && is_same(envelope.seal, options_.seal(envelope.from, envelope.to, envelope.sealed()));
+  return is_sealed ? &peer : nullptr;
+}
+
+void UcxWireOverLibrary::fetch(Peer& peer, UcxInbox::Message& message, void* descriptor) {
+  try {
+    message.fetched = buffers_->take();
+  } catch (const std::exception& error) {  // which must not pass through UCX
+    lose(peer, error.what());
+    return;
+  }
+  ucp_request_param_t parameters{};
+  parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMH;
+  parameters.cb.recv_am = on_fetched;
+  parameters.user_data = &message;
+  parameters.memh = message.fetched->registration;
+  ucs_status_ptr_t request = ucx_.am_recv_data_nbx(worker_->handle(), descriptor, message.fetched->data,
+                                                   message.frame.payload_bytes, &parameters);
+  if (!UCS_PTR_IS_PTR(request)) note_arrival(peer, message, UCS_PTR_STATUS(request));
+}
+
+void UcxWireOverLibrary::on_fetched(void* request, ucs_status_t status, size_t, void* message) {
+  auto* fetched = static_cast<UcxInbox::Message*>(message);
+  auto* peer = static_cast<Peer*>(fetched->inbox->owner());
+  peer->wire->note_arrival(*peer, *fetched, status);
+  peer->wire->ucx_.request_free(request);
+}
+
+void UcxWireOverLibrary::note_arrival(Peer& peer, UcxInbox::Message& message, ucs_status_t status) {
+  message.has_come = true;
+  has_moved_ = true;
+  if (status != UCS_OK) {
+    lose(peer, status);
+  } else if (options_.authenticates_payloads && !is_same(message.payload_digest, digest_of(message.payload()))) {
+    lose(peer, "a frame's tag did not match: its bytes were changed on the way");
+  }
+  note_event(peer);
+}
+
+// A sink may throw, which must not pass through UCX: so nothing is handed over from within its callbacks.
 bool UcxWireOverLibrary::progress(int32_t, FrameSink& sink) {
   has_moved_ = false;
-  while (ucx_.worker_progress(worker_) != 0) {
-  }
-  for (int32_t rank = 0; rank < options_.world_size; ++rank) {
+  worker_->progress();
+  for (const int32_t rank : std::exchange(eventful_, {})) {
     Peer& peer = peers_[static_cast<size_t>(rank)];
+    peer.is_eventful = false;
     try {
-      while (!peer.is_lost && !peer.ahead.empty() && peer.ahead.begin()->first == peer.received) {
-        Message message = std::move(peer.ahead.begin()->second);
-        peer.ahead.erase(peer.ahead.begin());
-        ++peer.received;
-        sink.note_sign_of_life(rank);
-        sink.check_frame(rank, message.frame);
-        sink.take_frame(rank, message.frame, std::move(message.payload));
+      if (!peer.is_lost && peer.loss.empty()) {
+        if (!std::exchange(peer.is_heard, true)) sink.note_connected(rank);
+        has_moved_ = true;
+        if (!peer.inbox.hand_over(*worker_, *buffers_, sink)) note_event(peer);
       }
     } catch (const c10::DistNetworkError& error) {
-      peer.loss = error.what_without_backtrace();
+      lose(peer, error.what_without_backtrace());
     }
-    if (!peer.loss.empty() && !peer.is_lost) {
-      peer.is_lost = true;
-      peer.ahead.clear();
+    if (!peer.loss.empty()) {
+      peer.inbox.forget_all_that_came(*worker_, *buffers_);
       has_moved_ = true;
-      sink.lose_peer(rank, peer.loss);
+      if (!std::exchange(peer.is_lost, true)) sink.lose_peer(rank, peer.loss);
     }
   }
   return has_moved_;
 }
 
-bool UcxWireOverLibrary::arm() { return ucx_.worker_arm(worker_) == UCS_OK; }
+bool UcxWireOverLibrary::arm() { return eventful_.empty() && worker_->arm(); }
 
 void UcxWireOverLibrary::close(std::chrono::milliseconds patience) {
-  if (worker_ == nullptr) return;
+  if (!worker_) return;
   const auto deadline = std::chrono::steady_clock::now() + patience;
   // With a flush at first, which waits for what was sent; then without.
   if (patience.count() > 0) close_endpoints(/*is_forced=*/false, deadline);
   close_endpoints(/*is_forced=*/true, std::chrono::steady_clock::now() + std::chrono::seconds(1));
-  ucx_.worker_destroy(std::exchange(worker_, nullptr));
-  ucx_.cleanup(std::exchange(context_, nullptr));
+  for (Peer& peer : peers_) peer.inbox.forget_all_that_came(*worker_, *buffers_);
+  worker_->stop();
+  buffers_.reset();
+  worker_.reset();
 }
 
 void UcxWireOverLibrary::close_endpoints(bool is_forced, std::chrono::steady_clock::time_point deadline) {
@@ -336,7 +326,7 @@ void UcxWireOverLibrary::close_endpoints(bool is_forced, std::chrono::steady_clo
     if (UCS_PTR_IS_PTR(request)) requests.push_back(request);
   }
   while (!requests.empty() && std::chrono::steady_clock::now() < deadline) {
-    ucx_.worker_progress(worker_);
+    ucx_.worker_progress(worker_->handle());
     std::erase_if(requests, [&](ucs_status_ptr_t request) {
       const bool is_done = ucx_.request_check_status(request) != UCS_INPROGRESS;
       if (is_done) ucx_.request_free(request);
@@ -370,16 +360,6 @@ WireProbe UcxWire::probe_rdma(const std::string& root, bool has_device) {
 #endif
 
 namespace zeropg {
-namespace {
-
-Seal seal_with(std::string_view key, std::span<const std::byte> message) {
-  const Digest digest = hmac_sha256(key, {reinterpret_cast<const char*>(message.data()), message.size()});
-  Seal seal;
-  std::copy_n(digest.begin(), seal.size(), seal.begin());
-  return seal;
-}
-
-}  // namespace
 
 WireProbe probe_ucx(const std::string& library_root) { return UcxWire::probe_rdma(library_root); }
 
@@ -394,12 +374,14 @@ std::unique_ptr<Wire> join_ucx(const WireOptions& options, OutOfBand& out_of_ban
                          [keys, rank = options.rank](int32_t from, int32_t to, std::span<const std::byte> message) {
                            return seal_with((*keys)[static_cast<size_t>(from == rank ? to : from)], message);
                          },
-                     .authenticates_payloads = options.authenticates_frames});
+                     .authenticates_payloads = options.authenticates_frames,
+                     .devices = "",
+                     .fetched_bytes = 0});
   std::vector<PeerContact> contacts = out_of_band.exchange_addresses(wire->address());
   for (const int32_t peer : options.peers) {
     PeerContact& contact = contacts.at(static_cast<size_t>(peer));
     (*keys)[static_cast<size_t>(peer)] = std::move(contact.key);
-    wire->connect(peer, contact.address);
+    wire->introduce(peer, std::move(contact.address));
   }
   return wire;
 }

@@ -63,8 +63,9 @@ class Wire {
   virtual size_t room(int32_t /*peer*/, size_t bytes) const { return bytes; }
   // Sends what waits and receives what is there; from one peer only when `peer` >= 0. True when anything moved.
   virtual bool progress(int32_t peer, FrameSink& sink) = 0;
-  // Something was taken and is not sent yet: progress() has to be called when the descriptor says so.
-  virtual bool has_unsent() const { return false; }
+  // Something was taken and is not sent yet, or has come and is not handed over: progress() has to be called when the
+  // descriptor says so, or arm() returns false.
+  virtual bool has_unfinished() const { return false; }
   // Poll it for reading; ready whenever progress() has something to do, if arm() returned true before.
   virtual int descriptor() const = 0;
   virtual bool arm() = 0;

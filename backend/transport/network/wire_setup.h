@@ -22,7 +22,7 @@ struct WireOptions {
   std::vector<int32_t> peers;  // those on other nodes
   std::string library_root;    // a folder with the library to load, for wires that load one; empty: they look for it
   bool authenticates_frames = false;  // whether every byte is to be proven: a change on the way loses the peer
-  bool connects_on_demand = false;    // only where WireEntry::can_connect_on_demand
+  bool connects_on_demand = false;    // with each peer as soon as there is something for it, not with all at once
 };
 
 // How to reach a peer.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.spawn import SeparateHosts, run_ranks
+from tests.wires import USABLE_WIRES
 
 THREE_NODES = (0, 0, 0, 1, 1, 1, 2, 2, 2)
 
@@ -76,8 +77,11 @@ def test_a_rank_is_connected_with_those_it_talks_to() -> None:
     assert with_message - after in (0, 2)
 
 
-def run_programs(seed: int, steps: int) -> None:
+def run_programs(seed: int, steps: int, network: str) -> None:
     """Every pair of ranks, in an order that differs from rank to rank, between collectives of all kinds."""
+    from zeropg.backend import BackendOptions
+
+    group = dist.new_group(pg_options=BackendOptions(network=network))
     rank, size = dist.get_rank(), dist.get_world_size()
     same = random.Random(seed)
     for step in range(steps):
@@ -88,38 +92,42 @@ def run_programs(seed: int, steps: int) -> None:
             peers = [peer for peer in range(size) if peer != rank]
             random.Random(seed * 1000 + rank).shuffle(peers)
             received = {peer: torch.zeros(numel) for peer in peers}
-            requests = [dist.irecv(received[peer], peer, tag=step) for peer in peers]
-            requests += [dist.isend(torch.full((numel,), rank * 100.0 + peer), peer, tag=step) for peer in peers[::-1]]
+            requests = [dist.irecv(received[peer], peer, group=group, tag=step) for peer in peers]
+            requests += [
+                dist.isend(torch.full((numel,), rank * 100.0 + peer), peer, group=group, tag=step)
+                for peer in peers[::-1]
+            ]
             for request in requests:
                 request.wait()
             for peer in peers:
                 assert received[peer].eq(peer * 100 + rank).all()
         elif kind == "all_reduce":
             total = torch.full((numel,), float(rank))
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=group)
             assert total.eq(size * (size - 1) / 2).all()
         elif kind == "gather":
             parts = [torch.zeros(numel) for _ in range(size)] if rank == root else None
-            dist.gather(torch.full((numel,), float(rank)), parts, dst=root)
+            dist.gather(torch.full((numel,), float(rank)), parts, dst=root, group=group)
             assert parts is None or all(part.eq(i).all() for i, part in enumerate(parts))
         elif kind == "all_to_all":
             out = torch.zeros(size * numel)
-            dist.all_to_all_single(out, torch.full((size * numel,), float(rank)))
+            dist.all_to_all_single(out, torch.full((size * numel,), float(rank)), group=group)
             assert out.view(size, numel).eq(torch.arange(size).view(-1, 1)).all()
         elif rank == root:
             heard = set()
             for _ in range(size - 1):
                 value = torch.zeros(1)
-                heard.add(dist.recv(value, tag=step))
+                heard.add(dist.recv(value, group=group, tag=step))
             assert heard == set(range(size)) - {root}
         else:
-            dist.send(torch.ones(1), root, tag=step)
+            dist.send(torch.ones(1), root, group=group, tag=step)
 
 
 @pytest.mark.parametrize("authentic", ["0", "1"], ids=["plain", "authentic"])
-def test_random_programs(authentic: str) -> None:
+@pytest.mark.parametrize("network", USABLE_WIRES)
+def test_random_programs(network: str, authentic: str) -> None:
     hosts = (0, 1, 1, 2, 3)
-    run_on_demand(hosts, run_programs, 5, 25, env={"ZEROPG_AUTHENTICATE_FRAMES": authentic})
+    run_on_demand(hosts, run_programs, 5, 25, network, env={"ZEROPG_AUTHENTICATE_FRAMES": authentic})
 
 
 def use_two_groups() -> None:
@@ -139,9 +147,11 @@ def test_groups_have_connections_of_their_own() -> None:
     run_on_demand((0, 0, 1, 2), use_two_groups)
 
 
-def lose_one(how: str) -> str:
+def lose_one(how: str, network: str) -> str:
     """Rank 3 goes before rank 1 has ever talked to it."""
-    group = dist.new_group()
+    from zeropg.backend import BackendOptions
+
+    group = dist.new_group(pg_options=BackendOptions(network=network))
     dist.barrier()
     rank = dist.get_rank()
     if rank == 3 and how == "killed":
@@ -163,10 +173,12 @@ def lose_one(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
-def test_who_is_gone_before_it_was_called_is_named_soon(how: str) -> None:
-    text = run_on_demand((0, 0, 1, 1), lose_one, how, expect_death=(3,) if how == "killed" else ())[1]
+@pytest.mark.parametrize("network", USABLE_WIRES)
+def test_who_is_gone_before_it_was_called_is_named_soon(network: str, how: str) -> None:
+    text = run_on_demand((0, 0, 1, 1), lose_one, how, network, expect_death=(3,) if how == "killed" else ())[1]
     assert float(text.split(" s: ")[0]) < 6, text
-    assert "rank 3 left the group (destroyed it or exited)" in text
+    words = {"tcp": "rank 3 left the group (destroyed it or exited)", "ucx": "rank 3 broke (UCX never reached it"}
+    assert words[network] in text
 
 
 def hear_from_whoever_is_left() -> int:

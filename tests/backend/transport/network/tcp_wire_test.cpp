@@ -185,7 +185,7 @@ TEST(TcpWire, WhoReadsFromOnePeerSendsWhatWaitsForOthers) {
   bool had_unsent = false;
   for (; sent < data.size(); take()) {  // until the socket has taken the last bytes only in part, if need be
     sent += sender.try_send(1, Lane::kCollective, std::span<const std::byte>(data).subspan(sent));
-    had_unsent |= sender.has_unsent();
+    had_unsent |= sender.has_unfinished();
   }
   EXPECT_TRUE(had_unsent);
   std::byte nothing[1];
@@ -195,7 +195,7 @@ TEST(TcpWire, WhoReadsFromOnePeerSendsWhatWaitsForOthers) {
     return received == data.size();
   })) << received;
   EXPECT_EQ(taken, data);
-  EXPECT_FALSE(sender.has_unsent());
+  EXPECT_FALSE(sender.has_unfinished());
 }
 
 TEST(TcpWire, AKilledProcessIsLostAlsoWhenItsChildrenLiveOn) {

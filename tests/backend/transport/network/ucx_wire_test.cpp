@@ -16,14 +16,23 @@ Seal test_seal(uint64_t key, int32_t from, int32_t to, std::span<const std::byte
   return seal;
 }
 
-std::unique_ptr<UcxWire> make_wire(int32_t rank, int32_t world_size, uint64_t key = 1,
-                                   bool authenticates_payloads = true) {
-  return UcxWire::make({.root = "",
-                        .rank = rank,
-                        .world_size = world_size,
-                        .seal = [key](int32_t from, int32_t to,
-                                      std::span<const std::byte> message) { return test_seal(key, from, to, message); },
-                        .authenticates_payloads = authenticates_payloads});
+struct WireChoice {
+  uint64_t key = 1;
+  bool authenticates_payloads = true;
+  std::string devices = "";
+  size_t fetched_bytes = 0;
+};
+
+std::unique_ptr<UcxWire> make_wire(int32_t rank, int32_t world_size, const WireChoice& choice = {}) {
+  return UcxWire::make(
+      {.root = "",
+       .rank = rank,
+       .world_size = world_size,
+       .seal = [key = choice.key](int32_t from, int32_t to,
+                                  std::span<const std::byte> message) { return test_seal(key, from, to, message); },
+       .authenticates_payloads = choice.authenticates_payloads,
+       .devices = choice.devices,
+       .fetched_bytes = choice.fetched_bytes});
 }
 
 std::string why_there_is_none() {
@@ -42,7 +51,7 @@ class UcxWorld final : public NetworkWorld {
     for (int32_t rank = 0; rank < world_size; ++rank) wires.push_back(make_wire(rank, world_size));
     for (int32_t rank = 0; rank < world_size; ++rank) {
       for (int32_t peer = 0; peer < world_size; ++peer) {
-        if (peer != rank) wires[rank]->connect(peer, wires[peer]->address());
+        if (peer != rank) wires[rank]->introduce(peer, wires[peer]->address());
       }
     }
     for (auto& wire : wires) add(std::move(wire), world_size);
@@ -102,11 +111,11 @@ TEST(UcxWire, TakesOverNoSignal) {
 TEST(UcxWire, WhoDoesNotKnowTheSecretIsNotHeard) {
   if (!why_there_is_none().empty()) GTEST_SKIP() << why_there_is_none();
   auto wire = make_wire(0, 2);
-  auto stranger = make_wire(1, 2, /*key=*/2);
+  auto stranger = make_wire(1, 2, {.key = 2});
   auto friendly = make_wire(1, 2);
-  stranger->connect(0, wire->address());
-  friendly->connect(0, wire->address());
-  wire->connect(1, friendly->address());
+  stranger->introduce(0, wire->address());
+  friendly->introduce(0, wire->address());
+  wire->introduce(1, friendly->address());
   const UcxWire* own = wire.get();
   RemoteTransport network(std::move(wire), {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = 4096});
   RemoteTransport liar(std::move(stranger), {.rank = 1, .world_size = 2, .peers = {0}, .window_bytes = 4096});
@@ -130,13 +139,95 @@ TEST(UcxWire, WhoDoesNotKnowTheSecretIsNotHeard) {
   EXPECT_EQ(network.liveness().state_of(1).state, RankState::kAlive);
 }
 
+struct Pair {
+  std::unique_ptr<RemoteTransport> a, b;  // ranks 0 and 1
+};
+
+Pair make_pair_of(int64_t window_bytes, const WireChoice& choice) {
+  auto a = make_wire(0, 2, choice);
+  auto b = make_wire(1, 2, choice);
+  a->introduce(1, b->address());
+  b->introduce(0, a->address());
+  return {
+      std::make_unique<RemoteTransport>(std::move(a), RemoteTransportOptions{0, 2, {1}, window_bytes}),
+      std::make_unique<RemoteTransport>(std::move(b), RemoteTransportOptions{1, 2, {0}, window_bytes}),
+  };
+}
+
+// Of lengths on both sides of what is fetched, received in pieces that fit no frame, in both directions at once.
+TEST(UcxWire, LongPayloadsKeepTheirOrderFetchedOrNot) {
+  if (!why_there_is_none().empty()) GTEST_SKIP() << why_there_is_none();
+  constexpr size_t kBytes = 9'000'001;
+  for (const WireChoice& choice : {WireChoice{}, WireChoice{.fetched_bytes = 1 << 15},
+                                   WireChoice{.authenticates_payloads = false, .fetched_bytes = 1 << 15},
+                                   WireChoice{.devices = "posix", .fetched_bytes = 1}}) {
+    const Pair pair = make_pair_of(/*window_bytes=*/1 << 20, choice);
+    RemoteTransport* ends[] = {pair.a.get(), pair.b.get()};
+    std::vector<std::byte> sent(kBytes);
+    std::vector<std::byte> received[2] = {std::vector<std::byte>(kBytes), std::vector<std::byte>(kBytes)};
+    for (size_t i = 0; i < kBytes; ++i) sent[i] = stream_byte(0, 1, Lane::kCollective, i);
+    size_t out[2] = {0, 0};
+    size_t in[2] = {0, 0};
+    size_t step = 1;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while ((in[0] < kBytes || in[1] < kBytes) && std::chrono::steady_clock::now() < deadline) {
+      for (const int own : {0, 1}) {
+        step = step * 7 % 1'000'003;
+        out[own] += ends[own]->try_send(
+            1 - own, Lane::kCollective,
+            std::span<const std::byte>(sent).subspan(out[own], std::min(step + 1, kBytes - out[own])));
+        const size_t wanted = std::min(step % 300'000 + 1, kBytes - in[own]);
+        in[own] +=
+            ends[own]->try_receive(1 - own, Lane::kCollective, std::span(received[own]).subspan(in[own], wanted));
+        if (step % 5 == 0) ends[own]->progress();
+      }
+    }
+    for (const auto& bytes : received) EXPECT_EQ(bytes, sent) << choice.devices << choice.fetched_bytes;
+  }
+}
+
+TEST(UcxWire, AThirdRankIsMetOnlyWhenThereIsSomethingForIt) {
+  if (!why_there_is_none().empty()) GTEST_SKIP() << why_there_is_none();
+  std::vector<std::unique_ptr<UcxWire>> wires;
+  for (const int32_t rank : {0, 1, 2}) wires.push_back(make_wire(rank, 3));
+  for (const int32_t rank : {0, 1, 2}) {
+    for (const int32_t peer : {0, 1, 2}) {
+      if (peer != rank) wires[static_cast<size_t>(rank)]->introduce(peer, wires[static_cast<size_t>(peer)]->address());
+    }
+  }
+  std::vector<const UcxWire*> wire;
+  std::vector<std::unique_ptr<RemoteTransport>> ends;
+  for (int32_t rank = 0; rank < 3; ++rank) {
+    wire.push_back(wires[static_cast<size_t>(rank)].get());
+    ends.push_back(std::make_unique<RemoteTransport>(
+        std::move(wires[static_cast<size_t>(rank)]),
+        RemoteTransportOptions{rank, 3, {(rank + 1) % 3, (rank + 2) % 3}, /*window_bytes=*/4096}));
+  }
+  const std::byte data{13};
+  EXPECT_EQ(ends[0]->try_send(1, Lane::kCollective, {&data, 1}), 1U);
+  std::byte heard{};
+  EXPECT_TRUE(eventually([&] {
+    for (const auto& end : ends) end->progress();
+    return ends[1]->try_receive(0, Lane::kCollective, {&heard, 1}) == 1;
+  }));
+  EXPECT_TRUE(wire[0]->has_met(1) && wire[1]->has_met(0));
+  EXPECT_FALSE(wire[0]->has_met(2) || wire[1]->has_met(2) || wire[2]->has_met(0) || wire[2]->has_met(1));
+  // Who fails tells whoever can wait for it: all, in a small group.
+  ends[2]->tell_state(RankState::kFailed, "out of luck");
+  EXPECT_TRUE(eventually([&] {
+    for (const auto& end : ends) end->progress();
+    return ends[0]->liveness().state_of(2).state == RankState::kFailed &&
+           ends[1]->liveness().state_of(2).state == RankState::kFailed;
+  }));
+}
+
 // As if it had been changed on the way: its sender gives no digest of it.
 TEST(UcxWire, APayloadThatIsNotTheSealedOneLosesThePeer) {
   if (!why_there_is_none().empty()) GTEST_SKIP() << why_there_is_none();
   auto wire = make_wire(0, 2);
-  auto other = make_wire(1, 2, /*key=*/1, /*authenticates_payloads=*/false);
-  other->connect(0, wire->address());
-  wire->connect(1, other->address());
+  auto other = make_wire(1, 2, {.authenticates_payloads = false});
+  other->introduce(0, wire->address());
+  wire->introduce(1, other->address());
   RemoteTransport network(std::move(wire), {.rank = 0, .world_size = 2, .peers = {1}, .window_bytes = 4096});
   RemoteTransport peer(std::move(other), {.rank = 1, .world_size = 2, .peers = {0}, .window_bytes = 4096});
   const std::byte data{13};

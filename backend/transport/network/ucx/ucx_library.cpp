@@ -1,4 +1,4 @@
-#include "backend/transport/network/ucx_library.h"
+#include "backend/transport/network/ucx/ucx_library.h"
 
 #ifdef ZEROPG_WITH_UCX
 
@@ -12,7 +12,7 @@
 #include <system_error>
 #include <vector>
 
-#include "backend/transport/network/rdma.h"
+#include "backend/transport/network/ucx/rdma.h"
 
 namespace zeropg {
 namespace {
@@ -45,6 +45,10 @@ UcxLibrary load(const std::string& path) {
   find(library, "ucp_ep_create", &ucx.ep_create);
   find(library, "ucp_ep_close_nbx", &ucx.ep_close_nbx);
   find(library, "ucp_am_send_nbx", &ucx.am_send_nbx);
+  find(library, "ucp_am_recv_data_nbx", &ucx.am_recv_data_nbx);
+  find(library, "ucp_am_data_release", &ucx.am_data_release);
+  find(library, "ucp_mem_map", &ucx.mem_map);
+  find(library, "ucp_mem_unmap", &ucx.mem_unmap);
   find(library, "ucp_request_check_status", &ucx.request_check_status);
   find(library, "ucp_request_free", &ucx.request_free);
   find(library, "ucs_status_string", &ucx.status_string);  // of libucs, which libucp brings along

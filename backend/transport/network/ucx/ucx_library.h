@@ -31,6 +31,10 @@ struct UcxLibrary {
   decltype(&::ucp_ep_create) ep_create = nullptr;
   decltype(&::ucp_ep_close_nbx) ep_close_nbx = nullptr;
   decltype(&::ucp_am_send_nbx) am_send_nbx = nullptr;
+  decltype(&::ucp_am_recv_data_nbx) am_recv_data_nbx = nullptr;
+  decltype(&::ucp_am_data_release) am_data_release = nullptr;
+  decltype(&::ucp_mem_map) mem_map = nullptr;
+  decltype(&::ucp_mem_unmap) mem_unmap = nullptr;
   decltype(&::ucp_request_check_status) request_check_status = nullptr;
   decltype(&::ucp_request_free) request_free = nullptr;
   decltype(&::ucs_status_string) status_string = nullptr;
