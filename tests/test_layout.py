@@ -112,6 +112,12 @@ ALLOWED: dict[str, set[str]] = {
         "backend/group",
         "backend/engine",
     },
+    "backend/windows": {
+        "backend/platform/cpu",
+        "backend/platform/process",
+        "backend/group",
+        "backend/engine",
+    },
     "backend/process_group": {
         "compression",
         "backend/diagnostics",
@@ -125,6 +131,7 @@ ALLOWED: dict[str, set[str]] = {
         "backend/group",
         "backend/engine",
         "backend/p2p",
+        "backend/windows",
     },
     "backend/partial": {"backend/platform/process"},
     "sharding": {"backend/platform/memory"},

@@ -208,8 +208,7 @@ std::vector<int32_t> first_met_on_demand(const Topology& topology) {
   return met;
 }
 
-NetworkPlan plan_network(const Session& session, const Topology& topology, const WireEntry& wire,
-                         const BootstrapOptions& options) {
+NetworkPlan plan_network(const Session& session, const Topology& topology, const BootstrapOptions& options) {
   NetworkPlan plan{.rank = session.rank,
                    .world_size = session.world_size,
                    .peers = {},
@@ -345,7 +344,7 @@ void connect(StoreExchange& store_exchange, int32_t rank, int32_t world_size, co
                   .measures_links = options.measures_links && known_links.node_bytes_per_us.empty()};
   if (result->topology.node_count() > 1) {
     const WireEntry& wire = chosen_wire(map.network, offer, rank, world_size);
-    join_network(wire, plan_network(session, result->topology, wire, options), store_exchange, &result->network);
+    join_network(wire, plan_network(session, result->topology, options), store_exchange, &result->network);
   }
   if (session.local_rank == 0) {
     host(session, store_exchange, listener, result);

@@ -97,7 +97,9 @@ class SignalWork final : public c10d::Work {
 
 C10dWindow::C10dWindow(c10::intrusive_ptr<ProcessGroupZero> group) : group_(std::move(group)) {}
 
-std::byte* C10dWindow::part_of(int64_t rank) const { return segment_->data() + rank * segment_->bytes_per_rank(); }
+std::byte* C10dWindow::part_of(int64_t rank) const {
+  return segment_->data() + places_[static_cast<size_t>(rank)] * segment_->bytes_per_rank();
+}
 
 // Behind the receiver's data, one counter per sender.
 std::atomic<uint64_t>& C10dWindow::signals(int64_t receiver, int64_t sender) const {
@@ -143,6 +145,11 @@ void C10dWindow::tensor_register(const at::Tensor& tensor, bool owning) {
   const auto bytes = static_cast<int64_t>(storage.nbytes());
   const auto counters = static_cast<int64_t>(sizeof(uint64_t)) * group_->getSize();
   segment_ = group_->allocate_shared(padded(bytes) + padded(counters));
+  const Topology topology = group_->topology();
+  places_ = topology.local_rank;
+  for (int32_t rank = 0; rank < group_->getSize(); ++rank) {
+    if (!topology.is_on_this_node(rank)) places_[static_cast<size_t>(rank)] = -1;
+  }
   bytes_ = bytes;
   sizes_ = tensor.sizes().vec();
   dtype_ = tensor.scalar_type();
@@ -155,14 +162,43 @@ void C10dWindow::tensor_register(const at::Tensor& tensor, bool owning) {
       [](void* context) { delete static_cast<std::shared_ptr<SharedSegment>*>(context); }, at::kCPU));
   storage.set_resizable(false);  // a resize would leave the window
   tensor_ = owning ? tensor : at::Tensor();
+  if (WindowTraffic* traffic = group_->window_traffic()) {
+    id_ = traffic->open(
+        {.memory = segment_, .data = own, .bytes = bytes_, .signals = &signals(group_->getRank(), /*sender=*/0)});
+  }
   group_->barrier()->wait();  // nobody writes before the contents have moved
 }
 
 void C10dWindow::tensor_deregister() {
   check_peer("zeropg:tensor_deregister", group_->getRank());
+  wait_for_traffic();
   group_->barrier()->wait();
+  if (WindowTraffic* traffic = group_->window_traffic()) traffic->close(id_);
   segment_.reset();
   tensor_ = at::Tensor();
+}
+
+// Until all that ranks of other nodes have sent is here.
+void C10dWindow::wait_for_traffic() {
+  WindowTraffic* traffic = group_->window_traffic();
+  if (traffic == nullptr) return;
+  constexpr const char* kTitle = "zeropg:tensor_deregister";
+  constexpr std::chrono::microseconds kNap{50};
+  at::Tensor sent = at::tensor(traffic->sent(), at::kLong);
+  at::Tensor coming = at::empty_like(sent);
+  std::vector<int64_t> equal;
+  group_->alltoall_base(coming, sent, equal, equal)->wait();
+  const auto deadline = Clock::now() + group_->default_timeout();
+  for (int32_t peer = 0; peer < group_->getSize(); ++peer) {
+    while (traffic->received(peer) < coming.const_data_ptr<int64_t>()[peer]) {
+      check_signals();
+      group_->check_peer(kTitle, peer);
+      TORCH_CHECK_WITH(DistBackendError, Clock::now() < deadline, group_->prefix(kTitle), ": timed out after ",
+                       group_->default_timeout().count(), " ms waiting for what rank ", peer,
+                       " has put; see what it does, or give more time.");
+      std::this_thread::sleep_for(kNap);
+    }
+  }
 }
 
 c10::intrusive_ptr<c10d::Work> C10dWindow::put(const at::Tensor& tensor, int64_t destination, int64_t offset,
@@ -176,20 +212,35 @@ c10::intrusive_ptr<c10d::Work> C10dWindow::put(const at::Tensor& tensor, int64_t
         " elements at ", offset, " do not fit into a window of ", bytes_ / item, ".");
   group_->check_peer("zeropg:put", peer);
   const at::Tensor source = tensor.resolve_conj().resolve_neg().contiguous();
-  // To this rank itself the two may overlap.
-  std::memmove(part_of(peer) + offset * item, source.const_data_ptr(), source.nbytes());
+  if (is_elsewhere(peer)) {
+    const std::span bytes(static_cast<const std::byte*>(source.const_data_ptr()), source.nbytes());
+    group_->window_traffic()->put({.peer = peer, .window = id_}, offset * item, bytes, group_->default_timeout());
+  } else {
+    // To this rank itself the two may overlap.
+    std::memmove(part_of(peer) + offset * item, source.const_data_ptr(), source.nbytes());
+  }
   return c10::make_intrusive<CompletedWork>(group_->getRank());
 }
 
 at::Tensor C10dWindow::map_remote_tensor(int64_t rank) {
   const int32_t peer = check_peer("zeropg:map_remote_tensor", rank);
+  if (is_elsewhere(peer)) {
+    C10_THROW_ERROR(NotImplementedError,
+                    c10::str(group_->prefix("zeropg:map_remote_tensor"), ": rank ", peer,
+                             " is on another node, whose memory cannot be mapped; put and signal reach it."));
+  }
   return at::from_blob(
       part_of(peer), sizes_, [segment = segment_](void*) {}, at::TensorOptions().dtype(dtype_));
 }
 
 c10::intrusive_ptr<c10d::Work> C10dWindow::signal(int64_t peer, bool /*is_asynchronous*/,
                                                   const c10d::SignalOptions& /*opts*/) {
-  signals(check_peer("zeropg:signal", peer), group_->getRank()).fetch_add(1, std::memory_order_release);
+  const int32_t receiver = check_peer("zeropg:signal", peer);
+  if (is_elsewhere(receiver)) {
+    group_->window_traffic()->signal({.peer = receiver, .window = id_}, group_->default_timeout());
+  } else {
+    signals(receiver, group_->getRank()).fetch_add(1, std::memory_order_release);
+  }
   return c10::make_intrusive<CompletedWork>(group_->getRank());
 }
 

@@ -78,6 +78,7 @@ GroupRuntime::GroupRuntime(std::shared_ptr<GroupContext> group, bool may_use_cma
       engine_(ProgressEngine::of_this_process()),
       collectives_(std::make_shared<CollectiveQueue>(group_, engine_)),
       messages_(std::make_shared<PointToPoint>(group_, engine_, may_use_cma)),
+      window_traffic_(group_->network() == nullptr ? nullptr : std::make_unique<WindowTraffic>(group_, engine_)),
       connections_(group_->network() == nullptr ? nullptr
                                                 : std::make_unique<Connections>(*group_, *collectives_, *messages_)) {
   engine_.add(channels());
@@ -89,6 +90,7 @@ GroupRuntime::GroupRuntime(std::shared_ptr<GroupContext> group, bool may_use_cma
 std::vector<Channel*> GroupRuntime::channels() {
   std::vector<Channel*> channels{collectives_.get(), messages_.get()};
   if (connections_ != nullptr) {
+    channels.push_back(window_traffic_.get());
     channels.push_back(connections_.get());  // behind who knows where bytes belong: Note [Bytes in place]
   }
   return channels;

@@ -10,6 +10,7 @@
 #include "backend/engine/progress_engine.h"
 #include "backend/group/group_context.h"
 #include "backend/p2p/point_to_point.h"
+#include "backend/windows/window_traffic.h"
 
 namespace zeropg {
 
@@ -27,6 +28,7 @@ class GroupRuntime {
   ProgressEngine& engine() { return engine_; }
   const std::shared_ptr<CollectiveQueue>& collectives() { return collectives_; }
   const std::shared_ptr<PointToPoint>& messages() { return messages_; }
+  WindowTraffic* window_traffic() { return window_traffic_.get(); }  // null: all ranks are on this node
 
   // Waits at most `limit` for the collectives, then at most as long for the messages; whether nothing runs any more.
   bool wait_until_idle(std::chrono::milliseconds limit);
@@ -50,9 +52,10 @@ class GroupRuntime {
 
   const std::shared_ptr<GroupContext> group_;  // life shared with the process group, and with segments that check it
   ProgressEngine& engine_;
-  const std::shared_ptr<CollectiveQueue> collectives_;  // life shared with its works
-  const std::shared_ptr<PointToPoint> messages_;        // life shared with its works
-  const std::unique_ptr<Channel> connections_;          // null: all ranks are on this node
+  const std::shared_ptr<CollectiveQueue> collectives_;   // life shared with its works
+  const std::shared_ptr<PointToPoint> messages_;         // life shared with its works
+  const std::unique_ptr<WindowTraffic> window_traffic_;  // null: all ranks are on this node
+  const std::unique_ptr<Channel> connections_;           // likewise
   std::atomic<bool> is_closed_{false};
   std::atomic<bool> is_aborted_{false};
 };

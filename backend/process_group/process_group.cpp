@@ -258,9 +258,8 @@ void ProcessGroupZero::check_peer(const char* title, int32_t peer) {
 }
 
 std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_per_rank) {
-  if (!is_one_node()) {
-    return nullptr;
-  }
+  const Topology& topology = group().topology();
+  const auto local_world_size = static_cast<int32_t>(topology.own_node().size());
   const std::chrono::milliseconds timeout = timeouts_.get();
   run_barrier("zeropg:allocate_shared", bytes_per_rank, timeout, /*is_asynchronous=*/false);  // compares the sizes
   OperationLabel label{.rank = rank_, .world_size = size_, .title = "zeropg:shared_segment"};
@@ -270,18 +269,20 @@ std::shared_ptr<SharedSegment> ProcessGroupZero::allocate_shared(int64_t bytes_p
     group().throw_if_failed();
     PeerStates peers = group().peers().states();
     peers.departed.clear();  // it may have sent the memory before it left
-    throw_if_lost(label, peers, {0});
+    throw_if_lost(label, peers, {topology.own_node().front()});
   };
   const int fd = share_descriptor(
-      group().descriptors(), [&] { return SharedSegment::create(size_, bytes_per_rank); }, timeout, look_after_leader);
+      group().descriptors(), [&] { return SharedSegment::create(local_world_size, bytes_per_rank); }, timeout,
+      look_after_leader);
   return std::make_shared<SharedSegment>(
-      fd, rank_, size_, bytes_per_rank, [group = channels_->shared_group(), label](int32_t awaited) {
+      fd, topology.local_rank[rank_], local_world_size, bytes_per_rank,
+      [group = channels_->shared_group(), label](int32_t awaited) {
         check_signals();
         const GroupContext::Use use(*group);
         group->throw_if_failed();
         const PeerStates peers = group->peers().states();
         std::vector<int32_t> needed = peers.dead;  // others may leave while ranks still read what they published
-        needed.push_back(awaited);
+        needed.push_back(group->topology().own_node()[static_cast<size_t>(awaited)]);
         throw_if_lost(label, peers, needed);
       });
 }

@@ -62,7 +62,9 @@ class ProcessGroupZero : public c10d::Backend {
   // Of an operation such as "all_reduce" on fp32 tensors, `bytes` as in CollectiveSpec. ValueError for another name.
   std::vector<AlgorithmEstimate> estimates(const std::string& operation, int64_t bytes) const;
   std::chrono::milliseconds default_timeout() const { return timeouts_.get(); }
-  // Collective: memory that all ranks map, nullptr when they span nodes. DistBackendError when the sizes differ.
+  WindowTraffic* window_traffic() const { return channels_->window_traffic(); }  // null: all ranks are on one node
+  // Collective: memory that the ranks of each node map, a part for each of them. DistBackendError when the sizes
+  // differ.
   std::shared_ptr<SharedSegment> allocate_shared(int64_t bytes_per_rank);
   // Collective. Reductions whose bytes travel encoded by `compression.codec`, which must be the same on every rank, as
   // must its ranges; its residuals are this rank's own. fp32, fp16 or bf16 on the CPU, sum or average; 16-bit tensors
@@ -210,8 +212,8 @@ class ProcessGroupZero : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
 #endif
 #ifdef C10D_BACKEND_HAS_WINDOW
-  // Inside a node. Collective where a tensor is given. See c10d_window.h.
-  bool supportsWindow() const override { return is_one_node(); }
+  // Collective where a tensor is given. See c10d_window.h.
+  bool supportsWindow() const override { return true; }
   c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
 #endif
 #ifdef C10D_BACKEND_HAS_HOOKS

@@ -109,11 +109,6 @@ float ProcessGroupZero::endTimeEstimate() {
 #ifdef C10D_BACKEND_HAS_WINDOW
 c10::intrusive_ptr<c10d::Window> ProcessGroupZero::new_window(const std::optional<at::Tensor>& tensor) {
   make_call("zeropg:new_window");  // refuses a forked child
-  if (!is_one_node()) {
-    refuse(prefix("zeropg:new_window"),
-           "the ranks span nodes, where nothing is one-sided; use send and recv, or a group"
-           " of the ranks of one node.");
-  }
   auto window = c10::make_intrusive<C10dWindow>(c10::intrusive_ptr<ProcessGroupZero>::reclaim_copy(this));
   if (tensor.has_value()) {
     window->tensor_register(*tensor);

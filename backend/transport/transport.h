@@ -9,8 +9,13 @@
 namespace zeropg {
 
 // Independent byte streams per ordered pair of ranks, so that a user's send never waits behind a collective.
-enum class Lane : uint8_t { kCollective = 0, kPointToPoint = 1 };
-constexpr size_t kLaneCount = 2;
+enum class Lane : uint8_t {
+  kCollective = 0,
+  kPointToPoint = 1,
+  kOneSided = 2,  // between nodes only: inside one, who puts writes to the memory itself
+};
+constexpr size_t kLaneCount = 2;    // inside a node
+constexpr size_t kStreamCount = 3;  // between nodes
 
 // Both calls return at once with the number of bytes moved now, 0 when the peer is not ready. Bytes of one (pair, lane)
 // arrive in the order in which they were sent. One thread at a time per (pair, lane, direction).

@@ -131,14 +131,11 @@ std::unique_ptr<Fetch> make_shared_fetch(Communicator& communicator, const Shard
   }
   const auto backend = communicator.groups().shards->getBackend(c10::DeviceType::CPU);
   auto zero = c10::dynamic_intrusive_pointer_cast<ProcessGroupZero>(backend);
-  if (zero == nullptr) {
+  if (zero == nullptr || !zero->is_one_node()) {
     return nullptr;
   }
   const int64_t per_rank = round_up((bytes + communicator.shards() - 1) / communicator.shards(), kFlatAlignmentBytes);
   auto segment = zero->allocate_shared(per_rank);
-  if (segment == nullptr) {
-    return nullptr;
-  }
   return std::make_unique<SharedFetch>(communicator, std::move(segment), std::move(zero));
 }
 

@@ -30,8 +30,8 @@ constexpr int64_t shared_window_bytes(int64_t window_bytes, int32_t world_size) 
   constexpr int64_t kBudgetBytes = int64_t{512} << 20;  // of all that may wait in one process for one group
   constexpr int64_t kLeastBytes = 64 << 10;
   constexpr int64_t kUnit = 4096;  // pieces of messages begin aligned
-  const int64_t share =            // two lanes, of a window and a half each
-      kBudgetBytes / (3 * static_cast<int64_t>(world_size)) / kUnit * kUnit;
+  // Two lanes, of a window and a half each. (What is put into windows is taken at once.)
+  const int64_t share = kBudgetBytes / (3 * static_cast<int64_t>(world_size)) / kUnit * kUnit;
   return std::min(window_bytes, std::max(share, kLeastBytes));
 }
 
@@ -71,8 +71,8 @@ class IncomingStream {
 // Those with one peer.
 struct PeerStreams {
   bool is_member = false;  // of the peers that are reached over streams
-  OutgoingStream outgoing[kLaneCount];
-  IncomingStream incoming[kLaneCount];
+  OutgoingStream outgoing[kStreamCount];
+  IncomingStream incoming[kStreamCount];
 };
 
 }  // namespace zeropg

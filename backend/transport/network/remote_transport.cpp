@@ -169,7 +169,7 @@ void RemoteTransport::check_frame(int32_t peer, const FrameHeader& header) {
   if (header.payload_bytes > kMaxPayloadBytes) throw_senseless("a frame that is too long");
   switch (header.kind) {
     case FrameKind::kData: {
-      if (header.index >= kLaneCount) throw_senseless("bytes of a stream that does not exist");
+      if (header.index >= kStreamCount) throw_senseless("bytes of a stream that does not exist");
       const IncomingStream& stream = streams_[static_cast<size_t>(peer)].incoming[header.index];
       if (stream.queued_bytes() + header.payload_bytes > stream_limit_bytes(options_.window_bytes)) {
         throw_senseless("more than its window allows");
@@ -177,7 +177,7 @@ void RemoteTransport::check_frame(int32_t peer, const FrameHeader& header) {
       return;
     }
     case FrameKind::kCredit:
-      if (header.index >= kLaneCount || header.payload_bytes != 0) throw_senseless("a damaged credit");
+      if (header.index >= kStreamCount || header.payload_bytes != 0) throw_senseless("a damaged credit");
       return;
     case FrameKind::kState:
     case FrameKind::kPing:

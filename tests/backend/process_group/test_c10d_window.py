@@ -1,4 +1,4 @@
-"""One-sided access to the memory of other ranks of the node."""
+"""One-sided access to the memory of other ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -162,11 +163,116 @@ def test_different_dtypes_shapes_and_storages_are_an_error_on_every_rank(run: Ca
     run(differ)
 
 
-def span_nodes() -> None:
-    assert not dist.group.WORLD.supports_window  # type: ignore[union-attr]
-    with pytest.raises(NotImplementedError, match="the ranks span nodes"):
-        make_window(torch.zeros(2))
+def put_between_nodes() -> None:
+    """Large and small ones to everybody at once, each behind the one before it; then signals."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numel = 700_001
+    tensor = torch.zeros(size, numel)
+    window = make_window(tensor)
+    for step in range(6):
+        for peer in range(size):
+            window.put(torch.full((numel,), 100.0 * rank + step), peer, rank * numel, False)
+            window.put(torch.full((1,), -1.0 - step), peer, rank * numel + 5, step % 2 == 0)
+            window.signal(peer, False)
+        for peer in range(size):
+            window.wait_signal(peer, False)
+            assert tensor[peer, 5] == -1 - step
+            assert tensor[peer, 6:].eq(100 * peer + step).all() and tensor[peer, :5].eq(100 * peer + step).all()
+        dist.barrier()
+    for peer in range(size):
+        window.put(torch.full((3,), 7.0 + rank), peer, rank * numel, True)
+    window.tensor_deregister()  # which waits for them
+    assert tensor[:, :3].eq(7 + torch.arange(size).view(-1, 1)).all()
 
 
-def test_windows_between_nodes_are_refused() -> None:
-    run_ranks(2, span_nodes, place=SeparateHosts(hosts=(0, 1)))
+def two_windows_and_threads() -> None:
+    """Both ends write from several threads, into two windows of two groups, while a collective runs."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(), dist.new_group()]
+    tensors = [torch.zeros(size, 8, 1000, dtype=torch.int64), torch.zeros(size, 8, 1000, dtype=torch.uint8)]
+    windows = [make_window(tensor, group) for tensor, group in zip(tensors, groups, strict=True)]
+    total = torch.ones(1 << 22)
+    work = dist.all_reduce(total, async_op=True)
+
+    def write(row: int) -> None:
+        for window, tensor in zip(windows, tensors, strict=True):
+            for peer in range(size):
+                value = torch.full((1000,), 10 * rank + row, dtype=tensor.dtype)
+                window.put(value, peer, (rank * 8 + row) * 1000, False)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, range(8)))
+    work.wait()
+    assert total.eq(size).all()
+    for window, tensor in zip(windows, tensors, strict=True):
+        window.tensor_deregister()
+        expected = 10 * torch.arange(size).view(-1, 1, 1) + torch.arange(8).view(1, -1, 1)
+        assert tensor.eq(expected).all()
+
+
+def misuse_between_nodes() -> None:
+    rank = dist.get_rank()
+    assert dist.group.WORLD.supports_window  # type: ignore[union-attr]
+    window = make_window(torch.zeros(4))
+    elsewhere = 0 if rank == 2 else 2
+    with pytest.raises(NotImplementedError, match=f"rank {elsewhere} is on another node, whose"):
+        window.map_remote_tensor(elsewhere)
+    for values, offset in ((torch.ones(5), 0), (torch.ones(1), 4)):
+        with pytest.raises(ValueError, match="do not fit into a window of 4"):
+            window.put(values, elsewhere, offset, False)
+    group = dist.new_group()
+    late = make_window(torch.zeros(4), group)
+    give_seconds(group, 1)
+    with pytest.raises(dist.DistBackendError, match=r"timed out after 1000 ms waiting for a signal of rank \d"):
+        late.wait_signal((rank + 1) % 3, False)
+    window.tensor_deregister()
+
+
+def outlive_between_nodes() -> None:
+    """What comes for a window that is gone harms nobody."""
+    group = dist.new_group()
+    tensor = torch.arange(4)
+    window = make_window(tensor, group)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        del window, tensor
+    dist.barrier()
+    if dist.get_rank() == 2:
+        window.put(torch.ones(4, dtype=torch.int64), 0, 0, False)
+        window.signal(0, False)
+        window.put(torch.full((4,), 9), 1, 0, False)
+        window.signal(1, False)
+    elif dist.get_rank() == 1:
+        window.wait_signal(2, False)
+        assert tensor.tolist() == [9] * 4
+    dist.barrier(group)
+
+
+def test_windows_between_nodes() -> None:
+    place = SeparateHosts(hosts=(0, 0, 1))
+    run_ranks(3, in_turn, put_between_nodes, two_windows_and_threads, misuse_between_nodes, place=place)
+    run_ranks(3, outlive_between_nodes, place=place)
+
+
+def in_turn(*programs: Callable[[], None]) -> None:
+    for program in programs:
+        program()
+
+
+def lose_a_host() -> str:
+    window = make_window(torch.zeros(1 << 20))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        while time.monotonic() - start < 30:
+            window.put(torch.ones(1 << 20), 1, 0, False)
+    except dist.DistBackendError as error:
+        return f"{time.monotonic() - start:.0f} s: {error}"
+    return "no error"
+
+
+def test_a_put_to_a_rank_that_died_names_it() -> None:
+    text = run_ranks(2, lose_a_host, place=SeparateHosts(hosts=(0, 1)), expect_death=(1,))[0]
+    assert "put" in text and "rank 1" in text, text
+    assert float(text.split(" s: ")[0]) < 10
