@@ -117,31 +117,32 @@ int64_t WindowTraffic::received(int32_t peer) const {
 Activity WindowTraffic::advance_on_engine_thread() {
   if (!is_used_.load(std::memory_order_relaxed) || group_->has_failed()) return Activity::kIdle;
   bool has_moved = false;
-  try {
-    for (const auto& [peer, _] : group_->network()->unread(Lane::kOneSided, 1)) has_moved |= receive(peer);
-  } catch (const c10::DistNetworkError&) {
-    // A peer is gone: whoever waits for it hears of that.
-  } catch (const OperationError& error) {
-    group_->fail(error.failure());
+  for (const auto& [peer, _] : group_->network()->unread(Lane::kOneSided, 1)) {
+    has_moved = true;
+    try {
+      receive(peer);
+    } catch (const c10::DistNetworkError&) {
+      // It is gone: whoever waits for it hears of that.
+    } catch (const OperationError& error) {
+      group_->fail(error.failure());
+    }
   }
   return has_moved ? Activity::kMoved : Activity::kIdle;
 }
 
 // What has come, in order.
-bool WindowTraffic::receive(int32_t peer) {
+void WindowTraffic::receive(int32_t peer) {
   Incoming& incoming = incoming_[static_cast<size_t>(peer)];
-  bool has_moved = false;
   while (true) {
     const std::span<std::byte> header = std::as_writable_bytes(std::span(&incoming.header, 1));
     if (incoming.header_received < header.size()) {
       const size_t moved =
           group_->network()->try_receive(peer, Lane::kOneSided, header.subspan(incoming.header_received));
-      has_moved |= moved > 0;
       incoming.header_received += moved;
-      if (incoming.header_received < header.size()) return has_moved;
+      if (incoming.header_received < header.size()) return;
       begin(peer, incoming);
     }
-    if (incoming.header.magic == Header::kPut && !receive_data(peer, incoming)) return true;
+    if (incoming.header.magic == Header::kPut && !receive_data(peer, incoming)) return;
     incoming.header_received = 0;
     incoming.received.fetch_add(1, std::memory_order_release);
   }

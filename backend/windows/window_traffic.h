@@ -84,7 +84,7 @@ class WindowTraffic final : public Channel {
 
   void send(const Address& to, const Header& header, std::span<const std::byte> data,
             std::chrono::milliseconds timeout);
-  bool receive(int32_t peer);
+  void receive(int32_t peer);
   void begin(int32_t peer, Incoming& incoming);
   bool receive_data(int32_t peer, Incoming& incoming);
 

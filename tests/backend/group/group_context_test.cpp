@@ -95,7 +95,7 @@ class Rank {
     start([this](int round) { pass_on(round); });
     start([this](int) { ask(); });
     if (segment_ != nullptr) {
-      start([this](int) { segment_->wait((rank_ + 1) % kRanks, 0, 1, kTimeout, "test"); });
+      start([this](int) { segment_->wait((segment_->rank() + 1) % segment_->world_size(), 0, 1, kTimeout, "test"); });
     }
   }
 
