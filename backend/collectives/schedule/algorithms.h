@@ -116,10 +116,14 @@ bool supports_all_reduce_racks(const CollectiveSpec& spec);
 Schedule plan_all_reduce_racks(const CollectiveSpec& spec);
 Cost cost_all_reduce_racks(const CollectiveSpec& spec);
 
-// Between nodes in pairs at doubling distances: few messages, one after the other.
+// Between nodes in pairs at doubling distances: few messages, one after the other. Halving: each pair exchanges half of
+// what the one before did, and goes back the same way: fewest bytes.
 bool supports_all_reduce_doubling(const CollectiveSpec& spec);
 Schedule plan_all_reduce_doubling(const CollectiveSpec& spec);
 Cost cost_all_reduce_doubling(const CollectiveSpec& spec);
+bool supports_all_reduce_halving(const CollectiveSpec& spec);
+Schedule plan_all_reduce_halving(const CollectiveSpec& spec);
+Cost cost_all_reduce_halving(const CollectiveSpec& spec);
 
 // Every block crosses to its node as partial sums, once from each other node.
 bool supports_reduce_scatter_hierarchical(const CollectiveSpec& spec);

@@ -37,6 +37,8 @@ constexpr Algorithm kAlgorithms[] = {
      supports_all_reduce_hierarchical_one_shot, cost_all_reduce_hierarchical_one_shot},
     {"all_reduce_doubling", OpKind::kAllReduce, plan_all_reduce_doubling, supports_all_reduce_doubling,
      cost_all_reduce_doubling, false, true},
+    {"all_reduce_halving", OpKind::kAllReduce, plan_all_reduce_halving, supports_all_reduce_halving,
+     cost_all_reduce_halving, false, true},
     {"all_reduce_racks", OpKind::kAllReduce, plan_all_reduce_racks, supports_all_reduce_racks, cost_all_reduce_racks},
     {"reduce_staged", OpKind::kReduce, plan_reduce_staged, has_bank, cost_reduce_staged},
     {"reduce_hierarchical", OpKind::kReduce, plan_reduce_hierarchical, supports_all_reduce_hierarchical,

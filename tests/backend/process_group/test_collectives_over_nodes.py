@@ -51,6 +51,7 @@ def check_forced_algorithms() -> None:
         ("all_reduce_hierarchical", torch.bfloat16),
         ("all_reduce_hierarchical_one_shot", torch.bfloat16),
         ("all_reduce_doubling", exact),
+        ("all_reduce_halving", exact),
     ):
         options = zeropg.backend.BackendOptions(
             algorithms={"all_reduce": name}, bank_bytes=64 << 10, window_bytes=4 << 10

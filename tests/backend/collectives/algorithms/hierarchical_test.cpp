@@ -307,12 +307,12 @@ TEST(HierarchicalTest, AddsNodesInOrderAndRanksInOrderWithinANode) {
   }
 }
 
-TEST(HierarchicalTest, DoublingAddsPairsOfNodesAndGivesAllRanksTheSameBits) {
+void expect_sums_of_pairs(std::string_view name) {
   std::vector<Nodes> all = many_nodes();
   all.push_back(nodes_of_sizes({1, 2, 1, 1, 3, 1, 1}));
   for (const Nodes& nodes : all) {
     const CollectiveShape shape = shape_of(nodes, 300);
-    const SimulatedCollective collective(*find_algorithm("all_reduce_doubling"), shape);
+    const SimulatedCollective collective(*find_algorithm(name), shape);
     SCOPED_TRACE(collective.describe());
     const Values<float> values{collective, shape.world_size};
     std::mt19937_64 random(5);
@@ -340,8 +340,15 @@ TEST(HierarchicalTest, DoublingAddsPairsOfNodesAndGivesAllRanksTheSameBits) {
   }
 }
 
+TEST(HierarchicalTest, DoublingAddsPairsOfNodesAndGivesAllRanksTheSameBits) {
+  expect_sums_of_pairs("all_reduce_doubling");
+}
+
+TEST(HierarchicalTest, HalvingGivesTheBitsOfDoubling) { expect_sums_of_pairs("all_reduce_halving"); }
+
 TEST(HierarchicalTest, MultipliesEveryInputOnceAndDividesOnceAtTheEnd) {
-  for (const char* name : {"all_reduce_hierarchical", "all_reduce_hierarchical_one_shot", "all_reduce_doubling"}) {
+  for (const char* name :
+       {"all_reduce_hierarchical", "all_reduce_hierarchical_one_shot", "all_reduce_doubling", "all_reduce_halving"}) {
     for (const Nodes& nodes : {nodes_of_sizes({2, 2}), nodes_of_sizes({1, 1, 2})}) {
       for (const ReduceOp op : {ReduceOp::kPremulSum, ReduceOp::kAverage}) {
         const CollectiveShape shape = shape_of(nodes, 100);

@@ -108,6 +108,8 @@ TEST(SelectTest, SmallTensorsOverManyNodesTakeFewMessages) {
   spec.element_bytes = 2;
   spec.accumulator_bytes = 4;
   EXPECT_NE(select_algorithm(spec).name, "all_reduce_doubling");  // would round 16-bit floats in every round
+  EXPECT_EQ(select_algorithm(over_nodes(1 << 20, 64)).name, "all_reduce_halving");
+  EXPECT_EQ(select_algorithm(over_nodes(256 << 10, 4)).name, "all_reduce_halving");
   EXPECT_EQ(select_algorithm(over_nodes(64 << 20, 64)).name, "all_reduce_hierarchical");
 }
 
