@@ -147,6 +147,8 @@ void CollectiveQueue::submit(std::unique_ptr<CollectiveJob> job, bool is_synchro
   advance_held(work.get());
   if (!let_go()) {
     engine_.wake_soon();  // what its peers need is done: now it is they who are awaited
+  } else if (has_unfinished()) {
+    engine_.wake();
   }
 }
 

@@ -94,6 +94,8 @@ void PointToPoint::post(P2pMessage message) {
   finish(std::move(finished), work.get());
   if (is_pending) {
     engine_.wake_soon();
+  } else if (group_->network() != nullptr && group_->network()->has_unfinished()) {
+    engine_.wake();
   }
 }
 

@@ -54,10 +54,12 @@ class SignalWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override {
     constexpr std::chrono::microseconds kNap{50};
     constexpr std::chrono::milliseconds kCheckInterval{20};
+    constexpr std::chrono::milliseconds kLastWords{200};
     const WaitingThread thread;
     const auto limit = timeout == kNoTimeout || timeout.count() < 0 ? timeout_ : timeout;
     const auto start = Clock::now();
     auto next_check = start + kCheckInterval;
+    Clock::time_point lost_at{};
     Waiter waiter(group_->getSize(), kCallersPatience);
     while (!has_come()) {
       const auto now = Clock::now();
@@ -67,7 +69,10 @@ class SignalWork final : public c10d::Work {
         try {
           group_->check_peer("zeropg:wait_signal", peer_);
         } catch (const c10::DistBackendError&) {
-          if (!has_come()) throw;  // it signalled, and then it left
+          // It may have signalled, and then left; what came from another node the progress thread may still have to
+          // take.
+          if (lost_at == Clock::time_point{}) lost_at = now;
+          if (!has_come() && now - lost_at >= kLastWords) throw;
         }
         TORCH_CHECK_WITH(DistBackendError, now - start < limit || has_come(), group_->prefix("zeropg:wait_signal"),
                          ": timed out after ", limit.count(), " ms waiting for a signal of rank ", peer_,
@@ -109,6 +114,10 @@ std::atomic<uint64_t>& C10dWindow::signals(int64_t receiver, int64_t sender) con
 
 int32_t C10dWindow::check_peer(const char* title, int64_t rank) const {
   check(segment_ != nullptr, group_->prefix(title), "no tensor is registered; call tensor_register on every rank.");
+  check_own_process(runtime_->group(), {.rank = group_->getRank(), .world_size = group_->getSize(), .title = title});
+  check(!has_other_members(), group_->prefix(title),
+        "the group has other members since the tensor was registered; call tensor_deregister, and tensor_register on"
+        " every rank.");
   check(rank >= 0 && rank < group_->getSize(), group_->prefix(title), "the peer is rank ", rank, ", expected 0 to ",
         group_->getSize() - 1, ".");
   return static_cast<int32_t>(rank);
@@ -144,7 +153,8 @@ void C10dWindow::tensor_register(const at::Tensor& tensor, bool owning) {
   check_alike(prefix, tensor);
   const auto bytes = static_cast<int64_t>(storage.nbytes());
   const auto counters = static_cast<int64_t>(sizeof(uint64_t)) * group_->getSize();
-  segment_ = group_->allocate_shared(padded(bytes) + padded(counters));
+  runtime_ = group_->current_channels();
+  allocate(padded(bytes) + padded(counters));
   const Topology topology = group_->topology();
   places_ = topology.local_rank;
   for (int32_t rank = 0; rank < group_->getSize(); ++rank) {
@@ -162,35 +172,64 @@ void C10dWindow::tensor_register(const at::Tensor& tensor, bool owning) {
       [](void* context) { delete static_cast<std::shared_ptr<SharedSegment>*>(context); }, at::kCPU));
   storage.set_resizable(false);  // a resize would leave the window
   tensor_ = owning ? tensor : at::Tensor();
-  if (WindowTraffic* traffic = group_->window_traffic()) {
-    id_ = traffic->open(
+  if (traffic() != nullptr) {
+    id_ = traffic()->open(
         {.memory = segment_, .data = own, .bytes = bytes_, .signals = &signals(group_->getRank(), /*sender=*/0)});
   }
   group_->barrier()->wait();  // nobody writes before the contents have moved
 }
 
+// On all ranks or on none.
+void C10dWindow::allocate(int64_t bytes) {
+  if (traffic() == nullptr) {
+    segment_ = group_->allocate_shared(bytes);
+    return;
+  }
+  std::shared_ptr<SharedSegment> segment;
+  std::string failure;
+  try {
+    segment = group_->allocate_shared(bytes);
+  } catch (const c10::DistBackendError& error) {
+    failure = error.what_without_backtrace();
+  }
+  at::Tensor has_it = at::tensor({segment != nullptr ? int64_t{1} : int64_t{0}}, at::kLong);
+  at::Tensor all = at::empty({group_->getSize()}, has_it.options());
+  group_->_allgather_base(all, has_it)->wait();
+  TORCH_CHECK_WITH(DistBackendError, failure.empty(), failure);
+  const int64_t* ranks = all.const_data_ptr<int64_t>();
+  const auto without = std::find(ranks, ranks + all.numel(), 0);
+  TORCH_CHECK_WITH(DistBackendError, without == ranks + all.numel(), group_->prefix("zeropg:tensor_register"),
+                   ": rank ", without - ranks, " has no memory for it; see the error there.");
+  segment_ = std::move(segment);
+}
+
 void C10dWindow::tensor_deregister() {
+  if (segment_ != nullptr && has_other_members()) {  // nobody reaches it any more
+    segment_.reset();
+    tensor_ = at::Tensor();
+    return;
+  }
   check_peer("zeropg:tensor_deregister", group_->getRank());
   wait_for_traffic();
   group_->barrier()->wait();
-  if (WindowTraffic* traffic = group_->window_traffic()) traffic->close(id_);
+  if (traffic() != nullptr) traffic()->close(id_);
   segment_.reset();
   tensor_ = at::Tensor();
 }
 
 // Until all that ranks of other nodes have sent is here.
 void C10dWindow::wait_for_traffic() {
-  WindowTraffic* traffic = group_->window_traffic();
-  if (traffic == nullptr) return;
+  if (traffic() == nullptr) return;
+  const WaitingThread thread;
   constexpr const char* kTitle = "zeropg:tensor_deregister";
   constexpr std::chrono::microseconds kNap{50};
-  at::Tensor sent = at::tensor(traffic->sent(), at::kLong);
+  at::Tensor sent = at::tensor(traffic()->sent(), at::kLong);
   at::Tensor coming = at::empty_like(sent);
   std::vector<int64_t> equal;
   group_->alltoall_base(coming, sent, equal, equal)->wait();
   const auto deadline = Clock::now() + group_->default_timeout();
   for (int32_t peer = 0; peer < group_->getSize(); ++peer) {
-    while (traffic->received(peer) < coming.const_data_ptr<int64_t>()[peer]) {
+    while (traffic()->received(peer) < coming.const_data_ptr<int64_t>()[peer]) {
       check_signals();
       group_->check_peer(kTitle, peer);
       TORCH_CHECK_WITH(DistBackendError, Clock::now() < deadline, group_->prefix(kTitle), ": timed out after ",
@@ -202,7 +241,7 @@ void C10dWindow::wait_for_traffic() {
 }
 
 c10::intrusive_ptr<c10d::Work> C10dWindow::put(const at::Tensor& tensor, int64_t destination, int64_t offset,
-                                               bool /*is_asynchronous*/, const c10d::PutOptions& /*opts*/) {
+                                               bool /*is_asynchronous*/, const c10d::PutOptions& opts) {
   const int32_t peer = check_peer("zeropg:put", destination);
   const std::string prefix = group_->prefix("zeropg:put");
   check(tensor.defined() && tensor.device().is_cpu() && tensor.scalar_type() == dtype_, prefix, "the tensor is ",
@@ -214,7 +253,7 @@ c10::intrusive_ptr<c10d::Work> C10dWindow::put(const at::Tensor& tensor, int64_t
   const at::Tensor source = tensor.resolve_conj().resolve_neg().contiguous();
   if (is_elsewhere(peer)) {
     const std::span bytes(static_cast<const std::byte*>(source.const_data_ptr()), source.nbytes());
-    group_->window_traffic()->put({.peer = peer, .window = id_}, offset * item, bytes, group_->default_timeout());
+    traffic()->put({.peer = peer, .window = id_}, offset * item, bytes, timeout_of(opts));
   } else {
     // To this rank itself the two may overlap.
     std::memmove(part_of(peer) + offset * item, source.const_data_ptr(), source.nbytes());
@@ -234,10 +273,10 @@ at::Tensor C10dWindow::map_remote_tensor(int64_t rank) {
 }
 
 c10::intrusive_ptr<c10d::Work> C10dWindow::signal(int64_t peer, bool /*is_asynchronous*/,
-                                                  const c10d::SignalOptions& /*opts*/) {
+                                                  const c10d::SignalOptions& opts) {
   const int32_t receiver = check_peer("zeropg:signal", peer);
   if (is_elsewhere(receiver)) {
-    group_->window_traffic()->signal({.peer = receiver, .window = id_}, group_->default_timeout());
+    traffic()->signal({.peer = receiver, .window = id_}, timeout_of(opts));
   } else {
     signals(receiver, group_->getRank()).fetch_add(1, std::memory_order_release);
   }
@@ -248,7 +287,7 @@ c10::intrusive_ptr<c10d::Work> C10dWindow::wait_signal(int64_t peer, bool is_asy
                                                        const c10d::WaitSignalOptions& opts) {
   const int32_t sender = check_peer("zeropg:wait_signal", peer);
   const uint64_t target = ++taken_[static_cast<size_t>(sender)];
-  const auto timeout = opts.timeout.count() > 0 ? opts.timeout : group_->default_timeout();
+  const auto timeout = timeout_of(opts);
   auto work =
       c10::make_intrusive<SignalWork>(group_, segment_, signals(group_->getRank(), sender), target, sender, timeout);
   if (!is_asynchronous) {

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Window.hpp>
 #include <vector>
 
+#include "backend/process_group/group_runtime.h"
 #include "backend/process_group/process_group.h"
 #include "backend/transport/shm/shared_segment.h"
 
@@ -44,14 +45,22 @@ class C10dWindow final : public c10d::Window {
 
  private:
   bool is_elsewhere(int32_t peer) const { return places_[static_cast<size_t>(peer)] < 0; }
-  std::byte* part_of(int64_t rank) const;  // of this node
+  std::byte* part_of(int64_t rank) const;                                // of this node
+  WindowTraffic* traffic() const { return runtime_->window_traffic(); }  // null: all ranks are on this node
+  bool has_other_members() const { return group_->current_channels() != runtime_; }
+  void allocate(int64_t bytes);
   std::atomic<uint64_t>& signals(int64_t receiver, int64_t sender) const;
   void check_alike(const std::string& prefix, const at::Tensor& tensor) const;
   int32_t check_peer(const char* title, int64_t rank) const;
   void wait_for_traffic();
+  template <typename Options>
+  std::chrono::milliseconds timeout_of(const Options& opts) const {
+    return opts.timeout.count() > 0 ? opts.timeout : group_->default_timeout();
+  }
 
   const c10::intrusive_ptr<ProcessGroupZero> group_;
   std::shared_ptr<SharedSegment> segment_;  // null: nothing is registered. Life shared with tensors on it
+  std::shared_ptr<GroupRuntime> runtime_;   // of the ranks that registered. Life shared with the group
   at::Tensor tensor_;                       // while it is owned
   std::vector<int32_t> places_;             // per rank: in the segment; -1: on another node
   std::vector<int64_t> sizes_;

@@ -253,6 +253,7 @@ void ProcessGroupZero::unregisterCompletionHook(int64_t id) { hooks_->set_comple
 void ProcessGroupZero::check_peer(const char* title, int32_t peer) {
   const GroupContext::Use use(group());
   group().throw_if_failed();
+  if (!group().topology().is_on_this_node(peer)) group().network()->ask_for_life({peer});
   throw_if_lost(OperationLabel{.rank = rank_, .world_size = size_, .members = members_, .title = title},
                 group().peers().states(), {peer});
 }

@@ -62,7 +62,7 @@ class ProcessGroupZero : public c10d::Backend {
   // Of an operation such as "all_reduce" on fp32 tensors, `bytes` as in CollectiveSpec. ValueError for another name.
   std::vector<AlgorithmEstimate> estimates(const std::string& operation, int64_t bytes) const;
   std::chrono::milliseconds default_timeout() const { return timeouts_.get(); }
-  WindowTraffic* window_traffic() const { return channels_->window_traffic(); }  // null: all ranks are on one node
+  std::shared_ptr<GroupRuntime> current_channels() const;  // other ones after a reconfiguration; null before the first
   // Collective: memory that the ranks of each node map, a part for each of them. DistBackendError when the sizes
   // differ.
   std::shared_ptr<SharedSegment> allocate_shared(int64_t bytes_per_rank);
@@ -237,7 +237,6 @@ class ProcessGroupZero : public c10d::Backend {
   // Meets the other ranks in store_. Replaces the group that there was, which must be closed.
   void join(std::chrono::milliseconds timeout);
   GroupContext& group() const;  // DistBackendError before the first reconfiguration
-  std::shared_ptr<GroupRuntime> current_channels() const;
   c10::intrusive_ptr<BackendOptions> child_options(const c10::intrusive_ptr<Options>& given) const;
 
   Call make_call(const char* title);

@@ -16,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <thread>
 #include <vector>
 
 #include "backend/engine/progress_engine.h"
@@ -71,9 +72,12 @@ class WindowTraffic final : public Channel {
     int64_t bytes = 0;
   };
   struct Outgoing {
-    mutable std::mutex mutex;  // held for a whole message
-    int64_t sent = 0;          // guarded by mutex
+    std::timed_mutex mutex;  // held for a whole message
+    std::atomic<std::thread::id> holder{};
+    std::atomic<int64_t> sent{0};
   };
+  // This thread's turn to send to a peer, which it waits for.
+  class Turn;
   struct Incoming {
     Header header;
     size_t header_received = 0;
@@ -84,9 +88,11 @@ class WindowTraffic final : public Channel {
 
   void send(const Address& to, const Header& header, std::span<const std::byte> data,
             std::chrono::milliseconds timeout);
+  void check(const OperationLabel& label, int32_t peer);
+  void fail_if_open(int32_t peer, bool has_begun, const Failure& failure);
   void receive(int32_t peer);
   void begin(int32_t peer, Incoming& incoming);
-  bool receive_data(int32_t peer, Incoming& incoming);
+  bool receive_data(int32_t peer, Incoming& incoming, size_t& room);
 
   const std::shared_ptr<GroupContext> group_;
   ProgressEngine& engine_;

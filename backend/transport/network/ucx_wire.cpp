@@ -39,8 +39,8 @@ namespace zeropg {
 namespace {
 
 constexpr unsigned kMessageId = 7;
-constexpr uint64_t kMostAhead = 4096;  // messages that may overtake another
-constexpr size_t kFetchedBytes = 32 << 10;
+constexpr uint64_t kMostAhead = 1 << 18;  // messages that may overtake another: more than a window holds
+constexpr size_t kFetchedBytes = 64 << 10;
 constexpr size_t kHeldBytes = 4 << 10;  // payloads from this size on stay where UCX has them, until somebody wants them
 constexpr size_t kMostInFlight = 1 << 20;  // bytes to one peer, beyond which a sender has to wait
 constexpr size_t kMostInFlightOfAll = 64 << 20;
@@ -89,11 +89,12 @@ class UcxWireOverLibrary final : public UcxWire {
 
   bool connect(Peer& peer);
   Peer* sender_of(const Envelope& envelope);
-  void fetch(Peer& peer, UcxInbox::Message& message, void* descriptor);
+  bool fetch(Peer& peer, UcxInbox::Message& message, void* descriptor);
   void note_arrival(Peer& peer, UcxInbox::Message& message, ucs_status_t status);
   void note_event(Peer& peer);
   void lose(Peer& peer, ucs_status_t status);
   void lose(Peer& peer, std::string reason);
+  bool has_unfetched() const;
   void close_endpoints(bool is_forced, std::chrono::steady_clock::time_point deadline);
 
   const UcxLibrary& ucx_;
@@ -178,15 +179,22 @@ bool UcxWireOverLibrary::send(int32_t peer_rank, const FrameHeader& header, std:
                               Urgency urgency) {
   Peer& peer = peers_[static_cast<size_t>(peer_rank)];
   if (peer.is_lost || !peer.loss.empty() || peer.address.empty()) return false;
-  const bool has_room = peer.in_flight_bytes < kMostInFlight && outbox_->in_flight_bytes() < kMostInFlightOfAll;
+  const bool has_room = peer.in_flight_bytes == 0 ||
+                        (peer.in_flight_bytes < kMostInFlight && outbox_->in_flight_bytes() < kMostInFlightOfAll);
   if (urgency == Urgency::kCanWait && !has_room) return false;
   if (!connect(peer)) return false;
   Envelope envelope{.from = options_.rank, .to = peer_rank, .number = peer.sent++, .frame = header};
   if (options_.authenticates_payloads) envelope.payload_digest = digest_of(payload);
   envelope.seal = options_.seal(options_.rank, peer_rank, envelope.sealed());
   peer.in_flight_bytes += sizeof envelope + payload.size();
-  outbox_->post(peer_rank, peer.endpoint, kMessageId, std::as_bytes(std::span<const Envelope, 1>(&envelope, 1)),
-                payload, payload.size() >= fetched_bytes_);
+  try {
+    outbox_->post(peer_rank, peer.endpoint, kMessageId, std::as_bytes(std::span<const Envelope, 1>(&envelope, 1)),
+                  payload, payload.size() >= fetched_bytes_);
+  } catch (const c10::DistBackendError& error) {  // no memory to be fetched from; the peer would wait for this number
+    peer.in_flight_bytes -= sizeof envelope + payload.size();
+    lose(peer, error.what_without_backtrace());
+    return false;
+  }
   return true;
 }
 
@@ -218,8 +226,7 @@ ucs_status_t UcxWireOverLibrary::on_message(void* self, const void* header, size
   }
   UcxInbox::Message& message = peer->inbox.expect(envelope);
   if ((parameters->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
-    wire->fetch(*peer, message, data);
-    return UCS_INPROGRESS;
+    return wire->fetch(*peer, message, data) ? UCS_INPROGRESS : UCS_ERR_NO_MEMORY;
   }
   const bool is_held = bytes >= kHeldBytes && (parameters->recv_attr & UCP_AM_RECV_ATTR_FLAG_DATA) != 0;
   if (is_held) {
@@ -241,12 +248,13 @@ UcxWireOverLibrary::Peer* UcxWireOverLibrary::sender_of(const Envelope& envelope
   return is_sealed ? &peer : nullptr;
 }
 
-void UcxWireOverLibrary::fetch(Peer& peer, UcxInbox::Message& message, void* descriptor) {
+// False: there is no memory for it, and the peer is lost.
+bool UcxWireOverLibrary::fetch(Peer& peer, UcxInbox::Message& message, void* descriptor) {
   try {
     message.fetched = buffers_->take();
   } catch (const std::exception& error) {  // which must not pass through UCX
     lose(peer, error.what());
-    return;
+    return false;
   }
   ucp_request_param_t parameters{};
   parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMH;
@@ -256,6 +264,7 @@ void UcxWireOverLibrary::fetch(Peer& peer, UcxInbox::Message& message, void* des
   ucs_status_ptr_t request = ucx_.am_recv_data_nbx(worker_->handle(), descriptor, message.fetched->data,
                                                    message.frame.payload_bytes, &parameters);
   if (!UCS_PTR_IS_PTR(request)) note_arrival(peer, message, UCS_PTR_STATUS(request));
+  return true;
 }
 
 void UcxWireOverLibrary::on_fetched(void* request, ucs_status_t status, size_t, void* message) {
@@ -306,13 +315,22 @@ bool UcxWireOverLibrary::arm() { return eventful_.empty() && worker_->arm(); }
 void UcxWireOverLibrary::close(std::chrono::milliseconds patience) {
   if (!worker_) return;
   const auto deadline = std::chrono::steady_clock::now() + patience;
-  // With a flush at first, which waits for what was sent; then without.
+  // With a flush at first, which waits for what was sent, but not for what is to be fetched; then without.
+  while (has_unfetched() && std::chrono::steady_clock::now() < deadline) {
+    worker_->progress();
+    std::this_thread::yield();
+  }
   if (patience.count() > 0) close_endpoints(/*is_forced=*/false, deadline);
   close_endpoints(/*is_forced=*/true, std::chrono::steady_clock::now() + std::chrono::seconds(1));
   for (Peer& peer : peers_) peer.inbox.forget_all_that_came(*worker_, *buffers_);
   worker_->stop();
   buffers_.reset();
   worker_.reset();
+}
+
+bool UcxWireOverLibrary::has_unfetched() const {
+  return std::any_of(peers_.begin(), peers_.end(),
+                     [](const Peer& peer) { return peer.loss.empty() && peer.in_flight_bytes > 0; });
 }
 
 void UcxWireOverLibrary::close_endpoints(bool is_forced, std::chrono::steady_clock::time_point deadline) {

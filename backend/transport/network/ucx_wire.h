@@ -34,7 +34,7 @@ struct UcxWireOptions {
   std::function<Seal(int32_t from, int32_t to, std::span<const std::byte> message)> seal;
   bool authenticates_payloads = false;  // a payload that was changed on the way loses the peer
   std::string devices;                  // what UCX calls TLS; empty: RDMA where this machine has it, else TCP
-  size_t fetched_bytes = 0;  // payloads from this size on are fetched; 0: from 32 KiB on with RDMA, else none
+  size_t fetched_bytes = 0;  // payloads from this size on are fetched; 0: from 64 KiB on with RDMA, else none
 };
 
 class UcxWire : public Wire {

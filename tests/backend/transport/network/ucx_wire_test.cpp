@@ -186,6 +186,29 @@ TEST(UcxWire, LongPayloadsKeepTheirOrderFetchedOrNot) {
   }
 }
 
+// Its last words wait in its memory until they are fetched.
+TEST(UcxWire, WhoClosesWaitsUntilItsPayloadsAreFetched) {
+  if (!why_there_is_none().empty()) GTEST_SKIP() << why_there_is_none();
+  for (const char* devices : {"", "posix"}) {
+    const Pair pair = make_pair_of(/*window_bytes=*/1 << 20, {.devices = devices, .fetched_bytes = 1});
+    std::vector<std::byte> sent(500'000);
+    for (size_t i = 0; i < sent.size(); ++i) sent[i] = stream_byte(0, 1, Lane::kCollective, i);
+    std::vector<std::byte> received(sent.size());
+    EXPECT_EQ(pair.a->try_send(1, Lane::kCollective, sent), sent.size());
+    std::thread closing([&] { pair.a->close(std::chrono::seconds(20)); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    size_t taken = 0;
+    EXPECT_TRUE(eventually([&] {
+      taken += pair.b->try_receive(0, Lane::kCollective, std::span(received).subspan(taken));
+      return taken == received.size();
+    })) << taken;
+    EXPECT_EQ(received, sent);
+    std::thread reading([&] { eventually([&] { return pair.b->progress(), pair.b->liveness().is_gone(0); }); });
+    closing.join();
+    reading.join();
+  }
+}
+
 TEST(UcxWire, AThirdRankIsMetOnlyWhenThereIsSomethingForIt) {
   if (!why_there_is_none().empty()) GTEST_SKIP() << why_there_is_none();
   std::vector<std::unique_ptr<UcxWire>> wires;
