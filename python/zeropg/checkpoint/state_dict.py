@@ -174,11 +174,15 @@ def load_full_state_dict(
             hold a piece of some MiB at a time, unless a module loads in a way of its own (hooks, extra state).
 
     Raises:
-        ValueError: `model` is not sharded.
+        ValueError: `model` is not sharded; on every rank, where `strict` or `broadcast_from_rank0` differ.
         TypeError: with broadcast_from_rank0, an entry is no tensor.
         RuntimeError: an entry has another shape, or (strict) is missing or unexpected, as in nn.Module.load_state_dict.
     """
-    state = state_of(model, "load_full_state_dict")
+    operation = "load_full_state_dict"
+    state = state_of(model, operation)
+    group = state.core.process_group
+    options = {"strict": str(bool(strict)), "broadcast_from_rank0": str(bool(broadcast_from_rank0))}
+    check_same(group, operation, together(group, operation, lambda: options))
     if broadcast_from_rank0:
         return load_from_rank0(state, state_dict, strict=strict)
     return model.load_state_dict(state_dict, strict=strict)

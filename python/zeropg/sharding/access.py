@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeropg._native import _C
+from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.state import state_of
 
 # Name, tensor, and which elements of the flattened parameter it holds: [start, stop).
@@ -33,13 +34,17 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
             raises RuntimeError in stage 3; in stages 0 to 2, where parameters are always whole, it counts as any other.
 
     Raises:
-        ValueError: `model` is not sharded.
+        ValueError: `model` is not sharded; on every rank, where `writable` differs between ranks.
         RuntimeError: on every rank, where ranks have written different values.
         OSError: on every rank, where one cannot write its masters to their file (offload_optimizer). Make the model
             anew, from a checkpoint.
     """
-    core = state_of(model, "full_parameters").core
+    operation = "full_parameters"
+    core = state_of(model, operation).core
     depth = core.full_depth
+    if depth == 0:  # inside another one nothing communicates
+        group = core.process_group
+        check_same(group, operation, together(group, operation, lambda: {"writable": str(bool(writable))}))
     try:
         core.unshard_all(writable)  # a signal may be handled at its very end
         yield

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeropg
-from tests.sharding.ranks import STAGES, close, equal, on_ranks, raises
+from tests.sharding.ranks import BACKENDS, STAGES, close, equal, on_ranks, raises
 from tests.small_gpt import SmallGPT, loss_of, make_batches, make_model
 
 BF16 = torch.bfloat16
@@ -90,6 +90,19 @@ def test_steps_and_writes_are_refused_where_they_would_be_lost(stage: int) -> No
         with raises(RuntimeError, "step", "inside full_parameters"):
             optimizer.step()
     optimizer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, backend=BACKENDS)
+def test_arguments_that_differ_between_ranks_are_told_at_once(stage: int) -> None:
+    model = sharded(stage)
+    state, is_first = masters(model), dist.get_rank() == 0
+    with raises(ValueError, "full_parameters: writable is 'True' on rank 0, but 'False' on rank 1"):
+        zeropg.full_parameters(model, writable=is_first).__enter__()
+    for argument in ("broadcast_from_rank0", "strict"):
+        with raises(ValueError, f"load_full_state_dict: {argument} is 'True' on rank 0, but 'False' on rank 1"):
+            zeropg.load_full_state_dict(model, state, **{argument: is_first})
+    assert all(equal(value, state[name]) for name, value in masters(model).items())
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
