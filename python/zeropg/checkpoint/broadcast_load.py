@@ -45,7 +45,7 @@ def load_from_rank0(state: ShardedState, state_dict: Mapping[str, torch.Tensor],
         whole = {entry.key: _receive(state, state_dict, entry, 0, entry.numel).view(entry.shape) for entry in entries}
         result: _IncompatibleKeys = state.model.load_state_dict(whole, strict=strict)
         return result
-    state.check_outside_writable_shards(_OPERATION)
+    state.check_may_write(_OPERATION)
     state.check_has_own_weights(_OPERATION)
     here = dict(named_tensors(state.model))
     names = _compare(state.model, here, entries, strict)

@@ -73,7 +73,7 @@ def save_checkpoint(
     save.announce(directory, extra, rank_extra, async_save)
     pending: PendingCheckpoint | None = None
     try:
-        state.core.settle_writes("save_checkpoint")
+        state.settle_writes("save_checkpoint")
         save.create()
         if async_save:
             pending = state.pending_save = PendingCheckpoint(save)
@@ -139,6 +139,7 @@ def load_parts(
     def open_checkpoint() -> dict[str, str]:
         nonlocal loading
         state.check_modules("load_checkpoint")
+        state.check_may_write("load_checkpoint")
         state.check_has_own_weights("load_checkpoint")
         named = named_optimizers(optimizer, model, "load_checkpoint")
         loading = Loading(directory_path(directory), state, named, strict=strict, reads_model=reads_model)

@@ -53,7 +53,7 @@ class WeightAverage:
         self._core = self._state.core
         self._updates = 0
         self._state.check_has_own_weights("ema")
-        self._core.settle_writes("ema")
+        self._state.settle_writes("ema")
         self._averages = [tensor.clone() for tensor in self._own(local_shards(model))]
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class WeightAverage:
         """Moves the averages towards the weights: averages = decay * averages + (1 - decay) * weights. The first call
         copies the weights instead."""
         self._state.check_has_own_weights("ema.update")
-        self._core.settle_writes("ema.update")
+        self._state.settle_writes("ema.update")
         weight = 1.0 - self.decay if self._updates else 1.0
         for index, tensor in enumerate(self._own(local_shards(self._model))):
             # The masters of what was frozen have another dtype once it is trainable.

@@ -66,7 +66,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
     def open_folder() -> dict[str, str]:
         nonlocal loading
         state.check_modules("load_pretrained")
-        state.check_outside_writable_shards("load_pretrained")
+        state.check_may_write("load_pretrained")
         state.check_has_own_weights("load_pretrained")
         loading = _Loading(directory_path(directory), state, strict)
         return loading.announcement()

@@ -43,7 +43,7 @@ def full_state_dict(
     state = state_of(model, operation)
     group = state.core.process_group
     check_same(group, operation, together(group, operation, lambda: {"only": _checked_names(model, only)}))
-    state.core.settle_writes(operation)
+    state.settle_writes(operation)
     keeps = state.core.rank == 0 or not rank0_only
     gathered: dict[Any, torch.Tensor | None] = {}  # by where the parameter lies; None: is left out
     wanted = None if only is None else set(only)

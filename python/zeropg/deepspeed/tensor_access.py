@@ -24,7 +24,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     place = place_of(param)
     if place is None:
         return None
-    place.state.core.settle_writes("safe_get_full_fp32_param")
+    place.state.settle_writes("safe_get_full_fp32_param")
     whole: torch.Tensor = place.group.gather_master()
     return whole[place.offset : place.offset + param.numel()].view(param.shape).clone()
 

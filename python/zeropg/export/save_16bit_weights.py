@@ -21,6 +21,7 @@ from zeropg.rank_io.progress import progress
 from zeropg.rank_io.staged_files import StagedFiles
 from zeropg.rank_io.stream import stream_to_first
 from zeropg.sharding.access import local_shards
+from zeropg.sharding.state import unchecked_state_of
 
 _OPERATION = "save_16bit_weights"
 
@@ -77,7 +78,7 @@ def save_16bit_weights(
     announced: list[dict[str, Any]] = together(group, _OPERATION, announce)
     assert plan is not None  # otherwise the line above has raised
     check_same(group, _OPERATION, [entry["arguments"] for entry in announced])
-    core.settle_writes("save_16bit_weights")
+    unchecked_state_of(model, _OPERATION).settle_writes("save_16bit_weights")
     files = StagedFiles(plan.directory, plan.layout, announced[0]["token"])
     export = _Export(model, core, plan, files)
     try:

@@ -140,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._model_state is not None:
-            self._model_state.check_outside_writable_shards("step")
+            self._model_state.check_may_write("step")
             self._model_state.check_outside_full_gradients("step")
             self._model_state.check_has_own_weights("step")
         groups = [

@@ -40,17 +40,19 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
             anew, from a checkpoint.
     """
     operation = "full_parameters"
-    core = state_of(model, operation).core
+    state = state_of(model, operation)
+    core = state.core
     depth = core.full_depth
     if depth == 0:  # inside another one nothing communicates
         group = core.process_group
         check_same(group, operation, together(group, operation, lambda: {"writable": str(bool(writable))}))
-    try:
-        core.unshard_all(writable)  # a signal may be handled at its very end
-        yield
-    finally:
-        if core.full_depth > depth:
-            core.reshard_all()
+    with state.forwards_aside():
+        try:
+            core.unshard_all(writable)  # a signal may be handled at its very end
+            yield
+        finally:
+            if core.full_depth > depth:
+                core.reshard_all()
 
 
 @contextlib.contextmanager
@@ -111,7 +113,7 @@ def writable_shards(model: nn.Module) -> Iterator[list[Shard]]:
     backward of what was computed before is not refused: write what no graph needs, or between a step and a forward.
     """
     state = state_of(model, "writable_shards")
-    state.check_outside_writable_shards("writable_shards")
+    state.check_may_write("writable_shards")
     core = state.core
     core.begin_step()
     state.is_writing_shards = True

@@ -22,6 +22,7 @@ def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_p
     state = state_of(model, "load_state_dict")
     if state.is_loading:
         return load_plain(state_dict, strict=strict)
+    state.check_may_write("load_state_dict")
     core: _C.ShardedModule = state.core
     failure: Exception | None = None
     exact: list[tuple[Any, int, torch.Tensor]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,6 +54,7 @@ class ShardedState:
     codecs: ModelCodecs | None = None  # with compression
     casts_inputs: bool = True  # the root's floating inputs, to param_dtype
     _is_functional: bool = False
+    _running: list[tuple[int, bool]] = field(default_factory=list)  # units whose forward runs; with gradients?
 
     def __post_init__(self) -> None:
         self.with_statistics = modules_with_statistics(self.model)
@@ -93,12 +95,15 @@ class ShardedState:
             if (aliased := self._before(index, args, kwargs)) is not None:
                 replaced.append(aliased)
                 args, kwargs = aliased.value
+            self._running.append((index, torch.is_grad_enabled()))
             try:
                 output = call(*args, **kwargs)
                 outputs = [*tensors_in(output), *hidden_tensors_in(output)] if torch.is_grad_enabled() else []
             except BaseException:
                 self.core.abandon_forward(index)
                 raise
+            finally:
+                self._running.pop()
         finally:
             for replacement in reversed(replaced):
                 replacement.undo()
@@ -120,6 +125,29 @@ class ShardedState:
         except BaseException:
             self.core.abandon_forward(index)
             raise
+
+    @contextmanager
+    def forwards_aside(self) -> Iterator[None]:
+        """For what shards all units when it is over: those whose forward runs are whole again after the `with`."""
+        running = self._running if self.core.stage == 3 else []
+        if not running:
+            yield
+            return
+        self._running = []
+        for index, _ in reversed(running):
+            self.core.abandon_forward(index)
+        try:
+            yield
+        finally:
+            self._running = running
+            for index, has_gradients in running:
+                with torch.set_grad_enabled(has_gradients):
+                    self.core.pre_forward(index, [], True)  # of its inputs some may be watched: it waits for all
+
+    def settle_writes(self, operation: str) -> None:
+        """What programs have written reaches the masters; collective."""
+        with self.forwards_aside():
+            self.core.settle_writes(operation)
 
     def _run_functional(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside torch.func.functional_call with tensors for all parameters: ours are not used."""
@@ -164,6 +192,15 @@ class ShardedState:
         """Raises RuntimeError where the user writes masters, or copies of them that replace them later."""
         if self.is_writing_shards:
             raise RuntimeError(f"{self._context(operation)} called inside zeropg.writable_shards; call it after.")
+
+    def check_may_write(self, operation: str) -> None:
+        """Raises RuntimeError where new masters would meet what still uses the old ones."""
+        self.check_outside_writable_shards(operation)
+        if self._running and self.core.stage == 3:
+            raise RuntimeError(
+                f"{self._context(operation)} called inside a forward of the model, whose units would be sharded before "
+                "it ends; call it after."
+            )
 
     def check_has_own_weights(self, operation: str) -> None:
         """Raises RuntimeError where the model has an average, which `operation` would take for its weights."""

@@ -105,6 +105,36 @@ def test_arguments_that_differ_between_ranks_are_told_at_once(stage: int) -> Non
     assert all(equal(value, state[name]) for name, value in masters(model).items())
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, backend=BACKENDS)
+def test_a_forward_goes_on_after_it_has_read_all_parameters(stage: int) -> None:
+    model, plain, batch = sharded(stage), make_model(), make_batches(1)[0]
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    found: list[dict[str, torch.Tensor]] = []
+
+    def look(*_: Any) -> None:
+        with zeropg.full_parameters(model):
+            found.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+        found.append(masters(model))
+        if stage == 3:
+            with raises(RuntimeError, "step: called inside a forward", "call it after"):
+                optimizer.step()
+
+    for module in (model.blocks[0], model.blocks[0].up, model.head):  # a unit, inside one, in the root
+        module.register_forward_pre_hook(look)
+    loss, wanted = loss_of(model, batch), loss_of(plain, batch)
+    for one in (loss, wanted):
+        one.backward()
+    assert equal(loss, wanted) and len(found) == 6
+    assert all(equal(each[name], p.detach()) for each in found for name, p in plain.named_parameters())
+    with zeropg.full_gradients(model):
+        assert all(close(model.get_parameter(name).grad, p.grad, 1e-5) for name, p in plain.named_parameters())
+    optimizer.step()
+    if stage == 3:
+        with raises(RuntimeError, "is sharded"):
+            model.blocks[0].up.weight.clone()
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_local_shards_cover_everything_once(world_size: int, rank_pool: Any) -> None:
     for shards in zip(*rank_pool(world_size).run(collect_shards), strict=True):

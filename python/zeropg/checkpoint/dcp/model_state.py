@@ -45,7 +45,7 @@ class ModelState:
 
         announced = together(state.core.process_group, SAVE, collect)
         check_same(state.core.process_group, SAVE, [{"the model's tensors (digest)": text} for text in announced])
-        state.core.settle_writes(SAVE)
+        state.settle_writes(SAVE)
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class ModelState:
 
         def check() -> None:
             state.check_modules(LOAD)
-            state.check_outside_writable_shards(LOAD)
+            state.check_may_write(LOAD)
             state.check_has_own_weights(LOAD)
             loading.append(_Loading(state, plan_model(state), state_dict))
 

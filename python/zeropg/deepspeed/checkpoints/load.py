@@ -67,7 +67,7 @@ def load_deepspeed(
 
     def open_files() -> dict[str, str]:
         nonlocal loading
-        state.check_outside_writable_shards(_OPERATION)
+        state.check_may_write(_OPERATION)
         state.check_has_own_weights(_OPERATION)
         loading = _Loading(folder, state, optimizer, strict=strict, reads_model=reads_model)
         check(loading.contents)
