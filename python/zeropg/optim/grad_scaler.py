@@ -66,9 +66,10 @@ class GradScaler:
         self._enabled = enabled
         self._last_given: float | None = None  # the scale by which the last loss was multiplied
         self._spent: set[int] = set()  # optimizers that were unscaled for that loss, and not stepped before update()
-        # Since the last update, by id: whether an optimizer met a gradient that was not finite; optimizers that are
-        # unscaled; optimizers that have stepped.
+        # Since the last update, by id: whether an optimizer met a gradient that was not finite; optimizers that met
+        # none at all; that are unscaled; that have stepped.
         self._found_inf: dict[int, bool] = {}
+        self._without_gradients: set[int] = set()
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
         # Compressions of gradients that this scaler has met: their residuals are in units of scaled gradients.
@@ -103,7 +104,8 @@ class GradScaler:
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps the optimizer, unless a gradient is not finite on some rank. All ranks must call.
 
-        Returns what `optimizer.step(*args, **kwargs)` does, None where the step is left out.
+        Returns what `optimizer.step(*args, **kwargs)` does, None where the step is left out. Raises RuntimeError, on
+        every rank, where no parameter of the optimizer has a gradient, as torch's does.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -111,6 +113,14 @@ class GradScaler:
             raise NotImplementedError("[zeropg] GradScaler.step: closures are not supported, as in torch's GradScaler")
         sharded = self._check(optimizer, "step")
         self._find_inf(sharded)
+        if id(sharded) in self._without_gradients:
+            for known in (self._without_gradients, self._unscaled):
+                known.discard(id(sharded))
+            del self._found_inf[id(sharded)]
+            raise RuntimeError(
+                "[zeropg] GradScaler.step: no parameter of the optimizer had a gradient on any rank; expected a "
+                "backward before it, and zero_grad() after it"
+            )
         if self._found_inf[id(sharded)]:
             self._stepped.add(id(sharded))
             return None
@@ -151,6 +161,7 @@ class GradScaler:
                     compression.residuals.scale(self._scale / before)
         self._spent = self._unscaled - self._stepped
         self._found_inf.clear()
+        self._without_gradients.clear()
         self._unscaled.clear()
         self._stepped.clear()
 
@@ -240,7 +251,9 @@ class GradScaler:
             self._compressed.add(optimizer._core)
         elif optimizer.warmup_state is not None:
             self._compressed.add(optimizer.warmup_state)
-        self._found_inf[id(optimizer)] = has_nonfinite(optimizer, self._scale)
+        has_any, self._found_inf[id(optimizer)] = _met(optimizer, self._scale)
+        if not has_any:
+            self._without_gradients.add(id(optimizer))
 
 
 def _checked_scale(call: str, scale: float) -> float:
@@ -249,9 +262,14 @@ def _checked_scale(call: str, scale: float) -> float:
     return scale
 
 
+def has_nonfinite(optimizer: Scaled) -> bool:
+    """Whether a gradient that the optimizer steps by is not finite on some rank. Collective."""
+    return _met(optimizer, 1.0)[1]
+
+
 @torch.no_grad()
-def has_nonfinite(optimizer: Scaled, scale: float = 1.0) -> bool:
-    """Whether a gradient that the optimizer steps by is not finite on some rank. Collective.
+def _met(optimizer: Scaled, scale: float) -> tuple[bool, bool]:
+    """Whether the optimizer has gradients to step by, and whether one is not finite, on any rank. Collective.
 
     Raises RuntimeError, on every rank, where `scale` differs between ranks.
     """
@@ -260,21 +278,22 @@ def has_nonfinite(optimizer: Scaled, scale: float = 1.0) -> bool:
     else:
         assert optimizer.exchange is not None  # as GradScaler._check says
         group = optimizer.exchange.group
-    # Whether there is one; and the largest and the smallest scale.
-    worst = torch.tensor([0.0, scale, -scale], dtype=torch.float64)
+    # Whether one is not finite, and whether there are any; the largest and the smallest scale.
+    worst = torch.tensor([0.0, 0.0, scale, -scale], dtype=torch.float64)
     for gradient in _gradients(optimizer):
+        worst[1] = 1.0
         # The largest magnitude: inf and nan come through, and no tensor of flags is made.
         if gradient.numel() > 0 and not math.isfinite(torch.linalg.vector_norm(gradient, math.inf).item()):
             worst[0] = 1.0
     worst = worst.to(collective_device(group))
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-    is_found, largest, smallest = worst.tolist()
+    is_found, has_any, largest, smallest = worst.tolist()
     if largest != -smallest:
         raise RuntimeError(
             f"[zeropg rank {group.rank()}/{group.size()}] GradScaler: the loss scale is {scale} here, and from "
             f"{-smallest} to {largest} on all ranks; expected the same: make the scalers alike, and load all or none"
         )
-    return bool(is_found)
+    return bool(has_any), bool(is_found)
 
 
 def _gradients(optimizer: Scaled) -> Iterator[torch.Tensor]:

@@ -140,6 +140,17 @@ def test_wrong_calls_are_refused() -> None:
         scaler.update()
     with raises(TypeError, "got a str"):
         scaler.scale("loss")
+    before = scaler.state_dict()
+    for is_unscaled in (False, True):
+        scaler.scale(loss_of(model, 0, [dist.get_rank()])).backward()
+        optimizer.zero_grad()
+        if is_unscaled:
+            scaler.unscale_(optimizer)
+        with raises(RuntimeError, "GradScaler.step: no parameter of the optimizer had a gradient on any rank"):
+            scaler.step(optimizer)
+        with raises(RuntimeError, "no step()"):
+            scaler.update()
+    assert scaler.state_dict() == before
     scaler.scale([loss_of(model, 0, [dist.get_rank()])])[0].backward()
     scaler.unscale_(optimizer)
     with raises(RuntimeError, "called twice"):
