@@ -92,7 +92,10 @@ def check_numbers(
 
 
 def digest_of_options(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], sharded: Set[int], gradient_factor: float
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    sharded: Set[int],
+    what_else: Sequence[float | tuple[float, ...] | None],
 ) -> tuple[int, int]:
     """Returns two numbers, not 0, of the options of param groups and how many parameters of `sharded` each holds.
 
@@ -100,11 +103,12 @@ def digest_of_options(
     is in a group is the program's own. The two round numbers at other places: ranks whose numbers differ in the last
     digits, as those of processors of different makes do, have one in common.
 
-    optimizer: whose class it is. sharded: ids of parameters; ranks may have others of their own.
+    optimizer: whose class it is. sharded: ids of parameters; ranks may have others of their own. what_else: numbers
+      that must be the same, too.
     """
     is_known = type(optimizer).__module__.startswith(("torch.optim.", "zeropg."))
     keys = sorted(optimizer.defaults.keys() - _IMPLEMENTATION) if is_known else ["lr"]
-    told: list[list[tuple[Any, Any]]] = [[_told(gradient_factor)]]
+    told: list[list[tuple[Any, Any]]] = [[_told(each) for each in what_else]]
     for group in groups:
         if count := sum(id(parameter) in sharded for parameter in group["params"]):
             told.append([(count, count), *(_told(group.get(key)) for key in keys)])

@@ -156,7 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if self._model_state is not None:
             self._model_state.begin_step()
-        self._core.begin_step(digest_of_options(self._wrapped, groups, self._sharded, self.gradient_factor))
+        self._begin_step(groups)
         try:
             if self._offloaded is None:
                 self._update(groups)
@@ -173,6 +173,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._follow_phase()
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before ask
         return loss
+
+    def _begin_step(self, groups: Sequence[Group]) -> None:
+        clipped = None if self._model_state is None else self._model_state.clipped
+        what_else = (self.gradient_factor, clipped)
+        try:
+            self._core.begin_step(digest_of_options(self._wrapped, groups, self._sharded, what_else))
+        except RuntimeError as error:
+            if clipped is None or "param groups of other numbers" not in str(error):
+                raise
+            max_norm, norm_type, error_if_nonfinite = clipped
+            raise RuntimeError(
+                f"{error} So do the arguments of clip_grad_norm_ count: on this rank max_norm {max_norm}, norm_type "
+                f"{norm_type}, error_if_nonfinite {bool(error_if_nonfinite)}."
+            ) from error
 
     def _end_step(self) -> None:
         """Hands out what rank 0's batch norms have counted, and the new weights, whatever happens in between."""

@@ -193,7 +193,8 @@ def clip_grad_norm_(
         A scalar tensor in the masters' dtype, on the CPU.
 
     Raises:
-        ValueError: `model` is not sharded, or a number is out of range, or not the same on all ranks.
+        ValueError: `model` is not sharded, or a number is out of range, or not the same on all ranks of one copy of the
+            model. (Over replicas, and error_if_nonfinite, the next step compares.)
         RuntimeError: called inside `full_gradients` (stages 2, 3); or the norm is inf or nan, with error_if_nonfinite.
     """
     state = state_of(model, "clip_grad_norm_")
@@ -205,6 +206,7 @@ def clip_grad_norm_(
         raise ValueError(f"[zeropg] clip_grad_norm_: max_norm is {max_norm}; expected a number >= 0.")
     if math.isnan(norm_type) or norm_type <= 0:
         raise ValueError(f"[zeropg] clip_grad_norm_: norm_type is {norm_type}; expected a number > 0, or float('inf').")
+    state.clipped = max_norm, norm_type, bool(error_if_nonfinite)  # the next step compares what is not compared here
     norm = core.clip_grad_norm(max_norm, norm_type, error_if_nonfinite)
     trainable = [group.master_dtype for group in core.flat_groups if group.is_trainable]
     return torch.tensor(norm, dtype=trainable[0] if trainable else torch.float32)

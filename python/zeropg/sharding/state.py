@@ -49,6 +49,7 @@ class ShardedState:
     is_loading: bool = False  # inside load_state_dict
     is_writing_shards: bool = False  # inside `with zeropg.writable_shards`
     is_label: Callable[[str], bool] | None = None  # which keyword arguments of the root keep their dtype
+    clipped: tuple[float, float, bool] | None = None  # what clip_grad_norm_ was last called with
     has_average: bool = False  # in place of its own weights: inside `average_parameters` of a zeropg.ema
     trace: TraceRecorder | None = None  # until all that is to be recorded has been
     codecs: ModelCodecs | None = None  # with compression

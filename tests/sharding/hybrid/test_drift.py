@@ -35,6 +35,10 @@ def _change_gradient(model: Any, optimizer: Any) -> None:
     model.norm.bias.grad = torch.full_like(model.norm.bias, 3.0)
 
 
+def _clip(model: Any, optimizer: Any) -> None:
+    zeropg.clip_grad_norm_(model, 0.5)  # compared among the shards of one copy alone
+
+
 def _drop_gradient(model: Any, optimizer: Any) -> None:
     model.norm.bias.grad = None
 
@@ -46,6 +50,7 @@ def _change_state(model: Any, optimizer: Any) -> None:
 
 SEEN_AT_ONCE: dict[Callable[[Any, Any], None], str] = {
     _change_rate: "rank 2 steps with param groups of other numbers",
+    _clip: "So do the arguments of clip_grad_norm_ count",
     _drop_gradient: "rank 2 steps with gradients of other parameters",
 }
 CHANGES: tuple[Callable[[Any, Any], None], ...] = (_change_gradient, _change_state, *SEEN_AT_ONCE)

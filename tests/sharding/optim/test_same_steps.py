@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,11 @@ def test_ranks_that_clip_or_scale_differently_are_told(stage: int) -> None:
         scaler.unscale_(optimizer)
     with raises(ValueError, f"clip_grad_norm_: max_norm is {1 + rank} and", f"but {2 - rank} and", "no gradient was"):
         zeropg.clip_grad_norm_(model, 1.0 + rank)
+    for is_same in (False, True):
+        zeropg.clip_grad_norm_(model, 1.0, error_if_nonfinite=is_same or rank == 1)
+        told = (NUMBERS, "So do the arguments of clip_grad_norm_ count", f"error_if_nonfinite {rank == 1}")
+        with nullcontext() if is_same else raises(RuntimeError, *told):
+            optimizer.step()
 
 
 @on_ranks(2)
@@ -201,7 +207,7 @@ def test_digests_of_numbers_that_nearly_agree_have_one_in_common() -> None:
 
     def digests(rate: float) -> tuple[int, int]:
         optimizer = torch.optim.AdamW([parameter], lr=rate)
-        return digest_of_options(optimizer, optimizer.param_groups, {id(parameter)}, 1.0)
+        return digest_of_options(optimizer, optimizer.param_groups, {id(parameter)}, (1.0,))
 
     for rate in (1e-3 / 512, 0.1, 1.0, 3e-20, 1e-3):
         near = [digests(rate * (1 + step * 2**-52)) for step in (-1, 0, 1)]
