@@ -24,6 +24,8 @@ _Source = StoredTensor | ConvertedTensor
 _LISTED = 5  # names in an error; the rest is counted
 _SAMPLED = 64  # elements of each tensor, which ranks compare
 _OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))  # of BERT's time
+# What older versions of transformers saved with models that have a buffer of that name, and no file needs.
+_OLD_BUFFERS = (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$"))
 
 
 class LoadedNames(NamedTuple):
@@ -173,9 +175,11 @@ def match_names(
         if index is None or found.setdefault(index, tensor) is not tensor:
             unexpected.append(name)
     missing = [tensor.name for index, tensor in enumerate(plan.tensors) if index not in found]
+    buffers = [name for name, _ in model.named_buffers()]
+    old = [pattern for end, pattern in _OLD_BUFFERS if any(name.endswith(end) for name in buffers)]
     return found, LoadedNames(
         _not_matching(missing, getattr(model, "_keys_to_ignore_on_load_missing", None)),
-        _not_matching(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None)),
+        _not_matching(unexpected, [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *old]),
     )
 
 
