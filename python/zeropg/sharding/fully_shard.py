@@ -94,7 +94,7 @@ def fully_shard(
         ignored_params: parameters that are left alone, neither sharded nor reduced.
         param_dtype: dtype of computation, seen in `p.dtype`; default: each parameter's own. 16-bit parameters have fp32
             masters, which steps update and checkpoints save. Floating inputs of the model are cast to it. Batch norms
-            with running statistics need buffer_dtype too.
+            with running statistics and spectral norms need buffer_dtype too.
         reduce_dtype: dtype of gradients between ranks; default: the masters' (fp32, or fp64).
         buffer_dtype: dtype to which floating buffers are cast; default: they stay as they are.
         offload_optimizer: where optimizer state, and masters that are apart from the parameters, are kept between

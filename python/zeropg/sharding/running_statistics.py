@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from zeropg.rank_io.agreement import collective_device
 
@@ -22,23 +24,36 @@ def modules_with_statistics(model: nn.Module) -> list[nn.Module]:
 
 
 def refuse_mixed_statistics(model: nn.Module, sharded: Collection[int], param_dtype: torch.dtype) -> None:
-    """Lets the forward of a batch norm raise ValueError where its statistics do not have param_dtype.
+    """Lets the forward of a batch norm or spectral norm raise ValueError where its buffers do not have param_dtype.
 
     Not before: a model that is only loaded and exported may keep them so. sharded: the identities of the parameters
     that compute in param_dtype.
     """
     for name, module in model.named_modules():
-        mean = module._buffers.get("running_mean") if isinstance(module, _BatchNorm) else None
-        if mean is not None and mean.dtype != param_dtype and id(module._parameters.get("weight")) in sharded:
-            module.register_forward_pre_hook(partial(_check_statistics, name, param_dtype))
+        for buffer, parameter in _statistics_of(model, name, module):
+            kept = module._buffers.get(buffer)
+            if kept is not None and kept.dtype != param_dtype and id(parameter) in sharded:
+                check = partial(_check_statistics, name, buffer, param_dtype)
+                module.register_forward_pre_hook(check, prepend=True)  # spectral_norm may be such a hook
 
 
-def _check_statistics(name: str, computed: torch.dtype, norm: nn.Module, _: object) -> None:
-    mean = norm._buffers.get("running_mean")
-    if mean is not None and mean.dtype != computed:
+def _statistics_of(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yields the buffers that torch computes with together with a parameter, and that parameter."""
+    if isinstance(module, _BatchNorm):
+        yield "running_mean", module._parameters.get("weight")
+    elif isinstance(module, _SpectralNorm):  # of `original` beside it, in a ParametrizationList
+        yield "_u", model.get_submodule(name.rpartition(".")[0])._parameters.get("original")
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm):
+            yield f"{hook.name}_u", module._parameters.get(f"{hook.name}_orig")
+
+
+def _check_statistics(name: str, buffer: str, computed: torch.dtype, norm: nn.Module, _: object) -> None:
+    kept = norm._buffers.get(buffer)
+    if kept is not None and kept.dtype != computed:
         raise ValueError(
-            f"[zeropg] forward: the {type(norm).__name__} {name!r} computes in {computed} and keeps its statistics in "
-            f"{mean.dtype}, which torch cannot mix; expected one dtype: shard with buffer_dtype={computed}, which "
+            f"[zeropg] forward: the {type(norm).__name__} {name!r} computes in {computed} and keeps {buffer} in "
+            f"{kept.dtype}, which torch cannot mix; expected one dtype: shard with buffer_dtype={computed}, which "
             "rounds all floating buffers to it, train in fp32, or use a norm without running statistics."
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,6 +146,22 @@ def test_a_batch_norm_computes_in_the_dtype_of_its_statistics(stage: int) -> Non
     assert model[1].running_mean.abs().sum() > 0
     instance = nn.InstanceNorm1d(5, affine=True, track_running_stats=True)  # which torch can mix
     zeropg.fully_shard(instance, stage=stage, units=[], param_dtype=torch.bfloat16)(x[None].mT).sum().backward()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_spectral_norm_computes_in_the_dtype_of_its_vectors(stage: int) -> None:
+    kinds = {
+        nn.utils.parametrizations.spectral_norm: ("_SpectralNorm '0.parametrizations.weight.0'", "_u"),
+        nn.utils.spectral_norm: ("Linear '0'", "weight_u"),
+    }
+    for norm, (module, buffer) in kinds.items():
+        for dtype in (None, torch.bfloat16):
+            model = nn.Sequential(norm(nn.Linear(5, 5)), nn.Linear(5, 5))
+            zeropg.fully_shard(model, stage=stage, param_dtype=torch.bfloat16, buffer_dtype=dtype)
+            told = (f"{module} computes in torch.bfloat16 and keeps {buffer} in torch.float32", "buffer_dtype=")
+            with nullcontext() if dtype else raises(ValueError, *told):
+                model(torch.ones(4, 5)).sum().backward()
 
 
 @on_ranks(2, backend=("zeropg", "gloo"))
