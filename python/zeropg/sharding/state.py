@@ -19,6 +19,7 @@ from zeropg.sharding.model_codecs import ModelCodecs
 from zeropg.sharding.nested import Replacement, hidden_tensors_in, is_plain, tensors_in
 from zeropg.sharding.running_statistics import modules_with_statistics
 from zeropg.sharding.trace import TraceRecorder, requested_trace
+from zeropg.sharding.transforms import beneath, is_transformed, outside_transforms
 from zeropg.sharding.units import UnitPlan
 
 
@@ -100,32 +101,40 @@ class ShardedState:
             try:
                 output = call(*args, **kwargs)
                 outputs = [*tensors_in(output), *hidden_tensors_in(output)] if torch.is_grad_enabled() else []
+                outputs += beneath(outputs)
             except BaseException:
-                self.core.abandon_forward(index)
+                self._abandon(index)
                 raise
             finally:
                 self._running.pop()
         finally:
             for replacement in reversed(replaced):
                 replacement.undo()
-        self.core.post_forward(index, outputs)
+        with outside_transforms():
+            self.core.post_forward(index, outputs)
         return output
 
     def _before(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replacement | None:
         """Makes the unit whole; in stage 3 its inputs tell when their gradients are there."""
         if self.core.stage < 3 or not torch.is_grad_enabled():
-            self.core.pre_forward(index, [], False)
+            with outside_transforms():
+                self.core.pre_forward(index, [], False)
             return None
         wanted = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        tensors = [tensor for tensor in wanted if is_plain(tensor)]
+        tensors = [] if is_transformed() else [tensor for tensor in wanted if is_plain(tensor)]
         has_others = len(tensors) < len(wanted)
         has_others = has_others or any(tensor.requires_grad for tensor in hidden_tensors_in((args, kwargs)))
-        aliases = self.core.pre_forward(index, tensors, has_others)
+        with outside_transforms():
+            aliases = self.core.pre_forward(index, tensors, has_others)
         try:
             return _replace((args, kwargs), tensors, aliases) if tensors else None
         except BaseException:
-            self.core.abandon_forward(index)
+            self._abandon(index)
             raise
+
+    def _abandon(self, index: int) -> None:
+        with outside_transforms():
+            self.core.abandon_forward(index)
 
     @contextmanager
     def forwards_aside(self) -> Iterator[None]:
@@ -136,13 +145,13 @@ class ShardedState:
             return
         self._running = []
         for index, _ in reversed(running):
-            self.core.abandon_forward(index)
+            self._abandon(index)
         try:
             yield
         finally:
             self._running = running
             for index, has_gradients in running:
-                with torch.set_grad_enabled(has_gradients):
+                with torch.set_grad_enabled(has_gradients), outside_transforms():
                     self.core.pre_forward(index, [], True)  # of its inputs some may be watched: it waits for all
 
     def settle_writes(self, operation: str) -> None:

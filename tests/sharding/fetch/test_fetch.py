@@ -127,6 +127,39 @@ def check_torch_func_takes_gradients_of_inputs(case: Case, name: str) -> None:
     assert torch.isfinite(zeropg.clip_grad_norm_(model, 1.0))
 
 
+def check_backwards_of_what_transforms_made_have_whole_units(case: Case, name: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    model = copy.deepcopy(plain)
+    zeropg.fully_shard(model, stage=case.stage, units=[model[0], model[2]])
+    x, v = torch.randn(2, 3, 5)
+
+    def forward_mode(module: nn.Module) -> torch.Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, v)
+            return torch.autograd.forward_ad.unpack_dual(module(dual)).tangent
+
+    transforms: list[Callable[[nn.Module], torch.Tensor]] = [
+        lambda module: torch.func.vmap(module)(x),
+        lambda module: torch.func.jvp(module, (x,), (v,))[1],  # a graph that is left, as units that it made whole are
+        lambda module: torch.func.jvp(module, (x,), (v,))[1],
+        lambda module: torch.func.vmap(torch.func.grad(lambda row: module(row).square().sum()))(x),
+        lambda module: torch.func.jacfwd(module)(x[0]),
+        forward_mode,
+    ]
+    for index, transform in enumerate(transforms):
+        results = [transform(module) for module in (model, plain)]
+        assert close(*results, 1e-6), index
+        for module, result in zip((model, plain), results, strict=True):
+            if index != 1:
+                module.zero_grad()
+                result.square().sum().backward()
+        with zeropg.full_gradients(model):
+            for parameter, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+                assert (parameter.grad is None) == (wanted.grad is None), index
+                assert wanted.grad is None or close(parameter.grad, wanted.grad, 1e-5), index
+
+
 CHECKS: dict[str, Callable[[Case, str], None]] = {
     key.removeprefix("check_"): value for key, value in list(globals().items()) if key.startswith("check_")
 }
