@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -58,6 +59,18 @@ def absorb_inner_calls(module: nn.Module) -> None:
         state = getattr(child, "_zeropg_state", None)
         if state is not None:
             state.core.dissolve()
+            state.is_absorbed = True  # optimizers and averages keep it
             del vars(child)["_zeropg_state"], vars(child)["_zeropg"]
             for plan in state.plans:
                 del vars(plan.module)["_zeropg_unit"]
+                for _, parameter in plan.parameters:
+                    _forget_gradient_hooks(parameter)
+
+
+def _forget_gradient_hooks(parameter: nn.Parameter) -> None:
+    """Where an optimizer keeps the former core, this would still take the gradients. They come through the node that
+    accumulates them, which torch replaces with data of another dtype; hooks of users are on the parameter itself."""
+    value = parameter.data
+    if value.is_floating_point():
+        parameter.data = value.new_empty(0, dtype=torch.float16 if value.dtype == torch.float32 else torch.float32)
+        parameter.data = value

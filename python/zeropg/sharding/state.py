@@ -50,6 +50,7 @@ class ShardedState:
     is_loading: bool = False  # inside load_state_dict
     is_writing_shards: bool = False  # inside `with zeropg.writable_shards`
     is_label: Callable[[str], bool] | None = None  # which keyword arguments of the root keep their dtype
+    is_absorbed: bool = False  # in a larger model, whose state counts from then on
     clipped: tuple[float, float, bool] | None = None  # what clip_grad_norm_ was last called with
     has_average: bool = False  # in place of its own weights: inside `average_parameters` of a zeropg.ema
     trace: TraceRecorder | None = None  # until all that is to be recorded has been
@@ -156,6 +157,7 @@ class ShardedState:
 
     def settle_writes(self, operation: str) -> None:
         """What programs have written reaches the masters; collective."""
+        self._check_not_absorbed(operation)
         with self.forwards_aside():
             self.core.settle_writes(operation)
 
@@ -205,11 +207,19 @@ class ShardedState:
 
     def check_may_write(self, operation: str) -> None:
         """Raises RuntimeError where new masters would meet what still uses the old ones."""
+        self._check_not_absorbed(operation)
         self.check_outside_writable_shards(operation)
         if self._running and self.core.stage == 3:
             raise RuntimeError(
                 f"{self._context(operation)} called inside a forward of the model, whose units would be sharded before "
                 "it ends; call it after."
+            )
+
+    def _check_not_absorbed(self, operation: str) -> None:
+        if self.is_absorbed:
+            raise RuntimeError(
+                f"{self._context(operation)} this optimizer, or average, was made for a model that has become a unit "
+                "of a larger sharded model; make another one for that model."
             )
 
     def check_has_own_weights(self, operation: str) -> None:

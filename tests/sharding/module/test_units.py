@@ -157,6 +157,32 @@ def test_inner_calls_mark_units(stage: int) -> None:
         zeropg.clip_grad_norm_(model.blocks[0], 1.0)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_what_was_made_for_an_inner_model_says_that_a_larger_one_has_it(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inner = zeropg.fully_shard(model[0], stage=stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(inner.parameters(), lr=0.1), inner)
+    average = zeropg.ema(inner, 0.9)
+    inner(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    trained = zeropg.full_state_dict(inner, rank0_only=False)["weight"]
+    zeropg.fully_shard(model, stage=stage)
+    state = zeropg.full_state_dict(model, rank0_only=False)
+    assert equal(state["0.weight"], trained)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain.load_state_dict(state)
+    for each in (model, plain):
+        each(torch.ones(2, 4)).sum().backward()
+    with zeropg.full_gradients(model):
+        for parameter, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert close(parameter.grad, wanted.grad, 1e-6)
+    for operation, call in (("step", optimizer.step), ("ema.update", average.update)):
+        with raises(RuntimeError, f"{operation}: this optimizer, or average, was made for", "make another one"):
+            call()
+    zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model).step()
+
+
 def train(model: nn.Module, step_loss: Callable[[nn.Module, int], torch.Tensor], steps: int = 3) -> list[torch.Tensor]:
     """Losses of a few steps on the same data on every rank, which must be those of the plain model."""
     trainable = [p for p in model.parameters() if p.requires_grad]
