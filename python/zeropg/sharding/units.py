@@ -53,6 +53,10 @@ def choose_units(
 _LARGE_NUMEL = 1 << 20
 
 
+# What these hold is called or used; nobody calls them, so nothing would make them whole.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns (name, module) of the parts that a model runs one after the other, in named_modules() order.
 
@@ -72,7 +76,7 @@ def _blocks_in(name: str, module: nn.Module, seen: set[nn.Module], is_block: boo
             continue
         seen.add(child)
         child_name = f"{name}.{key}" if name else key
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # these hold what is called and are not called themselves
+        if isinstance(child, _CONTAINERS):
             blocks += _blocks_in(child_name, child, seen, is_block)
         elif isinstance(module, nn.ModuleList):
             blocks.append((child_name, child))

@@ -96,6 +96,7 @@ def test_blocks_are_found_in_containers() -> None:
         (nn.ModuleList([shared, nn.Linear(2, 2), shared]), ["0", "1"]),
         (nn.ModuleDict({"a": Bottleneck(), "b": Bottleneck(), "c": nn.Linear(1024, 1024)}), ["a", "b"]),
         (named, ["blocks.0", "blocks.1"]),
+        (nn.ModuleList([nn.ParameterList([nn.Parameter(torch.ones(2))]), nn.Linear(2, 2)]), ["1"]),
     ]
     for model, wanted in models:
         found = find_blocks(model)
