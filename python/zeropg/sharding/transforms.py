@@ -1,9 +1,9 @@
-"""Forwards inside torch.func's transforms (vmap, jvp, grad) and forward-mode differentiation."""
+"""Forwards inside torch.func's transforms (vmap, jvp, grad), forward-mode differentiation and torch.jit.trace."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -13,13 +13,24 @@ _KEYS = DispatchKeySet(DispatchKey.FuncTorchDynamicLayerFrontMode).add(DispatchK
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func runs."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform of torch.func or torch.jit.trace looks on."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
 
 
-def outside_transforms() -> AbstractContextManager[None]:
-    """Tensors that are made inside belong to no transform: what waits for other ranks keeps them for longer."""
-    return torch._C._ExcludeDispatchKeyGuard(_KEYS) if is_transformed() else nullcontext()
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Nobody looks on inside: tensors that are made there belong to no transform, since what waits for other ranks
+    keeps them for longer, and no trace has the communication."""
+    if not is_transformed():
+        yield
+        return
+    trace = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            yield
+    finally:
+        torch._C._set_tracing_state(trace)  # type: ignore[attr-defined]
 
 
 def beneath(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -902,6 +902,16 @@ def functional_call(run: Run) -> None:
             parameter.sub_(gradient)
 
 
+def traced_by_torch_jit(run: Run) -> None:
+    """As tensorboard's add_graph does: the trace has the model's operations and none of ours."""
+    model = run.model()
+    tokens, _ = run.batches()[0]
+    traced = torch.jit.trace(model, tokens, check_trace=False)
+    train(run, model)
+    with run.whole(model):
+        assert torch.equal(traced(tokens), model(tokens))
+
+
 def func_grad(run: Run) -> None:
     model = run.model()
     tokens, targets = run.batches(1)[0]
