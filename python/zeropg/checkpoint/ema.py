@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeropg.checkpoint.state_dict import full_state_dict
-from zeropg.rank_io.agreement import together
+from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.access import Shard, local_shards, writable_shards
 from zeropg.sharding.state import state_of
 
@@ -33,7 +33,7 @@ def ema(model: nn.Module, decay: float = 0.999) -> WeightAverage:
         with average.average_parameters():
             evaluate(model)
 
-    Raises ValueError for a model that is not sharded and a decay outside of [0, 1].
+    Raises ValueError for a model that is not sharded, a decay outside of [0, 1] and, on every rank, decays that differ.
     """
     return WeightAverage(model, decay)
 
@@ -53,6 +53,8 @@ class WeightAverage:
         self._core = self._state.core
         self._updates = 0
         self._state.check_has_own_weights("ema")
+        group = self._core.process_group
+        check_same(group, "ema", together(group, "ema", lambda: {"decay": str(decay)}))
         self._state.settle_writes("ema")
         self._averages = [tensor.clone() for tensor in self._own(local_shards(model))]
 

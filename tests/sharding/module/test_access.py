@@ -102,6 +102,8 @@ def test_arguments_that_differ_between_ranks_are_told_at_once(stage: int) -> Non
     for argument in ("broadcast_from_rank0", "strict"):
         with raises(ValueError, f"load_full_state_dict: {argument} is 'True' on rank 0, but 'False' on rank 1"):
             zeropg.load_full_state_dict(model, state, **{argument: is_first})
+    with raises(ValueError, "ema: decay is '0.5' on rank 0, but '0.75' on rank 1"):
+        zeropg.ema(model, 0.5 if is_first else 0.75)
     assert all(equal(value, state[name]) for name, value in masters(model).items())
 
 
