@@ -107,6 +107,13 @@ def test_gathered_parameters_are_whole_and_one_rank_writes() -> None:
     assert utils.safe_get_full_fp32_param(first).eq(3).all()
     with raises(NotImplementedError, "remote_device='nvme'"):
         zero.Init(remote_device="nvme")
+    model = nn.Linear(4, 4)
+    made = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=made, config=configuration(1))
+    if dist.get_rank() == 0:  # nothing is gathered there
+        with zero.GatheredParameters(model.weight):
+            assert model.weight.shape == (4, 4)
+    engine(torch.ones(2, 4)).sum().backward()
 
 
 class Expert(nn.Module):

@@ -15,7 +15,8 @@ from zeropg.sharding.access import full_parameters
 
 
 class GatheredParameters:
-    """Makes parameters whole on every rank inside the `with`. All ranks must enter and leave.
+    """Makes parameters whole on every rank inside the `with`. All ranks must enter and leave, but to read in stages 0
+    to 2, where parameters are always whole.
 
     With the parameters of a sharded model all of that model is whole. Contexts may be nested. Parameters that
     `initialize` has not seen yet are whole anyway.
@@ -45,6 +46,9 @@ class GatheredParameters:
         places = {id(place.engine): place for parameter in self._parameters if (place := place_of(parameter))}
         with ExitStack() as entered:  # where one cannot be entered, those before are left again
             for place in places.values():
+                if place.state.core.stage < 3 and self._modifier_rank is None:
+                    place.state.core.join_step()  # nothing else, as in DeepSpeed: a rank may look alone
+                    continue
                 context = full_parameters(place.engine.module, writable=self._modifier_rank is not None)
                 entered.enter_context(context)
             self._models = entered.pop_all()
