@@ -43,7 +43,8 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
     state = state_of(model, operation)
     core = state.core
     depth = core.full_depth
-    if depth == 0:  # inside another one nothing communicates
+    # Inside another one nothing communicates; inside a backward, it would meet reductions, and writes are refused.
+    if depth == 0 and torch._C._current_graph_task_id() == -1:
         group = core.process_group
         check_same(group, operation, together(group, operation, lambda: {"writable": str(bool(writable))}))
     with state.forwards_aside():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -73,6 +74,14 @@ def check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
             f"[zeropg] fully_shard: the {type(module).__name__} has no parameters to shard; expected at least one "
             "(ignored_params do not count)."
         )
+    sharded = {id(parameter) for plan in plans for _, parameter in plan.parameters}
+    for name, child in module.named_modules():
+        if _averages_gradients(child) and any(id(p) in sharded for p in child.parameters()):
+            raise ValueError(
+                f"[zeropg] fully_shard: {f'the submodule {name!r}' if name else 'the model'} is a "
+                f"{type(child).__name__}, and both would average its gradients; expected one of them: pass the model "
+                "that was wrapped."
+            )
     devices: dict[torch.device, str] = {}
     for plan in plans:
         for names, parameter in plan.parameters:
@@ -102,6 +111,12 @@ def check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
                     f"[zeropg] fully_shard: parameter {names[0]!r} is complex; train its real view "
                     "(torch.view_as_real), freeze it, or name it in ignored_params."
                 )
+
+
+def _averages_gradients(module: nn.Module) -> bool:
+    """Whether it is one of torch's wrappers; FSDP2's parameters are DTensors, which are refused as such."""
+    names = {cls.__name__ for cls in type(module).__mro__}  # FSDP's module is slow to import
+    return isinstance(module, DistributedDataParallel) or "FullyShardedDataParallel" in names
 
 
 def plan_of(compression: Any, group: dist.ProcessGroup) -> Plan | None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import stateless
 
 from zeropg._native import _C
@@ -84,6 +85,8 @@ class ShardedState:
         is_root = index == len(self.plans) - 1
         if is_root and self.trace is not None and not self.trace.next_forward():
             self.trace = None
+        if is_root and (outer := DistributedDataParallel._active_ddp_module) is not None:
+            self._check_not_averaged_by(outer)
         if self._is_functional or (is_root and self._replaces_everything()):
             return self._run_functional(call, args, kwargs)
         replaced: list[Replacement] = []
@@ -282,6 +285,16 @@ class ShardedState:
                     if old is not new:
                         names += _parameter_names(".".join(filter(None, (prefix, key))), new if old is None else old)
         return names
+
+    def _check_not_averaged_by(self, outer: DistributedDataParallel) -> None:
+        """Raises RuntimeError for a DistributedDataParallel around the model, which would take its gradients away."""
+        sharded = {id(parameter) for plan in self.plans for _, parameter in plan.parameters}
+        if any(id(parameter) in sharded for parameter in outer._module_parameters):
+            raise RuntimeError(
+                f"{self._context('forward')} the sharded model is inside a DistributedDataParallel, and both would "
+                "average its gradients; expected one of them: call the sharded model itself, whose gradients are "
+                "averages."
+            )
 
     def ignored_parameters(self) -> Iterator[nn.Parameter]:
         known = {id(parameter) for plan in self.plans for _, parameter in plan.parameters}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 
 import zeropg
@@ -118,6 +119,25 @@ def test_groups_and_meshes() -> None:
     model = zeropg.fully_shard(make_model(seed=dist.get_rank()), process_group=alone)
     assert close(loss_of(model, batch), loss_of(make_model(seed=dist.get_rank()), batch), 1e-6)
     loss_of(model, batch).backward()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_one_of_us_and_ddp_averages_gradients(stage: int) -> None:
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    for module, where in ((ddp, "the model"), (nn.Sequential(ddp), "the submodule '0'")):
+        with raises(ValueError, f"fully_shard: {where} is a DistributedDataParallel", "that was wrapped"):
+            zeropg.fully_shard(module, stage=stage)
+    fsdp = torch.distributed.fsdp.FullyShardedDataParallel(nn.Linear(3, 3), device_id=torch.device("cpu"))
+    with raises(ValueError, "fully_shard: the model is a FullyShardedDataParallel"):
+        zeropg.fully_shard(fsdp, stage=stage)
+    model = zeropg.fully_shard(ddp.module, stage=stage)
+    if stage < 3:  # there it cannot even read the parameters
+        with raises(RuntimeError, "forward: the sharded model is inside a DistributedDataParallel"):
+            nn.parallel.DistributedDataParallel(nn.Sequential(model))(torch.ones(2, 3))
+    teacher = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))  # whose forward calls a sharded model of others
+    teacher.module.register_forward_pre_hook(lambda _, inputs: model(*inputs).detach())
+    teacher(torch.ones(2, 3)).sum().backward()
 
 
 def test_without_a_process_group() -> None:
