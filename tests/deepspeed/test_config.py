@@ -91,6 +91,23 @@ def test_blocks_that_ask_for_nothing_are_accepted() -> None:
     read(with_batch(config), world_size=2)
 
 
+def test_a_block_for_torch_compile_is_not_left_out_in_silence() -> None:
+    for block in ({"backend": "inductor", "disable": False}, {"enabled": True}, {"backend": "eager"}):
+        assert "Call engine.compile()" in problems({"compile": block})
+    for block in ({"backend": "inductor", "disable": True}, {"enabled": False, "backend": "eager"}):
+        read(with_batch({"compile": block}), world_size=2)
+
+
+def test_what_accelerate_and_older_files_write_for_no_number_is_none() -> None:
+    config = read(
+        with_batch({"steps_per_print": float("inf"), "activation_checkpointing": {"number_checkpoints": False}}),
+        world_size=2,
+    )
+    assert config.steps_per_print is None and config.activation_checkpointing.number_checkpoints is None
+    assert read('{"train_batch_size": 4, "steps_per_print": Infinity}', world_size=2).steps_per_print is None
+    assert "steps_per_print" in problems({"steps_per_print": float("-inf")})
+
+
 def test_what_has_no_effect_is_said_once_and_only_if_it_asks_for_something(caplog: pytest.LogCaptureFixture) -> None:
     zero = {"contiguous_gradients": True, "overlap_comm": False, "sub_group_size": 1000}
     with caplog.at_level(logging.WARNING, "zeropg"):
@@ -204,6 +221,7 @@ def test_names_that_are_deprecated_mean_what_they_are_called_now(caplog: pytest.
             "prefetch_bucket_size": 7,
             "zenflow": None,
         },
+        "aio": {"thread_count": 2},
     }
     with caplog.at_level(logging.WARNING, "zeropg"):
         config = read(with_batch(old), world_size=2)
@@ -214,8 +232,8 @@ def test_names_that_are_deprecated_mean_what_they_are_called_now(caplog: pytest.
         "cpu",
         False,
     )
-    assert zero.stage3_prefetch_bucket_size == 7
-    assert sum("is deprecated" in record.message for record in caplog.records) == 4
+    assert zero.stage3_prefetch_bucket_size == 7 and config.aio.intra_op_parallelism == 2
+    assert sum("is deprecated" in record.message for record in caplog.records) == 5
     assert read(with_batch({"zero_optimization": True}), world_size=2).zero_optimization.stage == 1
     assert "are the same key" in problems({"bfloat16": {}, "bf16": {}})
     assert "say the same" in problems({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}})

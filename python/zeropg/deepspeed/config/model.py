@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from zeropg.deepspeed.config.blocks.activation import ActivationCheckpointing
 from zeropg.deepspeed.config.blocks.observation import (
@@ -22,6 +23,8 @@ from zeropg.deepspeed.config.blocks.update import Optimizer, Scheduler
 from zeropg.deepspeed.config.blocks.zero import ZeroOptimization
 
 Wire = Literal["fp32", "fp16", "bf16"]
+# accelerate writes infinity, which JSON has as a word of its own, for "never".
+_Pace = Annotated[Count | None, BeforeValidator(lambda steps: None if steps == math.inf else steps)]
 
 
 class _Running(Section):
@@ -34,7 +37,7 @@ class _Running(Section):
     disable_python_gc: bool = False
     vocabulary_size: Positive | None = None
 
-    steps_per_print: Count | None = None
+    steps_per_print: _Pace = None
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False

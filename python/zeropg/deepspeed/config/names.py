@@ -46,6 +46,8 @@ def with_current_names(config: dict[str, Any]) -> tuple[dict[str, Any], list[str
             _move(zero, old, new, f"{_ZERO}.")
         _move(zero, _FP16_EXPORT, ALIASES["gather_16bit_weights_on_model_save"], f"{_ZERO}.", notices)
         _replace_offload_flags(zero, notices)
+    if isinstance(renamed.get("aio"), dict):
+        _move(renamed["aio"], "thread_count", "intra_op_parallelism", "aio.", notices)
     return renamed, notices
 
 

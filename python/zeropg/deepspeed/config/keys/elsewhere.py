@@ -21,7 +21,11 @@ def _is_enabled(block: Any) -> bool:
 
 
 def _compiles(block: Any) -> bool:
-    return isinstance(block, Mapping) and bool(block.get("deepcompile"))
+    """Whether a block asks for DeepCompile, or as files for older versions do for torch.compile."""
+    if not isinstance(block, Mapping):
+        return False
+    is_old = "backend" in block and not block.get("disable") and block.get("enabled") is not False
+    return bool(block.get("deepcompile") or block.get("enabled") or is_old)
 
 
 def _is_many(size: Any) -> bool:
@@ -34,8 +38,9 @@ def _removed(instead: str) -> Key:
 
 ELSEWHERE = {
     "compile": refused(
-        "DeepCompile rewrites torch's graphs.",
-        instead="Compile the blocks of the model one by one: block.compile(). They share their code, sharded or not.",
+        "A configuration compiles nothing.",
+        instead="Call engine.compile(), or compile the blocks of the model one by one: block.compile(). They share "
+        "their code, sharded or not.",
         refuses=_compiles,
     ),
     "tensor_parallel": refused(_DATA_PARALLEL, instead=_MESH, refuses=_splits),
