@@ -431,6 +431,7 @@ def test_what_fully_shard_is_told(blocks: dict[str, Any], expected: dict[str, An
         ),
         ({"type": "Muon", "params": {"muon_lr": 0.1, "ns_method": "gram"}}, Muon, {"muon_lr": 0.1}),
         ({"type": "Lion", "params": {"betas": [0.9, 0.98]}}, Lion, {"lr": 1e-3, "betas": (0.9, 0.98)}),
+        ({"type": "Lion"}, Lion, {"lr": 1e-3, "betas": (0.9, 0.999)}),
         (
             {"type": "OneBitAdam", "params": {"freeze_step": 40, "cuda_aware": False, "comm_backend_name": "mpi"}},
             OneBitAdam,

@@ -175,7 +175,7 @@ def _muon(params: Params, config: Config) -> Made:
 
 def _lion(params: Params, config: Config) -> Made:
     _take_fixed(params, {"fp32_optimizer_states": (True,)})
-    return Made(Lion, {"lr": 1e-3} | params)
+    return Made(Lion, {"lr": 1e-3, "betas": (0.9, 0.999)} | params)
 
 
 def _one_bit_adam(params: Params, config: Config) -> Made:
