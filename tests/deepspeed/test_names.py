@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
 
 import pytest
@@ -151,6 +153,122 @@ def test_scripts_import_from_deepspeeds_places(capsys: pytest.CaptureFixture[str
     deepspeed.runtime.utils.see_memory_usage("before the step", force=True)
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(r"before the step: host \d+\.\d\d GiB", line)
+
+
+# Of DeepSpeed's documentation and of programs for it, by where the name is ours.
+ELSEWHERE = {
+    "ops.adagrad": "DeepSpeedCPUAdagrad",
+    "runtime.activation_checkpointing.checkpointing": "checkpoint",
+    "runtime.dataloader": "RepeatingLoader",
+    "runtime.engine": "DeepSpeedEngine",
+    "runtime.zero": "GatheredParameters",
+    "runtime.zero.config": "ZeroStageEnum",
+    "runtime.zero.partition_parameters": "register_external_parameter",
+    "runtime.zero.stage3": "estimate_zero3_model_states_mem_needs_all_live",
+    "runtime.zero.stage_1_and_2": "estimate_zero2_model_states_mem_needs_all_cold",
+    "utils.groups": "_get_data_parallel_group",
+    "utils.tensor_fragment": "safe_get_full_grad",
+    "utils.z3_leaf_module": "set_z3_leaf_modules",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), ELSEWHERE.items())
+def test_names_are_where_deepspeed_has_them(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(f"zeropg.deepspeed.{module}"), name)
+
+
+def test_optimizers_of_deepspeed_begin_with_its_defaults() -> None:
+    from zeropg.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from zeropg.deepspeed.ops.lamb import FusedLamb
+    from zeropg.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+
+    def defaults(made: torch.optim.Optimizer, *names: str) -> list[object]:
+        return [made.param_groups[0][name] for name in names]
+
+    weight = [torch.nn.Parameter(torch.zeros(2, 2))]
+    for make in (FusedLion, DeepSpeedCPULion):
+        assert defaults(make(weight), "lr", "betas", "weight_decay") == [1e-3, (0.9, 0.999), 0.0]
+    lamb = defaults(FusedLamb(weight, max_coeff=0.3), "eps", "weight_decay", "bounds", "correction")
+    assert lamb == [1e-8, 0.0, (0.01, 0.3), "lr"]
+    assert defaults(DeepSpeedCPUAdagrad(weight), "lr", "eps") == [1e-2, 1e-10]
+    with raises(ValueError, "FusedLamb: eps_inside_sqrt=False, max_grad_norm=1.0"):
+        FusedLamb(weight, max_grad_norm=1.0)
+    with raises(ValueError, "DeepSpeedCPUAdagrad: amsgrad=True"):
+        DeepSpeedCPUAdagrad(weight, amsgrad=True)
+    with raises(NotImplementedError, "fp32_optimizer_states=False is not available"):
+        DeepSpeedCPULion(weight, fp32_optimizer_states=False)
+
+
+def test_modules_and_names_that_are_missing_say_what_to_use() -> None:
+    from zeropg import deepspeed
+
+    for module, words in {
+        "pipe": "torch.distributed.pipelining",
+        "moe.layer": "a mixture of experts of your own",
+        "ops.op_builder": "builds no operators",
+        "profiling.flops_profiler": "the configuration's block flops_profiler",
+        "runtime.fp16.loss_scaler": "engine.optimizer.loss_scaler",
+        "runtime.pipe.module": "torch.distributed.pipelining",
+        "git_version_info": "README.md (From DeepSpeed)",
+    }.items():
+        with raises(ModuleNotFoundError, f"deepspeed.{module.partition('.')[0]}", words):
+            importlib.import_module(f"zeropg.deepspeed.{module}")
+    with raises(ImportError, "deepspeed.PipelineModule is not available", "torch.distributed.pipelining"):
+        from zeropg.deepspeed import PipelineModule  # noqa: F401
+    with raises(AttributeError, "deepspeed.init_inference is not available", "zeropg.full_parameters"):
+        deepspeed.init_inference  # noqa: B018
+    with raises(AttributeError, "comm.configure is not available", "comms_logger in the configuration"):
+        deepspeed.comm.configure  # noqa: B018
+    with raises(AttributeError, "zeropg.clip_grad_norm_(engine.module, max_norm)"):
+        deepspeed.runtime.utils.clip_grad_norm_  # noqa: B018
+    with raises(AttributeError, "utils.groups._get_expert_parallel_group is not available"):
+        deepspeed.utils.groups._get_expert_parallel_group  # noqa: B018
+    assert not hasattr(deepspeed, "init_inference") and importlib.util.find_spec("no_module_of_this_name") is None
+
+
+@on_ranks(2)
+def test_comm_has_what_deepspeed_adds_to_torch() -> None:
+    from zeropg.deepspeed import comm, utils
+
+    rank = dist.get_rank()
+    own = torch.full((2,), float(rank + 1))
+    whole = torch.zeros(4)
+    comm.allgather_fn(whole, own)
+    assert whole.tolist() == [1, 1, 2, 2]
+    comm.reduce_scatter_fn(part := torch.zeros(2), whole)
+    assert part.tolist() == [2 * rank + 2] * 2
+    comm.inference_all_reduce(total := own.clone())
+    assert total.tolist() == [3, 3]
+    for is_async in (False, True):
+        outputs = [torch.zeros(4), torch.zeros(2)]
+        work = comm.all_gather_coalesced(outputs, [own, own[:1].clone()], async_op=is_async)
+        assert (work is not None) == is_async
+        if work is not None:
+            work.wait()
+        assert [one.tolist() for one in outputs] == [[1, 1, 2, 2], [1, 2]]
+    with raises(ValueError, "got 1 outputs and 2 inputs"):
+        comm.all_gather_coalesced([whole], [own, own])
+    assert comm.has_all_gather_into_tensor() and comm.has_reduce_scatter_tensor() and comm.has_all_reduce_coalesced()
+    mesh = comm.initialize_mesh_device((2, 1), ("data_parallel", "sequence_parallel"))
+    assert (
+        mesh.mesh_dim_names == ("data_parallel", "sequence_parallel") and mesh.get_local_rank("data_parallel") == rank
+    )
+    groups = utils.groups
+    assert groups._get_data_parallel_group() is dist.group.WORLD and groups.get_data_parallel_rank() == rank
+    assert (groups.get_data_parallel_world_size(), groups._get_sequence_parallel_world_size()) == (2, 1)
+
+
+@on_ranks(2)
+def test_a_whole_engine_generates() -> None:
+    from zeropg import deepspeed
+
+    engine = make_engine(3)
+    tokens = own_parts(batches()[0], 1)[0][:, :-1]
+    with deepspeed.zero.unwrap_model_for_generation(engine) as unwrapped, torch.no_grad():
+        for _ in range(1 + dist.get_rank()):  # texts of other lengths
+            unwrapped.module(tokens)
+        assert engine.module.get_parameter("blocks.0.up.weight").sum().isfinite()
+    train(engine, batches()[:1])
 
 
 @on_ranks(2)

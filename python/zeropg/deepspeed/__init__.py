@@ -16,6 +16,7 @@ from zeropg.deepspeed.distributed import init_distributed
 from zeropg.deepspeed.engine import DeepSpeedEngine
 from zeropg.deepspeed.initialize import initialize
 from zeropg.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from zeropg.deepspeed.unavailable import NAMES, README, explain_missing_modules
 from zeropg.deepspeed.utils import OnDevice, log_dist, logger
 
 __version__ = "0.19.8"  # of DeepSpeed, whose names these are: scripts compare it
@@ -37,7 +38,8 @@ __all__ = [
 ]
 
 
+explain_missing_modules(__name__)
+
+
 def __getattr__(name: str) -> Any:
-    raise AttributeError(
-        f"[zeropg] deepspeed.{name} is not available; README.md (From DeepSpeed) says what is, and what differs"
-    )
+    raise AttributeError(f"[zeropg] deepspeed.{name} is not available: {NAMES.get(name, README)}")

@@ -1,5 +1,23 @@
 """DeepSpeed's `runtime`: the places from which scripts import some names."""
 
-from zeropg.deepspeed.runtime import config, config_utils, lr_schedules, utils, zero
+from zeropg.deepspeed.runtime import (
+    activation_checkpointing,
+    config,
+    config_utils,
+    dataloader,
+    engine,
+    lr_schedules,
+    utils,
+    zero,
+)
 
-__all__ = ["config", "config_utils", "lr_schedules", "utils", "zero"]
+__all__ = [
+    "activation_checkpointing",
+    "config",
+    "config_utils",
+    "dataloader",
+    "engine",
+    "lr_schedules",
+    "utils",
+    "zero",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,3 +25,10 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         most = torch.cuda.max_memory_allocated() / _GIB, torch.cuda.max_memory_reserved() / _GIB
         text += f"; device {allocated:.2f} (at most {most[0]:.2f}) allocated, {reserved:.2f} ({most[1]:.2f}) reserved"
     print(f"[zeropg] {text}", file=sys.stderr)
+
+
+def __getattr__(name: str) -> Any:
+    instead = "torch has the rest of what DeepSpeed's helpers do"
+    if "norm" in name:
+        instead = "use zeropg.clip_grad_norm_(engine.module, max_norm), or engine.get_global_grad_norm()"
+    raise AttributeError(f"[zeropg] deepspeed.runtime.utils.{name} is not available: {instead}")

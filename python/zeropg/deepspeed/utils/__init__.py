@@ -16,6 +16,7 @@ from zeropg.deepspeed.tensor_access import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from zeropg.deepspeed.utils import groups
 from zeropg.deepspeed.utils.init_on_device import OnDevice
 from zeropg.deepspeed.utils.logging import log_dist, log_dist_once, logger
 from zeropg.deepspeed.zero.leaf_modules import (
@@ -33,6 +34,7 @@ __all__ = [
     "OnDevice",
     "RepeatingLoader",
     "get_z3_leaf_modules",
+    "groups",
     "log_dist",
     "log_dist_once",
     "logger",

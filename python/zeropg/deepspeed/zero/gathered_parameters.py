@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -76,3 +76,11 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     Across units, name a module that contains both in `set_z3_leaf_modules`, or read the parameter in
     `GatheredParameters`.
     """
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields an engine with all of its model whole, so that ranks may generate texts of different lengths. All ranks
+    must enter and leave. Raises ValueError where neither an engine nor a sharded model is given."""
+    with full_parameters(getattr(model, "module", model)):
+        yield model

@@ -1,0 +1,32 @@
+"""`FusedLamb`: zeropg's LAMB with DeepSpeed's defaults, for `initialize`."""
+
+from __future__ import annotations
+
+from zeropg.deepspeed.ops.adam import Params
+from zeropg.optim import LAMB
+
+
+def FusedLamb(
+    params: Params,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    eps_inside_sqrt: bool = False,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 0.0,
+    max_coeff: float = 10.0,
+    min_coeff: float = 0.01,
+    amsgrad: bool = False,
+) -> LAMB:
+    """Returns zeropg.optim.LAMB, which corrects the bias in the learning rate as DeepSpeed's does.
+
+    Raises ValueError for eps_inside_sqrt=True, amsgrad=True and another max_grad_norm than 0.
+    """
+    if eps_inside_sqrt or amsgrad or max_grad_norm:
+        raise ValueError(
+            f"[zeropg] FusedLamb: eps_inside_sqrt={eps_inside_sqrt}, max_grad_norm={max_grad_norm}, amsgrad={amsgrad}; "
+            "expected False, 0 and False: clip by gradient_clipping of the configuration"
+        )
+    bounds = (min_coeff, max_coeff)
+    return LAMB(params, lr, betas, eps, weight_decay, bounds=bounds, correction="lr" if bias_correction else None)
