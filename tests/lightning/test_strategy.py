@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,39 @@ def stepping(steps: str, norm: bool = False) -> Any:
     return Net()
 
 
+def averaging(folder: str) -> list[str]:
+    """Lightning's own averages of weights are refused; those that the error names are had. Returns what is wrong."""
+    import lightning
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    import zeropg
+    from zeropg.lightning import ZeroPGStrategy
+
+    wrong = []
+    try:
+        trainer(folder, ZeroPGStrategy(), callbacks=[StochasticWeightAveraging(swa_lrs=1e-2)]).fit(module(), loader())
+        wrong.append("StochasticWeightAveraging was accepted in stage 3")
+    except NotImplementedError as error:
+        wrong += [] if "zeropg.ema(module)" in str(error) else [str(error)]
+
+    class Average(lightning.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.average, self.losses = zeropg.ema(module, 0.5), []
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.average.update()
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            for weights in (self.average.average_parameters(), contextlib.nullcontext()):
+                with weights, torch.no_grad():
+                    self.losses.append(float(module(loader().dataset.tensors[0]).square().mean()))
+
+    own = Average()
+    trainer(folder, ZeroPGStrategy(), callbacks=[own]).fit(module(), loader())
+    wrong += [] if own.losses[0] > own.losses[1] > own.losses[3] else [f"averages behind: {own.losses}"]
+    return wrong
+
+
 def steps(folder: str) -> list[str]:
     """What a step gets and may do, beside DDP. Returns what is wrong."""
     from zeropg.lightning import ZeroPGStrategy
@@ -175,6 +209,7 @@ def steps(folder: str) -> list[str]:
             pairs = zip(net.losses, plain.losses, strict=True)
             if not all(math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance / 100) for a, b in pairs):
                 wrong.append(f"{kind}, stage {stage}: {net.losses}, expected {plain.losses}")
+    wrong += averaging(folder)
     for more, words in (({"sync_batchnorm": True}, "SyncBatchNorm"), ({"precision": "bf16-mixed"}, "buffer_dtype=")):
         try:
             trainer(folder, ZeroPGStrategy(), **once, **more).fit(stepping("layers", norm=True), batches)

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from zeropg.checkpoint.state_dict import full_optimizer_state_dict, full_state_dict
+from zeropg.lightning.callbacks import check_callbacks
 from zeropg.lightning.layers import compute_layers_in
 from zeropg.lightning.precision import ShardedPrecision, sharded_precision
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
@@ -46,8 +47,9 @@ class ZeroPGStrategy(DDPStrategy):
         timeout: of the group's operations.
         options: further keyword arguments of `zeropg.fully_shard`. param_dtype goes before `precision`.
 
-    Raises NotImplementedError for another precision; ValueError where a batch norm would compute in another dtype than
-    that of its running statistics, or is to synchronize in a module that is sharded already.
+    Raises NotImplementedError for another precision, and in stage 3 for callbacks that average weights. Raises
+    ValueError where a batch norm would compute in another dtype than that of its running statistics, or is to
+    synchronize in a module that is sharded already.
     """
 
     strategy_name = "zeropg"
@@ -77,6 +79,7 @@ class ZeroPGStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """As Lightning's general strategy: the model is sharded for evaluation, too, as are batch norms made one."""
         assert self.model is not None  # as Lightning has connected it
+        check_callbacks(trainer.callbacks, self._options["stage"])
         if self._layer_sync is not None and not isinstance(self.model, FullyShardedModule):
             self.model = cast(Any, self._layer_sync.apply(self.model))
         elif self._layer_sync is not None and any(map(_is_plain_batch_norm, self.model.modules())):
