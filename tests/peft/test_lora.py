@@ -194,7 +194,37 @@ def two_adapters(folder: str) -> list[str]:
     saved = load_file(f"{folder}/whole/model.safetensors")
     if float(saved["positions"]) != 100001.5 or saved["model.embed_tokens.weight"].dtype != torch.bfloat16:
         wrong.append(f"a buffer of fp32 was saved as {saved['positions']}")
-    return wrong + prompts(folder)
+    return wrong + prompts(folder) + generation(folder)
+
+
+def generation(folder: str) -> list[str]:
+    """PEFT's models generate by their base, which no call of theirs makes whole. Returns what is wrong."""
+    from zeropg import deepspeed
+    from zeropg.transformers import Trainer
+
+    def by_trainer() -> Any:
+        trainer = Trainer(lora(), arguments(folder, max_steps=1), train_dataset=texts(), zeropg={"stage": 3})
+        trainer.evaluate(texts(4))
+        return trainer.accelerator.unwrap_model(trainer.model_wrapped)
+
+    def by_engine() -> Any:
+        adam = {"type": "AdamW", "params": {"lr": 1e-2}}
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "optimizer": adam}
+        return deepspeed.initialize(model=lora(), config=config)[0]
+
+    tokens = texts(2)[1]["input_ids"][None, :4]
+    wanted = lora().eval().generate(input_ids=tokens, max_new_tokens=4, do_sample=False)
+    wrong = []
+    for make in (by_trainer, by_engine):
+        model = make().eval()
+        found = model.generate(input_ids=tokens, max_new_tokens=4, do_sample=False)
+        wrong += [] if torch.equal(found, wanted) else [f"{make.__name__} generates {found}, not {wanted}"]
+        try:
+            model.get_input_embeddings().weight.sum()
+            wrong.append(f"{make.__name__}: parameters stay whole after a text")
+        except RuntimeError:
+            model.train()(input_ids=tokens, labels=tokens).loss.backward()
+    return wrong
 
 
 def prompts(folder: str) -> list[str]:

@@ -23,6 +23,7 @@ from zeropg.checkpoint.state_dict import full_state_dict
 from zeropg.optim.grad_scaler import GradScaler
 from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
 from zeropg.sharding.access import clip_grad_norm_, full_gradients, no_sync
+from zeropg.sharding.generation import let_generate
 from zeropg.sharding.sharded_class import FullyShardedModule
 from zeropg.sharding.state import names_label, state_of
 
@@ -116,6 +117,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         self._zeropg_shard(model, **default)
         state = state_of(model, "accelerate.prepare")
         state.is_label = self._zeropg_is_label
+        let_generate(model)
         if self.mixed_precision == "fp16" and not isinstance(self.scaler, GradScaler):
             handler = self.scaler_handler
             self.scaler = GradScaler(**({} if handler is None else handler.to_kwargs()))

@@ -23,6 +23,7 @@ from zeropg.deepspeed.shard import local_rank, shard_as_configured
 from zeropg.deepspeed.zero.owners import register
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import check_same, together
+from zeropg.sharding.generation import let_generate
 from zeropg.sharding.sharded_class import FullyShardedModule
 
 LOGGER = logging.getLogger("zeropg")
@@ -84,6 +85,7 @@ def initialize(
     group = _data_parallel_group(mpu)
     settings = _read_together(group, raw)
     device = shard_as_configured(model, settings, group)
+    let_generate(model)
     sharded = _make_optimizer(model, optimizer, model_parameters, settings)
     scheduler = _make_scheduler(lr_scheduler, sharded, settings)
     engine = DeepSpeedEngine(
