@@ -13,6 +13,8 @@ from torch import nn
 from zeropg.deepspeed.zero.owners import place_of
 from zeropg.sharding.access import full_parameters
 
+_WRITES = "inside a `with` that only reads"  # of the error that full_parameters raises for a write
+
 
 class GatheredParameters:
     """Makes parameters whole on every rank inside the `with`. All ranks must enter and leave, but to read in stages 0
@@ -57,6 +59,13 @@ class GatheredParameters:
         with self._models:  # leaves the models also where a rank is lost
             if self._modifier_rank is not None and dist.is_initialized():
                 self._publish(self._modifier_rank)
+        if self._modifier_rank is None and _WRITES in str(error[1]):
+            raise RuntimeError(
+                "[zeropg] GatheredParameters: a parameter is written in a `with` without modifier_rank, where "
+                "DeepSpeed forgets it at the end. Pass modifier_rank=, the rank whose writes count; or where all ranks "
+                "write alike use zeropg.full_parameters(engine.module, writable=True), and undo inside what must not "
+                "stay"
+            ) from error[1]
         return None
 
     @torch.no_grad()
