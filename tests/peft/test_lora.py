@@ -227,6 +227,23 @@ def generation(folder: str) -> list[str]:
     return wrong
 
 
+def watch_saves(model: Any, parameter: torch.Tensor) -> list[bool]:
+    """A list that says of each save_pretrained to come whether a parameter is whole meanwhile."""
+    was_whole = []
+    save = model.save_pretrained
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        try:
+            parameter.sum()
+            was_whole.append(True)
+        except RuntimeError:
+            was_whole.append(False)
+        save(*args, **kwargs)
+
+    model.save_pretrained = watched
+    return was_whole
+
+
 def prompts(folder: str) -> list[str]:
     """Prompt and prefix tuning, whose prompts PEFT takes from the model itself. Returns what is wrong."""
     import peft
@@ -241,8 +258,11 @@ def prompts(folder: str) -> list[str]:
         out = f"{folder}/{kind.__name__}"
         args = arguments(out, max_steps=1, save_strategy="steps", save_steps=1)
         trainer = Trainer(model, args, train_dataset=texts(), zeropg={"stage": 3})
+        was_whole = watch_saves(model, model.get_parameter("base_model.model.layers.0.mlp.up_proj.weight"))
         trainer.train()
         trainer.accelerator.wait_for_everyone()
+        if any(was_whole):
+            wrong.append(f"{kind.__name__}: the base was whole")
         whole = zeropg.full_state_dict(model, rank0_only=False)["prompt_encoder.default.embedding.weight"]
         saved = load_file(f"{out}/checkpoint-1/adapter_model.safetensors")
         if list(saved) != ["prompt_embeddings"] or not torch.equal(saved["prompt_embeddings"].view_as(whole), whole):

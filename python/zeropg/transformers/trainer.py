@@ -27,7 +27,7 @@ from zeropg.sharding.sharded_class import FullyShardedModule
 from zeropg.sharding.state import names_label
 from zeropg.transformers.foreign import find_tag, load_schedule
 from zeropg.transformers.sharding import ConfiguredSharding, sharding_of
-from zeropg.transformers.weights import weights_to_save, whole_prompts
+from zeropg.transformers.weights import prompts_to_save, weights_to_save
 
 _FOLDER = "zeropg"  # in a checkpoint of the Trainer: what `zeropg.save_checkpoint` wrote
 
@@ -128,7 +128,7 @@ class Trainer(transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and isinstance(self.model, FullyShardedModule):
             state_dict = weights_to_save(self.model, rank0_only=not self.args.save_on_each_node)
-        with whole_prompts(self.model):
+        with prompts_to_save(self.model):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -20,17 +21,40 @@ def weights_to_save(model: nn.Module, *, rank0_only: bool) -> dict[str, torch.Te
     Buffers keep their own dtypes. rank0_only: {} on all ranks but rank 0. Of a PEFT model the frozen base is left out,
     but for what PEFT saves of it; every adapter is there, whether it trains or not.
     """
-    wanted = _saved_with_adapters(model) if hasattr(model, "peft_config") else None
+    wanted = _saved_with_adapters(model) if _is_peft(model) else None
     return full_state_dict(model, dtype=state_of(model, "save_model").param_dtype, rank0_only=rank0_only, only=wanted)
 
 
-def whole_prompts(model: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def prompts_to_save(model: nn.Module) -> Iterator[None]:
     """Where PEFT's save_pretrained may be called: its prompts (prompt, prefix and P-tuning) are not taken from a state
-    dict, but computed from the model's own parameters. All ranks must enter and leave."""
-    adapters = cast(Any, model).peft_config.values() if hasattr(model, "peft_config") else ()
-    if isinstance(model, FullyShardedModule) and any(config.is_prompt_learning for config in adapters):
-        return full_parameters(model)
-    return nullcontext()
+    dict, but computed from the model's own parameters. All ranks must enter and leave.
+
+    They are computed before, in a forward of the root, so that the base stays in shards. PEFT reads prompts that do
+    not train where they are; for these the whole model is made whole.
+    """
+    adapters = cast(Any, model).peft_config if isinstance(model, FullyShardedModule) and _is_peft(model) else {}
+    prompts = {name: config for name, config in adapters.items() if config.is_prompt_learning}
+    if not prompts:
+        yield
+    elif any(config.inference_mode for config in prompts.values()):
+        with full_parameters(model):
+            yield
+    else:
+        peft_model = cast(Any, model)
+        state, index = vars(model)["_zeropg_unit"]
+        compute = peft_model.get_prompt_embedding_to_save
+        with torch.no_grad():
+            computed = {name: state.run(index, compute, (name,), {}, casts_inputs=False) for name in prompts}
+        peft_model.get_prompt_embedding_to_save = computed.__getitem__
+        try:
+            yield
+        finally:
+            del peft_model.get_prompt_embedding_to_save
+
+
+def _is_peft(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
 
 
 def _saved_with_adapters(model: nn.Module) -> set[str]:
