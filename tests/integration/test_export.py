@@ -70,10 +70,18 @@ def local_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int
 
 
 def shard(model: nn.Module, shards=local_shards) -> nn.Module:
+    """Gives the model what an export asks of a sharded one, with `shards` in place of our own."""
     from zeropg.export import save_16bit_weights
+    from zeropg.sharding.state import ShardedState
+
+    class StandIn(ShardedState):
+        def __init__(self) -> None: ...
+
+        def settle_writes(self, operation: str) -> None: ...
 
     save_16bit_weights.local_shards = shards
-    model._zeropg = SimpleNamespace(process_group=dist.group.WORLD, replica=0, settle_writes=lambda operation: None)
+    model._zeropg = SimpleNamespace(process_group=dist.group.WORLD, replica=0)
+    model._zeropg_state = StandIn()
     return model
 
 
