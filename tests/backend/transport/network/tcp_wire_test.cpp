@@ -96,7 +96,7 @@ TEST(TcpWire, FramesThatMakeNoSenseLoseThePeerAndNothingElse) {
   const FrameHeader lies[] = {
       {static_cast<FrameKind>(0), 0, 0, 0, 0},
       {static_cast<FrameKind>(200), 0, 0, 0, 0},
-      {FrameKind::kData, 2, 0, 10, 0},
+      {FrameKind::kData, kStreamCount, 0, 10, 0},
       {FrameKind::kData, 0, 0, 0xffffffff, 0},
       {FrameKind::kData, 0, 0, kMaxPayloadBytes, 0},  // within a frame's limit, beyond the window's
       {FrameKind::kCredit, 0, 0, 0, 1},               // for bytes that were not sent
