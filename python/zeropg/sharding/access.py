@@ -8,11 +8,12 @@ import warnings
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zeropg._native import _C
-from zeropg.rank_io.agreement import check_same, together
-from zeropg.sharding.state import state_of
+from zeropg.rank_io.agreement import check_same, collective_device, peers_needed
+from zeropg.sharding.state import ShardedState, state_of
 
 # Name, tensor, and which elements of the flattened parameter it holds: [start, stop).
 Shard = tuple[str, torch.Tensor, int, int]
@@ -45,8 +46,7 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
     depth = core.full_depth
     # Inside another one nothing communicates; inside a backward, it would meet reductions, and writes are refused.
     if depth == 0 and torch._C._current_graph_task_id() == -1:
-        group = core.process_group
-        check_same(group, operation, together(group, operation, lambda: {"writable": str(bool(writable))}))
+        _meet(state, operation, writable)
     with state.forwards_aside():
         try:
             core.unshard_all(writable)  # a signal may be handled at its very end
@@ -54,6 +54,20 @@ def full_parameters(model: nn.Module, *, writable: bool = False) -> Iterator[Non
         finally:
             if core.full_depth > depth:
                 core.reshard_all()
+
+
+def _meet(state: ShardedState, operation: str, writable: bool) -> None:
+    """Raises ValueError on every rank where `writable` differs. Collective."""
+    state.pay_visit()
+    group = state.core.process_group
+    flag = torch.tensor([writable], dtype=torch.int64, device=collective_device(group))
+    flags = [torch.empty_like(flag) for _ in range(group.size())]
+    with peers_needed(group, operation):
+        work = dist.all_gather(flags, flag, group=group, async_op=True)
+        state.owed_visit = bool(writable)
+        work.wait()  # a signal handler may raise here, while the others go on
+    state.owed_visit = None
+    check_same(group, operation, [{"writable": str(bool(value))} for value in flags])
 
 
 @contextlib.contextmanager

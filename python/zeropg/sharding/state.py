@@ -57,6 +57,7 @@ class ShardedState:
     trace: TraceRecorder | None = None  # until all that is to be recorded has been
     codecs: ModelCodecs | None = None  # with compression
     casts_inputs: bool = True  # the root's floating inputs, to param_dtype
+    owed_visit: bool | None = None  # `writable` of a full_parameters that this rank left while it met the others
     _is_functional: bool = False
     _running: list[tuple[int, bool]] = field(default_factory=list)  # units whose forward runs; with gradients?
 
@@ -83,6 +84,8 @@ class ShardedState:
         casts_inputs: whether the root's floating inputs are cast to param_dtype, but for what `is_label` names.
         """
         is_root = index == len(self.plans) - 1
+        if is_root and self.owed_visit is not None:
+            self.pay_visit()
         if is_root and self.trace is not None and not self.trace.next_forward():
             self.trace = None
         if is_root and (outer := DistributedDataParallel._active_ddp_module) is not None:
@@ -158,9 +161,18 @@ class ShardedState:
                 with torch.set_grad_enabled(has_gradients), outside_transforms():
                     self.core.pre_forward(index, [], True)  # of its inputs some may be watched: it waits for all
 
+    def pay_visit(self) -> None:
+        """Takes part in a full_parameters that a signal handler took this rank away from, without its body."""
+        if self.owed_visit is None:
+            return
+        writable, self.owed_visit = self.owed_visit, None
+        self.core.unshard_all(writable)
+        self.core.reshard_all()
+
     def settle_writes(self, operation: str) -> None:
         """What programs have written reaches the masters; collective."""
         self._check_not_absorbed(operation)
+        self.pay_visit()
         with self.forwards_aside():
             self.core.settle_writes(operation)
 
@@ -211,6 +223,7 @@ class ShardedState:
     def check_may_write(self, operation: str) -> None:
         """Raises RuntimeError where new masters would meet what still uses the old ones."""
         self._check_not_absorbed(operation)
+        self.pay_visit()
         self.check_outside_writable_shards(operation)
         if self._running and self.core.stage == 3:
             raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -149,6 +150,8 @@ def interrupt_second_gather(units: list[Any], in_forward: bool) -> None:
             use()
         store.set("interrupted", "")
     else:
+        if not in_forward:
+            dist.all_gather([torch.empty(1, dtype=torch.int64) for _ in range(2)], torch.tensor([1]))  # writable=
         gather(first)
         time.sleep(0.5)  # rank 0 goes on to the second
         os.kill(int(store.get("bell")), signal.SIGALRM)
@@ -206,17 +209,64 @@ def test_the_end_of_making_parameters_whole() -> None:
     run_ranks(2, interrupt_full_parameters)
 
 
-def interrupt_leaving() -> None:
-    model = zeropg.fully_shard(make_linear(), stage=3)
+def interrupt_entering(stage: int, is_writing: bool) -> None:
+    x = torch.ones(2, 5, dtype=DOUBLE)
+    model = zeropg.fully_shard(make_linear(), stage=stage)
+
+    def read() -> None:
+        with zeropg.full_parameters(model):
+            assert equal(model.weight.detach(), make_linear().weight.detach())
+
+    def read_shape() -> None:
+        with zeropg.full_parameters(model):
+            assert model.weight.shape == (5, 5)
 
     def write() -> None:
         with zeropg.full_parameters(model, writable=True), torch.no_grad():
             model.weight.zero_()
 
-    interrupt_rank_0(write)
+    if is_writing:
+        with raises(RuntimeError, "different values") if dist.get_rank() > 0 else contextlib.nullcontext():
+            interrupt_rank_0(write)
+        if dist.get_rank() == 0:
+            with raises(RuntimeError, "different values"):
+                read()
+        read_shape()
+    else:
+        interrupt_rank_0(read)
+        read()
+        with torch.no_grad():
+            assert equal(model(x), make_linear()(x))
+
+
+@pytest.mark.parametrize("is_writing", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_entering_full_parameters(stage: int, is_writing: bool) -> None:
+    run_ranks(2, interrupt_entering, stage, is_writing)
+
+
+def interrupt_leaving() -> None:
+    model = zeropg.fully_shard(make_linear(), stage=3)
+    store = dist.PrefixStore("leaving", dist.distributed_c10d._get_default_store())
+
+    def write() -> None:
+        with zeropg.full_parameters(model, writable=True), torch.no_grad():
+            model.weight.zero_()
+            if dist.get_rank() == 0:
+                ring_in(0.5)
+            else:
+                store.wait(["interrupted"])
+
+    if dist.get_rank() == 0:
+        with raises(Rung):
+            write()
+        store.set("interrupted", "")
+    else:
+        write()
     with raises(RuntimeError, "is sharded"):
         model.weight.clone()
-    write()
+    with zeropg.full_parameters(model, writable=True), torch.no_grad():
+        model.weight.zero_()
     with zeropg.full_parameters(model):
         assert not model.weight.any()
 
