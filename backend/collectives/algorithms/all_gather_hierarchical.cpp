@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "backend/collectives/phases/internode_phases.h"
+#include "backend/collectives/phases/link_bytes.h"
 #include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
 #include "backend/collectives/schedule/chunk_layout.h"
@@ -25,11 +26,6 @@ namespace zeropg {
 namespace {
 
 constexpr int32_t kMessagesUnderWay = 2;  // of a pair: pieces of two chunks
-
-// Where the ranks of this node have their one output.
-Region node_output_block(const CollectiveSpec& spec, int32_t rank, int64_t offset_bytes) {
-  return peer_output(first_of_node(spec, spec.rank), rank * spec.bytes + offset_bytes);
-}
 
 // What both algorithms have in common: so the messages of one node do not tell which of them it runs. `has_staging`:
 // what comes in is staged for all ranks of the node; otherwise it is received where it goes to.
@@ -95,6 +91,7 @@ Cost cost_all_gather_hierarchical(const CollectiveSpec& spec) {
           .memory_bytes = (are_all_alone(spec) ? 2.0 : 2.0 * (spec.world_size + 1)) * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : 1.0,
           .network_bytes = static_cast<double>(blocks_over_busiest_link(spec)) * spec.bytes,
+          .links = bytes_of_blocks(spec),
           .messages = 2.0 * (node_count(spec) - 1) * chunks};
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backend/collectives/phases/internode_phases.h"
+#include "backend/collectives/phases/link_bytes.h"
 #include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/schedule/algorithms.h"
 #include "backend/collectives/schedule/chunk_layout.h"
@@ -63,6 +64,7 @@ Cost cost_reduce_scatter_hierarchical(const CollectiveSpec& spec) {
           .memory_bytes = (3 - 1 / local) * total_bytes + (node_count(spec) + 1.0) * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : 1.0,
           .network_bytes = static_cast<double>(blocks_over_busiest_link(spec)) * spec.bytes,
+          .links = bytes_of_blocks(spec),
           .messages = 2.0 * (node_count(spec) - 1) * chunks};
 }
 

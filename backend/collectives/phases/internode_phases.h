@@ -86,6 +86,11 @@ class InternodePhases {
   // Receives this rank's slice of the part of another node.
   void receive_completed(PipelineStage stage, int32_t node, const std::vector<Extent>& extents,
                          const RegionOfPlace& destination) const;
+  // Any part's, as it is: this rank's slice of it goes to those who have these places at `node`, or comes from them.
+  void send_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
+                  const RegionOfPlace& source) const;
+  void receive_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
+                     const RegionOfPlace& destination) const;
 
  private:
   Region incoming(int32_t node, int64_t place) const;
@@ -102,10 +107,6 @@ class InternodePhases {
                                  const RegionOfPlace& destination) const;
   void receive_encoding(PipelineStage stage, ResidualHop hop, int32_t rank, Region destination, StepBytes bytes) const;
   std::vector<Range> pieces_of(int32_t node, int32_t local_rank) const;
-  void send_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
-                  const RegionOfPlace& source) const;
-  void receive_slice(PipelineStage stage, int32_t part, int32_t node, const std::vector<Extent>& extents,
-                     const RegionOfPlace& destination) const;
   int32_t own_part() const { return layout_.part_of_node(placement_.node()); }
 
   const CollectiveSpec& spec_;

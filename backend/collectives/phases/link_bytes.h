@@ -12,5 +12,7 @@ namespace zeropg {
 LinkBytes bytes_of_exchange(const CollectiveSpec& spec, const std::vector<double>& shares);
 // Every node sends all of them to all nodes.
 LinkBytes bytes_to_all_nodes(const CollectiveSpec& spec);
+// Of an all-gather: every rank sends them to all other nodes. Of a reduce-scatter they come the other way.
+LinkBytes bytes_of_blocks(const CollectiveSpec& spec);
 
 }  // namespace zeropg

@@ -116,6 +116,18 @@ bool supports_all_reduce_racks(const CollectiveSpec& spec);
 Schedule plan_all_reduce_racks(const CollectiveSpec& spec);
 Cost cost_all_reduce_racks(const CollectiveSpec& spec);
 
+// Likewise with one hop more than all nodes with all, for blocks that are worth it.
+bool supports_reduce_scatter_racks(const CollectiveSpec& spec);
+Schedule plan_reduce_scatter_racks(const CollectiveSpec& spec);
+Cost cost_reduce_scatter_racks(const CollectiveSpec& spec);
+bool supports_all_gather_racks(const CollectiveSpec& spec);
+Schedule plan_all_gather_racks(const CollectiveSpec& spec);
+Cost cost_all_gather_racks(const CollectiveSpec& spec);
+// With one output for the ranks of each node.
+bool supports_all_gather_racks_per_node(const CollectiveSpec& spec);
+Schedule plan_all_gather_racks_per_node(const CollectiveSpec& spec);
+Cost cost_all_gather_racks_per_node(const CollectiveSpec& spec);
+
 // Between nodes in pairs at doubling distances: few messages, one after the other. Halving: each pair exchanges half of
 // what the one before did, and goes back the same way: fewest bytes.
 bool supports_all_reduce_doubling(const CollectiveSpec& spec);

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "backend/collectives/schedule/placement.h"
+#include "backend/collectives/schedule/steps.h"
 
 namespace zeropg {
 
@@ -12,6 +13,10 @@ int32_t first_of_node(const CollectiveSpec& spec, int32_t rank) {
     if (std::ranges::find(node, rank) != node.end()) return node.front();
   }
   return 0;
+}
+
+Region node_output_block(const CollectiveSpec& spec, int32_t rank, int64_t offset_bytes) {
+  return peer_output(first_of_node(spec, spec.rank), rank * spec.bytes + offset_bytes);
 }
 
 SharedTensors shared_tensors(const CollectiveSpec& spec, int32_t rank) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "backend/collectives/schedule/collective_spec.h"
+#include "backend/collectives/schedule/schedule.h"
 
 namespace zeropg {
 
@@ -18,6 +19,8 @@ struct SharedTensors {
 SharedTensors shared_tensors(const CollectiveSpec& spec, int32_t rank);
 // The first rank of the node of `rank`, whose output all of the node have where CollectiveSpec::has_node_output.
 int32_t first_of_node(const CollectiveSpec& spec, int32_t rank);
+// Where the ranks of the own node have the block of `rank` in that output.
+Region node_output_block(const CollectiveSpec& spec, int32_t rank, int64_t offset_bytes);
 
 // How much of a rank's input others may read, but in all_to_all, where the rank's own counts say so.
 int64_t shared_input_bytes(const CollectiveSpec& spec);

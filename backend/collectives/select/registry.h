@@ -21,6 +21,8 @@ struct Algorithm {
   bool has_own_order = false;
   // Divides its work by CollectiveSpec::node_shares. Without a codec these say who adds, not in which order.
   bool uses_shares = false;
+  // Of a direct algorithm that each node may run or not: the staged one with the same messages, which others run then.
+  std::string_view beside{};
 };
 
 std::span<const Algorithm> algorithms();

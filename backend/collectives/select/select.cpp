@@ -100,6 +100,7 @@ const Algorithm* select_direct_algorithm(const CollectiveSpec& spec, std::string
   if (spec.world_size == 1) return nullptr;
   for (const Algorithm& direct : algorithms()) {
     if (direct.op != spec.op || !direct.is_direct || !direct.supports(spec)) continue;
+    if (!direct.beside.empty() && select_algorithm(spec, forced, model).name != direct.beside) continue;
     if (forced == direct.name) return &direct;
     const Algorithm* wanted = forced.empty() ? nullptr : find_algorithm(forced);
     if (wanted != nullptr && wanted->op == spec.op) return nullptr;

@@ -176,3 +176,39 @@ def test_links_are_measured_once_and_all_ranks_agree(join: Callable[..., list[An
 def test_links_are_not_measured_where_that_is_off_on_rank_0(join: Callable[..., list[Any]]) -> None:
     for _, _, links, *_ in join([{"measure_links": rank > 0} for rank in range(4)], racks_and_links):
         assert links == []
+
+
+def gather_scatter_and_train() -> list[float]:
+    import zeropg
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for numel in (0, 1, 1003, 300_001):
+        blocks = [torch.arange(numel, dtype=torch.float64) * (source + 1) for source in range(size)]
+        gathered = torch.full((size * numel,), -1.0, dtype=torch.float64)
+        dist.all_gather_into_tensor(gathered, blocks[rank])
+        assert torch.equal(gathered, torch.cat(blocks))
+        own = torch.full((numel,), -1.0, dtype=torch.float64)
+        dist.reduce_scatter_tensor(own, torch.cat(blocks) * (rank + 1))
+        assert torch.equal(own, blocks[rank] * (size * (size + 1) // 2))
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(300, 300, dtype=torch.float64) for _ in range(4)]
+    model = zeropg.fully_shard(torch.nn.Sequential(*layers), stage=3, units=[torch.nn.Linear])
+    optimizer = zeropg.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+    losses = []
+    for step in range(3):
+        x = torch.randn(4, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_blocks_and_sharded_models_over_racks(join: Callable[..., list[Any]], tmp_path: Path) -> None:
+    file = tmp_path / "racks.json"
+    file.write_text(json.dumps(FILE))
+    plain = join([{}] * 4, gather_scatter_and_train)
+    for way in ({"topology_file": str(file)}, {"topology_file": str(file), "pool_bytes": 0}):
+        for of_rank, expected in zip(join([way] * 4, gather_scatter_and_train), plain, strict=True):
+            torch.testing.assert_close(of_rank, expected, rtol=1e-12, atol=0)

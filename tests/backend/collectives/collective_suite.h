@@ -106,7 +106,7 @@ inline SimulatorOptions simulator_options(const CollectiveShape& shape) {
 }
 
 // Whether the ranks of a node share one output, that of their first rank.
-inline bool makes_node_outputs(const Algorithm& algorithm) { return algorithm.name == "all_gather_per_node"; }
+inline bool makes_node_outputs(const Algorithm& algorithm) { return !algorithm.beside.empty(); }
 
 // The placements, among all for this world, that the algorithm serves.
 inline std::vector<Nodes> placements_of(const Algorithm& algorithm, int32_t world_size) {

@@ -6,6 +6,8 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <numeric>
 #include <tuple>
 
 #include "backend/collectives/schedule/steps.h"
@@ -307,9 +309,20 @@ TEST(HierarchicalTest, AddsNodesInOrderAndRanksInOrderWithinANode) {
   }
 }
 
-void expect_sums_of_pairs(std::string_view name) {
+// The lengths of a torus of nodes, of 5, 3 and 2; of 2 alone, for a part of the nodes, where others would be longer.
+std::vector<size_t> rows_of(size_t nodes) {
+  std::vector<size_t> rows;
+  size_t left = nodes;
+  for (const size_t length : {5, 3, 2}) {
+    for (; left % length == 0; left /= length) rows.push_back(length);
+  }
+  return left == 1 ? rows : std::vector<size_t>(std::bit_width(nodes) - 1, 2);
+}
+
+void expect_sums_of_rows(std::string_view name) {
   std::vector<Nodes> all = many_nodes();
   all.push_back(nodes_of_sizes({1, 2, 1, 1, 3, 1, 1}));
+  for (const size_t nodes : {6, 9, 12, 14, 30}) all.push_back(nodes_of_sizes(std::vector<int32_t>(nodes, 1)));
   for (const Nodes& nodes : all) {
     const CollectiveShape shape = shape_of(nodes, 300);
     const SimulatedCollective collective(*find_algorithm(name), shape);
@@ -326,11 +339,15 @@ void expect_sums_of_pairs(std::string_view name) {
         values.put(rank, input);
       }
     }
-    const size_t core = std::bit_floor(nodes.size());
+    const std::vector<size_t> rows = rows_of(nodes.size());
+    const size_t core = std::accumulate(rows.begin(), rows.end(), size_t{1}, std::multiplies<>());
     for (int64_t i = 0; i < shape.numel; ++i) {
       for (size_t node = core; node < nodes.size(); ++node) sums[node - core][i] += sums[node][i];
-      for (size_t distance = 1; distance < core; distance *= 2) {
-        for (size_t node = 0; node < core; node += 2 * distance) sums[node][i] += sums[node + distance][i];
+      for (size_t distance = 1; const size_t length : rows) {
+        for (size_t node = 0; node < core; node += distance * length) {
+          for (size_t place = 1; place < length; ++place) sums[node][i] += sums[node + place * distance][i];
+        }
+        distance *= length;
       }
     }
     SimulatedOperation operation = collective.operation();
@@ -340,11 +357,11 @@ void expect_sums_of_pairs(std::string_view name) {
   }
 }
 
-TEST(HierarchicalTest, DoublingAddsPairsOfNodesAndGivesAllRanksTheSameBits) {
-  expect_sums_of_pairs("all_reduce_doubling");
+TEST(HierarchicalTest, DoublingAddsRowsOfATorusAndGivesAllRanksTheSameBits) {
+  expect_sums_of_rows("all_reduce_doubling");
 }
 
-TEST(HierarchicalTest, HalvingGivesTheBitsOfDoubling) { expect_sums_of_pairs("all_reduce_halving"); }
+TEST(HierarchicalTest, HalvingGivesTheBitsOfDoubling) { expect_sums_of_rows("all_reduce_halving"); }
 
 TEST(HierarchicalTest, MultipliesEveryInputOnceAndDividesOnceAtTheEnd) {
   for (const char* name :

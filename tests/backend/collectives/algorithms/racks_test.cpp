@@ -1,4 +1,4 @@
-// All-reduces over racks: right bytes in every order, few of them over the uplinks, and sums in a fixed order.
+// Collectives over racks: right bytes in every order, few of them over the uplinks, and sums in a fixed order.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -44,24 +44,34 @@ CollectiveShape shape_of(const Racks& racks, int64_t numel) {
           .racks = racks.racks};
 }
 
-const Algorithm& all_reduce_racks() { return *find_algorithm("all_reduce_racks"); }
+constexpr const char* kStaged[] = {"all_reduce_racks", "reduce_scatter_racks", "all_gather_racks"};
+constexpr const char* kAll[] = {"all_reduce_racks", "reduce_scatter_racks", "all_gather_racks",
+                                "all_gather_racks_per_node"};
 
 TEST(RacksTest, GivesTheRightBytesInEverySizeAndOrder) {
-  for (const Racks& racks : many_racks()) {
-    for (const int64_t numel : {0, 1, 2, 37, 131, 1001, 2048, 9001}) {
-      for (uint64_t seed = 0; seed < 8; ++seed) {
-        CollectiveShape shape = shape_of(racks, numel);
-        shape.bank_bytes = seed % 2 == 0 ? 1024 : 68;
-        shape.window_bytes = seed % 3 == 0 ? 4096 : 1 << 16;
-        shape.is_in_place = seed % 4 > 1;
-        shape.seed = seed;
-        const SimulatedCollective collective(all_reduce_racks(), shape);
-        SCOPED_TRACE(collective.describe());
-        if (!all_reduce_racks().supports(collective.specs()[0])) continue;
-        simulate(simulator_options(shape), {collective.operation()});
-        collective.expect_outputs();
+  for (const char* name : kAll) {
+    const Algorithm& algorithm = *find_algorithm(name);
+    const bool can_be_in_place = algorithm.beside.empty();
+    int served = 0;
+    for (const Racks& racks : many_racks()) {
+      for (const int64_t numel : {0, 1, 2, 37, 131, 1001, 2048, 9001}) {
+        for (uint64_t seed = 0; seed < 8; ++seed) {
+          CollectiveShape shape = shape_of(racks, algorithm.op == OpKind::kAllReduce ? numel : numel / 4);
+          shape.bank_bytes = seed % 2 == 0 ? 1024 : 68;
+          shape.window_bytes = seed % 3 == 0 ? 4096 : 1 << 16;
+          shape.is_in_place = can_be_in_place && seed % 4 > 1;
+          shape.is_list = can_be_in_place && !shape.is_in_place && seed % 4 == 1;
+          shape.seed = seed;
+          const SimulatedCollective collective(algorithm, shape);
+          SCOPED_TRACE(collective.describe());
+          if (!algorithm.supports(collective.specs()[0])) continue;
+          simulate(simulator_options(shape), {collective.operation()});
+          collective.expect_outputs();
+          ++served;
+        }
       }
     }
+    EXPECT_GT(served, 400) << name;
   }
 }
 
@@ -76,10 +86,10 @@ TEST(RacksTest, FollowsAndPrecedesOtherCollectivesOfItsGroup) {
       shape.bank_bytes = 1024;
       shape.window_bytes = 8192;
       for (int i = 0; i < 9; ++i) {
-        constexpr const char* kNames[] = {"all_reduce_racks", "all_reduce_hierarchical", "all_gather_hierarchical"};
+        constexpr const char* kOthers[] = {"all_reduce_hierarchical", "all_gather_hierarchical", "all_reduce_halving"};
         shape.numel = static_cast<int64_t>(random() % 900);
         shape.seed = random();
-        collectives.emplace_back(*find_algorithm(kNames[i % 2 == 0 ? 0 : 1 + random() % 2]), shape);
+        collectives.emplace_back(*find_algorithm(i % 2 == 0 ? kStaged[random() % 3] : kOthers[random() % 3]), shape);
         operations.push_back(collectives.back().operation());
       }
       simulate(simulator_options(shape), operations);
@@ -88,30 +98,42 @@ TEST(RacksTest, FollowsAndPrecedesOtherCollectivesOfItsGroup) {
   }
 }
 
-// 2 (r - 1) / r times the bytes over each uplink, and a node's link no more than when all nodes exchange directly.
-TEST(RacksTest, UplinksCarryTheLowerBoundAndCostsAreWhatTheFormulaSays) {
+struct BothWays {
+  double out = 0;
+  double in = 0;
+  double most() const { return std::max(out, in); }
+};
+
+// Of an all-reduce 2 (r - 1) / r times the bytes over each uplink, of blocks each once to each rack; and over a node's
+// link no more than when all nodes exchange directly.
+void expect_cost(const Algorithm& algorithm) {
   constexpr int64_t kNumel = 1 << 16;
   for (const Racks& racks : many_racks()) {
-    const CollectiveShape shape = shape_of(racks, kNumel);
-    const SimulatedCollective collective(all_reduce_racks(), shape);
+    CollectiveShape shape = shape_of(racks, kNumel);
+    if (algorithm.op != OpKind::kAllReduce) shape.numel /= shape.world_size;
+    const SimulatedCollective collective(algorithm, shape);
     SCOPED_TRACE(collective.describe());
     const std::vector<Traffic> traffic = simulate(simulator_options(shape), {collective.operation()});
-    const Cost cost = all_reduce_racks().cost(collective.specs()[0]);
+    const Cost cost = algorithm.cost(collective.specs()[0]);
     const auto between = bytes_between_nodes(traffic, racks.nodes);
     const std::vector<int32_t> rack_of = rack_of_nodes(collective.specs()[0]);
-    std::vector<double> uplinks(racks.racks.size());
-    std::vector<double> links(racks.nodes.size());
+    std::vector<BothWays> uplinks(racks.racks.size());
+    std::vector<BothWays> links(racks.nodes.size());
     for (size_t from = 0; from < between.size(); ++from) {
       for (size_t to = 0; to < between.size(); ++to) {
-        links[from] += static_cast<double>(between[from][to]);
-        if (rack_of[from] != rack_of[to]) uplinks[rack_of[from]] += static_cast<double>(between[from][to]);
+        const auto bytes = static_cast<double>(between[from][to]);
+        links[from].out += bytes;
+        links[to].in += bytes;
+        if (rack_of[from] == rack_of[to]) continue;
+        uplinks[rack_of[from]].out += bytes;
+        uplinks[rack_of[to]].in += bytes;
       }
     }
     for (size_t rack = 0; rack < uplinks.size(); ++rack) {
-      EXPECT_NEAR(uplinks[rack], cost.links.of_uplinks[rack], 0.05 * cost.links.of_uplinks[rack]);
+      EXPECT_NEAR(uplinks[rack].most(), cost.links.of_uplinks[rack], 0.05 * cost.links.of_uplinks[rack]);
     }
     for (size_t node = 0; node < links.size(); ++node) {
-      EXPECT_NEAR(links[node], cost.links.of_nodes[node], 0.05 * cost.links.of_nodes[node]);
+      EXPECT_NEAR(links[node].most(), cost.links.of_nodes[node], 0.05 * cost.links.of_nodes[node]);
     }
     int64_t memory_bytes = 0;
     for (const Traffic& rank : traffic) {
@@ -125,23 +147,29 @@ TEST(RacksTest, UplinksCarryTheLowerBoundAndCostsAreWhatTheFormulaSays) {
   }
 }
 
+TEST(RacksTest, UplinksCarryTheLowerBoundAndCostsAreWhatTheFormulaSays) {
+  for (const char* name : kStaged) expect_cost(*find_algorithm(name));
+}
+
 // Ranks in order within a node, nodes in order within a rack, then racks in order; divided once, at the end.
-TEST(RacksTest, AddsInAFixedOrderAndGivesAllRanksTheSameBits) {
+void expect_order(const Algorithm& algorithm) {
   for (const Racks& racks : many_racks()) {
     const CollectiveShape shape = shape_of(racks, 1537);
-    const SimulatedCollective collective(all_reduce_racks(), shape);
+    const SimulatedCollective collective(algorithm, shape);
+    const bool has_blocks = algorithm.op == OpKind::kReduceScatter;
+    const int64_t numel = (has_blocks ? shape.world_size : 1) * shape.numel;
     SCOPED_TRACE(collective.describe());
     std::mt19937_64 random(5);
-    std::vector<std::vector<float>> inputs(shape.world_size, std::vector<float>(shape.numel));
+    std::vector<std::vector<float>> inputs(shape.world_size, std::vector<float>(numel));
     for (auto& input : inputs) {
       for (float& value : input)
         value = std::ldexp(static_cast<float>(random() % 1000), static_cast<int>(random() % 20));
     }
     for (int32_t rank = 0; rank < shape.world_size; ++rank) {
-      std::memcpy(collective.tensors()[rank].inputs[0].data(), inputs[rank].data(), 4 * shape.numel);
+      std::memcpy(collective.tensors()[rank].inputs[0].data(), inputs[rank].data(), 4 * numel);
     }
-    std::vector<float> expected(shape.numel);
-    for (int64_t i = 0; i < shape.numel; ++i) {
+    std::vector<float> expected(numel);
+    for (int64_t i = 0; i < numel; ++i) {
       for (size_t rack = 0; rack < racks.racks.size(); ++rack) {
         float of_rack = 0;
         for (size_t n = 0; n < racks.racks[rack].size(); ++n) {
@@ -159,9 +187,15 @@ TEST(RacksTest, AddsInAFixedOrderAndGivesAllRanksTheSameBits) {
     operation.factor = static_cast<double>(shape.world_size);
     simulate(simulator_options(shape), {operation});
     for (int32_t rank = 0; rank < shape.world_size; ++rank) {
-      EXPECT_EQ(std::memcmp(collective.tensors()[rank].outputs[0].data(), expected.data(), 4 * expected.size()), 0);
+      const float* of_rank = expected.data() + (has_blocks ? rank * shape.numel : 0);
+      EXPECT_EQ(std::memcmp(collective.tensors()[rank].outputs[0].data(), of_rank, 4 * shape.numel), 0);
     }
   }
+}
+
+TEST(RacksTest, AddsInAFixedOrderAndGivesAllRanksTheSameBits) {
+  expect_order(*find_algorithm("all_reduce_racks"));
+  expect_order(*find_algorithm("reduce_scatter_racks"));
 }
 
 TEST(RacksTest, IsChosenWhereUplinksAreSlowOrNodesAreMany) {
@@ -178,7 +212,17 @@ TEST(RacksTest, IsChosenWhereUplinksAreSlowOrNodesAreMany) {
   EXPECT_EQ(select_algorithm(spec, {}, model).name, "all_reduce_hierarchical");
   model.uplink_bytes_per_us = {6.25, 6.25};
   EXPECT_EQ(select_algorithm(spec, {}, model).name, "all_reduce_racks");
+  spec.op = OpKind::kReduceScatter;
+  EXPECT_EQ(select_algorithm(spec, {}, model).name, "reduce_scatter_racks");
+  spec.op = OpKind::kAllGather;
+  spec.has_node_output = true;
+  EXPECT_EQ(select_algorithm(spec, {}, model).name, "all_gather_racks");
+  EXPECT_EQ(select_direct_algorithm(spec, {}, model)->name, "all_gather_racks_per_node");
   spec.bytes = 8;
+  EXPECT_EQ(select_algorithm(spec, {}, model).name, "all_gather_hierarchical");
+  EXPECT_NE(select_direct_algorithm(spec, "all_gather_per_node", model), nullptr);
+  spec.op = OpKind::kAllReduce;
+  spec.has_node_output = false;
   EXPECT_EQ(select_algorithm(spec, {}, model).name, "all_reduce_hierarchical_one_shot");
   spec.racks = {{0, 1}, {2}};
   EXPECT_THROW(plan_all_reduce_racks(spec), std::invalid_argument);

@@ -1,0 +1,145 @@
+// All-gather over racks: each block goes over the uplink of every other rack once, to a node that passes it on to the
+// others of its rack.
+//
+// The links of nodes carry what they do when all nodes exchange directly. An uplink into a rack of k of m nodes carries
+// the others' blocks, the lower bound, and not k times as much.
+//
+// In slot t of the pipeline a rank
+//   receives what its node relays of chunk t - 1, and sends it to the others of the rack,
+//   sends its piece of chunk t,
+//   copies chunk t - 3 out,
+//   stages its own piece, what it relayed and what it receives from its rack of chunk t - 2.
+// The ranks of a node that share one output receive into it (all_gather_racks_per_node), with the same messages, so
+// that each node may do the one or the other: see all_gather_hierarchical.cpp.
+#include <algorithm>
+#include <ranges>
+#include <vector>
+
+#include "backend/collectives/phases/internode_phases.h"
+#include "backend/collectives/phases/node_phases.h"
+#include "backend/collectives/phases/rack_relays.h"
+#include "backend/collectives/schedule/algorithms.h"
+#include "backend/collectives/schedule/chunk_layout.h"
+#include "backend/collectives/schedule/direct.h"
+#include "backend/collectives/schedule/placement.h"
+#include "backend/collectives/schedule/steps.h"
+
+namespace zeropg {
+
+namespace {
+
+constexpr int32_t kChunksUnderWay = 3;
+
+// `has_staging`: what comes in is staged for all ranks of the node; otherwise it is received where it goes to.
+void add_pipeline(Schedule& schedule, const CollectiveSpec& spec, const BlockPieces& pieces, bool has_staging) {
+  const Placement placement(spec);
+  const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
+  const SlotLayout slots(layout);
+  const NodeLayout in_node{placement, layout, slots};
+  const InternodePhases between(spec, placement, layout);
+  const int32_t node = placement.node();
+  const RackRelays relays(spec, node);
+  const std::vector<int32_t> relayed = relays.relayed_by(node);
+  const auto stage = [&](int32_t lag) { return PipelineStage(schedule, lag, pieces.chunks.count); };
+  const std::vector<Extent> outputs =
+      extents_of_blocks(spec, placement, layout, pieces.chunks, schedule.is_direct ? node_output_block : output_block);
+  const int64_t first_place = layout.own_slice(node).offset_bytes;
+  const Region own_input = with_stride(input(0), pieces.chunks.bytes);
+  const auto own_piece = [&](int64_t place) { return advance(own_input, place - first_place); };
+  const auto arrival = [&](int32_t part, int64_t place) {
+    return has_staging ? slots.staged(spec.rank, part, place) : tensor_at(outputs, place);
+  };
+  // The slot still holds an older chunk when what is relayed comes in, so that waits in scratch, for two chunks.
+  const int64_t slice_bytes = part_count(layout.largest_own_slice_bytes(), kCacheLineBytes) * kCacheLineBytes;
+  const int64_t relayed_bytes = static_cast<int64_t>(relayed.size()) * slice_bytes;
+  const auto relay = [&](size_t index, int64_t place) {
+    const int32_t part = relayed[index];
+    if (!has_staging) return arrival(part, place);
+    const int64_t in_slice = place - layout.own_slice(part).offset_bytes;
+    return Region{.space = Space::kScratch,
+                  .offset_bytes = static_cast<int64_t>(index) * slice_bytes + in_slice,
+                  .stride_bytes = relayed_bytes};
+  };
+  if (has_staging) schedule.scratch_bytes = 2 * relayed_bytes;
+
+  if (!schedule.is_direct) add_barrier(stage(3));
+  for (size_t index = relayed.size(); index-- > 0;) {
+    between.receive_slice(stage(1), relayed[index], relayed[index], outputs,
+                          [&](int64_t place) { return relay(index, place); });
+  }
+  for (const int32_t near : relays.near_nodes()) {
+    for (size_t index = 0; index < relayed.size(); ++index) {
+      between.send_slice(stage(1), relayed[index], near, outputs, [&](int64_t place) { return relay(index, place); });
+    }
+  }
+  for (const int32_t rack : relays.other_racks()) {
+    between.send_slice(stage(0), node, relays.relay_for(node, rack), outputs, own_piece);
+  }
+  for (const int32_t near : relays.near_nodes()) between.send_slice(stage(0), node, near, outputs, own_piece);
+  if (has_staging) copy_out(stage(3), outputs, in_node);
+  add_copy(stage(2), arrival(node, first_place), own_piece(first_place), pieces.chunks);
+  for (size_t index = 0; has_staging && index < relayed.size(); ++index) {
+    for (const Extent& extent : cut(outputs, layout.own_slice(relayed[index]))) {
+      const int64_t place = extent.places.offset_bytes;
+      add_copy(stage(2), arrival(relayed[index], place), relay(index, place), extent.bytes());
+    }
+  }
+  for (const int32_t near : std::views::reverse(relays.near_nodes())) {
+    std::vector<int32_t> parts = relays.relayed_by(near);
+    parts.insert(parts.begin(), near);
+    for (const int32_t part : parts) {
+      between.receive_slice(stage(2), part, near, outputs, [&](int64_t place) { return arrival(part, place); });
+    }
+  }
+}
+
+}  // namespace
+
+bool supports_all_gather_racks(const CollectiveSpec& spec) { return can_relay_blocks(spec, kChunksUnderWay); }
+
+Schedule plan_all_gather_racks(const CollectiveSpec& spec) {
+  const BlockPieces pieces = cut_relayed_blocks(spec, kChunksUnderWay);
+  Schedule schedule = make_schedule("all_gather_racks", pieces.chunks.count);
+  if (pieces.chunks.count == 0) return schedule;
+  add_barrier(schedule);
+  const Placement placement(spec);
+  // Note [Alone on a node] in internode_phases.h
+  add_pipeline(schedule, spec, pieces, /*has_staging=*/placement.node_size(placement.node()) > 1);
+  return schedule;
+}
+
+Cost cost_all_gather_racks(const CollectiveSpec& spec) {
+  const double chunks = cut_relayed_blocks(spec, kChunksUnderWay).chunks.count;
+  int32_t relayed = 0;
+  for (const RelayLoad& load : relay_loads(spec)) relayed = std::max(relayed, load.nodes);
+  const LinkBytes links = bytes_of_relayed_blocks(spec);
+  return {.barriers = 1.0 + chunks,
+          // Alone, a rank copies its own block and receives the others' in place.
+          .memory_bytes = (are_all_alone(spec) ? 2.0 : 2.0 * (spec.world_size + 1 + relayed)) * spec.bytes,
+          .network_hops = spec.bytes == 0 ? 0 : 2.0,
+          .network_bytes = *std::max_element(links.of_nodes.begin(), links.of_nodes.end()),
+          .links = links,
+          .messages = messages_of_relayed_blocks(spec) * chunks};
+}
+
+bool supports_all_gather_racks_per_node(const CollectiveSpec& spec) {
+  return spec.has_node_output && !spec.output_is_list && supports_all_gather_racks(spec);
+}
+
+Schedule plan_all_gather_racks_per_node(const CollectiveSpec& spec) {
+  const BlockPieces pieces = cut_relayed_blocks(spec, kChunksUnderWay);
+  Schedule schedule = make_direct_schedule("all_gather_racks_per_node");
+  add_pipeline(schedule, spec, pieces, /*has_staging=*/false);
+  begin_loop(schedule);
+  add_barrier(schedule);  // what the other ranks of the node have received is there
+  return schedule;
+}
+
+Cost cost_all_gather_racks_per_node(const CollectiveSpec& spec) {
+  Cost cost = cost_all_gather_racks(spec);
+  cost.barriers = 2;
+  cost.memory_bytes = 2.0 * spec.bytes;  // the own block; all others are received in place
+  return cost;
+}
+
+}  // namespace zeropg
