@@ -1,9 +1,11 @@
 // Broadcast over several nodes: chunks go from node to node, each rank carrying its slice, and through staging inside.
 //
 // `broadcast_tree` is binomial, log2(m) messages deep; `broadcast_chain` passes chunks from each node to the next, so
-// that every link carries the tensor once, which is right when there are many chunks. No rank waits in a circle: the
-// receives of a chunk wait for sends nearer to the root, a send for receives of the chunk before.
+// that every link carries the tensor once, which is right when there are many chunks. Nodes of a rack follow each
+// other, so that the chain enters and leaves each rack once. No rank waits in a circle: the receives of a chunk wait
+// for sends nearer to the root, a send for receives of the chunk before.
 #include <algorithm>
+#include <numeric>
 #include <string_view>
 #include <vector>
 
@@ -41,15 +43,32 @@ Tree chain(int32_t node, int32_t count) {
   return tree;
 }
 
+// All nodes, from the root's on, rack by rack.
+std::vector<int32_t> order_from(const CollectiveSpec& spec, int32_t root_node) {
+  std::vector<std::vector<int32_t>> racks = spec.racks;
+  if (racks.empty()) {
+    racks.emplace_back(node_count(spec));
+    std::iota(racks[0].begin(), racks[0].end(), 0);
+  }
+  const auto has_root = [&](const std::vector<int32_t>& rack) {
+    return std::ranges::find(rack, root_node) != rack.end();
+  };
+  std::rotate(racks.begin(), std::ranges::find_if(racks, has_root), racks.end());
+  std::rotate(racks[0].begin(), std::ranges::find(racks[0], root_node), racks[0].end());
+  std::vector<int32_t> order;
+  for (const std::vector<int32_t>& rack : racks) order.insert(order.end(), rack.begin(), rack.end());
+  return order;
+}
+
 Schedule plan(std::string_view name, const CollectiveSpec& spec, Tree (*tree_of)(int32_t, int32_t)) {
   const WholeChunks sizes = cut_whole(spec, kMessagesUnderWay);
   const Placement placement(spec);
   const ChunkLayout layout = ChunkLayout::of_one_part(placement, sizes.chunks.bytes, sizes.alignment);
   const int32_t root_node = placement.node_of(spec.root);
-  const int32_t nodes = placement.node_count();
   const bool is_at_root = placement.node() == root_node;
-  const auto absolute = [&](int32_t node) { return (node + root_node) % nodes; };
-  const Tree tree = tree_of((placement.node() - root_node + nodes) % nodes, nodes);
+  const std::vector<int32_t> order = order_from(spec, root_node);
+  const auto position = std::ranges::find(order, placement.node()) - order.begin();
+  const Tree tree = tree_of(static_cast<int32_t>(position), placement.node_count());
   const InternodePhases between(spec, placement, layout);
   Schedule schedule = make_schedule(name, sizes.chunks.count);
   if (sizes.chunks.count == 0) return schedule;
@@ -60,7 +79,7 @@ Schedule plan(std::string_view name, const CollectiveSpec& spec, Tree (*tree_of)
   const auto own_slice = [&](int64_t place) { return staging(slot_of(placement.local_rank()), 0, place); };
   const auto pass_on = [&](PipelineStage at) {
     std::vector<int32_t> children;
-    for (const int32_t child : tree.children) children.push_back(absolute(child));
+    for (const int32_t child : tree.children) children.push_back(order[child]);
     between.send_completed(at, children, outputs, own_slice);
   };
   add_barrier({schedule, 0, sizes.chunks.count + 1});
@@ -74,7 +93,7 @@ Schedule plan(std::string_view name, const CollectiveSpec& spec, Tree (*tree_of)
   if (spec.rank == spec.root) {
     add_copy(stage(0), staging(spec.root, 0, 0), with_stride(input(0), sizes.chunks.bytes), sizes.chunks);
   } else if (!is_at_root) {
-    between.receive_completed(stage(0), absolute(tree.parent), outputs, own_slice);
+    between.receive_completed(stage(0), order[tree.parent], outputs, own_slice);
     pass_on(stage(0));
   }
   return schedule;

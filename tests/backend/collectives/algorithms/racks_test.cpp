@@ -151,6 +151,26 @@ TEST(RacksTest, UplinksCarryTheLowerBoundAndCostsAreWhatTheFormulaSays) {
   for (const char* name : kStaged) expect_cost(*find_algorithm(name));
 }
 
+TEST(RacksTest, ChainsOfABroadcastEnterAndLeaveEachRackOnce) {
+  for (const Racks& racks : many_racks()) {
+    for (int32_t root = 0; root < shape_of(racks, 0).world_size; ++root) {
+      CollectiveShape shape = shape_of(racks, 9000);
+      shape.root = root;
+      const SimulatedCollective collective(*find_algorithm("broadcast_chain"), shape);
+      SCOPED_TRACE(collective.describe());
+      const std::vector<Traffic> traffic = simulate(simulator_options(shape), {collective.operation()});
+      collective.expect_outputs();
+      const auto between = bytes_between_nodes(traffic, racks.nodes);
+      const std::vector<int32_t> rack_of = rack_of_nodes(collective.specs()[0]);
+      int64_t crossing = 0;
+      for (size_t from = 0; from < between.size(); ++from) {
+        for (size_t to = 0; to < between.size(); ++to) crossing += rack_of[from] != rack_of[to] ? between[from][to] : 0;
+      }
+      EXPECT_EQ(crossing, (static_cast<int64_t>(racks.racks.size()) - 1) * 9000);
+    }
+  }
+}
+
 // Ranks in order within a node, nodes in order within a rack, then racks in order; divided once, at the end.
 void expect_order(const Algorithm& algorithm) {
   for (const Racks& racks : many_racks()) {

@@ -64,7 +64,7 @@ CASES = {
         "2 racks x 2 nodes, 200 Mbit/s, uplinks 50",
         _ONE_EACH,
         (_SLOW,) * 4,
-        _each(_LARGE),
+        _THREE,
         racks=2,
         uplink="50mbit",
     ),
