@@ -5,14 +5,13 @@
 // the others' blocks, the lower bound, and not k times as much.
 //
 // In slot t of the pipeline a rank
-//   receives what its node relays of chunk t - 1, and sends it to the others of the rack,
-//   sends its piece of chunk t,
+//   receives what its node relays of chunk t - 1, and sends it and its own piece to the others of the rack,
+//   sends its piece of chunk t to other racks,
 //   copies chunk t - 3 out,
 //   stages its own piece, what it relayed and what it receives from its rack of chunk t - 2.
 // The ranks of a node that share one output receive into it (all_gather_racks_per_node), with the same messages, so
 // that each node may do the one or the other: see all_gather_hierarchical.cpp.
 #include <algorithm>
-#include <ranges>
 #include <vector>
 
 #include "backend/collectives/phases/internode_phases.h"
@@ -28,13 +27,11 @@ namespace zeropg {
 
 namespace {
 
-constexpr int32_t kChunksUnderWay = 3;
-
 // `has_staging`: what comes in is staged for all ranks of the node; otherwise it is received where it goes to.
 void add_pipeline(Schedule& schedule, const CollectiveSpec& spec, const BlockPieces& pieces, bool has_staging) {
   const Placement placement(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
-  const SlotLayout slots(layout);
+  const SlotLayout slots(placement, layout, network_slot_bytes(spec));
   const NodeLayout in_node{placement, layout, slots};
   const InternodePhases between(spec, placement, layout);
   const int32_t node = placement.node();
@@ -52,54 +49,59 @@ void add_pipeline(Schedule& schedule, const CollectiveSpec& spec, const BlockPie
   // The slot still holds an older chunk when what is relayed comes in, so that waits in scratch, for two chunks.
   const int64_t slice_bytes = part_count(layout.largest_own_slice_bytes(), kCacheLineBytes) * kCacheLineBytes;
   const int64_t relayed_bytes = static_cast<int64_t>(relayed.size()) * slice_bytes;
-  const auto relay = [&](size_t index, int64_t place) {
-    const int32_t part = relayed[index];
+  const auto relay = [&](int32_t part, int64_t place) {
     if (!has_staging) return arrival(part, place);
+    const int64_t index = std::ranges::find(relayed, part) - relayed.begin();
     const int64_t in_slice = place - layout.own_slice(part).offset_bytes;
-    return Region{.space = Space::kScratch,
-                  .offset_bytes = static_cast<int64_t>(index) * slice_bytes + in_slice,
-                  .stride_bytes = relayed_bytes};
+    return Region{
+        .space = Space::kScratch, .offset_bytes = index * slice_bytes + in_slice, .stride_bytes = relayed_bytes};
   };
   if (has_staging) schedule.scratch_bytes = 2 * relayed_bytes;
 
-  if (!schedule.is_direct) add_barrier(stage(3));
-  for (size_t index = relayed.size(); index-- > 0;) {
-    between.receive_slice(stage(1), relayed[index], relayed[index], outputs,
-                          [&](int64_t place) { return relay(index, place); });
-  }
-  for (const int32_t near : relays.near_nodes()) {
-    for (size_t index = 0; index < relayed.size(); ++index) {
-      between.send_slice(stage(1), relayed[index], near, outputs, [&](int64_t place) { return relay(index, place); });
+  for (int32_t group = 0; group < slots.group_count(); ++group) {
+    const bool is_first = group == 0;
+    if (!schedule.is_direct) add_barrier(stage(is_first ? 3 : 2));
+    if (is_first) {
+      for (size_t index = relayed.size(); index-- > 0;) {
+        between.receive_slice(stage(1), relayed[index], relayed[index], outputs,
+                              [&](int64_t place) { return relay(relayed[index], place); });
+      }
+      for (const int32_t near : relays.near_nodes()) {
+        for (const int32_t part : relays.parts_as_seen_by(near)) {
+          between.send_slice(stage(1), part, near, outputs,
+                             [&](int64_t place) { return part == node ? own_piece(place) : relay(part, place); });
+        }
+      }
+      for (const int32_t rack : relays.other_racks()) {
+        between.send_slice(stage(0), node, relays.relay_for(node, rack), outputs, own_piece);
+      }
     }
-  }
-  for (const int32_t rack : relays.other_racks()) {
-    between.send_slice(stage(0), node, relays.relay_for(node, rack), outputs, own_piece);
-  }
-  for (const int32_t near : relays.near_nodes()) between.send_slice(stage(0), node, near, outputs, own_piece);
-  if (has_staging) copy_out(stage(3), outputs, in_node);
-  add_copy(stage(2), arrival(node, first_place), own_piece(first_place), pieces.chunks);
-  for (size_t index = 0; has_staging && index < relayed.size(); ++index) {
-    for (const Extent& extent : cut(outputs, layout.own_slice(relayed[index]))) {
-      const int64_t place = extent.places.offset_bytes;
-      add_copy(stage(2), arrival(relayed[index], place), relay(index, place), extent.bytes());
+    if (has_staging) {
+      copy_out(stage(is_first ? 3 : 2), outputs, in_node, false, is_first ? slots.group_count() - 1 : group - 1);
     }
-  }
-  for (const int32_t near : std::views::reverse(relays.near_nodes())) {
-    std::vector<int32_t> parts = relays.relayed_by(near);
-    parts.insert(parts.begin(), near);
-    for (const int32_t part : parts) {
-      between.receive_slice(stage(2), part, near, outputs, [&](int64_t place) { return arrival(part, place); });
+    if (slots.group_of(node) == group) {
+      add_copy(stage(2), arrival(node, first_place), own_piece(first_place), pieces.chunks);
+    }
+    for (const int32_t part : slots.other_nodes(placement, group)) {
+      if (const int32_t from = relays.near_end(part); from != node) {
+        between.receive_slice(stage(2), part, from, outputs, [&](int64_t place) { return arrival(part, place); });
+        continue;
+      }
+      for (const Extent& extent : cut(outputs, layout.own_slice(part))) {
+        const int64_t place = extent.places.offset_bytes;
+        if (has_staging) add_copy(stage(2), arrival(part, place), relay(part, place), extent.bytes());
+      }
     }
   }
 }
 
 }  // namespace
 
-bool supports_all_gather_racks(const CollectiveSpec& spec) { return can_relay_blocks(spec, kChunksUnderWay); }
+bool supports_all_gather_racks(const CollectiveSpec& spec) { return can_relay_blocks(spec); }
 
 Schedule plan_all_gather_racks(const CollectiveSpec& spec) {
-  const BlockPieces pieces = cut_relayed_blocks(spec, kChunksUnderWay);
-  Schedule schedule = make_schedule("all_gather_racks", pieces.chunks.count);
+  const BlockPieces pieces = cut_relayed_blocks(spec);
+  Schedule schedule = make_schedule("all_gather_racks", pieces.chunks.count * group_count(spec, pieces));
   if (pieces.chunks.count == 0) return schedule;
   add_barrier(schedule);
   const Placement placement(spec);
@@ -109,11 +111,12 @@ Schedule plan_all_gather_racks(const CollectiveSpec& spec) {
 }
 
 Cost cost_all_gather_racks(const CollectiveSpec& spec) {
-  const double chunks = cut_relayed_blocks(spec, kChunksUnderWay).chunks.count;
+  const BlockPieces pieces = cut_relayed_blocks(spec);
+  const double chunks = pieces.chunks.count;
   int32_t relayed = 0;
   for (const RelayLoad& load : relay_loads(spec)) relayed = std::max(relayed, load.nodes);
   const LinkBytes links = bytes_of_relayed_blocks(spec);
-  return {.barriers = 1.0 + chunks,
+  return {.barriers = 1.0 + chunks * group_count(spec, pieces),
           // Alone, a rank copies its own block and receives the others' in place.
           .memory_bytes = (are_all_alone(spec) ? 2.0 : 2.0 * (spec.world_size + 1 + relayed)) * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : 2.0,
@@ -127,7 +130,7 @@ bool supports_all_gather_racks_per_node(const CollectiveSpec& spec) {
 }
 
 Schedule plan_all_gather_racks_per_node(const CollectiveSpec& spec) {
-  const BlockPieces pieces = cut_relayed_blocks(spec, kChunksUnderWay);
+  const BlockPieces pieces = cut_relayed_blocks(spec);
   Schedule schedule = make_direct_schedule("all_gather_racks_per_node");
   add_pipeline(schedule, spec, pieces, /*has_staging=*/false);
   begin_loop(schedule);

@@ -24,37 +24,38 @@ namespace zeropg {
 
 namespace {
 
-constexpr int32_t kChunksUnderWay = 2;
-
 class Plan {
  public:
   explicit Plan(const CollectiveSpec& spec)
       : spec_(spec),
-        pieces_(cut_relayed_blocks(spec, kChunksUnderWay)),
+        pieces_(cut_relayed_blocks(spec)),
         placement_(spec),
         layout_(ChunkLayout::of_blocks(placement_, pieces_.chunks.bytes, pieces_.alignment)),
         between_(spec, placement_, layout_),
         relays_(spec, placement_.node()),
         parts_(relays_.relayed_by(placement_.node())),
         inputs_(extents_of_blocks(spec, placement_, layout_, pieces_.chunks, input_block)),
+        slots_(placement_, layout_, network_slot_bytes(spec)),
         slice_bytes_(part_count(layout_.largest_own_slice_bytes(), kCacheLineBytes) * kCacheLineBytes),
-        schedule_(make_schedule("reduce_scatter_racks", pieces_.chunks.count)) {
+        schedule_(make_schedule("reduce_scatter_racks", pieces_.chunks.count * slots_.group_count())) {
     parts_.insert(parts_.begin(), placement_.node());
   }
 
   Schedule run() && {
     if (pieces_.chunks.count == 0) return std::move(schedule_);
-    const SlotLayout slots(layout_);
-    const NodeLayout in_node{placement_, layout_, slots};
+    const NodeLayout in_node{placement_, layout_, slots_};
     const auto partial = [&](int32_t part, int64_t place) { return between_.partial(part, place); };
     const auto sources = static_cast<int64_t>(relays_.nodes().size());
     const auto parts = static_cast<int64_t>(parts_.size());
     schedule_.scratch_bytes = between_.scratch_bytes() + ((2 + sources) * parts + relays_.rack_count()) * slice_bytes_;
 
-    add_barrier(stage(1));
-    reduce_in_node(stage(1), inputs_, in_node, partial);
-    send_partials();
-    stage_inputs(stage(0), inputs_, in_node);
+    for (int32_t group = 0; group < slots_.group_count(); ++group) {
+      const bool is_last = group + 1 == slots_.group_count();
+      add_barrier(stage(1));
+      reduce_in_node(stage(1), inputs_, in_node, partial, ReduceScope::kOfRanks, group);
+      send_partials(group);
+      stage_inputs(stage(is_last ? 0 : 1), inputs_, in_node, is_last ? 0 : group + 1);
+    }
     sum_rack();
     send_sums();
     complete();
@@ -64,13 +65,10 @@ class Plan {
  private:
   PipelineStage stage(int32_t lag) { return {schedule_, lag, pieces_.chunks.count}; }
 
-  void send_partials() {
-    for (const int32_t near : relays_.near_nodes()) {
-      std::vector<int32_t> parts = relays_.relayed_by(near);
-      parts.insert(parts.begin(), near);
-      for (const int32_t part : parts) {
-        between_.send_slice(stage(1), part, near, inputs_,
-                            [&](int64_t place) { return between_.partial(part, place); });
+  void send_partials(int32_t group) {
+    for (const int32_t part : slots_.other_nodes(placement_, group)) {
+      if (const int32_t to = relays_.near_end(part); to != placement_.node()) {
+        between_.send_slice(stage(1), part, to, inputs_, [&](int64_t place) { return between_.partial(part, place); });
       }
     }
   }
@@ -78,9 +76,10 @@ class Plan {
   void sum_rack() {
     const std::vector<int32_t>& nodes = relays_.nodes();
     for (const int32_t near : std::views::reverse(relays_.near_nodes())) {
-      const auto source = std::find(nodes.begin(), nodes.end(), near) - nodes.begin();
-      for (size_t index = 0; index < parts_.size(); ++index) {
-        between_.receive_slice(stage(2), parts_[index], near, inputs_,
+      const auto source = std::ranges::find(nodes, near) - nodes.begin();
+      for (const int32_t part : relays_.parts_as_seen_by(near)) {
+        const size_t index = std::ranges::find(parts_, part) - parts_.begin();
+        between_.receive_slice(stage(2), part, near, inputs_,
                                [&](int64_t place) { return of_node(source, index, place); });
       }
     }
@@ -149,13 +148,14 @@ class Plan {
   const RackRelays relays_;
   std::vector<int32_t> parts_;  // the own one, then those that this node relays
   const std::vector<Extent> inputs_;
+  const SlotLayout slots_;
   const int64_t slice_bytes_;  // room for any slice of this rank
   Schedule schedule_;
 };
 
 }  // namespace
 
-bool supports_reduce_scatter_racks(const CollectiveSpec& spec) { return can_relay_blocks(spec, kChunksUnderWay); }
+bool supports_reduce_scatter_racks(const CollectiveSpec& spec) { return can_relay_blocks(spec); }
 
 Schedule plan_reduce_scatter_racks(const CollectiveSpec& spec) { return Plan(spec).run(); }
 
@@ -164,7 +164,8 @@ Schedule plan_reduce_scatter_racks(const CollectiveSpec& spec) { return Plan(spe
 Cost cost_reduce_scatter_racks(const CollectiveSpec& spec) {
   const double total_bytes = static_cast<double>(spec.world_size) * spec.bytes;
   const double local = largest_node_size(spec);
-  const double chunks = cut_relayed_blocks(spec, kChunksUnderWay).chunks.count;
+  const BlockPieces pieces = cut_relayed_blocks(spec);
+  const double chunks = pieces.chunks.count;
   const LinkBytes links = bytes_of_relayed_blocks(spec);
   const std::vector<RelayLoad> loads = relay_loads(spec);
   double added = 0;
@@ -173,7 +174,7 @@ Cost cost_reduce_scatter_racks(const CollectiveSpec& spec) {
     for (const int32_t node : rack) added = std::max(added, (1.0 + loads[node].nodes) * (sources + 1));
   }
   added += static_cast<double>(spec.racks.size()) + 1;
-  return {.barriers = std::max<double>(1, chunks),
+  return {.barriers = std::max<double>(1, chunks * group_count(spec, pieces)),
           .memory_bytes = (3 - 1 / local) * total_bytes + added * static_cast<double>(spec.bytes),
           .network_hops = spec.bytes == 0 ? 0 : 2.0,
           .network_bytes = *std::max_element(links.of_nodes.begin(), links.of_nodes.end()),

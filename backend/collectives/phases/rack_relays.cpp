@@ -8,12 +8,14 @@ namespace zeropg {
 
 namespace {
 
-int32_t messages_under_way(const CollectiveSpec& spec, int32_t chunks_under_way) {
+constexpr int32_t kChunksUnderWay = 2;
+
+int32_t messages_under_way(const CollectiveSpec& spec) {
   int32_t most_relayed = 0;
   for (const RelayLoad& load : relay_loads(spec)) most_relayed = std::max(most_relayed, load.nodes);
   // A part has a piece for each rank of its node, and at least the ranks of the larger of two nodes share it.
   const int32_t pieces = (largest_node_size(spec) - 1) / second_smallest_node_size(spec) + 1;
-  return chunks_under_way * (1 + most_relayed) * pieces;
+  return kChunksUnderWay * (1 + most_relayed) * pieces;
 }
 
 }  // namespace
@@ -44,6 +46,14 @@ std::vector<int32_t> RackRelays::relayed_by(int32_t node) const {
   return relayed;
 }
 
+std::vector<int32_t> RackRelays::parts_as_seen_by(int32_t near) const {
+  const auto nodes = static_cast<int32_t>(rack_of_.size());
+  std::vector<int32_t> parts = relayed_by(node_);
+  parts.push_back(node_);
+  std::ranges::sort(parts, {}, [&](int32_t part) { return (part - near - 1 + nodes) % nodes; });
+  return parts;
+}
+
 std::vector<RelayLoad> relay_loads(const CollectiveSpec& spec) {
   std::vector<RelayLoad> loads(spec.racks.empty() ? 0 : spec.nodes.size());
   for (size_t rack = 0; rack < spec.racks.size(); ++rack) {
@@ -59,18 +69,12 @@ std::vector<RelayLoad> relay_loads(const CollectiveSpec& spec) {
   return loads;
 }
 
-bool can_relay_blocks(const CollectiveSpec& spec, int32_t chunks_under_way) {
+bool can_relay_blocks(const CollectiveSpec& spec) {
   return spec.racks.size() > 1 && spec.codec == nullptr && spec.window_bytes > 0 &&
-         can_exchange(spec, spec.world_size, messages_under_way(spec, chunks_under_way));
+         can_exchange(spec, spec.world_size, messages_under_way(spec));
 }
 
-BlockPieces cut_relayed_blocks(const CollectiveSpec& spec, int32_t chunks_under_way) {
-  const int32_t under_way = messages_under_way(spec, chunks_under_way);
-  const int64_t alignment = exchange_alignment(spec, spec.world_size, under_way);
-  const int64_t in_slot = network_chunk_bytes(spec, spec.world_size * spec.bytes, alignment) / spec.world_size;
-  const int64_t most = std::min(in_slot, largest_message_bytes(spec, under_way, alignment));
-  return {alignment, equal_chunks(spec.bytes, std::max(most / alignment, int64_t{1}) * alignment, alignment)};
-}
+BlockPieces cut_relayed_blocks(const CollectiveSpec& spec) { return cut_blocks(spec, messages_under_way(spec)); }
 
 LinkBytes bytes_of_relayed_blocks(const CollectiveSpec& spec) {
   const auto block = static_cast<double>(spec.bytes);

@@ -28,6 +28,11 @@ class RackRelays {
   int32_t relay_for(int32_t node, int32_t rack) const;
   // The nodes of other racks that a node of the own one relays for, in order.
   std::vector<int32_t> relayed_by(int32_t node) const;
+  // Who of the own rack has to do with the part of any node: the node itself, or who relays for it.
+  int32_t near_end(int32_t node) const { return rack_of_[node] == rack() ? node : relay_for(node, rack()); }
+  // The own part and those that this node relays, in the order in which `near` goes through all: from behind its own
+  // on, as the groups of a slot do (slot_layout.h).
+  std::vector<int32_t> parts_as_seen_by(int32_t near) const;
 
  private:
   const std::vector<std::vector<int32_t>>& racks_;  // of the specification
@@ -45,10 +50,10 @@ struct RelayLoad {
 };
 std::vector<RelayLoad> relay_loads(const CollectiveSpec& spec);
 
-// Sizes of collectives of blocks over racks. A pair of ranks exchanges in each of `chunks_under_way` chunks what one of
-// their nodes relays beside its own part, so that much of it has to fit the window; and a chunk fits one slot.
-bool can_relay_blocks(const CollectiveSpec& spec, int32_t chunks_under_way);
-BlockPieces cut_relayed_blocks(const CollectiveSpec& spec, int32_t chunks_under_way);
+// Sizes of collectives of blocks over racks. A pair of ranks exchanges in each chunk what one of their nodes relays
+// beside its own part, so two chunks of that fit the window.
+bool can_relay_blocks(const CollectiveSpec& spec);
+BlockPieces cut_relayed_blocks(const CollectiveSpec& spec);
 
 // Of an all-gather; of a reduce-scatter, whose messages go the other way, likewise.
 LinkBytes bytes_of_relayed_blocks(const CollectiveSpec& spec);
