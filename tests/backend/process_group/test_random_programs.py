@@ -6,9 +6,11 @@ with programs that nobody has run.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
+from pathlib import Path
 
 import pytest
 
@@ -31,17 +33,26 @@ PLACES = {
     "5 ranks": (5, THIS_MACHINE),
     "2 hosts": (4, SeparateHosts(hosts=(0, 0, 1, 1))),
     "3 uneven hosts": (5, SeparateHosts(hosts=(0, 1, 0, 2, 1))),
+    "2 racks": (7, SeparateHosts(hosts=(0, 1, 2, 0, 3, 1, 4))),
     "4 domains": (4, SeparateDomains(domains=(0, 0, 1, 1))),
 }
+RACKS = [
+    {"name": name, "hosts": [f"host-{host}" for host in hosts], "node_gbps": 1.0, "uplink_gbps": 0.1}
+    for name, hosts in (("a", (0, 2, 4)), ("b", (1, 3)))
+]
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_random_programs_give_what_their_formulas_say(where: str) -> None:
+def test_random_programs_give_what_their_formulas_say(where: str, tmp_path: Path) -> None:
     world_size, place = PLACES[where]
+    env = {}
+    if "racks" in where:  # whose uplinks are said to be slow, so that algorithms over racks are chosen
+        env["ZEROPG_TOPOLOGY_FILE"] = str(tmp_path / "racks.json")
+        Path(env["ZEROPG_TOPOLOGY_FILE"]).write_text(json.dumps({"racks": RACKS}))
     seconds = float(os.environ.get("ZEROPG_PROGRAM_SECONDS", 0))
     seeds = [int(os.environ["ZEROPG_PROGRAM_SEED"])] if "ZEROPG_PROGRAM_SEED" in os.environ else [1, 2, 3]
     end = time.monotonic() + seconds
-    with RankPool(world_size, place=place) as ranks:
+    with RankPool(world_size, place=place, env=env) as ranks:
         for seed in seeds:
             run_one(ranks, seed)
         while time.monotonic() < end:
