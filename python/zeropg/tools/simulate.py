@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropg._native import _C
+from zeropg.tools.bench.nodes.bounds import all_reduce_seconds, blocks_seconds
 from zeropg.tools.command_line import make_parser
 from zeropg.tools.plot_simulated import plot_comparison
 from zeropg.tools.quantities import byte_count, plot_file, size
@@ -194,22 +195,21 @@ def _blocks(operation: str, world_size: int) -> int:
 def _bound_us(options: argparse.Namespace, total: int) -> float | None:
     """The least time that the nodes' links allow; None for one node and where no formula is known.
 
-    All-reduce: every node must send and receive the whole once, and 2 (nodes - 1) wholes must cross in all; the same
-    holds for racks and their uplinks. All-gather and reduce-scatter: a node receives (sends) what the others have.
-    Broadcast: each other node receives all.
+    All-reduce: every node must send and receive the whole once, and 2 (nodes - 1) wholes must cross in all. All-gather
+    and reduce-scatter: a node receives (sends) what the others have, and each block must cross to all others. Broadcast:
+    each other node receives all. The same holds for racks and their uplinks.
     """
-    speeds: list[float] = [1000 * gbps for gbps in options.node_gbps]
-    count, world_size = len(speeds), sum(options.placement)
-    if count == 1:
+    levels: list[tuple[list[float], list[int]]] = [([1000 * gbps for gbps in options.node_gbps], options.placement)]
+    if len(options.node_gbps) == 1:
         return None
+    if options.topology and len(options.topology.uplink_gbps) > 1:
+        ranks = [sum(options.placement[node] for node in nodes) for nodes in options.topology.nodes]
+        levels.append(([1000 * gbps for gbps in options.topology.uplink_gbps], ranks))
     if options.op == "all_reduce":
-        uplinks: list[float] = [1000 * gbps for gbps in options.topology.uplink_gbps] if options.topology else []
-        levels = [speeds] + ([uplinks] if len(uplinks) > 1 else [])
-        return max(max(total / min(level), 2 * (len(level) - 1) * total / sum(level)) for level in levels)
+        return max(all_reduce_seconds(total, rates) for rates, _ in levels)
     if options.op in ("all_gather", "reduce_scatter"):
-        others: list[float] = [total * (world_size - ranks) / world_size for ranks in options.placement]
-        return max(part / speed for part, speed in zip(others, speeds, strict=True))
-    return total / min(speeds) if options.op == "broadcast" else None
+        return max(blocks_seconds(total, rates, ranks) for rates, ranks in levels)
+    return max(total / min(rates) for rates, _ in levels) if options.op == "broadcast" else None
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:

@@ -5,8 +5,8 @@
 // the others' blocks, the lower bound, and not k times as much.
 //
 // In slot t of the pipeline a rank
-//   receives what its node relays of chunk t - 1, and sends it and its own piece to the others of the rack,
 //   sends its piece of chunk t to other racks,
+//   receives what its node relays of chunk t - 1, and sends it and its own piece to the others of the rack,
 //   copies chunk t - 3 out,
 //   stages its own piece, what it relayed and what it receives from its rack of chunk t - 2.
 // The ranks of a node that share one output receive into it (all_gather_racks_per_node), with the same messages, so
@@ -62,6 +62,10 @@ void add_pipeline(Schedule& schedule, const CollectiveSpec& spec, const BlockPie
     const bool is_first = group == 0;
     if (!schedule.is_direct) add_barrier(stage(is_first ? 3 : 2));
     if (is_first) {
+      // Before a chunk is waited for, so that uplinks always have the next one.
+      for (const int32_t rack : relays.other_racks()) {
+        between.send_slice(stage(0), node, relays.relay_for(node, rack), outputs, own_piece);
+      }
       for (size_t index = relayed.size(); index-- > 0;) {
         between.receive_slice(stage(1), relayed[index], relayed[index], outputs,
                               [&](int64_t place) { return relay(relayed[index], place); });
@@ -71,9 +75,6 @@ void add_pipeline(Schedule& schedule, const CollectiveSpec& spec, const BlockPie
           between.send_slice(stage(1), part, near, outputs,
                              [&](int64_t place) { return part == node ? own_piece(place) : relay(part, place); });
         }
-      }
-      for (const int32_t rack : relays.other_racks()) {
-        between.send_slice(stage(0), node, relays.relay_for(node, rack), outputs, own_piece);
       }
     }
     if (has_staging) {
