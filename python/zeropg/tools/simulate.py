@@ -196,8 +196,8 @@ def _bound_us(options: argparse.Namespace, total: int) -> float | None:
     """The least time that the nodes' links allow; None for one node and where no formula is known.
 
     All-reduce: every node must send and receive the whole once, and 2 (nodes - 1) wholes must cross in all. All-gather
-    and reduce-scatter: a node receives (sends) what the others have, and each block must cross to all others. Broadcast:
-    each other node receives all. The same holds for racks and their uplinks.
+    and reduce-scatter: a node receives (sends) what the others have, and each block must cross to all others.
+    Broadcast: each other node receives all. The same holds for racks and their uplinks.
     """
     levels: list[tuple[list[float], list[int]]] = [([1000 * gbps for gbps in options.node_gbps], options.placement)]
     if len(options.node_gbps) == 1:
