@@ -84,7 +84,7 @@ void GradientBucket::open(bool synchronize) {
 }
 
 void GradientBucket::launch() {
-  if (!is_active_) {
+  if (!is_active_ || !is_agreed_) {
     return;
   }
   if (!gradient_.is_open()) {

@@ -24,6 +24,10 @@ class GradientBucket {
   // The flat parameter has become trainable. Until then the bucket takes part in nothing.
   void activate();
   bool is_active() const { return is_active_; }
+  // All ranks have said that it is active. Until then it is not sent: a rank where it is still frozen sends nothing,
+  // and what it sends next would meet this bucket.
+  void agree() { is_agreed_ = true; }
+  bool is_agreed() const { return is_agreed_; }
 
   // --- a backward, in this order ---
   void begin_backward();
@@ -36,8 +40,8 @@ class GradientBucket {
   void take(GradientSlot& slot, bool synchronize);
   // Whether every slot has got its gradient in this backward on this rank.
   bool is_complete() const { return arrived_ >= expected_; }
-  bool may_launch() const { return !is_active_ || (!is_held_ && is_complete()); }
-  // Begins the reduction over the ranks, with zeros for what is missing. Collective.
+  bool may_launch() const { return !is_active_ || !is_agreed_ || (!is_held_ && is_complete()); }
+  // Begins the reduction over the ranks, with zeros for what is missing. Collective; nothing before agree().
   void launch();
   void finish();  // waits for it and keeps the average
   // After a backward that raised, instead of finish(): drops all gradients; where there were some before it, `.grad`
@@ -64,6 +68,7 @@ class GradientBucket {
   std::vector<GradientSlot> slots_;
   FlatGradient gradient_;
   bool is_active_ = false;
+  bool is_agreed_ = false;
   int64_t expected_ = 0;  // slots that may get a gradient in this backward
   int64_t arrived_ = 0;
   bool is_held_ = false;

@@ -44,6 +44,9 @@ GradientReducer::GradientReducer(Communicator& communicator, const ShardingOptio
 void GradientReducer::install(std::weak_ptr<GradientListener> listener) {
   listener_ = std::move(listener);
   notice_unfrozen();
+  for (const auto& bucket : buckets_) {
+    if (bucket->is_active()) bucket->agree();  // fully_shard has compared what is trainable
+  }
 }
 
 void GradientReducer::notice_unfrozen() {
@@ -164,6 +167,12 @@ void GradientReducer::finish_backward() {
     }
     context_.communicator.issue_second_hops();
     share_which_slots_have_gradients();
+    for (const auto& bucket : buckets_) {
+      if (bucket->is_active() && !bucket->is_agreed()) {
+        bucket->agree();
+        bucket->launch();
+      }
+    }
     for (const auto& bucket : buckets_) {
       if (!bucket->gradient().is_reduced()) {
         bucket->finish();
