@@ -169,6 +169,8 @@ def test_weights_for_others_are_whole_and_as_the_model_computes() -> None:
             engine, *_ = deepspeed.initialize(model=model, config=settings)
             is_saved = engine.save_16bit_model(folder / f"{stage}{gathers}", exclude_frozen_parameters=True)
             assert is_saved == (stage < 3 or gathers) and engine.zero_gather_16bit_weights_on_model_save() == gathers
+            with raises(ValueError, "save_filename is 'model.safetensors'", "zeropg.save_16bit_weights"):
+                engine.save_16bit_model(folder, "model.safetensors")
             if is_saved:
                 saved = torch.load(folder / f"{stage}{gathers}" / "pytorch_model.bin", weights_only=True)
                 assert sorted(saved) == ["adapter.weight", "tied.weight"]

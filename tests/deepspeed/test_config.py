@@ -508,6 +508,7 @@ def test_states_in_16_bits() -> None:
         ),
         ({"scheduler": {"type": "Warmup"}}, "expected one of LRRangeTest"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is missing"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 1024}}, "should be less than or equal to 126"),
     ],
 )
 def test_updates_that_cannot_be_are_refused_when_they_are_read(blocks: dict[str, Any], message: str) -> None:

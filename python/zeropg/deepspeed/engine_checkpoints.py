@@ -334,8 +334,18 @@ class EngineCheckpoints:
         Returns:
             False, and nothing is written, in stage 3 without stage3_gather_16bit_weights_on_model_save.
 
-        `zeropg.save_16bit_weights(engine.module, directory)` needs no memory for the whole model on rank 0.
+        Raises:
+            ValueError: `save_filename` names a file of safetensors, which a pickle is not.
+
+        `zeropg.save_16bit_weights(engine.module, directory)` writes safetensors, and needs no memory for the whole
+        model on rank 0.
         """
+        if str(save_filename).endswith(".safetensors"):
+            raise ValueError(
+                f"[zeropg] save_16bit_model: save_filename is {str(save_filename)!r}, but what is written is a pickle "
+                "for torch.load; expected a name such as 'pytorch_model.bin'. For safetensors call "
+                "zeropg.save_16bit_weights(engine.module, directory)"
+            )
         gathers = self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
         if self._state.core.stage >= 3 and not gathers:
             if self._group.rank() == 0:

@@ -20,7 +20,7 @@ class Fp16(Section):
     enabled: bool = False
     auto_cast: bool = False
     loss_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    initial_scale_power: Count = 16
+    initial_scale_power: Annotated[Count, Field(le=126)] = 16  # the scale, and the next one, are numbers of fp32
     loss_scale_window: Positive = 1000
     hysteresis: Positive = 2
     consecutive_hysteresis: bool = False
