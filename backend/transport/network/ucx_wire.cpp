@@ -26,6 +26,7 @@ WireProbe UcxWire::probe_rdma(const std::string&, bool has_device) {
 
 #include <cstring>
 #include <deque>
+#include <new>
 #include <optional>
 #include <thread>
 
@@ -34,6 +35,7 @@ WireProbe UcxWire::probe_rdma(const std::string&, bool has_device) {
 #include "backend/transport/network/ucx/ucx_outbox.h"
 #include "backend/transport/network/ucx/ucx_worker.h"
 #include "backend/transport/network/ucx_inbox.h"
+#include "backend/transport/rank_state.h"
 
 namespace zeropg {
 namespace {
@@ -44,7 +46,14 @@ constexpr size_t kFetchedBytes = 64 << 10;
 constexpr size_t kHeldBytes = 4 << 10;  // payloads from this size on stay where UCX has them, until somebody wants them
 constexpr size_t kMostInFlight = 1 << 20;  // bytes to one peer, beyond which a sender has to wait
 constexpr size_t kMostInFlightOfAll = 64 << 20;
+constexpr const char* kNoMemory = "this rank has no memory left for messages";
 constexpr int32_t kMostLikelyPeers = 128;  // in larger groups a rank talks to few of the others
+
+// Of a lack of memory, or of what may be registered.
+const char* text_of(const std::exception& error) noexcept {
+  const auto* known = dynamic_cast<const c10::Error*>(&error);
+  return known != nullptr ? known->what_without_backtrace() : kNoMemory;
+}
 
 class UcxWireOverLibrary final : public UcxWire {
  public:
@@ -66,6 +75,7 @@ class UcxWireOverLibrary final : public UcxWire {
  private:
   struct Peer {
     Peer(UcxWireOverLibrary* owner, int32_t own_rank) : wire(owner), rank(own_rank), inbox(own_rank, this) {}
+    std::string why_lost() const;
 
     UcxWireOverLibrary* const wire;
     const int32_t rank;
@@ -74,10 +84,11 @@ class UcxWireOverLibrary final : public UcxWire {
     uint64_t sent = 0;
     size_t in_flight_bytes = 0;
     UcxInbox inbox;
-    std::string loss;  // told to the sink by progress()
-    bool is_lost = false;
-    bool is_heard = false;     // something came of it
-    bool is_eventful = false;  // in eventful_
+    ucs_status_t failure = UCS_OK;  // the first one; told to the sink by progress()
+    std::string loss;               // what is known of it beside
+    bool is_lost = false;           // the sink knows
+    bool is_heard = false;          // something came of it
+    bool is_eventful = false;       // in eventful_
   };
 
   // What UCX calls, from within worker_->progress() or when something is sent.
@@ -89,11 +100,13 @@ class UcxWireOverLibrary final : public UcxWire {
 
   bool connect(Peer& peer);
   Peer* sender_of(const Envelope& envelope);
-  bool fetch(Peer& peer, UcxInbox::Message& message, void* descriptor);
+  ucs_status_t take_message(Peer& peer, const Envelope& envelope, std::span<std::byte> data, uint64_t attributes);
+  void fetch(Peer& peer, UcxInbox::Message& message, void* descriptor);
   void note_arrival(Peer& peer, UcxInbox::Message& message, ucs_status_t status);
   void note_event(Peer& peer);
-  void lose(Peer& peer, ucs_status_t status);
-  void lose(Peer& peer, std::string reason);
+  void lose(Peer& peer, ucs_status_t status, std::string_view reason = "") noexcept;
+  void say_goodbye(Peer& peer);
+  void post(Peer& peer, const FrameHeader& header, std::span<const std::byte> payload);
   bool has_unfetched() const;
   void close_endpoints(bool is_forced, std::chrono::steady_clock::time_point deadline);
 
@@ -104,7 +117,8 @@ class UcxWireOverLibrary final : public UcxWire {
   std::optional<UcxWorker> worker_;
   std::optional<UcxBuffers> buffers_;
   std::optional<UcxOutbox> outbox_;
-  std::vector<int32_t> eventful_;  // peers of which progress() has something to tell
+  std::vector<int32_t> eventful_;  // peers of which progress() has something to tell; has room for all
+  std::vector<int32_t> told_;      // those of which it is telling; likewise
   bool has_moved_ = false;
   uint64_t dropped_ = 0;
 };
@@ -116,6 +130,8 @@ UcxWireOverLibrary::UcxWireOverLibrary(const UcxLibrary& ucx, UcxWireOptions opt
                      : ucx_.has_rdma            ? kFetchedBytes
                                                 : kMaxPayloadBytes + 1) {
   for (int32_t rank = 0; rank < options_.world_size; ++rank) peers_.emplace_back(this, rank);
+  eventful_.reserve(peers_.size());
+  told_.reserve(peers_.size());
   worker_.emplace(ucx_, UcxWorker::Plan{.devices = options_.devices,
                                         .likely_peers = std::min(options_.world_size, kMostLikelyPeers),
                                         .message_id = kMessageId,
@@ -158,16 +174,26 @@ void UcxWireOverLibrary::note_event(Peer& peer) {
   if (!std::exchange(peer.is_eventful, true)) eventful_.push_back(peer.rank);
 }
 
-// UCX tells apart neither who has left from who died, nor either from who cannot be reached.
-void UcxWireOverLibrary::lose(Peer& peer, ucs_status_t status) {
-  const char* reason = ucx_.status_string(status);
-  lose(peer, peer.is_heard ? c10::str("UCX lost it: ", reason)
-                           : c10::str("UCX never reached it: ", reason, "; it may have left the group"));
+// Also from within UCX's callbacks, through which nothing may be thrown.
+void UcxWireOverLibrary::lose(Peer& peer, ucs_status_t status, std::string_view reason) noexcept {
+  if (peer.failure == UCS_OK) {
+    peer.failure = status;
+    try {
+      peer.loss = reason;
+    } catch (const std::bad_alloc&) {
+      peer.failure = UCS_ERR_NO_MEMORY;
+    }
+  }
+  note_event(peer);
 }
 
-void UcxWireOverLibrary::lose(Peer& peer, std::string reason) {
-  if (peer.loss.empty()) peer.loss = std::move(reason);
-  note_event(peer);
+// UCX tells apart neither who has left from who died, nor either from who cannot be reached.
+std::string UcxWireOverLibrary::Peer::why_lost() const {
+  if (!loss.empty()) return loss;
+  if (failure == UCS_ERR_NO_MEMORY) return kNoMemory;
+  const char* reason = wire->ucx_.status_string(failure);
+  return is_heard ? c10::str("UCX lost it: ", reason)
+                  : c10::str("UCX never reached it: ", reason, "; it may have left the group");
 }
 
 void UcxWireOverLibrary::on_error(void* peer, ucp_ep_h, ucs_status_t status) {
@@ -175,27 +201,39 @@ void UcxWireOverLibrary::on_error(void* peer, ucp_ep_h, ucs_status_t status) {
   lost->wire->lose(*lost, status);
 }
 
+// It is heard no more, but still hears: otherwise it would wait for this rank until its time is up.
+void UcxWireOverLibrary::say_goodbye(Peer& peer) {
+  if (!connect(peer)) return;
+  const std::string text = c10::str("[zeropg rank ", options_.rank, "/", options_.world_size, "] it lost rank ",
+                                    peer.rank, " (", peer.loss, ").");
+  post(peer, {FrameKind::kState, 0, 0, static_cast<uint32_t>(text.size()), static_cast<uint64_t>(RankState::kFailed)},
+       std::as_bytes(std::span(text)));
+}
+
 bool UcxWireOverLibrary::send(int32_t peer_rank, const FrameHeader& header, std::span<const std::byte> payload,
                               Urgency urgency) {
   Peer& peer = peers_[static_cast<size_t>(peer_rank)];
-  if (peer.is_lost || !peer.loss.empty() || peer.address.empty()) return false;
+  if (peer.failure != UCS_OK || peer.address.empty()) return false;
   const bool has_room = peer.in_flight_bytes == 0 ||
                         (peer.in_flight_bytes < kMostInFlight && outbox_->in_flight_bytes() < kMostInFlightOfAll);
   if (urgency == Urgency::kCanWait && !has_room) return false;
-  if (!connect(peer)) return false;
-  Envelope envelope{.from = options_.rank, .to = peer_rank, .number = peer.sent++, .frame = header};
+  if (connect(peer)) post(peer, header, payload);
+  return peer.failure == UCS_OK;
+}
+
+void UcxWireOverLibrary::post(Peer& peer, const FrameHeader& header, std::span<const std::byte> payload) {
+  Envelope envelope{.from = options_.rank, .to = peer.rank, .number = peer.sent++, .frame = header};
   if (options_.authenticates_payloads) envelope.payload_digest = digest_of(payload);
-  envelope.seal = options_.seal(options_.rank, peer_rank, envelope.sealed());
-  peer.in_flight_bytes += sizeof envelope + payload.size();
+  envelope.seal = options_.seal(options_.rank, peer.rank, envelope.sealed());
+  const size_t bytes = sizeof envelope + payload.size();
+  peer.in_flight_bytes += bytes;
   try {
-    outbox_->post(peer_rank, peer.endpoint, kMessageId, std::as_bytes(std::span<const Envelope, 1>(&envelope, 1)),
+    outbox_->post(peer.rank, peer.endpoint, kMessageId, std::as_bytes(std::span<const Envelope, 1>(&envelope, 1)),
                   payload, payload.size() >= fetched_bytes_);
-  } catch (const c10::DistBackendError& error) {  // no memory to be fetched from; the peer would wait for this number
-    peer.in_flight_bytes -= sizeof envelope + payload.size();
-    lose(peer, error.what_without_backtrace());
-    return false;
+  } catch (const std::exception& error) {  // no memory to be fetched from; the peer would wait for this number
+    peer.in_flight_bytes -= bytes;
+    lose(peer, UCS_ERR_NO_MEMORY, text_of(error));
   }
-  return true;
 }
 
 void UcxWireOverLibrary::note_sent(Peer& peer, size_t bytes, ucs_status_t status) {
@@ -214,28 +252,39 @@ ucs_status_t UcxWireOverLibrary::on_message(void* self, const void* header, size
     peer = wire->sender_of(envelope);
   }
   // What is not fetched UCX drops, at both ends.
-  if (peer == nullptr || peer->is_lost || !peer->inbox.is_expected(envelope.number)) {
+  if (peer == nullptr || peer->failure != UCS_OK || !peer->inbox.is_expected(envelope.number)) {
     ++wire->dropped_;
     return UCS_OK;
   }
   wire->has_moved_ = true;
   if (envelope.frame.payload_bytes != bytes || bytes > kMaxPayloadBytes ||
       peer->inbox.distance(envelope.number) > kMostAhead) {
-    wire->lose(*peer, "it sent a message that contradicts itself");
+    wire->lose(*peer, UCS_ERR_INVALID_PARAM, "it sent a message that contradicts itself");
     return UCS_OK;
   }
-  UcxInbox::Message& message = peer->inbox.expect(envelope);
-  if ((parameters->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
-    return wire->fetch(*peer, message, data) ? UCS_INPROGRESS : UCS_ERR_NO_MEMORY;
+  try {
+    return wire->take_message(*peer, envelope, {static_cast<std::byte*>(data), bytes}, parameters->recv_attr);
+  } catch (const std::exception& error) {  // which must not pass through UCX
+    wire->lose(*peer, UCS_ERR_NO_MEMORY, text_of(error));
+    return UCS_ERR_NO_MEMORY;
   }
-  const bool is_held = bytes >= kHeldBytes && (parameters->recv_attr & UCP_AM_RECV_ATTR_FLAG_DATA) != 0;
+}
+
+ucs_status_t UcxWireOverLibrary::take_message(Peer& peer, const Envelope& envelope, std::span<std::byte> data,
+                                              uint64_t attributes) {
+  UcxInbox::Message& message = peer.inbox.expect(envelope);
+  if ((attributes & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
+    fetch(peer, message, data.data());
+    return UCS_INPROGRESS;
+  }
+  const bool is_held = data.size() >= kHeldBytes && (attributes & UCP_AM_RECV_ATTR_FLAG_DATA) != 0;
   if (is_held) {
-    message.held = data;
+    message.held = data.data();
   } else {
-    message.own = {std::make_unique_for_overwrite<std::byte[]>(bytes), bytes};
-    if (bytes > 0) std::memcpy(message.own.data.get(), data, bytes);
+    message.own = {std::make_unique_for_overwrite<std::byte[]>(data.size()), data.size()};
+    if (!data.empty()) std::memcpy(message.own.data.get(), data.data(), data.size());
   }
-  wire->note_arrival(*peer, message, UCS_OK);
+  note_arrival(peer, message, UCS_OK);
   return is_held ? UCS_INPROGRESS : UCS_OK;
 }
 
@@ -248,14 +297,8 @@ UcxWireOverLibrary::Peer* UcxWireOverLibrary::sender_of(const Envelope& envelope
   return is_sealed ? &peer : nullptr;
 }
 
-// False: there is no memory for it, and the peer is lost.
-bool UcxWireOverLibrary::fetch(Peer& peer, UcxInbox::Message& message, void* descriptor) {
-  try {
-    message.fetched = buffers_->take();
-  } catch (const std::exception& error) {  // which must not pass through UCX
-    lose(peer, error.what());
-    return false;
-  }
+void UcxWireOverLibrary::fetch(Peer& peer, UcxInbox::Message& message, void* descriptor) {
+  message.fetched = buffers_->take();
   ucp_request_param_t parameters{};
   parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMH;
   parameters.cb.recv_am = on_fetched;
@@ -264,7 +307,6 @@ bool UcxWireOverLibrary::fetch(Peer& peer, UcxInbox::Message& message, void* des
   ucs_status_ptr_t request = ucx_.am_recv_data_nbx(worker_->handle(), descriptor, message.fetched->data,
                                                    message.frame.payload_bytes, &parameters);
   if (!UCS_PTR_IS_PTR(request)) note_arrival(peer, message, UCS_PTR_STATUS(request));
-  return true;
 }
 
 void UcxWireOverLibrary::on_fetched(void* request, ucs_status_t status, size_t, void* message) {
@@ -280,7 +322,7 @@ void UcxWireOverLibrary::note_arrival(Peer& peer, UcxInbox::Message& message, uc
   if (status != UCS_OK) {
     lose(peer, status);
   } else if (options_.authenticates_payloads && !is_same(message.payload_digest, digest_of(message.payload()))) {
-    lose(peer, "a frame's tag did not match: its bytes were changed on the way");
+    lose(peer, UCS_ERR_REJECTED, "a frame's tag did not match: its bytes were changed on the way");
   }
   note_event(peer);
 }
@@ -289,22 +331,27 @@ void UcxWireOverLibrary::note_arrival(Peer& peer, UcxInbox::Message& message, uc
 bool UcxWireOverLibrary::progress(int32_t, FrameSink& sink) {
   has_moved_ = false;
   worker_->progress();
-  for (const int32_t rank : std::exchange(eventful_, {})) {
+  told_.clear();
+  std::swap(told_, eventful_);
+  for (const int32_t rank : told_) {
     Peer& peer = peers_[static_cast<size_t>(rank)];
     peer.is_eventful = false;
     try {
-      if (!peer.is_lost && peer.loss.empty()) {
+      if (peer.failure == UCS_OK) {
         if (!std::exchange(peer.is_heard, true)) sink.note_connected(rank);
         has_moved_ = true;
         if (!peer.inbox.hand_over(*worker_, *buffers_, sink)) note_event(peer);
       }
     } catch (const c10::DistNetworkError& error) {
-      lose(peer, error.what_without_backtrace());
+      lose(peer, UCS_ERR_REJECTED, error.what_without_backtrace());
     }
-    if (!peer.loss.empty()) {
+    if (peer.failure != UCS_OK) {
       peer.inbox.forget_all_that_came(*worker_, *buffers_);
       has_moved_ = true;
-      if (!std::exchange(peer.is_lost, true)) sink.lose_peer(rank, peer.loss);
+      if (!std::exchange(peer.is_lost, true)) {
+        sink.lose_peer(rank, peer.why_lost());
+        if (!peer.loss.empty()) say_goodbye(peer);
+      }
     }
   }
   return has_moved_;
@@ -330,13 +377,13 @@ void UcxWireOverLibrary::close(std::chrono::milliseconds patience) {
 
 bool UcxWireOverLibrary::has_unfetched() const {
   return std::any_of(peers_.begin(), peers_.end(),
-                     [](const Peer& peer) { return peer.loss.empty() && peer.in_flight_bytes > 0; });
+                     [](const Peer& peer) { return peer.failure == UCS_OK && peer.in_flight_bytes > 0; });
 }
 
 void UcxWireOverLibrary::close_endpoints(bool is_forced, std::chrono::steady_clock::time_point deadline) {
   std::vector<ucs_status_ptr_t> requests;
   for (Peer& peer : peers_) {
-    if (peer.endpoint == nullptr || (!is_forced && (peer.is_lost || !peer.loss.empty()))) continue;
+    if (peer.endpoint == nullptr || (!is_forced && peer.failure != UCS_OK)) continue;
     ucp_request_param_t parameters{};
     parameters.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
     parameters.flags = is_forced ? static_cast<uint32_t>(UCP_EP_CLOSE_FLAG_FORCE) : 0U;

@@ -31,6 +31,7 @@ UcxBuffers::Buffer UcxBuffers::take() {
 
 void UcxBuffers::make_more() {
   const size_t bytes = kRegisteredAtOnce * bytes_of_each_;
+  free_.reserve(kRegisteredAtOnce * (registrations_.size() + 1));  // for all: give_back() runs where nothing may throw
   std::unique_ptr<std::byte, Free> memory(static_cast<std::byte*>(std::aligned_alloc(kPageBytes, bytes)));
   if (memory == nullptr) throw std::bad_alloc();
   ucp_mem_map_params_t parameters{};

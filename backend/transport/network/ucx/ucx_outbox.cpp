@@ -10,7 +10,10 @@ namespace zeropg {
 
 void UcxOutbox::post(int32_t peer, ucp_ep_h endpoint, unsigned message_id, Header header,
                      std::span<const std::byte> payload, bool is_fetched) {
-  if (idle_.empty()) idle_.push_back(&messages_.emplace_back());
+  if (idle_.empty()) {
+    idle_.reserve(messages_.size() + 1);  // for all of them: finish() runs where nothing may be thrown
+    idle_.push_back(&messages_.emplace_back());
+  }
   Message& message = *idle_.back();
   if (is_fetched) message.registered = buffers_.take();
   idle_.pop_back();

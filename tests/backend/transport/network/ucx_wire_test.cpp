@@ -212,6 +212,29 @@ TEST(UcxWire, WhoClosesWaitsUntilItsPayloadsAreFetched) {
   }
 }
 
+// Here since the one signs no payloads, and the other wants signatures.
+TEST(UcxWire, WhoIsLostForAReasonOfTheOtherLearnsOfIt) {
+  if (!why_there_is_none().empty()) GTEST_SKIP() << why_there_is_none();
+  auto a = make_wire(0, 2, {.authenticates_payloads = false});
+  auto b = make_wire(1, 2);
+  a->introduce(1, b->address());
+  b->introduce(0, a->address());
+  RemoteTransport signs_nothing(std::move(a), RemoteTransportOptions{0, 2, {1}, /*window_bytes=*/4096});
+  RemoteTransport wants_signatures(std::move(b), RemoteTransportOptions{1, 2, {0}, /*window_bytes=*/4096});
+  const std::byte greeting{1};
+  wants_signatures.try_send(0, Lane::kCollective, {&greeting, 1});
+  signs_nothing.try_send(1, Lane::kCollective, {&greeting, 1});
+  EXPECT_TRUE(eventually([&] {
+    signs_nothing.progress();
+    wants_signatures.progress();
+    return signs_nothing.liveness().is_gone(1);
+  }));
+  const std::string reason = wants_signatures.liveness().state_of(0).loss;
+  EXPECT_NE(reason.find("changed on the way"), std::string::npos) << reason;
+  const std::string told = signs_nothing.liveness().state_of(1).failure;
+  EXPECT_NE(told.find("[zeropg rank 1/2] it lost rank 0 (a frame's tag"), std::string::npos) << told;
+}
+
 TEST(UcxWire, AThirdRankIsMetOnlyWhenThereIsSomethingForIt) {
   if (!why_there_is_none().empty()) GTEST_SKIP() << why_there_is_none();
   std::vector<std::unique_ptr<UcxWire>> wires;
