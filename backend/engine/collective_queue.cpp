@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <new>
 #include <numeric>
 #include <utility>
 
@@ -60,6 +61,11 @@ std::exception_ptr describe_error(GroupContext& group, const OperationLabel& lab
     return std::current_exception();
   } catch (const c10::Error& other) {
     return error_of(label, other.what_without_backtrace());
+  } catch (const std::bad_alloc&) {
+    return error_of(
+        label,
+        "this rank has no memory left for it; look at `ulimit -v` and at what else the process keeps, or use"
+        " smaller tensors.");
   } catch (const std::exception& other) {
     return error_of(label, other.what());
   }

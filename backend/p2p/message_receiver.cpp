@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "backend/platform/cpu/copy.h"
@@ -124,7 +125,16 @@ void MessageReceiver::receive_set_aside() {
   std::vector<std::byte>& data = set_aside_.back().data;
   const auto growth =
       std::min<uint64_t>(is_offered_ ? kLargestReadBytes : kLargestGrowthBytes, start_.header.bytes - received_);
-  data.resize(static_cast<size_t>(received_ + growth));
+  try {
+    data.resize(static_cast<size_t>(received_ + growth));
+  } catch (const std::bad_alloc&) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str("this rank has no memory left for a message of ", start_.header.bytes, " bytes from rank ", peer_,
+                 " with tag ", set_aside_.back().tag,
+                 ", which it has not asked for yet; receive in the order in which that rank sends, or let it"
+                 " send later."));
+  }
   received_ += receive(std::span(data).subspan(static_cast<size_t>(received_)));
   data.resize(static_cast<size_t>(received_));
 }

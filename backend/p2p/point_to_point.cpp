@@ -437,6 +437,12 @@ bool PointToPoint::wait_until_idle(std::chrono::milliseconds limit) {
   return idle_.wait_for(lock, limit, [&] { return ending_ == 0 && !has_pending(); });
 }
 
+bool PointToPoint::is_only_listening() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return ending_ == 0 && std::ranges::all_of(senders_, [](const auto& sender) { return sender.queue().empty(); }) &&
+         std::ranges::none_of(receivers_, [](const auto& receiver) { return receiver.target().has_value(); });
+}
+
 void PointToPoint::set_sleeping(bool is_sleeping) {
   if (!is_sleeping || is_left_to_engine()) {
     group_->arena().set_sleeping(is_sleeping);

@@ -49,6 +49,7 @@ class PointToPoint final : public QueueOfGroup, public Channel {
   bool is_left_to_engine() const;                             // the progress thread has to move them
 
   bool wait_until_idle(std::chrono::milliseconds limit);
+  bool is_only_listening() const;  // all that is left are receives for which nothing has come
 
   // See Channel.
   Activity advance_on_engine_thread() override;

@@ -5,17 +5,21 @@
 
 #include <algorithm>
 #include <mutex>
+#include <new>
 #include <string>
 #include <system_error>
 #include <vector>
+
+#include "backend/platform/process/interpreter_shutdown.h"
 
 namespace zeropg {
 
 namespace {
 
 constexpr std::chrono::milliseconds kNow{0};
-constexpr std::chrono::milliseconds kFailPatience{2'000};     // for operations to fail once their group is closed
-constexpr std::chrono::milliseconds kGoodbyePatience{2'000};  // for the last bytes to reach other nodes
+constexpr std::chrono::milliseconds kListeningPatience{1'000};  // with receives that nobody waits for
+constexpr std::chrono::milliseconds kFailPatience{2'000};       // for operations to fail once their group is closed
+constexpr std::chrono::milliseconds kGoodbyePatience{2'000};    // for the last bytes to reach other nodes
 constexpr std::chrono::milliseconds kAbortGoodbyePatience{500};
 
 // What is open in this process, so that the interpreter's exit can join what it runs; nothing else reads it.
@@ -47,7 +51,14 @@ class Connections final : public Channel {
     const auto now = std::chrono::steady_clock::now();
     if (now - last_look_ < kLookInterval && are_attended()) return Activity::kIdle;
     last_look_ = now;
-    return group_.network()->progress() ? Activity::kMoved : Activity::kIdle;
+    try {
+      return group_.network()->progress() ? Activity::kMoved : Activity::kIdle;
+    } catch (const std::bad_alloc&) {  // for bytes that nobody here waits for
+      group_.fail({.text = c10::str("[zeropg rank ", group_.rank(), "/", group_.world_size(),
+                                    "] this rank has no memory left for what other ranks send; look at `ulimit -v` and"
+                                    " at what else the process keeps.")});
+      return Activity::kIdle;
+    }
   }
   void check_on_engine_thread() override {}
   void set_sleeping(bool /*is_sleeping*/) override {}
@@ -155,7 +166,8 @@ void GroupRuntime::close(std::chrono::milliseconds patience, std::chrono::millis
   };
   if (!group_->has_failed()) {
     collectives_->wait_until_idle(time_left());
-    messages_->wait_until_idle(time_left());
+    messages_->wait_until_idle(std::min(time_left(), kListeningPatience));
+    if (!messages_->is_only_listening() || has_waiting_threads()) messages_->wait_until_idle(time_left());
   }
   group_->depart();
   if (!wait_until_idle(kNow)) {

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -382,6 +384,42 @@ def die_while_it_is_read(seconds: float) -> str:
 def test_a_sender_that_dies_while_it_is_read_is_named(seconds: float) -> None:
     text = run_ranks(2, die_while_it_is_read, seconds, expect_death={1})[0]
     assert re.search(r"rank 0/2\] recv .*rank 1 died", text), text
+
+
+def run_out_of_memory() -> str:
+    rank = dist.get_rank()
+    if rank == 1:
+        limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (48 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    dist.barrier()
+    with pytest.raises(dist.DistBackendError) as caught:
+        if rank == 0:
+            works = [dist.isend(torch.ones(40 << 20), 1, tag=4), dist.isend(torch.ones(4), 1, tag=5)]
+            for work in works:
+                assert work is not None
+                work.wait()
+        else:
+            dist.recv(torch.ones(4), 0, tag=5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])
+def test_a_message_that_there_is_no_memory_for_is_named(hosts: tuple[int, ...]) -> None:
+    for text in run_ranks(2, run_out_of_memory, place=SeparateHosts(hosts=hosts)):
+        assert "no memory left for a message of 167772160 bytes from rank 0 with tag 4" in text, text
+
+
+def leave_with_a_receive_that_nobody_serves() -> float:
+    group = dist.new_group()
+    for peer in (1 - dist.get_rank(), None):
+        dist.irecv(torch.ones(3), peer, group=group)
+    start = time.monotonic()
+    dist.destroy_process_group(group)
+    return time.monotonic() - start
+
+
+def test_receives_that_nobody_serves_keep_no_group_from_ending() -> None:
+    assert max(run_ranks(2, leave_with_a_receive_that_nobody_serves)) < 4  # 1.0 where nobody else runs
 
 
 def interrupt_waits() -> float:
