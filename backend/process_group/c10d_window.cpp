@@ -286,7 +286,8 @@ c10::intrusive_ptr<c10d::Work> C10dWindow::signal(int64_t peer, bool /*is_asynch
 c10::intrusive_ptr<c10d::Work> C10dWindow::wait_signal(int64_t peer, bool is_asynchronous,
                                                        const c10d::WaitSignalOptions& opts) {
   const int32_t sender = check_peer("zeropg:wait_signal", peer);
-  const uint64_t target = ++taken_[static_cast<size_t>(sender)];
+  const std::atomic_ref taken(taken_[static_cast<size_t>(sender)]);  // several threads may wait for one peer
+  const uint64_t target = taken.fetch_add(1) + 1;
   const auto timeout = timeout_of(opts);
   auto work =
       c10::make_intrusive<SignalWork>(group_, segment_, signals(group_->getRank(), sender), target, sender, timeout);
@@ -294,7 +295,7 @@ c10::intrusive_ptr<c10d::Work> C10dWindow::wait_signal(int64_t peer, bool is_asy
     try {
       work->wait(timeout);
     } catch (...) {
-      --taken_[static_cast<size_t>(sender)];  // the signal is for whoever waits next
+      taken.fetch_sub(1);  // the signal is for whoever waits next
       throw;
     }
   }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -114,6 +115,27 @@ def misuse() -> None:
 
 def test_wrong_arguments_say_what_was_expected(run: Callable[..., Any]) -> None:
     run(misuse)
+
+
+def wait_in_threads() -> None:
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    rank = dist.get_rank()
+    window = make_window(torch.zeros(2))
+    with ThreadPoolExecutor(6) as threads:
+        calls = [threads.submit(lambda: [window.wait_signal(rank, True) for _ in range(10_000)]) for _ in range(6)]
+    sys.setswitchinterval(switch_interval)
+    works = [work for call in calls for work in call.result()]
+    for _ in works[1:]:
+        window.signal(rank, False)
+    assert [work.is_completed() for work in works].count(False) == 1
+    window.signal(rank, False)
+    assert all(work.is_completed() for work in works)
+    window.tensor_deregister()
+
+
+def test_each_signal_ends_one_wait_of_whatever_thread(run: Callable[..., Any]) -> None:
+    run(wait_in_threads)
 
 
 def wait_for_nobody() -> None:
