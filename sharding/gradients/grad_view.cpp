@@ -2,10 +2,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
+#include "sharding/gradients/lambda_pre_hook.h"
 #include "sharding/parameters/parameter_storage.h"
 
 namespace zeropg {
@@ -16,18 +16,6 @@ at::Tensor over(const at::Tensor& values, at::IntArrayRef sizes) {
   at::NoGradGuard no_grad;
   return at::empty({0}, values.options()).set_(values.storage(), values.storage_offset(), sizes);
 }
-
-class LambdaPreHook final : public torch::autograd::FunctionPreHook {
- public:
-  explicit LambdaPreHook(std::function<void()> function) : function_(std::move(function)) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    function_();
-    return gradients;
-  }
-
- private:
-  std::function<void()> function_;
-};
 
 }  // namespace
 

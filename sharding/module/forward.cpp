@@ -3,11 +3,22 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <functional>
+#include <memory>
 #include <utility>
 
+#include "sharding/gradients/lambda_pre_hook.h"
 #include "sharding/module/memory_report.h"
 
 namespace zeropg {
+namespace {
+
+// `function` runs when the gradient of `tensor`, which is no leaf, is there, before what made the tensor runs backward.
+void call_before_backward(const at::Tensor& tensor, std::function<void()> function) {
+  tensor.grad_fn()->add_tensor_pre_hook(std::make_unique<LambdaPreHook>(std::move(function)));
+}
+
+}  // namespace
 
 std::vector<at::Tensor> Forward::pre_forward(int64_t index, const std::vector<at::Tensor>& inputs,
                                              bool has_other_inputs) {
@@ -66,11 +77,10 @@ void Forward::alias_inputs(Unit& unit, int64_t index, std::vector<at::Tensor>& i
     } else if (input.requires_grad()) {
       input = input.view_as(input);
       unit.has_hooked_inputs = true;
-      input.register_hook([weak = self_, index](const at::Tensor& gradient) {
+      call_before_backward(input, [weak = self_, index] {
         if (const auto self = weak.lock()) {
           self->backward_.inputs_done(self->units_[index]);
         }
-        return gradient;
       });
     }
   }
@@ -107,20 +117,18 @@ bool Forward::hook_outputs(const Unit& unit, int64_t index, const std::vector<at
       continue;
     }
     if (unit.is_root || options_.stage.shards_parameters || communicator_.log()->is_on()) {
-      output.register_hook([weak = self_, index, waits = unit.has_hooked_inputs,
-                            stays = unit.has_other_inputs](const at::Tensor& gradient) {
-        if (const auto self = weak.lock()) {
-          self->backward_.begin_unit(self->units_[index], waits, stays);
-        }
-        return gradient;
-      });
+      call_before_backward(output,
+                           [weak = self_, index, waits = unit.has_hooked_inputs, stays = unit.has_other_inputs] {
+                             if (const auto self = weak.lock()) {
+                               self->backward_.begin_unit(self->units_[index], waits, stays);
+                             }
+                           });
     } else if (whole_units_.has_overlapped()) {
       // A backward of a part of the model may read weights before it has any gradient.
-      output.register_hook([weak = self_](const at::Tensor& gradient) {
+      call_before_backward(output, [weak = self_] {
         if (const auto self = weak.lock()) {
           self->whole_units_.join();
         }
-        return gradient;
       });
     }
   }

@@ -1,4 +1,4 @@
-"""torch.compile of the blocks of a sharded model: one piece of code for all blocks of a class."""
+"""torch.compile of the blocks of a sharded model: one piece of code for all blocks of a class. Compiled autograd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import zeropg
-from tests.sharding.ranks import BACKENDS, STAGES, close, on_ranks
+from tests.sharding.ranks import BACKENDS, STAGES, close, on_ranks, raises
 
 BLOCKS = 12  # more than torch._dynamo.config.recompile_limit
 
@@ -103,3 +103,24 @@ def test_modules_of_a_class_get_one_class_which_goes_with_them(stage: int) -> No
     gc.collect()
     gc.collect()  # ours lets go of the user's, which is a cycle by itself
     assert [reference() for reference in gone] == [None, None]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, backend=BACKENDS)
+def test_compiled_autograd_is_refused_and_a_plain_backward_follows(stage: int) -> None:
+    from torch._dynamo import compiled_autograd
+
+    plain, model = Stack(), zeropg.fully_shard(Stack(), stage=stage)
+    x = torch.ones(4, 6, dtype=torch.float64)
+    loss = model(x)
+    for part in (loss, model.blocks[0](x).sum()):
+        with (
+            raises(NotImplementedError, "[zeropg] backward: compiled autograd cannot trace"),
+            compiled_autograd._enable(torch.compile(backend="eager")),
+        ):
+            part.backward()
+    loss.backward()
+    plain(x).backward()
+    with zeropg.full_gradients(model):
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None and theirs.grad is not None and close(ours.grad, theirs.grad)
