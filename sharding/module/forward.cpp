@@ -1,6 +1,7 @@
 #include "sharding/module/forward.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 #include <functional>
