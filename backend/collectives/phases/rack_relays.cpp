@@ -11,11 +11,9 @@ namespace {
 constexpr int32_t kChunksUnderWay = 2;
 
 int32_t messages_under_way(const CollectiveSpec& spec) {
-  int32_t most_relayed = 0;
-  for (const RelayLoad& load : relay_loads(spec)) most_relayed = std::max(most_relayed, load.nodes);
   // A part has a piece for each rank of its node, and at least the ranks of the larger of two nodes share it.
   const int32_t pieces = (largest_node_size(spec) - 1) / second_smallest_node_size(spec) + 1;
-  return kChunksUnderWay * (1 + most_relayed) * pieces;
+  return kChunksUnderWay * (1 + most_relayed(spec)) * pieces;
 }
 
 }  // namespace
@@ -67,6 +65,12 @@ std::vector<RelayLoad> relay_loads(const CollectiveSpec& spec) {
     }
   }
   return loads;
+}
+
+int32_t most_relayed(const CollectiveSpec& spec) {
+  int32_t most = 0;
+  for (const RelayLoad& load : relay_loads(spec)) most = std::max(most, load.nodes);
+  return most;
 }
 
 bool can_relay_blocks(const CollectiveSpec& spec) {

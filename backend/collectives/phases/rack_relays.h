@@ -49,6 +49,7 @@ struct RelayLoad {
   int32_t ranks = 0;
 };
 std::vector<RelayLoad> relay_loads(const CollectiveSpec& spec);
+int32_t most_relayed(const CollectiveSpec& spec);  // nodes, by one node
 
 // Sizes of collectives of blocks over racks. A pair of ranks exchanges in each chunk what one of their nodes relays
 // beside its own part, so two chunks of that fit the window.

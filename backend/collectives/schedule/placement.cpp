@@ -92,15 +92,6 @@ int32_t size_of_root_node(const CollectiveSpec& spec) {
   return spec.world_size;
 }
 
-int32_t blocks_over_busiest_link(const CollectiveSpec& spec) {
-  int32_t most = 0;
-  for (const auto& node : spec.nodes) {
-    const auto size = static_cast<int32_t>(node.size());
-    most = std::max({most, size * (node_count(spec) - 1), spec.world_size - size});
-  }
-  return most;
-}
-
 int32_t smallest_domain_size(const CollectiveSpec& spec) {
   size_t smallest = spec.world_size;
   for (const auto& domain : spec.domains) smallest = std::min(smallest, domain.size());

@@ -48,9 +48,6 @@ void check_shares(const CollectiveSpec& spec);
 std::vector<double> shares_of_nodes(const CollectiveSpec& spec);
 // By node: its rack. Throws std::invalid_argument where the racks do not hold every node once.
 std::vector<int32_t> rack_of_nodes(const CollectiveSpec& spec);
-// Blocks of one rank each that cross the busiest link, in one direction, when every block goes once to each other node
-// (all-gather) or comes once from each (reduce-scatter).
-int32_t blocks_over_busiest_link(const CollectiveSpec& spec);
 int32_t smallest_domain_size(const CollectiveSpec& spec);
 // Ranks in other domains than its own, of a rank that has most of them; 0 where there are no domains.
 int32_t far_ranks(const CollectiveSpec& spec);

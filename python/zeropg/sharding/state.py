@@ -84,7 +84,7 @@ class ShardedState:
         casts_inputs: whether the root's floating inputs are cast to param_dtype, but for what `is_label` names.
         """
         is_root = index == len(self.plans) - 1
-        if is_root and self.owed_visit is not None:
+        if is_root:
             self.pay_visit()
         if is_root and self.trace is not None and not self.trace.next_forward():
             self.trace = None

@@ -86,12 +86,13 @@ Schedule plan_all_gather_hierarchical(const CollectiveSpec& spec) {
 Cost cost_all_gather_hierarchical(const CollectiveSpec& spec) {
   const BlockPieces pieces = cut_blocks(spec, kMessagesUnderWay);
   const double chunks = pieces.chunks.count;
+  const LinkBytes links = bytes_of_blocks(spec);
   return {.barriers = 1.0 + chunks * group_count(spec, pieces),
           // Alone, a rank copies its own block and receives the others' in place.
           .memory_bytes = (are_all_alone(spec) ? 2.0 : 2.0 * (spec.world_size + 1)) * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : 1.0,
-          .network_bytes = static_cast<double>(blocks_over_busiest_link(spec)) * spec.bytes,
-          .links = bytes_of_blocks(spec),
+          .network_bytes = *std::max_element(links.of_nodes.begin(), links.of_nodes.end()),
+          .links = links,
           .messages = 2.0 * (node_count(spec) - 1) * chunks};
 }
 

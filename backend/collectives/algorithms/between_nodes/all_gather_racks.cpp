@@ -114,12 +114,10 @@ Schedule plan_all_gather_racks(const CollectiveSpec& spec) {
 Cost cost_all_gather_racks(const CollectiveSpec& spec) {
   const BlockPieces pieces = cut_relayed_blocks(spec);
   const double chunks = pieces.chunks.count;
-  int32_t relayed = 0;
-  for (const RelayLoad& load : relay_loads(spec)) relayed = std::max(relayed, load.nodes);
   const LinkBytes links = bytes_of_relayed_blocks(spec);
   return {.barriers = 1.0 + chunks * group_count(spec, pieces),
           // Alone, a rank copies its own block and receives the others' in place.
-          .memory_bytes = (are_all_alone(spec) ? 2.0 : 2.0 * (spec.world_size + 1 + relayed)) * spec.bytes,
+          .memory_bytes = (are_all_alone(spec) ? 2.0 : 2.0 * (spec.world_size + 1 + most_relayed(spec))) * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : 2.0,
           .network_bytes = *std::max_element(links.of_nodes.begin(), links.of_nodes.end()),
           .links = links,

@@ -60,11 +60,12 @@ Cost cost_reduce_scatter_hierarchical(const CollectiveSpec& spec) {
   const double local = largest_node_size(spec);
   const BlockPieces pieces = cut_blocks(spec, kMessagesUnderWay);
   const double chunks = pieces.chunks.count;
+  const LinkBytes links = bytes_of_blocks(spec);
   return {.barriers = std::max<double>(1, chunks * group_count(spec, pieces)),
           .memory_bytes = (3 - 1 / local) * total_bytes + (node_count(spec) + 1.0) * spec.bytes,
           .network_hops = spec.bytes == 0 ? 0 : 1.0,
-          .network_bytes = static_cast<double>(blocks_over_busiest_link(spec)) * spec.bytes,
-          .links = bytes_of_blocks(spec),
+          .network_bytes = *std::max_element(links.of_nodes.begin(), links.of_nodes.end()),
+          .links = links,
           .messages = 2.0 * (node_count(spec) - 1) * chunks};
 }
 
