@@ -41,7 +41,7 @@ TEST(Crc32c, HasThePublishedValues) {
 }
 
 TEST(Crc32c, IsTheSameFromEveryKernel) {
-  const std::vector<std::byte> bytes = random_bytes(5 * 4096 * 3 + 1003);
+  const std::vector<std::byte> bytes = random_bytes(12 * 4096 * 3 + 1003);
   for (const Crc32cKernel& kernel : usable_crc32c()) {
     SCOPED_TRACE(kernel.name);
     for (size_t count = 0; count < 1700; count += count < 40 ? 1 : 7) {
@@ -51,7 +51,8 @@ TEST(Crc32c, IsTheSameFromEveryKernel) {
       }
     }
     for (const size_t begin : {0, 1, 4096, 12289}) {
-      for (const size_t end : {size_t{12288}, size_t{12296}, size_t{24575}, size_t{24577}, bytes.size()}) {
+      for (const size_t end :
+           {size_t{12288}, size_t{12296}, size_t{24575}, size_t{24577}, size_t{65472}, bytes.size()}) {
         const auto some = std::span(bytes).subspan(std::min(begin, end), end - std::min(begin, end));
         EXPECT_EQ(kernel.extend(some, 0xffffffff), slow_crc32c(some, 0xffffffff));
       }
