@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from zeropg._native import _C
 from zeropg.checkpoint.manifest import SavedOptimizer, SavedTensor
 from zeropg.checkpoint.structure import dtype_name, dtype_of, encode, keep_scalar
-from zeropg.export.plan import named_tensors
+from zeropg.export.plan import is_dtensor, named_tensors
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.parallel_files import ByteRange
 from zeropg.sharding.access import local_shards
@@ -99,7 +98,7 @@ def plan_model(state: ShardedState, *, exclude_frozen: bool = False) -> ModelPla
     tensors, index_of = [], {}
     for index, (key, names) in enumerate(names_of.items()):
         value = values[key]
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             raise NotImplementedError(
                 f"'{names[0]}' is a DTensor; checkpoints of tensor-parallel parameters are not available: save the "
                 "modules that hold them apart, with torch.distributed.checkpoint"

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from zeropg._native import _C
 from zeropg.quantization.packed_layer import PackedLayer
@@ -183,8 +183,14 @@ def _tied_patterns(model: torch.nn.Module) -> list[re.Pattern[str]]:
     return patterns
 
 
+def is_dtensor(value: torch.Tensor) -> bool:
+    """Whether it is a torch.distributed.tensor.DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # importing it takes 1.6 s; whoever made one has done so
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def _export_dtype(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         raise NotImplementedError(f"'{name}' is a DTensor; export of tensor-parallel parameters is not supported yet")
     if isinstance(value, torch.nn.Parameter) and value.is_complex():
         raise NotImplementedError(f"'{name}' is {value.dtype}; complex parameters have no 16-bit form in safetensors")
