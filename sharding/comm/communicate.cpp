@@ -12,6 +12,7 @@
 
 #include "backend/diagnostics/notices.h"
 #include "backend/process_group/process_group.h"
+#include "sharding/comm/pair_average.h"
 
 namespace zeropg {
 namespace {
@@ -142,6 +143,9 @@ std::shared_ptr<NodeOutput> Communicator::make_node_output(int64_t bytes) {
 
 WorkPointer Communicator::reduce_scatter_average(at::Tensor part, at::Tensor whole, const Compression& compression) {
   if (replicas() == 1) {
+    if (compression.codec == nullptr && is_gloo(part.device()) && shards() == 2) {
+      return c10::make_intrusive<PairAverage>(groups_.shards, part, whole);
+    }
     return watched_.begun(compression.codec == nullptr
                               ? reduce_scatter(groups_.shards, part, whole)
                               : zeropg_group(groups_.shards)
@@ -169,8 +173,12 @@ WorkPointer Communicator::reduce_scatter_average(at::Tensor part, at::Tensor who
   return two_hops_.add(reduce_scatter(groups_.shards, part, whole), average_replicas);
 }
 
+bool Communicator::is_gloo(c10::Device device) const {
+  return device.is_cpu() && groups_.shards->getBackend(at::kCPU)->getBackendName() == "gloo";
+}
+
 bool Communicator::scatters_by_all_reduce(c10::Device device) const {
-  return device.is_cpu() && replicas() == 1 && groups_.shards->getBackend(at::kCPU)->getBackendName() == "gloo";
+  return is_gloo(device) && replicas() == 1 && shards() > 2;
 }
 
 bool Communicator::is_same_on_shards(int64_t value, c10::Device device) {

@@ -65,7 +65,8 @@ class Communicator {
                                                         const Compression& compression);
 
   // Whether the group makes a reduce-scatter of an all-reduce, as gloo does: of a copy that it makes in the call, and
-  // with a Work that is not complete before somebody waits. An all-reduce in place then gives the same bits sooner.
+  // with a Work that is not complete before somebody waits. An all-reduce in place then gives the same bits sooner;
+  // two ranks exchange slices instead (PairAverage).
   bool scatters_by_all_reduce(c10::Device device) const;
   // Whether the wire has read the `whole` of a reduce_scatter_average, which may then be written; and waiting for it,
   // which another rank's wait for the result never holds up. Other works: whether they are done.
@@ -112,6 +113,7 @@ class Communicator {
 
  private:
   at::Tensor gather_values_in(const RankGroups::Group& group, at::IntArrayRef values, c10::Device device);
+  bool is_gloo(c10::Device device) const;
   ProcessGroupZero& zeropg_group(const RankGroups::Group& group) const;
 
   RankGroups groups_;
