@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zeropg
@@ -20,7 +21,7 @@ from tests.spawn import run_ranks
 from tests.test_cpp import ROOT
 from zeropg.deepspeed.config import read
 from zeropg.deepspeed.observation.observer import Clock, Facts
-from zeropg.deepspeed.observation.trial import Sizes, Trial, TrialRun
+from zeropg.deepspeed.observation.trial import Report, Sizes, Trial, TrialRun
 from zeropg.tools.plan.formulas import Settings
 from zeropg.tools.tune import command
 from zeropg.tools.tune.candidates import (
@@ -88,12 +89,13 @@ def time_whole_steps(folder: Path) -> None:
     group = dist.group.WORLD
     assert group is not None
     run = TrialRun(Trial(str(folder / "report"), 1, 2), group, Ticks())
-    run.begin("forward", [])
+    run.begin("forward", [torch.empty(7, 2)])
     with pytest.raises(SystemExit):
         for step, skipped in enumerate((1, 2, 2, 2, 3, 3), 1):
             run.updated(Facts(step, skipped, 8, 4, [], [], 8 * step, None, None))
     # The third update warms up; the fourth and the sixth are timed.
-    assert json.loads((folder / "report").read_text())["seconds"] == [4.0, 6.0]
+    report = json.loads((folder / "report").read_text())
+    assert (report["seconds"], report["micro_batch"], report["rows"]) == ([4.0, 6.0], 4, 7)
     endless = TrialRun(Trial(str(folder / "none"), 0, 1), group, Ticks())
     endless.begin("forward", [])
     with pytest.raises(SystemExit, match="101 steps had gradients that are not finite"):
@@ -238,29 +240,74 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+class PretendedScript:
+    """Runs whose reports are known: the larger the stage and the micro-batch, the faster, of one row at a time."""
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def sizes(self, config: dict[str, Any]) -> Sizes:
+        return Sizes(2, 2, "cpu", [[([1000, 64], "torch.float32", True)]])
+
+    def time(self, config: dict[str, Any], *, warm_up: int, steps: int) -> Report:
+        stage, micro_batch = config["zero_optimization"]["stage"], config["train_micro_batch_size_per_gpu"]
+        return Report([1.0 / (stage + micro_batch)] * steps, config["train_batch_size"], micro_batch, 1, [1, 1])
+
+
+def test_the_table_says_why_each_was_run_and_which_gave_other_batches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "Script", PretendedScript)
+    assert command.main(["--stages", "1,3", "--output", "tuned.json", "train.py", "--deepspeed_config", "ds.json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("64,000 parameters, 2 ranks, 4 samples per step")
+    rows = {tuple(map(int, line.split()[:3])): line for line in lines[2:5]}
+    assert list(rows) == [(3, 2, 1), (3, 1, 2), (1, 2, 1)]
+    assert "100%" in rows[3, 2, 1] and rows[3, 2, 1].endswith("the fastest (a larger micro-batch)")
+    assert "80%" in rows[3, 1, 2] and rows[3, 1, 2].endswith("the smallest micro-batch")
+    assert "60%" in rows[1, 2, 1] and rows[1, 2, 1].endswith("another stage than 3")
+    assert lines[5].startswith("Note: the script gave the model 1 samples at once, and not the 2 of")
+    assert lines[-1] == "stage 3, micro-batch 2 won: tuned.json"
+    tuned = json.loads((folder / "tuned.json").read_text())
+    assert (tuned["zero_optimization"]["stage"], tuned["train_micro_batch_size_per_gpu"]) == (3, 2)
+
+
 @pytest.mark.slow
-def test_a_script_is_tuned_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--num_gpus", "2", "--stages", "1,3", "--steps", "3", "--rounds", "0", "--output", "tuned.json"]
+@pytest.mark.parametrize(
+    ("train_batch", "stages"), [(2, "3"), pytest.param(4, "1,3", marks=pytest.mark.soak)], ids=["one", "several"]
+)
+def test_a_script_is_tuned_as_it_is(
+    folder: Path, capsys: pytest.CaptureFixture[str], train_batch: int, stages: str
+) -> None:
+    base = json.loads((folder / "ds.json").read_text()) | {"train_batch_size": train_batch}
+    (folder / "ds.json").write_text(json.dumps(base))
+    options = ["--num_gpus", "2", "--stages", stages, "--steps", "3", "--rounds", "0", "--output", "tuned.json"]
     assert command.main([*options, "train.py", "--deepspeed_config", "ds.json"]) == 0
     text = capsys.readouterr().out
     tuned = json.loads((folder / "tuned.json").read_text())
-    assert tuned["train_batch_size"] == 4 and tuned["optimizer"] == {"type": "AdamW"}
+    assert tuned["train_batch_size"] == train_batch and tuned["optimizer"] == {"type": "AdamW"}
     stage, micro = tuned["zero_optimization"]["stage"], tuned["train_micro_batch_size_per_gpu"]
-    assert stage in (1, 3) and micro * tuned["gradient_accumulation_steps"] * 2 == 4
+    assert str(stage) in stages.split(",") and micro * tuned["gradient_accumulation_steps"] * 2 == train_batch
     lines = text.splitlines()
-    assert lines[0].startswith("40,") and "2 ranks, 4 samples per step" in lines[0]
+    assert lines[0].startswith("40,") and f"2 ranks, {train_batch} samples per step" in lines[0]
     assert lines[1].split()[:3] == ["stage", "micro-batch", "accumulation"]
-    assert lines[2].split()[:3] == [str(stage), str(micro), str(4 // (2 * micro))] and "the fastest (" in lines[2]
-    assert "the smallest micro-batch" in text and "another stage than 3" in text and "Note" not in text
+    assert lines[2].split()[:3] == [str(stage), str(micro), str(train_batch // (2 * micro))]
+    assert "the fastest (" in lines[2] and "the smallest micro-batch" in text and "Note" not in text
+    assert ("another stage than 3" in text) == (stages != "3")
     assert lines[-1] == f"stage {stage}, micro-batch {micro} won: tuned.json"
     assert sorted(path.name for path in folder.iterdir()) == ["ds.json", "train.py", "tuned.json"]
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_or_gives_other_batches_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--num_gpus", "1", "train.py", "--deepspeed_config", "ds.json", "--widht", "1"]) == 1
+def test_a_script_that_fails_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "train.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    assert command.main(["--num_gpus", "1", "train.py", "--deepspeed_config", "ds.json"]) == 1
     said = capsys.readouterr().err
-    assert "unrecognized arguments: --widht 1" in said and "failed before it had an engine" in said
+    assert "unrecognized arguments: --deepspeed_config" in said and "failed before it had an engine" in said
+
+
+@pytest.mark.soak
+def test_a_script_that_gives_other_batches_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--num_gpus", "1", "--stages", "0", "--steps", "1", "--rounds", "0"]
     (folder / "ds.json").write_text(json.dumps({"train_batch_size": 2, "optimizer": {"type": "AdamW"}}))
     assert command.main([*options, "train.py", "--deepspeed_config", "ds.json", "--rows", "1"]) == 0
