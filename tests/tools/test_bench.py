@@ -13,28 +13,37 @@ import pytest
 import torch
 
 from tests.processes import run_program
+from tests.spawn import RanksFailed, run_ranks
 from zeropg import __main__ as program
 from zeropg.compression.codec import named_codecs
 from zeropg.tools import machine
 from zeropg.tools.bench import collectives, groups, harness
 from zeropg.tools.bench.cases import CASES, DTYPES, REDUCTIONS, Shape, empty_on_heap, pattern, reduced
 from zeropg.tools.bench.compression import codecs
+from zeropg.tools.bench.deepspeed import script
 from zeropg.tools.bench.deepspeed.command import Case, disagreement
 from zeropg.tools.bench.results import Row, Spread, read_results, write_results
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 QUICK = ["--rounds", "2", "--iterations", "2", "-w", "1", "--even-if-busy"]
+AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # as under torchrun: rank 0 does not have the store
 
 
-def run(*arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zeropg", *arguments]
-    return run_program(command, timeout=timeout, env=ENVIRONMENT)
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """A suite's ranks are forked with torch in them; torchrun, which loads it anew in each, is the first test's."""
+
+    def start(ranks: int, arguments: list[str], **options: bool) -> int:
+        return max(run_ranks(ranks, program.main, arguments, backend=None, env=AGENT_STORE, timeout=150))
+
+    monkeypatch.setattr(harness, "start_ranks", start)
 
 
 def test_collectives_check_time_and_file_every_operation(tmp_path):
     file, raw, plot = (tmp_path / name for name in ("out.json", "raw.json", "out.svg"))
     shape = ["-b", "8", "-e", "4K", "-f", "512", "-d", "float,bfloat16", "--op", "all", *QUICK]
-    done = run("bench", "collectives", *shape, "--output", str(file), "--raw", str(raw))
+    command = [sys.executable, "-m", "zeropg", "bench", "collectives", *shape]
+    done = run_program([*command, "--output", str(file), "--raw", str(raw)], timeout=150, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "out-of-place" in done.stdout and "times faster: zeropg than its peers" in done.stdout
 
@@ -72,35 +81,30 @@ def test_collectives_check_time_and_file_every_operation(tmp_path):
     assert plot.read_text().lstrip().startswith("<?xml")
 
 
-def test_ranks_beside_busy_processes(tmp_path):
+def test_tensors_in_shared_memory_are_a_peer_beside_busy_processes_too(forked_ranks, tmp_path, capsys):
     file = tmp_path / "busy_2_ranks.json"
-    done = run("bench", "collectives", "-b", "8", "-e", "8", "--beside", "1", *QUICK, "--output", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    shape = ["-b", "8", "-e", "64K", "-f", "8192", "--op", "all", "--peers", "zeropg_arena,zeropg", "--beside", "1"]
+    try:
+        assert program.main(["bench", "collectives", *shape, *QUICK, "--output", str(file)]) == 0
+    except RanksFailed as failed:
+        if "has no tensors in shared memory" in str(failed):
+            pytest.skip("this build's groups allocate no tensors")
+        raise
     header, rows = read_results(file)
     assert header["beside"] == 1
-    assert len(rows) == 2 and all("time_us" in row.figures for row in rows)
-    table = run("bench", "table", "--folder", str(tmp_path))
-    assert "all_reduce of 8 bytes, 2 rank(s) beside 1 busy processes: " in table.stdout
-
-
-def test_tensors_in_shared_memory_are_a_peer(tmp_path):
-    file = tmp_path / "out.json"
-    shape = ["-b", "64", "-e", "64K", "-f", "1024", "--op", "all", "--peers", "zeropg_arena,zeropg", *QUICK]
-    done = run("bench", "collectives", *shape, "--output", str(file))
-    if "has no tensors in shared memory" in done.stderr:
-        pytest.skip("this build's groups allocate no tensors")
-    assert done.returncode == 0, done.stdout + done.stderr
-    _, rows = read_results(file)
     assert {row.case for row in rows if row.peer == "zeropg_arena"} == set(CASES)
+    assert all("time_us" in row.figures for row in rows)
     assert all("faster_than_zeropg" in row.figures for row in rows if row.peer == "zeropg_arena")
+    assert program.main(["bench", "table", "--folder", str(tmp_path)]) == 0
+    assert "all_reduce of 8 bytes, 2 rank(s) beside 1 busy processes: " in capsys.readouterr().out
 
 
 def test_open_mpi_is_a_peer_whose_mpirun_starts_the_ranks(tmp_path):
     pytest.importorskip("mpi4py", reason="requirements/bench.txt is not installed")
     file = tmp_path / "out.json"
     shape = ["-b", "64", "-e", "4K", "-f", "64", "--op", "all", "-d", "float,bfloat16"]
-    done = run("bench", "collectives", *shape, "--peers", "zeropg,openmpi", *QUICK, "--output", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    peers = ["--peers", "zeropg,openmpi"]
+    assert program.main(["bench", "collectives", *shape, *peers, *QUICK, "--output", str(file)]) == 0
     header, rows = read_results(file)
     assert "Open MPI" in header["openmpi"]
     theirs = {(row.case, row.parameters["dtype"]) for row in rows if row.peer == "openmpi"}
@@ -182,10 +186,10 @@ def test_the_table_says_what_the_files_say(tmp_path, capsys):
     assert "proving nothing: dtypes_2_ranks." in said
 
 
-def test_making_groups_is_timed(tmp_path):
+def test_making_groups_is_timed(forked_ranks, tmp_path):
     file = tmp_path / "groups.json"
-    done = run("bench", "groups", "-n", "3", "--rounds", "2", "--warm-up", "0", "--even-if-busy", "--output", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    few = ["-n", "3", "--rounds", "2", "--warm-up", "0", "--even-if-busy"]
+    assert program.main(["bench", "groups", *few, "--output", str(file)]) == 0
     _, rows = read_results(file)
     assert {(row.peer, row.case) for row in rows} == {
         (peer, stage) for peer in ("zeropg", "gloo") for stage in ("first", "further")
@@ -238,11 +242,11 @@ def test_references_are_exact_in_every_dtype(dtype, redop):
             assert torch.equal(reduced(shape, 0, 100), whole.to(kind))
 
 
-def test_train_measures_an_implementation_beside_the_baseline(tmp_path):
+def test_train_measures_an_implementation_beside_the_baseline(forked_ranks, tmp_path):
     file = tmp_path / "train.json"
     small = ["--rounds", "1", "--steps", "2", "--warm-up", "1", "--layers", "2", "--width", "64"]
-    done = run("bench", "train", *small, "--only", "zeropg stage 3", "--even-if-busy", "--output", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    chosen = ["--only", "zeropg stage 3", "--even-if-busy"]
+    assert program.main(["bench", "train", *small, *chosen, "--output", str(file)]) == 0
     _, (baseline, ours) = read_results(file)
     assert (baseline.peer, ours.peer) == ("ddp gloo", "zeropg stage 3")
     assert baseline.median("step_over_ddp") == 1.0
@@ -262,11 +266,10 @@ def test_train_refuses_hosts_that_do_not_fit(options, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_load_measures_beside_plain_reads(tmp_path):
+def test_load_measures_beside_plain_reads(forked_ranks, tmp_path):
     file = tmp_path / "load.json"
     arguments = ["--bytes", "64M", "--rounds", "1", "--path", str(tmp_path), "--even-if-busy", "--output", str(file)]
-    done = run("bench", "load", *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert program.main(["bench", "load", *arguments]) == 0
     rows = {row.peer: row for row in read_results(file)[1]}
     assert list(rows) == ["plain read", "load_pretrained", "load_checkpoint", "FSDP2 from rank 0"]
     for name in ("plain read", "load_pretrained", "load_checkpoint"):
@@ -281,10 +284,7 @@ def test_the_script_beside_deepspeed_trains_by_the_changed_line(tmp_path):
     shape = {"layers": 1, "width": 64, "context": 16, "steps": 2, "warm_up": 1}
     for case in (Case.parse("0"), Case.parse("3x2:fp16")):
         job.write_text(json.dumps(shape | {"config": case.config(micro_batch=1)}))
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        words += ["-m", "zeropg.tools.bench.deepspeed.script", "zeropg.deepspeed", str(job), str(result)]
-        done = run_program(words, timeout=150, env=ENVIRONMENT)
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_ranks(2, script.main, "zeropg.deepspeed", str(job), str(result), backend=None, env=AGENT_STORE)
         found = json.loads(result.read_text())
         assert found["losses"][-1] < found["losses"][0] and len(found["losses"]) == 3
         assert found["loss_scales"] == ([65536.0] * 3 if case.dtype == "fp16" else [1.0] * 3)
@@ -346,8 +346,7 @@ def test_codecs_are_checked_and_timed(tmp_path):
 def test_a_tier_is_checked_and_timed(tmp_path):
     file = tmp_path / "offload.json"
     small = ["--path", str(tmp_path), "--bytes", "1M", "--numel", "100K", "--rounds", "2", "--even-if-busy"]
-    done = run("bench", "offload", *small, "--output", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert program.main(["bench", "offload", *small, "--output", str(file)]) == 0
     _, rows = read_results(file)
     assert [row.case for row in rows] == ["write", "read", "write", "read", "step", "step"]
     assert all(row.median("time_ms" if row.case == "step" else "gbps") > 0 for row in rows)
