@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,6 +14,13 @@ ROOT = Path(__file__).parent.parent
 BUILD = Path(os.environ.get("ZEROPG_BUILD_DIR", ROOT / "build" / f"torch-{version('torch').split('+')[0]}")).resolve()
 SOURCES = sorted(path.relative_to(ROOT / "tests").with_suffix("") for path in (ROOT / "tests").rglob("*_test.cpp"))
 BINARIES = [path for path in SOURCES if (BUILD / "tests" / path).is_file()]
+# Most of their cases wait for a deadline, so they wait together: each binary runs in several processes at once.
+WAITING = {
+    "backend/bootstrap/bootstrap_test",
+    "backend/bootstrap/sockets/tcp_connector_test",
+    "backend/bootstrap/sockets/tcp_mesh_test",
+}
+SHARDS_OF_WAITING = 4
 TIMEOUT_SECONDS = int(os.environ.get("ZEROPG_TEST_SECONDS", "300"))  # for one binary; sanitizers need more
 
 
@@ -25,11 +33,22 @@ def test_every_source_has_its_binary_where_any_has() -> None:
 def test_cpp(binary: Path | None) -> None:
     if binary is None:
         pytest.skip(f"no C++ tests in {BUILD}: they need GoogleTest (Debian: libgtest-dev) when `make build` runs")
-    command = [BUILD / "tests" / binary, "--gtest_brief=1"]
-    result = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, cwd=ROOT
-    )
-    assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
+    shards = SHARDS_OF_WAITING if str(binary) in WAITING else 1
+
+    def run(shard: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [BUILD / "tests" / binary, "--gtest_brief=1"],
+            env=os.environ | {"GTEST_TOTAL_SHARDS": str(shards), "GTEST_SHARD_INDEX": str(shard)},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_SECONDS,
+            cwd=ROOT,
+        )
+
+    with ThreadPoolExecutor(shards) as threads:
+        for result in threads.map(run, range(shards)):
+            assert result.returncode == 0, f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
 
 
 def test_the_suites_of_transports_run_on_every_wire_that_can_be_used_here() -> None:
