@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <set>
 
 #include "backend/group/planner.h"
 
@@ -197,9 +198,18 @@ std::vector<at::Tensor> Call::inputs(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
+// Tensors with gaps are found to share memory where they begin at one element, as in [tensor.t()] * 2: others may lie
+// side by side, as the columns of a matrix do.
 std::vector<at::Tensor> Call::outputs(const std::vector<at::Tensor>& tensors) {
+  MemoryRanges taken;
+  std::set<const void*> beginnings;
   std::vector<at::Tensor> result;
   for (const at::Tensor& tensor : tensors) {
+    const bool is_dense = tensor.is_non_overlapping_and_dense();
+    const bool is_new = tensor.numel() == 0 || beginnings.insert(tensor.const_data_ptr()).second;
+    check_value(is_new && !(is_dense && taken.overlaps(tensor)), "two output tensors share memory, as in [tensor] * ",
+                label_.world_size, ", so one would overwrite the other; give each rank's data memory of its own.");
+    if (is_dense) taken.add(tensor);
     result.push_back(output(tensor));
   }
   return result;
@@ -217,11 +227,7 @@ void Call::separate(CollectiveArgs& request) {
     std::ranges::for_each(requests_.back().outputs, [&](const at::Tensor& output) { written_.add(output); });
   }
   MemoryRanges outputs;
-  for (const at::Tensor& output : request.outputs) {
-    check_value(!outputs.overlaps(output), "two output tensors share memory, as in [tensor] * ", label_.world_size,
-                ", so one would overwrite the other; give each rank's data memory of its own.");
-    outputs.add(output);
-  }
+  std::ranges::for_each(request.outputs, [&](const at::Tensor& output) { outputs.add(output); });
   for (size_t i = 0; i < request.inputs.size(); ++i) {
     at::Tensor& input = request.inputs[i];
     if (!written_.overlaps(input) && (!outputs.overlaps(input) || is_in_place(request, i))) {

@@ -249,9 +249,11 @@ class ProcessGroupZero : public c10d::Backend {
   void record_message(const at::Tensor& data, const ZeroWork& work);
   struct CoalescedCalls {
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    bool has_cuda = false;  // the inner backend coalesces too
+    bool has_cuda = false;       // the inner backend coalesces too
+    std::exception_ptr error{};  // the first one of its messages
   };
   c10::intrusive_ptr<c10d::Work> coalesce(c10::intrusive_ptr<c10d::Work> work);
+  c10::intrusive_ptr<c10d::Work> coalesce_message(const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
   c10::intrusive_ptr<c10d::Work> run_barrier(const char* title, int64_t bytes, std::chrono::milliseconds timeout,
                                              bool is_asynchronous);
   // Null for CPU tensors and for none. The one place that decides by device.

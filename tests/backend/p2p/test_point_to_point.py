@@ -202,6 +202,29 @@ def test_a_coalescing_window_ends_with_one_work(run: Callable[..., Any]) -> None
     run(check_window)
 
 
+def check_error_in_window() -> None:
+    """As in batch_isend_irecv where NCCL is there."""
+    rank, after, before = ring()
+    received = torch.zeros(3)
+    with (
+        pytest.raises(ValueError, match="cannot send to or receive from itself"),
+        dist.distributed_c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True),
+    ):
+        receive = dist.irecv(received, before)
+        with pytest.raises(ValueError, match="cannot send to or receive from itself"):
+            dist.isend(torch.ones(3), rank).wait()  # type: ignore[union-attr]
+        dist.isend(torch.full((3,), float(rank)), after)
+    receive.wait()  # type: ignore[union-attr]
+    assert received.eq(before).all()
+    sums = torch.ones(3)
+    dist.all_reduce(sums)
+    assert sums.eq(dist.get_world_size()).all(), "torch has only noted it"
+
+
+def test_what_is_wrong_in_a_coalescing_window_is_said_at_its_end(run: Callable[..., Any]) -> None:
+    run(check_error_in_window)
+
+
 def check_dtypes_that_differ(numel: int, is_set_aside: bool) -> None:
     group = dist.new_group()
     rank = dist.get_rank()

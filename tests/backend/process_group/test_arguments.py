@@ -84,6 +84,16 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "two output tensors share memory, as in [tensor] * 2",
     ),
+    "one tensor with strides as all outputs": (
+        lambda: dist.all_gather([torch.ones(3, 2).t()] * 2, torch.ones(2, 3)),
+        ValueError,
+        "two output tensors share memory, as in [tensor] * 2",
+    ),
+    "one tensor with gaps as all outputs": (
+        lambda: dist.all_gather([torch.ones(3, 2)[:, 0]] * 2, torch.ones(3)),
+        ValueError,
+        "two output tensors share memory, as in [tensor] * 2",
+    ),
     "freed storage": (lambda: all_reduce(without_memory()), ValueError, "needs 12 bytes, and its storage has 0"),
     "freed storage of a message": (
         lambda: dist.isend(without_memory(), 1 - dist.get_rank()),
