@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "backend/collectives/phases/internode_phases.h"
+#include "backend/collectives/phases/node_gathers.h"
 #include "backend/collectives/phases/node_phases.h"
 #include "backend/collectives/phases/rack_relays.h"
 #include "backend/collectives/schedule/algorithms.h"
@@ -27,7 +28,6 @@ namespace zeropg {
 
 namespace {
 
-// `has_staging`: what comes in is staged for all ranks of the node; otherwise it is received where it goes to.
 void add_pipeline(Schedule& schedule, const CollectiveSpec& spec, const BlockPieces& pieces, bool has_staging) {
   const Placement placement(spec);
   const ChunkLayout layout = ChunkLayout::of_blocks(placement, pieces.chunks.bytes, pieces.alignment);
@@ -101,47 +101,27 @@ void add_pipeline(Schedule& schedule, const CollectiveSpec& spec, const BlockPie
 bool supports_all_gather_racks(const CollectiveSpec& spec) { return can_relay_blocks(spec); }
 
 Schedule plan_all_gather_racks(const CollectiveSpec& spec) {
-  const BlockPieces pieces = cut_relayed_blocks(spec);
-  Schedule schedule = make_schedule("all_gather_racks", pieces.chunks.count * group_count(spec, pieces));
-  if (pieces.chunks.count == 0) return schedule;
-  add_barrier(schedule);
-  const Placement placement(spec);
-  // Note [Alone on a node] in internode_phases.h
-  add_pipeline(schedule, spec, pieces, /*has_staging=*/placement.node_size(placement.node()) > 1);
-  return schedule;
+  return plan_gather("all_gather_racks", spec, cut_relayed_blocks(spec), add_pipeline);
 }
 
 Cost cost_all_gather_racks(const CollectiveSpec& spec) {
-  const BlockPieces pieces = cut_relayed_blocks(spec);
-  const double chunks = pieces.chunks.count;
-  const LinkBytes links = bytes_of_relayed_blocks(spec);
-  return {.barriers = 1.0 + chunks * group_count(spec, pieces),
-          // Alone, a rank copies its own block and receives the others' in place.
-          .memory_bytes = (are_all_alone(spec) ? 2.0 : 2.0 * (spec.world_size + 1 + most_relayed(spec))) * spec.bytes,
-          .network_hops = spec.bytes == 0 ? 0 : 2.0,
-          .network_bytes = *std::max_element(links.of_nodes.begin(), links.of_nodes.end()),
-          .links = links,
-          .messages = messages_of_relayed_blocks(spec) * chunks};
+  return cost_gather(spec, cut_relayed_blocks(spec),
+                     {.links = bytes_of_relayed_blocks(spec),
+                      .hops = 2,
+                      .messages_of_chunk = messages_of_relayed_blocks(spec),
+                      .relayed_blocks = most_relayed(spec)});
 }
 
 bool supports_all_gather_racks_per_node(const CollectiveSpec& spec) {
-  return spec.has_node_output && !spec.output_is_list && supports_all_gather_racks(spec);
+  return has_gather_per_node(spec) && supports_all_gather_racks(spec);
 }
 
 Schedule plan_all_gather_racks_per_node(const CollectiveSpec& spec) {
-  const BlockPieces pieces = cut_relayed_blocks(spec);
-  Schedule schedule = make_direct_schedule("all_gather_racks_per_node");
-  add_pipeline(schedule, spec, pieces, /*has_staging=*/false);
-  begin_loop(schedule);
-  add_barrier(schedule);  // what the other ranks of the node have received is there
-  return schedule;
+  return plan_gather_per_node("all_gather_racks_per_node", spec, cut_relayed_blocks(spec), add_pipeline);
 }
 
 Cost cost_all_gather_racks_per_node(const CollectiveSpec& spec) {
-  Cost cost = cost_all_gather_racks(spec);
-  cost.barriers = 2;
-  cost.memory_bytes = 2.0 * spec.bytes;  // the own block; all others are received in place
-  return cost;
+  return cost_gather_per_node(spec, cost_all_gather_racks(spec));
 }
 
 }  // namespace zeropg
