@@ -1,7 +1,6 @@
 #include "backend/simulator/cost_estimate.h"
 
 #include <algorithm>
-#include <functional>
 #include <map>
 #include <stdexcept>
 
@@ -19,7 +18,9 @@ namespace {
 constexpr int64_t kMostBytes = int64_t{1} << 60;
 constexpr int32_t kMostNodesEach = 16;       // that are simulated one by one where others could stand for them
 constexpr double kMostStepsAsTheyAre = 1e6;  // of all ranks; of more, long loops are not run to their end
-constexpr int64_t kFewChunks = 8;            // longer than any pipeline within a rank
+constexpr double kManySteps = 2e6;           // which take seconds, though their loops are short
+constexpr int64_t kFewChunks = 8;            // longer than any pipeline within a rank, as
+constexpr int64_t kFewestChunks = 4;
 constexpr double kMostPlanBytes = 4e8;
 constexpr int64_t kMostRounding = 20;  // sizes are rounded by at most this part of themselves
 
@@ -84,41 +85,13 @@ void check(const EstimateRequest& request, const CollectiveSpec& spec) {
   check_links(request);
 }
 
-// What a rank has of its node's link, and of its rack's uplink, which all ranks behind them share.
-struct LinkShares {
-  std::vector<double> of_node;
-  std::vector<double> of_uplink;      // by node; empty: uplinks do not limit
-  std::vector<int32_t> rack_of_node;  // likewise
-};
-
-LinkShares link_shares(const EstimateRequest& request) {
-  LinkShares shares;
-  const std::vector<double>& of_nodes = request.model.node_bytes_per_us;
-  for (size_t node = 0; node < request.nodes.size(); ++node) {
-    const auto ranks = static_cast<double>(request.nodes[node].size());
-    shares.of_node.push_back((of_nodes.empty() ? request.model.network_bytes_per_us : of_nodes[node]) / ranks);
-  }
-  if (request.model.uplink_bytes_per_us.empty()) return shares;
-  shares.rack_of_node = rack_of_nodes(spec_of(request));
-  for (const int32_t rack : shares.rack_of_node) {
-    size_t ranks = 0;
-    for (const int32_t node : request.racks[rack]) ranks += request.nodes[node].size();
-    shares.of_uplink.push_back(request.model.uplink_bytes_per_us[rack] / static_cast<double>(ranks));
-  }
-  return shares;
-}
-
-std::function<SimulatedLink(int32_t, int32_t)> links_of(const EstimateRequest& request, const Placement& placement) {
-  return [&, shares = link_shares(request)](int32_t from, int32_t to) -> SimulatedLink {
-    const int32_t sender = placement.node_of(from);
-    const int32_t receiver = placement.node_of(to);
-    if (sender == receiver) return {};
-    const bool crosses = !shares.of_uplink.empty() && shares.rack_of_node[sender] != shares.rack_of_node[receiver];
-    const auto end = [&](int32_t node) {
-      return LinkEnd{.bytes_per_us = shares.of_node[node], .uplink_bytes_per_us = crosses ? shares.of_uplink[node] : 0};
-    };
-    return {.latency_us = request.model.hop_us, .sender = end(sender), .receiver = end(receiver)};
-  };
+LinkSpeeds link_speeds(const EstimateRequest& request) {
+  LinkSpeeds speeds{.latency_us = request.model.hop_us,
+                    .of_nodes = request.model.node_bytes_per_us,
+                    .of_uplinks = request.model.uplink_bytes_per_us};
+  if (speeds.of_nodes.empty()) speeds.of_nodes.assign(request.nodes.size(), request.model.network_bytes_per_us);
+  if (!speeds.of_uplinks.empty()) speeds.rack_of_nodes = rack_of_nodes(spec_of(request));
+  return speeds;
 }
 
 // A direct algorithm is never chosen here: nothing says where tensors lie. But it may be named.
@@ -208,12 +181,11 @@ int32_t ring_size_of_plans(const Algorithm& algorithm, CollectiveSpec& spec, con
   return 0;
 }
 
-Representation represent(const EstimateRequest& request, const Placement& placement, bool is_same) {
+Representation represent(const LinkSpeeds& links, const Placement& placement, bool is_same) {
   Representation result;
-  const LinkShares shares = link_shares(request);
   std::map<std::pair<double, double>, int32_t> by_speed;
   for (int32_t node = 0; node < placement.node_count(); ++node) {
-    const std::pair speed{shares.of_node[node], shares.of_uplink.empty() ? 0 : shares.of_uplink[node]};
+    const std::pair speed{links.of_nodes[node], links.part_of_uplink(node)};
     const auto next = static_cast<int32_t>(result.nodes.size());
     const int32_t place = is_same ? by_speed.try_emplace(speed, next).first->second : next;
     if (place == next) result.nodes.push_back(node);
@@ -232,11 +204,12 @@ TimedGroup timed_group(const EstimateRequest& request, const Algorithm& algorith
   const int32_t other_than_root = (spec.root + spec.world_size / 2) % spec.world_size;
   const auto bytes = static_cast<double>(memory_bytes(plan_of(algorithm, spec, other_than_root)));
   if (!is_same && root_bytes + bytes * (spec.world_size - 1) > kMostPlanBytes) return {};
-  Representation represented = represent(request, placement, is_same);
+  const LinkSpeeds links = link_speeds(request);
+  Representation represented = represent(links, placement, is_same);
   TimedGroup group{.nodes = request.nodes,
                    .stands_for = std::move(represented.stands_for),
                    .ring_size = ring_size,
-                   .link = links_of(request, placement),
+                   .links = links,
                    .model = request.model};
   for (const int32_t node : represented.nodes) {
     group.timed.push_back({.node = node});
@@ -274,10 +247,12 @@ double time_of(TimedGroup group) {
   const double steps = steps_of(group);
   if (steps <= kMostStepsAsTheyAre) return simulate_time(group);
   shorten(group, 2 * kFewChunks);
+  const int64_t few = steps_of(group) > kManySteps ? kFewestChunks : kFewChunks;
+  shorten(group, 2 * few);
   const double more_us = simulate_time(group);
   const double more_steps = steps_of(group);
   if (more_steps == steps) return more_us;
-  shorten(group, kFewChunks);
+  shorten(group, few);
   const double us_per_step = (more_us - simulate_time(group)) / (more_steps - steps_of(group));
   return more_us + us_per_step * (steps - more_steps);
 }

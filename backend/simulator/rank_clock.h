@@ -11,45 +11,26 @@
 
 namespace zeropg {
 
-// What a rank has of the links that it sends or receives through.
-struct LinkEnd {
-  double bytes_per_us = 10'000;    // its node's
-  double uplink_bytes_per_us = 0;  // its rack's; 0: the way stays in the rack
-};
-
 // The alpha-beta model of the way from one rank to another. Between nodes a message travels while its sender goes on;
-// what one rank sends through a link, or receives, travels one message after the other. A rack's uplink carries some
-// while the links of its nodes carry others.
+// what one rank sends, or receives, travels one message after the other.
 struct SimulatedLink {
   double latency_us = 1;
-  LinkEnd sender{};
-  LinkEnd receiver{};
-
-  double slowest_bytes_per_us() const {
-    double slowest = std::min(sender.bytes_per_us, receiver.bytes_per_us);
-    for (const LinkEnd& end : {sender, receiver}) {
-      if (end.uplink_bytes_per_us > 0) slowest = std::min(slowest, end.uplink_bytes_per_us);
-    }
-    return slowest;
-  }
+  double sender_bytes_per_us = 10'000;
+  double receiver_bytes_per_us = 10'000;
 };
 
-// When a rank's links are free again, in one direction.
+// One direction of a link, which carries one message after the other.
 struct LinkClock {
-  double node_us = 0;
-  double uplink_us = 0;
+  double free_us = 0;
 
   struct Times {
-    double begin_us;  // on the last of them
-    double end_us;    // on all of them
+    double begin_us;
+    double end_us;
   };
-  Times carry(const LinkEnd& end, double start_us, int64_t bytes) {
-    const double begin_us = std::max(start_us, node_us);
-    node_us = begin_us + static_cast<double>(bytes) / end.bytes_per_us;
-    if (end.uplink_bytes_per_us == 0) return {begin_us, node_us};
-    const double uplink_begin_us = std::max(begin_us, uplink_us);
-    uplink_us = uplink_begin_us + static_cast<double>(bytes) / end.uplink_bytes_per_us;
-    return {uplink_begin_us, std::max(node_us, uplink_us)};
+  Times carry(double start_us, int64_t bytes, double bytes_per_us) {
+    const double begin_us = std::max(start_us, free_us);
+    free_us = begin_us + static_cast<double>(bytes) / bytes_per_us;
+    return {begin_us, free_us};
   }
 };
 
@@ -62,21 +43,22 @@ struct RankClock {
 
   // Within a node, where the sender copies it. Returns when it has arrived.
   double send_near(const SimulatedLink& link, int64_t bytes) {
-    now_us += static_cast<double>(bytes) / link.sender.bytes_per_us;
+    now_us += static_cast<double>(bytes) / link.sender_bytes_per_us;
     return now_us + link.latency_us;
   }
   void receive_near(double arrival_us) { now_us = std::max(now_us, arrival_us); }
 
   // Between nodes. Returns when it begins to arrive.
   double send_far(const SimulatedLink& link, int64_t bytes, const CostModel& model) {
-    now_us += model.message_us / 2;
-    return sending.carry(link.sender, now_us, bytes).begin_us + link.latency_us;
+    give_far(model);
+    return sending.carry(now_us, bytes, link.sender_bytes_per_us).begin_us + link.latency_us;
   }
   void receive_far(const SimulatedLink& link, double arrival_us, int64_t bytes) {
-    const double sent_us = arrival_us + static_cast<double>(bytes) / link.slowest_bytes_per_us();
-    now_us = std::max({now_us, sent_us, receiving.carry(link.receiver, arrival_us, bytes).end_us});
+    const double sent_us = arrival_us + static_cast<double>(bytes) / link.sender_bytes_per_us;
+    now_us = std::max({now_us, sent_us, receiving.carry(arrival_us, bytes, link.receiver_bytes_per_us).end_us});
   }
-  // What receiving costs the CPU beside, once for each message.
+  // What sending and receiving cost the CPU beside, once for each message.
+  void give_far(const CostModel& model) { now_us += model.message_us / 2; }
   void take_far(const CostModel& model) { now_us += model.message_us / 2; }
 };
 

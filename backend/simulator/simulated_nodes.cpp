@@ -20,8 +20,8 @@ SimulatedLink SimulatedNodes::link(int32_t from, int32_t to) const {
   const auto ranks = static_cast<double>(ranks_beside(from).size());
   const auto peers = static_cast<double>(ranks_beside(to).size());
   return {.latency_us = options_.model.hop_us,
-          .sender = {.bytes_per_us = options_.model.network_bytes_per_us / ranks},
-          .receiver = {.bytes_per_us = options_.model.network_bytes_per_us / peers}};
+          .sender_bytes_per_us = options_.model.network_bytes_per_us / ranks,
+          .receiver_bytes_per_us = options_.model.network_bytes_per_us / peers};
 }
 
 }  // namespace zeropg

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "backend/collectives/schedule/schedule_cursor.h"
 #include "backend/simulator/schedule_simulator.h"
@@ -11,14 +12,27 @@ namespace zeropg {
 
 namespace {
 
+constexpr int32_t kNobody = -1;
+
 struct RankInNode {
   int32_t node = 0;
   int32_t local_rank = 0;
 };
 
-struct SentMessage {
-  double arrival_us;
+struct ArrivedMessage {
+  double end_us;
   bool is_empty;  // a header alone: the next message of that pair takes it along
+};
+
+struct Arrivals {
+  std::vector<ArrivedMessage> messages{};
+  size_t received = 0;
+
+  void take() {
+    if (++received < messages.size()) return;
+    messages.clear();
+    received = 0;
+  }
 };
 
 struct TimedRank {
@@ -27,20 +41,28 @@ struct TimedRank {
   int32_t timed;  // its node's place in TimedGroup::timed
   RankClock clock{};
   bool is_at_barrier = false;
-  std::unordered_map<int64_t, std::vector<SentMessage>> sent{};  // by where to
-  std::unordered_map<int32_t, size_t> received{};                // messages, by sender
+  bool is_ready = true;                                  // to take steps
+  int32_t waits_for = kNobody;                           // the sender of the message without which it cannot
+  std::unordered_map<int32_t, Arrivals> arrived_from{};  // by sender
 };
 
+std::vector<int32_t> nodes_of(const std::vector<TimedNode>& timed) {
+  std::vector<int32_t> nodes;
+  for (const TimedNode& each : timed) nodes.push_back(each.node);
+  return nodes;
+}
+
+// Ranks go as far as they can; then the message that reaches a link first does, which may let others go on. Nothing
+// that happens later reaches a link earlier.
 class TimeSimulation {
  public:
-  explicit TimeSimulation(const TimedGroup& group) : group_(group) {
+  explicit TimeSimulation(const TimedGroup& group) : group_(group), links_(group.links, nodes_of(group.timed)) {
     size_t world_size = 0;
     for (const auto& node : group.nodes) world_size += node.size();
     places_.resize(world_size);
     for (size_t node = 0; node < group.nodes.size(); ++node) {
       for (size_t i = 0; i < group.nodes[node].size(); ++i) {
         places_[group.nodes[node][i]] = {static_cast<int32_t>(node), static_cast<int32_t>(i)};
-        largest_node_ = std::max(largest_node_, static_cast<int64_t>(i) + 1);
       }
     }
     for (const TimedNode& timed : group.timed) {
@@ -53,14 +75,12 @@ class TimeSimulation {
     }
   }
 
-  // Each rank as far as it goes: times do not depend on who is first.
   double run() {
-    bool has_moved = true;
-    while (has_moved) {
-      has_moved = false;
-      for (TimedRank& rank : ranks_) {
-        while (!rank.cursor.is_done() && !rank.is_at_barrier && take_step(rank)) has_moved = true;
-      }
+    for (size_t rank = 0; rank < ranks_.size(); ++rank) ready_.push_back(rank);
+    go_on();
+    while (links_.has_flights()) {
+      if (const auto flight = links_.advance()) land(*flight);
+      go_on();
     }
     double latest_us = 0;
     for (const TimedRank& rank : ranks_) {
@@ -75,11 +95,20 @@ class TimeSimulation {
 
  private:
   bool is_near(int32_t a, int32_t b) const { return places_[a].node == places_[b].node; }
+  bool is_everybody_timed() const { return group_.timed.size() == group_.nodes.size(); }
 
-  // Where a message goes, counted from the sender's node on.
-  int64_t way(int32_t from, int32_t to) const {
-    const int64_t distance = group_.rings().distance(places_[from].node, places_[to].node);
-    return distance * largest_node_ + places_[to].local_rank;
+  void go_on() {
+    while (!ready_.empty()) {
+      TimedRank& rank = ranks_[ready_.back()];
+      ready_.pop_back();
+      while (!rank.cursor.is_done() && !rank.is_at_barrier && take_step(rank)) {
+      }
+      rank.is_ready = false;
+    }
+  }
+
+  void wake(size_t index) {
+    if (!std::exchange(ranks_[index].is_ready, true)) ready_.push_back(index);
   }
 
   bool take_step(TimedRank& rank) {
@@ -114,42 +143,83 @@ class TimeSimulation {
       ranks_[i].clock.now_us = latest_us + group_.model.barrier_us;
       ranks_[i].is_at_barrier = false;
       ranks_[i].cursor.next();
+      wake(i);
     }
   }
 
   void send(TimedRank& rank, const Step& step) {
     const int64_t bytes = typical_message_bytes(step, group_.codec);
-    const SimulatedLink link = group_.link(rank.rank, step.peer);
-    const bool is_near_peer = is_near(rank.rank, step.peer);
-    const double arrival_us =
-        is_near_peer ? rank.clock.send_near(link, bytes) : rank.clock.send_far(link, bytes, group_.model);
-    rank.sent[way(rank.rank, step.peer)].push_back({arrival_us, bytes == 0});
+    if (is_near(rank.rank, step.peer)) {
+      deliver(first_ranks_[rank.timed] + places_[step.peer].local_rank, rank.rank,
+              {rank.clock.send_near({}, bytes), bytes == 0});
+      return;
+    }
+    rank.clock.give_far(group_.model);
+    links_.enter({.crosses_racks = group_.links.crosses_racks(places_[rank.rank].node, places_[step.peer].node),
+                  .is_empty = bytes == 0,
+                  .node = rank.timed,
+                  .from = rank.rank,
+                  .to = step.peer,
+                  .bytes = bytes,
+                  .time_us = rank.clock.now_us});
+  }
+
+  // At the end of one end's links: the receivers', or the receiver itself.
+  void land(Flight flight) {
+    const int32_t local_rank = places_[flight.to].local_rank;
+    if (flight.is_arriving) {
+      deliver(first_ranks_[flight.node] + local_rank, flight.from, {flight.end_us, flight.is_empty});
+      return;
+    }
+    const int32_t sender = std::exchange(flight.node, 0);
+    flight.is_arriving = true;
+    flight.links_passed = 0;
+    flight.time_us += group_.links.latency_us;
+    flight.end_us += group_.links.latency_us;
+    if (is_everybody_timed()) {
+      flight.node = group_.stands_for[places_[flight.to].node];
+      links_.enter(flight);
+      return;
+    }
+    const RankInNode from = places_[flight.from];
+    const int32_t distance = group_.rings().distance(from.node, places_[flight.to].node);
+    for (; flight.node < static_cast<int32_t>(group_.timed.size()); ++flight.node) {
+      const int32_t node = group_.timed[flight.node].node;
+      const int32_t source = group_.rings().from(node, distance);
+      if (group_.stands_for[source] != sender) continue;
+      flight.from = group_.nodes[source][from.local_rank];
+      flight.to = group_.nodes[node][local_rank];
+      links_.enter(flight);
+    }
+  }
+
+  void deliver(size_t receiver, int32_t sender, const ArrivedMessage& message) {
+    TimedRank& rank = ranks_[receiver];
+    rank.arrived_from[sender].messages.push_back(message);
+    if (rank.waits_for != sender) return;
+    rank.waits_for = kNobody;
+    wake(receiver);
   }
 
   bool receive(TimedRank& rank, const Step& step) {
-    const RankInNode from = places_[step.peer];
-    const TimedRank& sender = ranks_[first_ranks_[group_.stands_for[from.node]] + from.local_rank];
-    const auto sent = sender.sent.find(way(step.peer, rank.rank));
-    size_t& received = rank.received[step.peer];
-    if (sent == sender.sent.end()) return false;
-    const std::vector<SentMessage>& messages = sent->second;
-    while (step.bytes > 0 && received < messages.size() && messages[received].is_empty) ++received;
-    if (received == messages.size()) return false;
-    const double arrival_us = messages[received++].arrival_us;
-    if (is_near(rank.rank, step.peer)) {
-      rank.clock.receive_near(arrival_us);
-    } else {
-      rank.clock.receive_far(group_.link(step.peer, rank.rank), arrival_us, typical_message_bytes(step, group_.codec));
-      rank.clock.take_far(group_.model);
+    Arrivals& arrived = rank.arrived_from[step.peer];
+    while (!arrived.messages.empty() && step.bytes > 0 && arrived.messages[arrived.received].is_empty) arrived.take();
+    if (arrived.messages.empty()) {
+      rank.waits_for = step.peer;
+      return false;
     }
+    rank.clock.receive_near(arrived.messages[arrived.received].end_us);
+    arrived.take();
+    if (!is_near(rank.rank, step.peer)) rank.clock.take_far(group_.model);
     return true;
   }
 
   const TimedGroup& group_;
+  TimedLinks links_;
   std::vector<RankInNode> places_;  // by rank
-  int64_t largest_node_ = 0;
   std::vector<TimedRank> ranks_;
   std::vector<size_t> first_ranks_;  // by timed node
+  std::vector<size_t> ready_;        // ranks
 };
 
 }  // namespace

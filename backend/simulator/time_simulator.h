@@ -9,13 +9,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "backend/collectives/reduce/reduce.h"
 #include "backend/collectives/schedule/schedule.h"
 #include "backend/collectives/select/select.h"
-#include "backend/simulator/rank_clock.h"
+#include "backend/simulator/timed_links.h"
 #include "compression/compressor.h"
 
 namespace zeropg {
@@ -34,6 +33,10 @@ struct NodeRings {
     const int32_t along = (from + distance) % ring_size;
     return (from - from % ring_size + distance - distance % ring_size) % nodes + along;
   }
+  int32_t from(int32_t to, int32_t distance) const {
+    const int32_t along = (to % ring_size - distance % ring_size + ring_size) % ring_size;
+    return (to - to % ring_size - distance + distance % ring_size + nodes) % nodes + along;
+  }
 };
 
 struct TimedNode {
@@ -51,7 +54,7 @@ struct TimedGroup {
     const auto count = static_cast<int32_t>(nodes.size());
     return {.nodes = count, .ring_size = ring_size == 0 ? count : ring_size};
   }
-  std::function<SimulatedLink(int32_t from, int32_t to)> link{};
+  LinkSpeeds links{};
   CostModel model{};  // of barriers, memory and messages
   DType dtype = DType::kFloat32;
   const Compressor* codec = nullptr;

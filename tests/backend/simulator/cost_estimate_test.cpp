@@ -63,6 +63,21 @@ TEST(EstimateTest, SlowUplinksCarryTheLowerBound) {
   EXPECT_GT(estimate(request).time_us, 1.9 * bound_us);
 }
 
+// A broadcast's chain crosses each uplink once, in the hands of one rank.
+TEST(EstimateTest, AChainOverRacksHasTheUplinksToItself) {
+  EstimateRequest request{.op = OpKind::kBroadcast,
+                          .bytes = 64 << 20,
+                          .nodes = even_nodes(8, 4),
+                          .algorithm = "broadcast_chain",
+                          .racks = {{0, 1, 2, 3}, {4, 5, 6, 7}}};
+  request.model.network_bytes_per_us = 100;
+  request.model.uplink_bytes_per_us = {100, 100};
+  const double bound_us = static_cast<double>(request.bytes) / 100;
+  const double time_us = estimate(request).time_us;
+  EXPECT_GE(time_us, bound_us);
+  EXPECT_LT(time_us, 1.2 * bound_us);
+}
+
 TEST(EstimateTest, EveryOperationHasOneOnOneNodeAndOnMany) {
   for (size_t op = 0; op < kOpKindCount; ++op) {
     for (const auto& nodes : {even_nodes(1, 4), even_nodes(4, 1), even_nodes(3, 3), even_nodes(1, 1)}) {

@@ -220,7 +220,7 @@ TEST(SimulateTest, EstimatesTheSameTimeInAnyInterleaving) {
     group.options.seed = seed;
     group.options.model = {.barrier_us = 5, .bytes_per_us = 2};
     group.options.link = [](int32_t, int32_t) {
-      return SimulatedLink{.latency_us = 10, .sender = {4}, .receiver = {4}};
+      return SimulatedLink{.latency_us = 10, .sender_bytes_per_us = 4, .receiver_bytes_per_us = 4};
     };
     add_copy(group.schedules[0], staging(0, 0, 0), input(0), kBytes);  // 2 * 64 / 2 = 64 us
     for (Schedule& schedule : group.schedules) add_barrier(schedule);  // at 69 us

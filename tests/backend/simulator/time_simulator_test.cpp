@@ -5,17 +5,20 @@
 
 #include <algorithm>
 
+#include "backend/collectives/schedule/placement.h"
 #include "backend/collectives/schedule/steps.h"
 #include "tests/backend/collectives/collective_suite.h"
 
 namespace zeropg {
 namespace {
 
-SimulatedLink link(int32_t, int32_t) { return {.latency_us = 20, .sender = {100}, .receiver = {100}}; }
+constexpr double kLatencyUs = 20;
+constexpr double kBytesPerUs = 100;
 
 // The schedules of the first `count` nodes; each further node has node 0 stand for it.
 TimedGroup group_of(const SimulatedCollective& collective, const Nodes& nodes, size_t count) {
-  TimedGroup group{.nodes = nodes, .link = link, .dtype = DType::kInt32};
+  TimedGroup group{.nodes = nodes, .dtype = DType::kInt32};
+  group.links = {.latency_us = kLatencyUs, .of_nodes = std::vector<double>(nodes.size(), kBytesPerUs)};
   for (size_t node = 0; node < nodes.size(); ++node) {
     group.stands_for.push_back(node < count ? static_cast<int32_t>(node) : 0);
     if (node >= count) continue;
@@ -38,22 +41,58 @@ CollectiveShape shape_of(const Nodes& nodes, int64_t numel) {
 
 TEST(TimeSimulatorTest, TakesTheTimeThatTheScheduleSimulatorSays) {
   for (const Algorithm& algorithm : algorithms()) {
-    for (const Nodes& nodes : {nodes_of_sizes({2, 1}), nodes_in_turn(6, 3), nodes_of_sizes({4})}) {
+    for (const Nodes& nodes : {nodes_of_sizes({1, 1}), nodes_of_sizes({1, 1, 1}), nodes_of_sizes({4})}) {
       const CollectiveShape shape = shape_of(nodes, 5000);
       const std::vector<Nodes> served = placements_of(algorithm, shape.world_size);
       if (std::find(served.begin(), served.end(), nodes) == served.end()) continue;
       const SimulatedCollective collective(algorithm, shape);
       SCOPED_TRACE(collective.describe());
       SimulatorOptions options = simulator_options(shape);
-      options.link = link;
+      options.link = [&](int32_t from, int32_t to) -> SimulatedLink {
+        const Placement placement({.world_size = shape.world_size, .nodes = nodes});
+        if (placement.node_of(from) == placement.node_of(to)) return {};
+        return {kLatencyUs, kBytesPerUs, kBytesPerUs};
+      };
       SimulatedOperation operation = collective.operation();
       double latest_us = 0;
       for (const Traffic& traffic : simulate(options, {operation})) latest_us = std::max(latest_us, traffic.time_us);
       TimedGroup group = group_of(collective, nodes, nodes.size());
       group.dtype = operation.dtype;
-      EXPECT_NEAR(simulate_time(group), latest_us, 1e-9 * latest_us);
+      // There a rank's link takes what its steps ask for first, here what comes first.
+      const double tolerance = nodes.size() > 2 ? 0.15 : 1e-9;
+      EXPECT_NEAR(simulate_time(group), latest_us, tolerance * latest_us);
     }
   }
+}
+
+Schedule one_message(StepKind kind, int32_t peer, int64_t bytes) {
+  Schedule schedule;
+  if (kind == StepKind::kSend) add_send(schedule, peer, input(0), bytes);
+  if (kind == StepKind::kReceive) add_receive(schedule, peer, output(0), bytes);
+  return schedule;
+}
+
+// Two racks of two nodes of two ranks each; node 0 and node 2 have slow links.
+double time_of_senders(const std::vector<int32_t>& senders, int64_t bytes) {
+  TimedGroup group{.nodes = nodes_of_sizes({2, 2, 2, 2}), .stands_for = {0, 1, 2, 3}};
+  group.links = {
+      .latency_us = kLatencyUs, .of_nodes = {40, 200, 40, 200}, .rack_of_nodes = {0, 0, 1, 1}, .of_uplinks = {50, 50}};
+  group.model.message_us = 0;
+  for (int32_t node = 0; node < 4; ++node) group.timed.push_back({.node = node, .schedules = {{}, {}}});
+  for (const int32_t rank : senders) {  // to the same place in the other rack
+    group.timed[rank / 2].schedules[rank % 2] = one_message(StepKind::kSend, rank + 4, bytes);
+    group.timed[rank / 2 + 2].schedules[rank % 2] = one_message(StepKind::kReceive, rank, bytes);
+  }
+  return simulate_time(group);
+}
+
+TEST(TimeSimulatorTest, ALinkGivesAllItHasToASenderThatIsAlone) {
+  constexpr int64_t kBytes = 10'000;
+  EXPECT_DOUBLE_EQ(time_of_senders({2}, kBytes), kLatencyUs + kBytes / 50.0);            // the uplink's
+  EXPECT_DOUBLE_EQ(time_of_senders({0}, kBytes), kLatencyUs + kBytes / 40.0);            // its node's
+  EXPECT_DOUBLE_EQ(time_of_senders({0, 1}, kBytes), kLatencyUs + 2 * kBytes / 40.0);     // which two share
+  EXPECT_DOUBLE_EQ(time_of_senders({2, 3}, kBytes), kLatencyUs + 2 * kBytes / 50.0);     // and the uplink
+  EXPECT_DOUBLE_EQ(time_of_senders({0, 2, 3}, kBytes), kLatencyUs + 3 * kBytes / 50.0);  // of two nodes
 }
 
 TEST(TimeSimulatorTest, RingsOfNodesHaveDistancesAlongAndAcross) {
@@ -63,6 +102,7 @@ TEST(TimeSimulatorTest, RingsOfNodesHaveDistancesAlongAndAcross) {
   for (int32_t from = 0; from < 12; ++from) {
     for (int32_t to = 0; to < 12; ++to) {
       EXPECT_EQ(rings.at(from, rings.distance(from, to)), to);
+      EXPECT_EQ(rings.from(to, rings.distance(from, to)), from);
       EXPECT_EQ(NodeRings({12, 12}).distance(from, to), (to - from + 12) % 12);
     }
   }
@@ -109,8 +149,10 @@ TEST(TimeSimulatorTest, AShortenedScheduleEndsAsTheLongOneDoes) {
 TEST(TimeSimulatorTest, SaysWhoWaitsForWhatNobodySends) {
   Schedule schedule;
   add_receive(schedule, 1, output(0), 8);
-  const TimedGroup group{
-      .nodes = {{0}, {1}}, .timed = {{.node = 0, .schedules = {schedule}}}, .stands_for = {0, 0}, .link = link};
+  const TimedGroup group{.nodes = {{0}, {1}},
+                         .timed = {{.node = 0, .schedules = {schedule}}},
+                         .stands_for = {0, 0},
+                         .links = {.of_nodes = {1, 1}}};
   EXPECT_THROW(simulate_time(group), SimulationError);
 }
 
