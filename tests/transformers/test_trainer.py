@@ -217,8 +217,11 @@ class Regression(nn.Module):
         self.last = nn.Linear(8, 1)
         self.seen: list[Any] = []
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.seen.append((x.dtype, labels.dtype, target.dtype, bool((labels == 1.001).all())))
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor, target: torch.Tensor, **more: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        items = more["num_items_in_batch"]  # of a step, on all ranks; a float
+        self.seen.append((x.dtype, labels.dtype, target.dtype, items.dtype, bool((labels == 1.001).all())))
         logits = self.last(self.norm(self.first(x))).squeeze(-1)
         loss = nn.functional.mse_loss(logits.float(), labels) + (logits - target).square().mean()
         return {"loss": loss, "logits": logits}
@@ -237,7 +240,7 @@ def regression(folder: str) -> list[str]:
     for given in ({"stage": 1}, {"stage": 3}):
         trainer = Trainer(Regression(), arguments(folder, **more), train_dataset=rows, zeropg=given)
         trainer.train()
-        expected = (torch.bfloat16, torch.float32, torch.float32, True)
+        expected = (torch.bfloat16, torch.float32, torch.float32, torch.float32, True)
         if set(trainer.model.seen) != {expected} or differ(losses(trainer), losses(plain), 2e-2):
             wrong.append(f"{given}: {set(trainer.model.seen)} {losses(trainer)}, under DDP {losses(plain)}")
     try:
@@ -252,7 +255,7 @@ def regression(folder: str) -> list[str]:
     return wrong
 
 
-def test_labels_keep_their_dtype_and_batch_norms_in_two_dtypes_are_refused(tmp_path: Path) -> None:
+def test_labels_and_their_count_keep_their_dtype_and_batch_norms_in_two_dtypes_are_refused(tmp_path: Path) -> None:
     assert run_ranks(2, regression, str(tmp_path), timeout=120) == [[], []]
 
 

@@ -319,8 +319,9 @@ def _replace(value: Any, tensors: list[torch.Tensor], new: Sequence[torch.Tensor
 
 
 def names_label(argument: str) -> bool:
-    """Whether a keyword argument of a model is taken by its loss and by none of its layers: Hugging Face's rule."""
-    return "label" in argument
+    """Whether a keyword argument of a model is taken by its loss and by none of its layers: Hugging Face's rule, and
+    the count that its Trainer passes for losses to be divided by."""
+    return "label" in argument or argument == "num_items_in_batch"
 
 
 def _is_in_functional_call() -> bool:
