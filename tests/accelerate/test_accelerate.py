@@ -108,6 +108,11 @@ def precision_and_errors(folder: str) -> list[str]:
         if precision == "fp16":
             accelerator.save_state(f"{folder}/half")
             accelerator.load_state(f"{folder}/half")
+            again = Accelerator(cpu=True, mixed_precision=precision)
+            rest = (torch.optim.AdamW(prepared[0].parameters(), lr=1e-2), *parts()[2:])
+            prepared = zeropg.accelerate.prepare(again, prepared[0], *rest, stage=3)
+            if not math.isfinite(train(again, prepared)[1]) or again.scaler is None:
+                wrong.append("a model that is sharded already trains in fp16 without a loss scale")
         accelerator.free_memory()
 
     AcceleratorState._reset_state()
@@ -121,6 +126,7 @@ def precision_and_errors(folder: str) -> list[str]:
         (lambda: zeropg.accelerate.prepare(model, stage=3), "expected an accelerate.Accelerator"),
         (lambda: zeropg.accelerate.prepare(accelerator, parts()[2], stage=3), "no model"),
         (lambda: zeropg.accelerate.prepare(accelerator, parts()[0], stages=3), "stages"),
+        (lambda: zeropg.accelerate.prepare(accelerator, model, stage=3), "sharded already, with stage=2"),
     ):
         try:
             call()

@@ -223,6 +223,12 @@ def steps(folder: str) -> list[str]:
         wrong.append("sync_batchnorm was ignored where the module is sharded already")
     except ValueError as error:
         wrong += [] if "expected a new module" in str(error) else [str(error)]
+    for more, stage, words in (({"precision": "bf16-mixed"}, 3, "param_dtype=None"), ({}, 2, "sharded already")):
+        try:
+            trainer(folder, ZeroPGStrategy(stage=stage), **once, **more).fit(net, batches)
+            wrong.append(f"{more} and stage {stage} were ignored where the module is sharded already")
+        except ValueError as error:
+            wrong += [] if words in str(error) else [str(error)]
     return wrong
 
 

@@ -196,6 +196,17 @@ def configured(folder: str) -> list[Any]:
         wrong += [] if "use_cpu=True" in str(error) else [str(error)]
     half = Trainer(llama(), arguments(folder, fp16=True), train_dataset=texts(), zeropg={"stage": 3})
     half.train()
+    again = arguments(folder, fp16=True, label_names=["target"], max_steps=1)
+    second = Trainer(half.model, again, train_dataset=texts())
+    second.train()
+    if second.accelerator.scaler is None or not half.model._zeropg_state.is_label("target"):
+        wrong.append("a second Trainer over a sharded model does not scale its loss, or does not know its labels")
+    for more, given in (({"fp16": True}, {"stage": 1}), ({"bf16": True}, {})):
+        try:
+            Trainer(half.model, arguments(folder, **more), train_dataset=texts(), zeropg=given).train()
+            wrong.append(f"{more} {given} were ignored by a sharded model")
+        except ValueError as error:
+            wrong += [] if "sharded already, with" in str(error) else [str(error)]
     return [stage, type(trainer.optimizer.optimizer).__name__, rates, wrong, losses(trainer), losses(half)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -25,7 +25,7 @@ from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
 from zeropg.sharding.access import clip_grad_norm_, full_gradients, no_sync
 from zeropg.sharding.generation import let_generate
 from zeropg.sharding.sharded_class import FullyShardedModule
-from zeropg.sharding.state import names_label, state_of
+from zeropg.sharding.state import ShardedState, check_sharded_as, names_label, state_of
 
 Shard = Callable[..., Any]  # of a model, in place; takes param_dtype=
 
@@ -54,6 +54,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
     _optimizers: list[Any]
 
     _zeropg_shard: Shard | None = None  # what `prepare` does with models; None: accelerate's own way
+    _zeropg_asked: Mapping[str, Any] = {}  # what the program has said of it: stage, param_dtype
     _zeropg_is_label: Callable[[str], bool] = staticmethod(names_label)  # keyword arguments that keep their dtype
     _zeropg_finite_steps: FiniteSteps | None = None  # without a loss scale; None: every step is taken
 
@@ -72,7 +73,12 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shards a model in place, for evaluation too; accelerate's own way outside of `zeropg.accelerate.prepare`."""
+        """Shards a model in place, for evaluation too; accelerate's own way outside of `zeropg.accelerate.prepare`.
+
+        A model that is sharded already stays as it is. Raises ValueError where it is not so as the program says.
+        """
+        if self._zeropg_shard is not None and isinstance(model, FullyShardedModule):
+            self._take_over(model)
         if self._zeropg_shard is None or getattr(model, "_is_accelerate_prepared", False):
             return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode))
         if not isinstance(model, FullyShardedModule):
@@ -115,9 +121,19 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         keywords = getattr(self._zeropg_shard, "keywords", {})
         default = {} if "param_dtype" in keywords else {"param_dtype": _DTYPES.get(self.mixed_precision)}
         self._zeropg_shard(model, **default)
-        state = state_of(model, "accelerate.prepare")
-        state.is_label = self._zeropg_is_label
         let_generate(model)
+        self._serve(state_of(model, "accelerate.prepare"))
+
+    def _take_over(self, model: nn.Module) -> None:
+        """Of a model that another accelerator, or the program itself, has sharded."""
+        dtype = _DTYPES.get(self.mixed_precision)
+        asked = {} if dtype is None else {"param_dtype": dtype}
+        asked |= {**getattr(self._zeropg_shard, "keywords", {}), **self._zeropg_asked}
+        check_sharded_as(model, asked, "accelerate.prepare")
+        self._serve(state_of(model, "accelerate.prepare"))
+
+    def _serve(self, state: ShardedState) -> None:
+        state.is_label = self._zeropg_is_label
         if self.mixed_precision == "fp16" and not isinstance(self.scaler, GradScaler):
             handler = self.scaler_handler
             self.scaler = GradScaler(**({} if handler is None else handler.to_kwargs()))

@@ -21,7 +21,7 @@ from zeropg.optim.shard_optimizer import ShardedOptimizer, shard_optimizer
 from zeropg.sharding.access import no_sync
 from zeropg.sharding.fully_shard import fully_shard
 from zeropg.sharding.sharded_class import FullyShardedModule
-from zeropg.sharding.state import names_label, state_of
+from zeropg.sharding.state import check_sharded_as, names_label, state_of
 
 
 class ZeroPGStrategy(DDPStrategy):
@@ -39,7 +39,7 @@ class ZeroPGStrategy(DDPStrategy):
     - Checkpoints are Lightning's own, one file with whole weights and optimizer states: they load at any world size and
       stage, and under other strategies. Rank 0 has them whole in host memory meanwhile. `zeropg.save_checkpoint` in a
       callback writes shards in parallel.
-    - The module stays sharded after `fit`; a Trainer with another strategy needs a new one.
+    - The module stays sharded after `fit`; a Trainer with another strategy, stage or precision needs a new one.
 
     Args:
         stage: what is sharded, as `zeropg.fully_shard` has it.
@@ -48,8 +48,8 @@ class ZeroPGStrategy(DDPStrategy):
         options: further keyword arguments of `zeropg.fully_shard`. param_dtype goes before `precision`.
 
     Raises NotImplementedError for another precision, and in stage 3 for callbacks that average weights. Raises
-    ValueError where a batch norm would compute in another dtype than that of its running statistics, or is to
-    synchronize in a module that is sharded already.
+    ValueError for a module that is sharded already in another stage or dtype, or where a batch norm would compute in
+    another dtype than that of its running statistics, or is to synchronize in a module that is sharded already.
     """
 
     strategy_name = "zeropg"
@@ -94,9 +94,12 @@ class ZeroPGStrategy(DDPStrategy):
             super().model_to_device()
 
     def _setup_model(self, model: nn.Module) -> Any:
-        if not isinstance(model, FullyShardedModule):
-            precision = cast(ShardedPrecision, self.precision_plugin)
-            fully_shard(model, **{"param_dtype": precision.param_dtype, **self._options})
+        precision = cast(ShardedPrecision, self.precision_plugin)
+        options = {"param_dtype": precision.param_dtype, **self._options}
+        if isinstance(model, FullyShardedModule):
+            check_sharded_as(model, options, "ZeroPGStrategy")
+        else:
+            fully_shard(model, **options)
             state = state_of(model, "ZeroPGStrategy")
             state.is_label = names_label
             if state.param_dtype is not None:

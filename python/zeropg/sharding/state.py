@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -342,6 +342,18 @@ def state_of(model: nn.Module, operation: str) -> ShardedState:
     state = unchecked_state_of(model, operation)
     state.check_modules(operation)
     return state
+
+
+def check_sharded_as(model: nn.Module, asked: Mapping[str, Any], operation: str) -> None:
+    """Raises ValueError where a model is sharded in another way than is asked for: `stage` and `param_dtype`."""
+    state = state_of(model, operation)
+    for name, has in (("stage", state.core.stage), ("param_dtype", state.param_dtype)):
+        if asked.get(name, has) != has:
+            raise ValueError(
+                f"[zeropg] {operation}: this {type(model).__name__} is sharded already, with {name}={has}, and "
+                f"{name}={asked[name]} is asked for; expected the same, since a model stays as it was sharded: ask for "
+                "that (mixed precision says param_dtype, too), or build a new model"
+            )
 
 
 def unchecked_state_of(model: nn.Module, operation: str) -> ShardedState:

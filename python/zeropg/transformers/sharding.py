@@ -43,6 +43,7 @@ class GivenSharding:
             )
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         self._options = {"param_dtype": dtype, **options}
+        self.asked = dict(options)
 
     def shard(self, model: nn.Module, param_dtype: torch.dtype | None = None) -> None:
         """Shards a model in place. All ranks must call. param_dtype: accelerate's, which the arguments say too."""
@@ -61,6 +62,7 @@ class ConfiguredSharding:
         self._args = args
         self._hidden_size = hidden_size_of(getattr(model, "config", None))
         self.settings = self._read(None)
+        self.asked = {"stage": self.settings.zero_optimization.stage}
         if dist.get_rank() == 0:
             warn_of_unserved(self.settings)
 

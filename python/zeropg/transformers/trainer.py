@@ -43,6 +43,7 @@ class Trainer(transformers.Trainer):
 
     - `bf16` and `fp16` mean that the model computes in that dtype and keeps fp32 masters. Floating inputs are cast to
       it, but for labels: arguments with "label" in their names, and those that `label_names` has.
+    - A model that another Trainer has sharded trains on as it is, in a Trainer that asks for the same stage and dtype.
     - With gradient accumulation, stages 2 and 3 reduce at every micro-batch, so that gradients stay sharded.
     - A checkpoint has, beside the Trainer's own files, a folder of `zeropg.save_checkpoint`: training goes on from it
       at any world size and stage, and `load_best_model_at_end` takes the masters from it. It holds the whole model,
@@ -61,7 +62,8 @@ class Trainer(transformers.Trainer):
 
     Raises:
         ValueError: transformers counts other processes than the process group has, or several devices in one process;
-            when the model is sharded: a batch norm would compute in another dtype than that of its running statistics.
+            when the model is sharded: a batch norm would compute in another dtype than that of its running statistics,
+            or the model is sharded already, in another stage or dtype.
         TypeError, zeropg.deepspeed.config.ConfigError: what is said about sharding cannot be used.
         NotImplementedError: an argument does not go with sharded models; the message says what to use instead.
     """
@@ -82,6 +84,7 @@ class Trainer(transformers.Trainer):
         accelerator = adopt(self.accelerator)
         self._sharding = sharding_of(self._zeropg_options, self.args, self.model)
         accelerator._zeropg_shard = self._sharding.shard
+        accelerator._zeropg_asked = self._sharding.asked
         accelerator._zeropg_is_label = self._is_label
         if isinstance(self._sharding, ConfiguredSharding):
             settings = self._sharding.settings
@@ -89,6 +92,11 @@ class Trainer(transformers.Trainer):
                 accelerator.scaler = make_scaler(settings)
             elif leaves_out_nonfinite(settings):
                 accelerator._zeropg_finite_steps = FiniteSteps()
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """As transformers'; a model that is sharded already stays where it is."""
+        if not isinstance(model, FullyShardedModule):
+            super()._move_model_to_device(model, device)
 
     def _is_label(self, name: str) -> bool:
         return names_label(name) or name in self.label_names
