@@ -390,6 +390,11 @@ def test_bad_input_is_one_clear_sentence() -> None:
         engine.backward(torch.ones(3, requires_grad=True))
     with raises(ValueError, "the loss is float"):
         engine.backward(1.0)
+    engine.backward(loss_of(engine, own_parts(batches()[0], 1)[0]))
+    with raises(RuntimeError, "the engine steps this optimizer", "call engine.step()"):
+        engine.optimizer.step()  # neither unscaled nor clipped
+    engine.step()
+    assert engine.was_step_applied()
     with raises(AttributeError, "engine.allreduce_gradients is not available", "engine.no_sync()"):
         engine.allreduce_gradients()
     with raises(AttributeError, "deepspeed.init_inference is not available"):

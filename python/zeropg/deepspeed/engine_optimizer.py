@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 
 from zeropg.deepspeed.loss_scaler import LossScaler
@@ -9,7 +13,7 @@ from zeropg.optim.shard_optimizer import ShardedOptimizer
 
 
 class EngineOptimizer(ShardedOptimizer):
-    """What `engine.optimizer` is; the engine steps it.
+    """What `engine.optimizer` is; `engine.step` steps it, and its own `step` raises RuntimeError.
 
     Attributes:
         loss_scaler: of the engine.
@@ -18,6 +22,20 @@ class EngineOptimizer(ShardedOptimizer):
 
     loss_scaler: LossScaler
     overflow = False
+    _is_engines_step = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+        super().__init__(optimizer, model)
+        self.register_step_pre_hook(_check_is_engines)
+
+    @contextmanager
+    def stepped_by_engine(self) -> Iterator[None]:
+        """Inside, `step` steps."""
+        self._is_engines_step = True
+        try:
+            yield
+        finally:
+            self._is_engines_step = False
 
     @property
     def loss_scale(self) -> float:
@@ -38,3 +56,12 @@ class EngineOptimizer(ShardedOptimizer):
     def optimizer(self) -> torch.optim.Optimizer:
         """The one that was sharded: it shares param_groups and state, and does not step."""
         return self._wrapped
+
+
+def _check_is_engines(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Raises RuntimeError for a step that would know neither the loss scale nor clipping, nor count."""
+    if not optimizer._is_engines_step:
+        raise RuntimeError(
+            "[zeropg] step: the engine steps this optimizer, once its gradients are unscaled, looked through and "
+            "clipped; call engine.step(), which moves the schedule and counts, too"
+        )

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from zeropg.deepspeed.config import Config
+from zeropg.deepspeed.engine_optimizer import EngineOptimizer
 from zeropg.deepspeed.loss_scaler import LossScaler
 from zeropg.optim.grad_scaler import has_nonfinite
-from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.sharding.access import clip_grad_norm_
 from zeropg.sharding.state import state_of
 
@@ -30,7 +30,7 @@ class Update:
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler, max_norm: float, skips: bool
     ) -> None:
         """max_norm: 0 clips nothing. skips: whether a step whose gradients are not finite is left out."""
-        assert isinstance(optimizer, ShardedOptimizer)  # as shard_optimizer returns it
+        assert isinstance(optimizer, EngineOptimizer)  # as initialize makes it
         self._module = module
         self._core = state_of(module, "step").core
         self._optimizer = optimizer
@@ -73,7 +73,8 @@ class Update:
                 LOGGER.warning("[zeropg] step: gradients are not finite%s; this step is left out", scale)
             self._scaler.update()
             return False
-        self._scaler.step(self._optimizer)
+        with self._optimizer.stepped_by_engine():
+            self._scaler.step(self._optimizer)
         self._scaler.update()
         return True
 
