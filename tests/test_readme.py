@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import zeropg  # registers the backend, also where the package is not installed
+from tests.commands import AGENT_STORE
 from tests.spawn import run_ranks
 from tests.test_cpp import ROOT
 from zeropg.__main__ import COMMANDS
@@ -32,9 +33,7 @@ def execute(program: str, folder: str) -> None:
 
 
 def run_on_two_ranks(program: str, folder: Path) -> None:
-    # As under torchrun, whose agent serves the store.
-    env = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    run_ranks(2, execute, program, str(folder), backend=None, env=env)
+    run_ranks(2, execute, program, str(folder), backend=None, env=AGENT_STORE)
 
 
 def test_the_program_with_ddp_runs(tmp_path: Path) -> None:

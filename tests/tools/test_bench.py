@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands import AGENT_STORE, run_forked
 from tests.processes import run_program
 from tests.spawn import RanksFailed, run_ranks
 from zeropg import __main__ as program
@@ -26,7 +27,6 @@ from zeropg.tools.bench.results import Row, Spread, read_results, write_results
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 QUICK = ["--rounds", "2", "--iterations", "2", "-w", "1", "--even-if-busy"]
-AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # as under torchrun: rank 0 does not have the store
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def forked_ranks(monkeypatch):
     """A suite's ranks are forked with torch in them; torchrun, which loads it anew in each, is the first test's."""
 
     def start(ranks: int, arguments: list[str], **options: bool) -> int:
-        return max(run_ranks(ranks, program.main, arguments, backend=None, env=AGENT_STORE, timeout=150))
+        return run_forked(*arguments, ranks=ranks).returncode
 
     monkeypatch.setattr(harness, "start_ranks", start)
 

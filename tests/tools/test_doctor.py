@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.processes import run_program
 from zeropg import __main__ as program
 from zeropg._native import _C
 from zeropg.tools import machine
@@ -22,11 +20,11 @@ def find(findings, topic: str) -> Finding:
     return next(finding for finding in findings if finding.topic == topic)
 
 
-def test_doctor_checks_this_machine_and_two_ranks_add_up():
-    command = [sys.executable, "-m", "zeropg", "doctor", "--json"]
-    done = run_program(command, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+def test_doctor_checks_this_machine_and_two_ranks_add_up(capsys):
+    status = program.main(["doctor", "--json"])
+    said = capsys.readouterr()
+    assert status == 0, said.out + said.err
+    report = json.loads(said.out)
     findings = {entry["topic"]: entry for entry in report["findings"]}
     assert findings["self-test"]["state"] == "ok"
     for topic in ("torch", "SIMD", "UCX", "CPUs", "shared memory", "CMA", "memlock", "O_DIRECT", "io_uring", "GPU"):

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
-from tests.processes import run_program
+from tests.commands import run_forked
 from tests.spawn import SeparateHosts, run_ranks
 from zeropg.tools.topo import measure, plans
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-def run(*arguments: str, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks else []
-    command = [sys.executable, "-m", *torchrun, "zeropg", "topo", *arguments]
-    return run_program(command, timeout=120, env=ENVIRONMENT)
-
 
 def test_alone_it_shows_this_machine():
-    done = run("--json")
+    done = run_forked("topo", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["world_size"] == 1 and answer["nodes"][0]["ranks"] == [0] and answer["links"] == []
@@ -29,8 +18,8 @@ def test_alone_it_shows_this_machine():
     assert [sum(one["is_chosen"] for one in of.values()) for of in answer["all_reduce"].values()] == [1] * 10
 
 
-def test_under_torchrun_it_shows_the_group_and_its_links():
-    done = run("--measure", ranks=2)
+def test_on_two_ranks_it_shows_the_group_and_its_links():
+    done = run_forked("topo", "--measure", ranks=2)
     assert done.returncode == 0, done.stderr
     assert "us, 8 bytes one way" in done.stdout and "2 ranks" in done.stdout
     header, *rows = done.stdout.split("a star marks what is chosen\n")[1].splitlines()

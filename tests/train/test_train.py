@@ -1,4 +1,4 @@
-"""`python -m zeropg train`, run as users run it: under torchrun and alone."""
+"""`python -m zeropg train`: under torchrun, as users run it; with other options and alone, in forked ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.commands import run_forked
 from tests.processes import kill_with_children, run_program
 
+from zeropg import __main__ as program
 from zeropg.tools.train.options import parse
 
 TINY = ["--steps", "12", "--batch", "4", "--context", "64", "--layers", "2", "--width", "32", "--heads", "2"]
@@ -34,18 +36,18 @@ def run(*arguments: str, ranks: int | None = None) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"),
+    ("start", "ranks", "options"),
     [
-        (2, ["--stage", "3"]),
-        (None, ["--stage", "3"]),
-        (2, ["--stage", "0", "--backend", "gloo"]),
-        (2, ["--stage", "1", "--param-dtype", "float32"]),
-        (2, ["--stage", "2", "--compression", "int4"]),
+        (run, 2, ["--stage", "3"]),
+        (run_forked, None, ["--stage", "3"]),
+        (run_forked, 2, ["--stage", "0", "--backend", "gloo"]),
+        (run_forked, 2, ["--stage", "1", "--param-dtype", "float32"]),
+        (run_forked, 2, ["--stage", "2", "--compression", "int4"]),
     ],
     ids=["2_ranks", "alone", "stage_0_gloo", "stage_1_float32", "stage_2_int4"],
 )
-def test_train_learns_exports_and_reports(tmp_path, ranks, options):
-    done = run("train", *TINY, *options, "--json", "--output", str(tmp_path), ranks=ranks)
+def test_train_learns_exports_and_reports(tmp_path, start, ranks, options):
+    done = start("train", *TINY, *options, "--json", "--output", str(tmp_path), ranks=ranks)
     assert done.returncode == 0, done.stderr
 
     results = json.loads(done.stdout)
@@ -71,11 +73,11 @@ def test_train_learns_exports_and_reports(tmp_path, ranks, options):
 
 def test_a_run_goes_on_from_its_checkpoint_at_another_world_size_and_stage(tmp_path):
     options = [*TINY, "--param-dtype", "float32", "--checkpoint-every", "4", "--json", "--output", str(tmp_path)]
-    done = run("train", *options, "--steps", "6", ranks=2)
+    done = run_forked("train", *options, "--steps", "6", ranks=2)
     assert done.returncode == 0, done.stderr
     first = json.loads(done.stdout)["validation_curve"]
     assert first[-1][0] == 6
-    done = run("train", *options, "--resume", "--stage", "1")
+    done = run_forked("train", *options, "--resume", "--stage", "1")
     assert done.returncode == 0, done.stderr
     curve = json.loads(done.stdout)["validation_curve"]
     assert curve[: len(first)] == first and curve[-1][0] == 12
@@ -133,10 +135,9 @@ def test_ctrl_c_leaves_no_process(tmp_path):
     assert "train: interrupted" in rest
 
 
-def test_help_lists_the_commands_and_an_unknown_one_is_refused():
-    shown = run("--help")
-    assert shown.returncode == 0
-    assert "train" in shown.stdout and "torchrun --standalone" in shown.stdout
-    refused = run("nonsense")
-    assert refused.returncode == 2
-    assert "no command 'nonsense'; there is bench, config, doctor" in refused.stderr
+def test_help_lists_the_commands_and_an_unknown_one_is_refused(capsys):
+    assert program.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "train" in shown and "torchrun --standalone" in shown
+    assert program.main(["nonsense"]) == 2
+    assert "no command 'nonsense'; there is bench, config, doctor" in capsys.readouterr().err
