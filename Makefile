@@ -102,9 +102,11 @@ fuzz: $(VENV)/requirements.stamp
 # A failure names the seed: ZEROPG_PROGRAM_SEED=N runs that program alone.
 soak: build
 	ZEROPG_BUILD_DIR=$(BUILD) ZEROPG_PROGRAM_SECONDS=$(SECONDS) $(BIN)/python -m pytest -o faulthandler_timeout=0 \
-	  tests/backend/process_group/test_random_programs.py tests/sharding/uses/test_random_uses.py \
-	  tests/lab/test_random_faults.py tests/lab/test_bench_loss.py tests/lab/test_bench_nodes.py \
-	  tests/lab/test_training.py tests/tools/test_tune.py $(ARGS)
+	  tests/backend/diagnostics/test_blame.py tests/backend/faults/test_faults.py \
+	  tests/backend/process_group/test_random_programs.py tests/sharding/hybrid/test_optimizers.py \
+	  tests/sharding/optim/test_overlap_step.py tests/sharding/uses tests/lab/test_random_faults.py \
+	  tests/lab/test_bench_loss.py tests/lab/test_bench_nodes.py tests/lab/test_training.py \
+	  tests/tools/test_tune.py $(ARGS)
 
 # ARGS='-k transport' goes to pytest; SANITIZERS=thread runs one of them. Without address randomisation, of which new
 # kernels have more than ThreadSanitizer expects, and without UCX's hooks in the allocator. torch is not instrumented:
@@ -121,7 +123,7 @@ sanitize-%: $(VENV)/requirements.stamp
 # Without the C++ tests, which `make test` builds for any torch.
 smoke: $(BUILD)/installed.stamp
 	@$(BIN)/cmake --build $(BUILD) --parallel $(JOBS) --target cpp_program
-	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest $(WORKERS) tests -m smoke $(ARGS)
+	ZEROPG_BUILD_DIR=$(BUILD) $(VENV)/bin/python -m pytest $(WORKERS) tests -m "smoke and not soak" $(ARGS)
 
 lint: $(VENV)/requirements.stamp
 	@! git grep -nE '^(<<<<<<<|>>>>>>>) ' # what a merge left behind

@@ -27,8 +27,9 @@ SEED = random.randrange(1 << 32)
 HOSTS = {"two of two": (0, 0, 1, 1), "three": (0, 1, 1, 2), "one rank each": (0, 1, 2)}
 TIMEOUT_SECONDS = 4.0
 LIMIT_SECONDS = TIMEOUT_SECONDS + 20  # the machine may be busy
-KILL_ROUNDS = 2
-STOP_ROUNDS = 3
+IS_SOAK = "ZEROPG_PROGRAM_SECONDS" in os.environ  # make soak
+KILL_ROUNDS = 5 if IS_SOAK else 1
+STOP_ROUNDS = 5 if IS_SOAK else 2
 
 
 def guilty_in(error: str) -> set[int]:
