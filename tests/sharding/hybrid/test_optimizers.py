@@ -17,14 +17,13 @@ from tests.sharding.hybrid.training import (
     TWO_HOSTS,
     assert_replicas_are_equal,
     make_mesh,
-    on_both_backends,
     own_part,
     shard,
     step,
 )
 from tests.sharding.ranks import close, equal, raises
 from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
-from tests.spawn import Place
+from tests.spawn import THIS_MACHINE, Place
 from zeropg.compression import BlockQuant
 
 
@@ -55,7 +54,11 @@ def step_whole_layers() -> None:
                     assert close(state[key], value.detach(), 1e-9), (name, stage, key)
 
 
-@on_both_backends
+@pytest.mark.parametrize(
+    ("backend", "place"),
+    [("zeropg", TWO_HOSTS), pytest.param("gloo", THIS_MACHINE, marks=pytest.mark.soak)],
+    ids=["zeropg on two hosts", "gloo"],
+)
 def test_layerwise_optimizers_step_as_in_one_process(rank_pool, backend: str, place: Place) -> None:
     rank_pool(4, backend, place).run(step_whole_layers)
 

@@ -81,8 +81,15 @@ REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("precision", [FP64, BF16], ids=["fp64", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+SOAK = [(1, BF16), (2, BF16)]  # the two others say for them what bf16 changes
+KINDS = [
+    pytest.param(stage, precision, id=f"{stage}-{name}", marks=[pytest.mark.soak] * ((stage, precision) in SOAK))
+    for stage in STAGES
+    for name, precision in (("fp64", FP64), ("bf16", BF16))
+]
+
+
+@pytest.mark.parametrize(("stage", "precision"), KINDS)
 @pytest.mark.parametrize("group", GROUPS)
 def test_equal_to_the_plain_process_or_refused(
     rank_pool: Any, group: str, stage: int, precision: tuple[torch.dtype, torch.dtype | None]
