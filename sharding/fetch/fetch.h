@@ -27,6 +27,9 @@ class Fetch {
   virtual void unshard(FlatParameter& flat, Use use) = 0;
   virtual void reshard(FlatParameter& flat) = 0;
   virtual bool is_collective() const = 0;
+  // What is trained may have changed, alike on all ranks, and units are about to be made whole for that, or for a
+  // forward alone (`trains` is false). Where a difference would leave ranks waiting, they compare it from then on.
+  virtual void note_trained(bool /*trains*/) {}
   // Where ranks compare which item each gathers: this model's come behind this number. Otherwise 0.
   virtual int64_t first_item() const { return 0; }
   // Begins to make `flat` whole for kCompute, behind whatever runs until unshard, which takes the oldest that has

@@ -1,4 +1,7 @@
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <atomic>
@@ -22,6 +25,61 @@ int64_t number_of_model(Communicator& communicator, c10::Device device) {
   return communicator.gather_values({own}, device)[0][0].item<int64_t>();
 }
 
+// Which flat parameters this rank trains, in words that ranks compare: those that train others gather others in a
+// backward, and the next collective may be one that does not end.
+class TrainedFlats {
+ public:
+  struct Difference {
+    const FlatParameter* flat = nullptr;  // null: there is none
+    int64_t with = 0;                     // a rank that trains it, and one that does not
+    int64_t without = 0;
+  };
+
+  void add(const FlatParameter& flat) {
+    flats_.push_back(&flat);
+    words_.resize(1 + (flats_.size() + kBits - 1) / kBits);
+  }
+  // `trains`: false where no backward follows, which is in the first word.
+  void note(bool trains) {
+    std::fill(words_.begin(), words_.end(), 0);
+    words_.front() = trains ? 1 : 0;
+    for (size_t i = 0; trains && i < flats_.size(); ++i) {
+      const auto& slots = flats_[i]->slots();
+      const auto is_trained = [](const ParameterSlot& slot) { return slot.parameter.requires_grad(); };
+      if (std::any_of(slots.begin(), slots.end(), is_trained)) {
+        words_[1 + i / kBits] |= static_cast<int64_t>(uint64_t{1} << (i % kBits));
+      }
+    }
+  }
+  // `trains`: false gives the words of a rank that does not.
+  at::Tensor words(bool trains) const {
+    const at::Tensor words = at::tensor(words_, at::kLong);
+    return trains ? words : at::zeros_like(words);
+  }
+  // `told`: [ranks, words]. Between those that train.
+  Difference find_difference(const at::Tensor& told) const {
+    const auto rows = told.accessor<int64_t, 2>();
+    int64_t first = 0;
+    while (first < told.size(0) && rows[first][0] == 0) ++first;
+    for (int64_t rank = first + 1; rank < told.size(0); ++rank) {
+      for (size_t i = 0; rows[rank][0] != 0 && i < flats_.size(); ++i) {
+        const int64_t word = static_cast<int64_t>(1 + i / kBits);
+        const auto differing = static_cast<uint64_t>(rows[rank][word] ^ rows[first][word]) >> (i % kBits);
+        if ((differing & 1U) == 0) continue;
+        const bool has_first = (static_cast<uint64_t>(rows[first][word]) >> (i % kBits) & 1U) != 0;
+        return {flats_[i], has_first ? first : rank, has_first ? rank : first};
+      }
+    }
+    return {};
+  }
+
+ private:
+  static constexpr size_t kBits = 64;  // of a word
+
+  std::vector<const FlatParameter*> flats_;  // in the order in which they came, the same on every rank
+  std::vector<int64_t> words_;
+};
+
 // Stage 3 on any process group: a unit is made whole by an all-gather, so every rank must run its units in the same
 // order. What units compute with the ranks of a node have together where they can (gathered_buffers.h).
 class GatheredFetch final : public Fetch {
@@ -43,7 +101,10 @@ class GatheredFetch final : public Fetch {
     memory_.parameters += static_cast<int64_t>(shard.nbytes());
     const int64_t item = first_item_ + static_cast<int64_t>(homes_.size()) + 1;
     homes_.emplace(&flat, Home{shard, item, at::empty({1}, at::kLong).fill_(item).to(device_)});
+    trained_.add(flat);
   }
+
+  void note_trained(bool trains) override { trained_.note(trains); }
 
   void prefetch(FlatParameter& flat) override { prefetched_.emplace(&flat, begin(flat, Use::kCompute)); }
 
@@ -51,7 +112,17 @@ class GatheredFetch final : public Fetch {
     const auto oldest = prefetched_.lower_bound(&flat);
     const bool is_prefetched = use == Use::kCompute && oldest != prefetched_.end() && oldest->first == &flat;
     const Gather gather = is_prefetched ? prefetched_.extract(oldest).mapped() : begin(flat, use);
-    flat.attach(finish(flat, gather));
+    at::Tensor whole = finish(flat, gather);
+    const TrainedFlats::Difference difference = std::exchange(difference_, {});
+    if (difference.flat != nullptr) {
+      buffers_.release(std::move(whole));
+      TORCH_CHECK(false, communicator_.context("unshard"), "'", difference.flat->slots().front().names.front(),
+                  "', or another parameter of unit '", difference.flat->unit_name(), "', requires a gradient on ",
+                  rank_of(difference.with), ", and none of them does on ", rank_of(difference.without),
+                  "; expected requires_grad to be set alike on every rank. Choose what trains from numbers that all "
+                  "ranks have (a generator with one seed), then make model and optimizer anew and load a checkpoint.");
+    }
+    flat.attach(whole);
   }
 
   void drop_prefetched(bool waits) override {
@@ -67,6 +138,7 @@ class GatheredFetch final : public Fetch {
     if (waits) {
       compare_items();
     }
+    difference_ = {};  // of a pass that is over
   }
 
   void reshard(FlatParameter& flat) override {
@@ -116,7 +188,8 @@ class GatheredFetch final : public Fetch {
     int64_t began = 0;  // for the log
     GatheredBuffers::Buffer buffer;
     c10::intrusive_ptr<c10d::Work> work;  // null where there is nobody to gather from
-    at::Tensor items;                     // [shards]: which one each rank gathers; undefined: the group compares it
+    at::Tensor item;                      // its number, and what this rank trains
+    at::Tensor items;                     // [shards, ...]: of all; undefined: the group compares numbers
     c10::intrusive_ptr<c10d::Work> telling;
   };
 
@@ -140,8 +213,10 @@ class GatheredFetch final : public Fetch {
     }
     explain(flat, gather, [&] {
       if (!communicator_.compares_items(device_)) {
-        gather.items = at::empty({communicator_.shards()}, item_tensor.options());
-        gather.telling = communicator_.gather_slices(gather.items, item_tensor);
+        // On a device ranks would look at what others train too late.
+        gather.item = device_.is_cpu() ? at::cat({item_tensor, trained_.words(use == Use::kCompute)}) : item_tensor;
+        gather.items = at::empty({communicator_.shards(), gather.item.numel()}, item_tensor.options());
+        gather.telling = communicator_.gather_slices(gather.items.view(-1), gather.item);
       }
       const auto& [whole, node_output, _] = gather.buffer;
       const auto number = static_cast<uint64_t>(item);
@@ -184,11 +259,14 @@ class GatheredFetch final : public Fetch {
       const at::Tensor theirs = items.cpu();
       const int64_t mine = homes_.at(flat).item;
       for (int64_t shard = 0; shard < communicator_.shards(); ++shard) {
-        const int64_t item = theirs.const_data_ptr<int64_t>()[shard];
+        const int64_t item = theirs.const_data_ptr<int64_t>()[shard * theirs.size(1)];
         is_broken_ |= item != mine;
         TORCH_CHECK_WITH(DistBackendError, item == mine, rank_of(shard), " gathers ", describe(item),
                          " while this rank gathers ", flat->describe(),
                          "; make the paths through the model the same, and start again");
+      }
+      if (device_.is_cpu() && difference_.flat == nullptr) {
+        difference_ = trained_.find_difference(theirs.narrow(1, 1, theirs.size(1) - 1));
       }
     }
   }
@@ -226,6 +304,8 @@ class GatheredFetch final : public Fetch {
   GatheredBuffers buffers_;
   const int64_t first_item_;  // items of other models are others, though all else be the same
   std::unordered_map<const FlatParameter*, Home> homes_;
+  TrainedFlats trained_;
+  TrainedFlats::Difference difference_;                     // found in the gathers of this pass
   std::vector<Told> told_;                                  // not compared yet
   bool is_broken_ = false;                                  // ranks are no more at the same gather
   std::multimap<const FlatParameter*, Gather> prefetched_;  // those of one in the order in which they began

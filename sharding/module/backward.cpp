@@ -70,6 +70,7 @@ void Backward::begin() {
   state_offload_.check(kNeeded, "backward");
   whole_units_.join();  // what a forward of a part of the model did not need
   notice_unfrozen();    // parameters may be used without a forward of the root
+  whole_units_.fetch().note_trained(true);
   TORCH_CHECK(!reducer_.would_add_to_shown(), communicator_.context("backward"),
               "called inside full_gradients, where this rank's gradient would be added to the average that `.grad` "
               "shows; expected it before or after the `with`. Leave that first, and clone what is still needed of it.");

@@ -28,6 +28,7 @@ std::vector<at::Tensor> Forward::pre_forward(int64_t index, const std::vector<at
   backward_.recover();
   if (unit.is_root) {
     backward_.notice_unfrozen();
+    whole_units_.fetch().note_trained(at::GradMode::is_enabled());
     if (!backward_.is_running()) {
       whole_units_.end_pass();
     }
