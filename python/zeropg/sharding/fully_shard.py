@@ -37,7 +37,7 @@ from zeropg.sharding.rank_groups import check_mesh, described, groups_of, reduct
 from zeropg.sharding.running_statistics import refuse_mixed_statistics
 from zeropg.sharding.same_models import check_same_on_all_ranks, failing_together
 from zeropg.sharding.sharded_class import swap_class
-from zeropg.sharding.shared_memory import check_shared_memory
+from zeropg.sharding.shared_memory import KeptViews, check_shared_memory
 from zeropg.sharding.state import ShardedState
 from zeropg.sharding.summary import offload_plan, say_what_the_root_holds, summary
 from zeropg.sharding.trace import requested_trace
@@ -166,6 +166,7 @@ def fully_shard(
         ignored = list(ignored_params or ())
         asked = asked_of(options, _defaults(mesh, process_group), ignored)
         check_inner_calls(module, options, asked.ignored)
+        kept_views = KeptViews(module)
         absorb_inner_calls(module)
         place = device_of(module, device, group)
         check_mesh(mesh, place)
@@ -222,6 +223,7 @@ def fully_shard(
         store=store_of(groups, reductions),
     )
     together(group, "fully_shard", values.finish)
+    kept_views.follow(parameter for unit in plans for _, parameter in unit.parameters)
     prepare_buffers(module, buffer_dtype, group)
     if param_dtype is not None:
         refuse_mixed_statistics(module, {id(p) for unit in plans for _, p in unit.parameters}, param_dtype)

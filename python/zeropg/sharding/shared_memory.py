@@ -1,13 +1,17 @@
-"""Parameters that share memory without being one parameter: sharding would give each its own, and untie them."""
+"""What shares memory with a parameter, which sharding would untie: other parameters and buffers, and views that modules
+keep as plain attributes (`self.wt = self.w.t()`)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeropg.sharding.nested import tensors_in
 from zeropg.sharding.units import UnitPlan
 
 
@@ -54,7 +58,11 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _have_common_byte(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Exact, as slices of one tensor may lie between each other."""
+    """Of two tensors of one storage. Exact, as slices of one tensor may lie between each other."""
+    if _bytes_of(a)[0] >= _bytes_of(b)[1] or _bytes_of(b)[0] >= _bytes_of(a)[1]:
+        return False
+    if a.is_contiguous() and b.is_contiguous():
+        return True
     start = min(_bytes_of(a)[0], _bytes_of(b)[0])
     marks = torch.zeros(max(_bytes_of(a)[1], _bytes_of(b)[1]) - start, dtype=torch.bool)
 
@@ -65,3 +73,75 @@ def _have_common_byte(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     marks_of(a).fill_(True)
     return bool(marks_of(b).any())
+
+
+class _KeptView(NamedTuple):
+    name: str  # of the attribute
+    tensor: torch.Tensor
+    parameters: list[nn.Parameter]  # in whose memory it lies
+    offset: int | None  # elements from the first of the one parameter; None: its strides are not those of that
+
+
+class KeptViews:
+    """Found before parameters get other memory, and put over that: in a plain model they show what steps write."""
+
+    def __init__(self, model: nn.Module) -> None:
+        by_storage: dict[int, list[nn.Parameter]] = defaultdict(list)
+        for parameter in model.parameters():
+            if _has_memory(parameter):
+                by_storage[parameter.untyped_storage()._cdata].append(parameter)
+        self._found: list[_KeptView] = []
+        for name, tensor in _plain_tensors(model):
+            around = by_storage.get(tensor.untyped_storage()._cdata, [])
+            if inside := [p for p in around if _have_common_byte(tensor, p.detach())]:
+                self._found.append(_KeptView(name, tensor, inside, _offset_in(tensor, inside)))
+
+    @torch.no_grad()
+    def follow(self, sharded: Iterable[nn.Parameter]) -> None:
+        """Puts those of sharded parameters over their memory, or lets reads of them raise where that has no place."""
+        ids = set(map(id, sharded))
+        for view in self._found:
+            (parameter, *others) = view.parameters
+            if not ids.isdisjoint(map(id, view.parameters)):
+                fits = not others and view.offset is not None and view.tensor.dtype == parameter.dtype
+                view.tensor.data = (
+                    parameter.detach().as_strided(view.tensor.shape, view.tensor.stride(), view.offset)
+                    if fits
+                    else _unreadable(view)
+                )
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what modules have in attributes, lists and dicts, but for parameters and buffers."""
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    own = vars(nn.Module()).keys()
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            for tensor in tensors_in(value) if key not in own else ():
+                if id(tensor) not in registered and _has_memory(tensor):
+                    registered.add(id(tensor))
+                    yield ".".join(filter(None, (prefix, key))), tensor
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    is_plain = not is_traceable_wrapper_subclass(tensor) and not tensor.is_meta and not tensor.is_inference()
+    return is_plain and tensor.layout == torch.strided and tensor.numel() > 0
+
+
+def _offset_in(tensor: torch.Tensor, parameters: list[nn.Parameter]) -> int | None:
+    parameter = parameters[0]  # which will be contiguous
+    offset = int(tensor.storage_offset() - parameter.storage_offset())
+    last = offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    is_inside = tensor.dtype == parameter.dtype and offset >= 0 and last < parameter.numel()
+    return offset if is_inside and parameter.is_contiguous() else None
+
+
+def _unreadable(view: _KeptView) -> torch.Tensor:
+    one = torch.empty(1, dtype=view.parameters[0].dtype, device=view.tensor.device)  # or torch's words come first
+    torch._C._set_storage_data_ptr_access_error_msg(
+        one.untyped_storage()._cdata,
+        f"[zeropg] '{view.name}' was a view of a parameter when fully_shard gave that other memory, where it has no "
+        "place (another dtype, or strides that are not the parameter's): it would show old values. Make it of the "
+        "parameter in forward, or keep it as a parameter or buffer of its own.",
+    )
+    return one.expand(view.tensor.shape)

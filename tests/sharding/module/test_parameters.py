@@ -237,6 +237,46 @@ def test_writing_inside_full_parameters_that_only_read_raises() -> None:
         assert equal(model.weight.detach(), torch.ones(8, 8))
 
 
+class KeepsViews(nn.Module):
+    """Made of its parameters once, as a plain model may have them: what steps write shows there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.turned = self.linear.weight.t()
+        self.rows = {"last": [self.linear.weight.data[2]]}
+        self.odd = nn.Parameter(torch.rand(3, 2).t())
+        self.odd_row = self.odd.data[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.turned + (x @ self.rows["last"][0])[:, None] + self.linear(x)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, backend=("zeropg", "gloo"))
+def test_views_that_modules_keep_follow_their_parameters(stage: int) -> None:
+    models = []
+    for is_plain in (True, False):
+        torch.manual_seed(1 if is_plain else 1 + dist.get_rank())
+        model = nn.Sequential(KeepsViews())
+        model = model if is_plain else zeropg.fully_shard(model, stage=stage, units=list(model))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = optimizer if is_plain else zeropg.shard_optimizer(optimizer, model)
+        for _ in range(3):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    found = zeropg.full_state_dict(models[1], rank0_only=False)
+    for name, value in models[0].state_dict().items():
+        torch.testing.assert_close(found[name], value)
+    with zeropg.full_parameters(models[1]), raises(RuntimeError, "'0.odd_row' was a view", "strides"):
+        models[1][0].odd_row.sum()  # of a parameter that is contiguous only when it is sharded
+    narrow = zeropg.fully_shard(KeepsViews(), stage=stage, param_dtype=torch.bfloat16)
+    with raises(RuntimeError, "'turned' was a view", "another dtype"):
+        narrow(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_a_graph_from_before_a_step_cannot_be_used_after_it(stage: int) -> None:
