@@ -96,18 +96,19 @@ def digest_of_options(
     groups: Sequence[Mapping[str, Any]],
     sharded: Set[int],
     what_else: Sequence[float | tuple[float, ...] | None],
+    written: Set[str] = frozenset(),
 ) -> tuple[int, int]:
     """Returns two numbers, not 0, of the options of param groups and how many parameters of `sharded` each holds.
 
-    Of those that torch's and zeropg's classes know; of a class of the program's own the learning rate alone. What else
-    is in a group is the program's own. The two round numbers at other places: ranks whose numbers differ in the last
-    digits, as those of processors of different makes do, have one in common.
+    Of those that torch's and zeropg's classes know; of a class of the program's own the learning rate, and what its
+    steps have `written`. What else is in a group is the program's own. The two round numbers at other places: ranks
+    whose numbers differ in the last digits, as those of processors of different makes do, have one in common.
 
     optimizer: whose class it is. sharded: ids of parameters; ranks may have others of their own. what_else: numbers
       that must be the same, too.
     """
     is_known = type(optimizer).__module__.startswith(("torch.optim.", "zeropg."))
-    keys = sorted(optimizer.defaults.keys() - _IMPLEMENTATION) if is_known else ["lr"]
+    keys = sorted(optimizer.defaults.keys() - _IMPLEMENTATION) if is_known else sorted({"lr", *written})
     told: list[list[tuple[Any, Any]]] = [[_told(each) for each in what_else]]
     for group in groups:
         if count := sum(id(parameter) in sharded for parameter in group["params"]):

@@ -29,6 +29,7 @@ from zeropg.optim.update.layerwise import rule_of
 from zeropg.optim.update.momentum import MomentumUpdater, make_exchange
 from zeropg.optim.update.offloaded import OffloadedStep, OffloadedUpdater
 from zeropg.optim.update.updater import Move, put_entries
+from zeropg.optim.update.views import TorchUpdater
 from zeropg.optim.update.whole import WholeUpdater
 from zeropg.rank_io.agreement import together
 from zeropg.sharding.offload import human_bytes
@@ -113,6 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._has_state = any(optimizer.state.values())
         # Ids of the parameters that all ranks have; others are this rank's own.
         self._sharded = {id(p) for flat in self._core.flat_groups for _, p, _, _ in flat.slots}
+        self._written: set[str] = set()  # options that steps of its class have put into param groups
         self._served: dict[int, dict[str, float]] = {}  # by param group: options that its kernel takes
         for group in optimizer.param_groups:
             check_group(optimizer, group, model)
@@ -178,7 +180,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         clipped = None if self._model_state is None else self._model_state.clipped
         what_else = (self.gradient_factor, clipped)
         try:
-            self._core.begin_step(digest_of_options(self._wrapped, groups, self._sharded, what_else))
+            options = digest_of_options(self._wrapped, groups, self._sharded, what_else, self._written)
+            self._core.begin_step(options)
         except RuntimeError as error:
             if clipped is None or "param groups of other numbers" not in str(error):
                 raise
@@ -416,6 +419,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             updater.step(owners, groups, self.gradient_factor)
         if self._offloaded is not None:
             self._offloaded.run()
+        self._take_over_options()
+
+    def _take_over_options(self) -> None:
+        """What a class of the program's own has put into its param groups: each updater has begun with the same."""
+        for updater in self._division.updaters:
+            if isinstance(updater, TorchUpdater | WholeUpdater):
+                for group, written in zip(self.param_groups, updater.written, strict=False):
+                    group.update(written)
+                    self._written.update(written)
 
     def _reserve(self) -> None:
         """Makes room in the tier, so that a full disk shows before the first step. Collective with offload."""
@@ -464,6 +476,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: as `param_groups`, with numbers for tensors of one.
         """
         owners_of(groups)
+        self._division.check_frozen()
         self._check_options(groups)
         has_more = not self._division.holds_all(self.param_groups)
         if has_more:

@@ -218,6 +218,24 @@ def test_a_gradient_that_the_user_puts_there_is_used(stage: int) -> None:
     assert_gradients(model, {n: 2 * g for n, g in wanted.items()} | {"norm.weight": wanted["norm.weight"] + mine})
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_gradient_of_what_was_frozen_is_refused(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    zeropg.fully_shard(model, stage=stage)
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for parameter in model.parameters():  # as an evolution strategy does, which needs no graph
+        parameter.grad = torch.ones(parameter.shape)
+    with raises(RuntimeError, "step: 0.weight has a gradient, and was frozen when fully_shard", "requires_grad=True"):
+        optimizer.step()
+    before = zeropg.full_state_dict(model, rank0_only=False)
+    model[0].zero_grad()
+    optimizer.step()
+    after = zeropg.full_state_dict(model, rank0_only=False)
+    assert [name for name in before if not torch.equal(after[name], before[name])] == ["1.weight", "1.bias"]
+
+
 class Branches(nn.Module):
     """Which layers run is decided by the caller."""
 

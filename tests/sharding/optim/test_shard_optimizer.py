@@ -458,6 +458,26 @@ def test_a_class_that_says_it_is_elementwise_is_taken() -> None:
     train_both(lambda parameters: Declared(parameters, lr=0.1, momentum=0.9))
 
 
+class Cooling(Declared):
+    """Its param groups count steps."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            group["lr"] = 0.1 / group["steps"]
+        super().step()
+
+
+def test_what_a_class_writes_to_its_param_groups_counts() -> None:
+    train_both(lambda parameters: Cooling(parameters, lr=0.1, momentum=0.9))
+    model = shard(make_model())
+    optimizer = shard_optimizer(Cooling(model.parameters(), lr=0.1), model)
+    for step in range(3):
+        fill_gradients(model, step)
+        optimizer.step()
+    assert optimizer.param_groups[0]["steps"] == optimizer.state_dict()["param_groups"][0]["steps"] == 3
+
+
 class Counting(Declared):
     def step(self, closure: Any = None) -> None:
         super().step()

@@ -45,6 +45,7 @@ class Division:
         self._offloaded = offloaded
         self._held: set[int] = set()  # ids of the parameters that param groups had when updaters were last made
         self._frozen: list[Any] = []  # flat groups that were, then
+        self._frozen_parameters: list[tuple[Any, str, torch.Tensor]] = []  # (flat group, name, parameter) in groups
         self._taken: set[int] = set()  # ids of the parameters that the updaters are for
         self._taken_whole: set[int] = set()  # of these, the ones that the layer-wise rule steps
         self._stored: dict[int, Storage] = {}  # of these, by id: how the others' updater keeps state
@@ -58,6 +59,8 @@ class Division:
         owners = owners_of(groups)
         self._held = set(owners)
         self._frozen = [flat for flat in self._core.flat_groups if not flat.is_trainable]
+        frozen = ((flat, names[0], p) for flat in self._frozen for names, p, _, _ in flat.slots)
+        self._frozen_parameters = [entry for entry in frozen if id(entry[2]) in self._held]
         if isinstance(self._optimizer, MomentumOptimizer):
             self._take_for_momenta(self._optimizer)
             return True
@@ -85,6 +88,17 @@ class Division:
     def has_unfrozen(self) -> bool:
         """Whether parameters have been unfrozen since."""
         return any(flat.is_trainable for flat in self._frozen)
+
+    def check_frozen(self) -> None:
+        """Raises RuntimeError for a gradient that a program has put where no step would take it: torch's classes step
+        by any, and what was frozen at fully_shard has no master before a forward finds it unfrozen."""
+        for flat, name, parameter in self._frozen_parameters:
+            if parameter.grad is not None and not flat.is_trainable:
+                raise RuntimeError(
+                    f"[zeropg] step: {name} has a gradient, and was frozen when fully_shard was called, so that it has "
+                    "no master to step; shard it with requires_grad=True and leave out its graph by torch.no_grad, or "
+                    "set its .grad to None"
+                )
 
     def divided_otherwise(self, groups: Sequence[Group]) -> list[str]:
         """Names of the parameters that the groups' options now give to another updater."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,22 @@ def detached_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     copy.state = defaultdict(dict)
     copy.param_groups = []
     return copy
+
+
+class OwnOptions:
+    """The param groups of a class that may write to them (a count of its steps, a sum of weights)."""
+
+    def __init__(self, groups: Sequence[Group], parameters: Sequence[Sequence[torch.Tensor]]):
+        """groups: with the options of a step. parameters: what is stepped now, by group."""
+        self._before = groups
+        self.groups = [{**group, "params": list(own)} for group, own in zip(groups, parameters, strict=True)]
+
+    def written(self) -> list[dict[str, Any]]:
+        """What the step has put into each group; steps over other parts of the parameters begin as this one did."""
+        return [
+            {key: value for key, value in after.items() if key != "params" and value is not before.get(key, self)}
+            for before, after in zip(self._before, self.groups, strict=True)
+        ]
 
 
 def first_state_of(optimizer: torch.optim.Optimizer, group: Group, parameter: torch.Tensor) -> FirstState:

@@ -9,7 +9,7 @@ import torch
 
 from zeropg.optim.kernels import Group
 from zeropg.optim.update.entries import FirstState, State, copied, views
-from zeropg.optim.update.own_class import detached_copy, first_state_of, unhooked_step
+from zeropg.optim.update.own_class import OwnOptions, detached_copy, first_state_of, unhooked_step
 from zeropg.optim.update.segments import FlatGroup, held_segments, in_memory, owned_by
 from zeropg.optim.update.updater import Move, check_is_per_element, move_entries, owners_that_step, put_entries, runs
 
@@ -29,8 +29,10 @@ class TorchUpdater:
         self._optimizer = detached_copy(optimizer)
         self._views = [torch.nn.Parameter(in_memory(flat)[s.start : s.stop]) for s in self.segments]
         self._step = unhooked_step(optimizer)
+        self.written: list[dict[str, Any]] = []  # what the last step has put into param groups, by their index
 
     def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
+        self.written = []
         gradient = self._flat.grad()
         if gradient is None:
             return
@@ -41,11 +43,11 @@ class TorchUpdater:
             view.grad = gradient[segment.start : segment.stop] if owner >= 0 else None
             if view.grad is not None and gradient_factor != 1.0:
                 view.grad.mul_(gradient_factor)
-        self._optimizer.param_groups = [
-            {**group, "params": [view for view, owner in zip(self._views, stepping, strict=True) if owner == index]}
-            for index, group in enumerate(groups)
-        ]
+        pairs = list(zip(self._views, stepping, strict=True))
+        options = OwnOptions(groups, [[view for view, own in pairs if own == index] for index in range(len(groups))])
+        self._optimizer.param_groups = options.groups
         self._step(self._optimizer)
+        self.written = options.written()
         for segment, view, owner in zip(self.segments, self._views, stepping, strict=True):
             view.grad = None
             if owner >= 0:

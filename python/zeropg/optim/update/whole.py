@@ -9,7 +9,7 @@ import torch
 
 from zeropg.optim.kernels import Group, kernels_for
 from zeropg.optim.update.entries import FirstState, State, copied, elements
-from zeropg.optim.update.own_class import detached_copy, first_state_of, unhooked_step
+from zeropg.optim.update.own_class import OwnOptions, detached_copy, first_state_of, unhooked_step
 from zeropg.optim.update.segments import Segment
 from zeropg.optim.update.updater import KeptInPlace, check_is_per_element
 
@@ -26,15 +26,17 @@ class WholeUpdater(KeptInPlace):
         self._state = self._optimizer.state = state
         self._kernels = kernels_for(optimizer)  # what its class steps by, if state may be packed
         self._step = unhooked_step(optimizer)
+        self.written: list[dict[str, Any]] = []  # as TorchUpdater's
 
     def step(self, owners: dict[int, int], groups: Sequence[Group], gradient_factor: float) -> None:
         mine = [s.parameter for s in self.segments if s.parameter.grad is not None and id(s.parameter) in owners]
         if mine and gradient_factor != 1.0:
             torch._foreach_mul_([p.grad for p in mine if p.grad is not None], gradient_factor)
-        self._optimizer.param_groups = [
-            {**group, "params": [p for p in mine if owners.get(id(p)) == index]} for index, group in enumerate(groups)
-        ]
+        owned = [[p for p in mine if owners.get(id(p)) == index] for index in range(len(groups))]
+        options = OwnOptions(groups, owned)
+        self._optimizer.param_groups = options.groups
         self._step(self._optimizer)
+        self.written = options.written()
 
     def zero_gradients(self) -> None:
         if gradients := [s.parameter.grad for s in self.segments if s.parameter.grad is not None]:
