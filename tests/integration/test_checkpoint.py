@@ -342,8 +342,24 @@ def with_experts(directory: Path) -> None:
     assert all("1 ignored parameters have other values on other ranks (expert)" in text for text in texts)
 
 
+def with_many_experts(directory: Path) -> None:
+    """What ranks tell each other is short for each of them; what is too long all the same is said."""
+    import zeropg
+    from zeropg.rank_io import agreement
+
+    model = nn.Linear(4, 4)
+    model.experts = nn.ParameterList(torch.ones(1) for _ in range(1000))
+    zeropg.fully_shard(model, ignored_params=list(model.experts))
+    with mock.patch.object(agreement, "_MAX_TEXT_BYTES", 12_000):
+        zeropg.save_checkpoint(directory, model)
+        zeropg.load_checkpoint(directory, model)
+        with pytest.raises(RuntimeError, match=r"this rank has 1\d+ bytes to tell, more than 12000"):
+            agreement.together(dist.group.WORLD, "test", lambda: "x" * 12_000)
+
+
 def test_ignored_parameters_that_differ_between_ranks_are_named(rank_pool: Any, tmp_path: Path) -> None:
     rank_pool(2).run(with_experts, tmp_path)
+    rank_pool(2).run(with_many_experts, tmp_path)
 
 
 def test_wrong_arguments_are_refused_on_every_rank(rank_pool: Any, tmp_path: Path) -> None:

@@ -141,16 +141,18 @@ class OptimizerPlan:
 
     def saved(self) -> SavedOptimizer:
         tensors: dict[str, dict[str, SavedTensor]] = {}
+        places = self.layout.places  # a new list in each access
         for (name, key), index in self.entries.items():
-            place = self.layout.places[index]
+            place = places[index]
             tensors.setdefault(name, {})[key] = _saved(self.layout, place, self.dtypes[index], self.shapes[index])
         return SavedOptimizer(self.kind, self.groups, tensors, self.numbers)
 
     def ranges(self, optimizer: ShardedOptimizer, first_file: int) -> Iterator[ByteRange]:
         """Yields what a rank of the first replica writes; the optimizer's files are numbered from `first_file` on."""
+        places = self.layout.places
         for name, key, tensor, start in own_pieces(optimizer):
             index = self.entries[self.model.tensors[self.model.index_of[name]].name, key]
-            part = _range(self.layout.places[index], start, tensor, self.dtypes[index])
+            part = _range(places[index], start, tensor, self.dtypes[index])
             yield part._replace(file=part.file + first_file)
 
 

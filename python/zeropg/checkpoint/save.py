@@ -47,6 +47,7 @@ OPERATION = "save_checkpoint"
 # Small: a chunk in which the parts of two ranks meet is read by both.
 _SMALLEST_CHUNK_BYTES = 1 << 18
 _SAMPLED = 1 << 12  # elements of a parameter that each rank has for itself
+_SAMPLE_LETTERS = 8  # of their digest
 _MOST_CHUNKS = 1 << 16  # so that the checksums of a checkpoint of any size are some hundred KB of text
 
 Agree = Callable[[Callable[[], Any]], list[Any]]
@@ -80,7 +81,7 @@ class Save:
         )
         check_same(self._group, OPERATION, [entry["arguments"] for entry in announced])
         assert self._model_plan is not None  # otherwise the lines above have raised
-        self._warn_of_ranks_own([entry["ignored"] for entry in announced])
+        self._warn_of_ranks_own(self._model_plan, [entry["ignored"] for entry in announced])
         layouts = [self._model_plan.layout]
         for index, (name, optimizer) in enumerate(self._optimizers.items()):
             plan = plan_optimizer(
@@ -146,12 +147,16 @@ class Save:
             "ignored": self._samples(self._model_plan),
         }
 
-    def _samples(self, plan: ModelPlan) -> dict[str, str]:
-        is_alone = self._group.size() == 1
-        return {} if is_alone else {name: _sample(p) for name, p in plan.ignored() if type(p) is nn.Parameter}
+    def _samples(self, plan: ModelPlan) -> str:
+        """Of each ignored parameter, in the plan's order; short, since there may be tens of thousands (experts)."""
+        return "" if self._group.size() == 1 else "".join(_sample(p) for _, p in _ignored_here(plan))
 
-    def _warn_of_ranks_own(self, samples: list[dict[str, str]]) -> None:
-        differing = [name for name, first in samples[0].items() if any(each[name] != first for each in samples)]
+    def _warn_of_ranks_own(self, plan: ModelPlan, samples: list[str]) -> None:
+        if self._group.size() == 1:
+            return
+        spans = [slice(at, at + _SAMPLE_LETTERS) for at in range(0, len(samples[0]), _SAMPLE_LETTERS)]
+        named = zip(_ignored_here(plan), spans, strict=True)
+        differing = [name for (name, _), span in named if len({text[span] for text in samples}) > 1]
         if differing and self.rank == 0:
             warnings.warn(
                 f"[zeropg] {OPERATION}: {len(differing)} ignored parameters have other values on other ranks "
@@ -330,7 +335,11 @@ def _expand(runs: list[Any], chunk_bytes: int) -> Iterator[tuple[int, int, int]]
 def _sample(parameter: torch.Tensor) -> str:
     flat = parameter.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous()
-    return hashlib.sha256(some.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(some.view(torch.uint8).numpy().tobytes()).hexdigest()[:_SAMPLE_LETTERS]
+
+
+def _ignored_here(plan: ModelPlan) -> list[tuple[str, torch.Tensor]]:
+    return [(name, p) for name, p in plan.ignored() if type(p) is nn.Parameter]
 
 
 def _extra_states(model: nn.Module) -> dict[str, Any]:

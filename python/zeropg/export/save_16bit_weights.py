@@ -98,6 +98,7 @@ class _Export:
         self._is_in_first_replica = core.replica == 0
         self._plan = plan
         self._files = files
+        self._places = plan.layout.places  # a new list in each access
         # Elements of each tensor that this rank has written or sent.
         self._written = torch.zeros(len(plan.tensors), dtype=torch.int64)
         self._advance: Callable[[int], None] = lambda written_bytes: None
@@ -146,7 +147,7 @@ class _Export:
             self._written[index] += stop - start
 
     def _range(self, index: int, start: int, flat: torch.Tensor) -> ByteRange:
-        dtype, place = self._plan.tensors[index].dtype, self._plan.layout.places[index]
+        dtype, place = self._plan.tensors[index].dtype, self._places[index]
         return ByteRange(place.file, place.offset + start * dtype.itemsize, flat, dtype)
 
     def _write_own(self) -> None:

@@ -152,7 +152,9 @@ def _gather_texts(group: dist.ProcessGroup, text: str) -> list[str]:
     device = collective_device(group)
     data = text.encode()
     if len(data) > _MAX_TEXT_BYTES:
-        data = json.dumps({"error": "RuntimeError", "message": text[: _MAX_TEXT_BYTES // 8]}).encode()
+        report = json.loads(text)
+        what = str(report.get("message", f"this rank has {len(data)} bytes to tell, more than {_MAX_TEXT_BYTES}"))
+        data = json.dumps({"error": "RuntimeError", "message": what[: _MAX_TEXT_BYTES // 8]}).encode()
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(group.size())]
     dist.all_gather(lengths, length, group=group)
