@@ -226,7 +226,8 @@ def test_averages_leave_the_weights_as_they_are_and_load_into_another_stage(para
     for stage in STAGES:
         run = Run(stage, torch.float32, param_dtype)
         model = run.model()
-        average = zeropg.ema(model, 0.5)
+        with torch.inference_mode():
+            average = zeropg.ema(model, 0.5)
         optimizer = run.optimizer(model)
         for batch in run.batches():
             loss_of(model, *batch).backward()
@@ -234,7 +235,7 @@ def test_averages_leave_the_weights_as_they_are_and_load_into_another_stage(para
             optimizer.zero_grad()
             average.update()
         before = zeropg.full_state_dict(model, rank0_only=False)
-        with contextlib.suppress(KeyError), average.average_parameters():
+        with contextlib.suppress(KeyError), torch.inference_mode(), average.average_parameters():
             inside = zeropg.full_state_dict(model, rank0_only=False)
             raise KeyError
         found = average.state_dict(rank0_only=False)
@@ -251,6 +252,7 @@ def test_averages_leave_the_weights_as_they_are_and_load_into_another_stage(para
         loaded = fresh.state_dict(rank0_only=False)
         assert loaded["updates"] == 3
         assert all(torch.equal(loaded["parameters"][name], value) for name, value in found["parameters"].items())
+        average.update()  # also after an evaluation in inference mode
 
 
 def save_averages(folder: Path) -> dict[str, torch.Tensor]:

@@ -56,7 +56,8 @@ class WeightAverage:
         group = self._core.process_group
         check_same(group, "ema", together(group, "ema", lambda: {"decay": str(decay)}))
         self._state.settle_writes("ema")
-        self._averages = [tensor.clone() for tensor in self._own(local_shards(model))]
+        with _normal_tensors():
+            self._averages = [tensor.clone() for tensor in self._own(local_shards(model))]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -130,7 +131,7 @@ class WeightAverage:
             _exchange(tensors, self._averages)
             is_done = True
 
-        with torch.no_grad(), writable_shards(self._model) as shards:
+        with _normal_tensors(), writable_shards(self._model) as shards:
             own = list(self._own(shards))
             try:
                 together(self._core.process_group, "ema", lambda: exchange(own))
@@ -161,6 +162,13 @@ class WeightAverage:
 
     def _ignored(self) -> Iterator[nn.Parameter]:
         return (parameter for parameter in self._state.ignored_parameters() if parameter.is_floating_point())
+
+
+@contextlib.contextmanager
+def _normal_tensors() -> Iterator[None]:
+    """What is kept from inside can be written later, also where the caller evaluates under torch.inference_mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _exchange(tensors: list[torch.Tensor], averages: list[torch.Tensor]) -> None:

@@ -157,7 +157,8 @@ class Loading:
         for entry, group in zip(saved.groups, optimizer.param_groups, strict=True):
             kept = ("params", *STORAGE_OPTIONS)
             group.update({key: decode(value, fetch_scalar) for key, value in entry.items() if key not in kept})
-        optimizer.load_local_state(self._state_shards(saved, optimizer, advance), self._numbers(saved, optimizer))
+        with torch.inference_mode(False), torch.no_grad():  # steps write to what is made here
+            optimizer.load_local_state(self._state_shards(saved, optimizer, advance), self._numbers(saved, optimizer))
 
     def warn(self) -> None:
         """Says what the user may not expect; once, on rank 0."""

@@ -110,7 +110,8 @@ class Trainer:
     def load(self, directory: Path) -> Any:
         import zeropg
 
-        extra, rank_extra = zeropg.load_checkpoint(directory, self.model, self.optimizer)
+        with torch.inference_mode():  # where a program that evaluates may load
+            extra, rank_extra = zeropg.load_checkpoint(directory, self.model, self.optimizer)
         self.scheduler.load_state_dict(extra["scheduler"])
         return rank_extra
 
