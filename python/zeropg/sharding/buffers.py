@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from zeropg.sharding.units import UnitPlan
+
+_ABOUT_DTYPES = re.compile(r"dtype|scalar type|type \(")  # torch's words where it does not mix two of them
+_LISTED = 5  # names in a note
 
 
 def prepare_buffers(module: nn.Module, buffer_dtype: torch.dtype | None, group: dist.ProcessGroup) -> None:
@@ -27,3 +34,18 @@ def prepare_buffers(module: nn.Module, buffer_dtype: torch.dtype | None, group: 
                     dist.broadcast(prepared.view(-1).view(torch.uint8), group_src=0, group=group)
                 done[id(buffer)] = (buffer, prepared)
             child._buffers[key] = done[id(buffer)][1]
+
+
+def explain_other_dtypes(error: BaseException, unit: UnitPlan, param_dtype: torch.dtype | None) -> None:
+    """Adds a note to what the forward of a unit has raised, where it may be of buffers that param_dtype left alone."""
+    if param_dtype is None or not isinstance(error, RuntimeError) or not _ABOUT_DTYPES.search(str(error)):
+        return
+    buffers = unit.module.named_buffers(prefix=unit.name)
+    others = [name for name, buffer in buffers if buffer.is_floating_point() and buffer.dtype != param_dtype]
+    if others and not getattr(error, "__notes__", None):  # of an inner unit
+        more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+        error.add_note(
+            f"[zeropg] forward: parameters and inputs are {param_dtype} (param_dtype=), the buffers "
+            f"{', '.join(map(repr, others[:_LISTED]))}{more} are not. If the two have met here, pass "
+            f"buffer_dtype={param_dtype} to fully_shard, which casts floating buffers, or cast where forward uses them."
+        )

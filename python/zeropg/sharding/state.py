@@ -16,6 +16,7 @@ from torch.nn.utils import stateless
 
 from zeropg._native import _C
 from zeropg.compression.coding import Coding
+from zeropg.sharding.buffers import explain_other_dtypes
 from zeropg.sharding.model_codecs import ModelCodecs
 from zeropg.sharding.nested import Replacement, hidden_tensors_in, is_plain, tensors_in
 from zeropg.sharding.running_statistics import modules_with_statistics
@@ -109,8 +110,9 @@ class ShardedState:
                 output = call(*args, **kwargs)
                 outputs = [*tensors_in(output), *hidden_tensors_in(output)] if torch.is_grad_enabled() else []
                 outputs += beneath(outputs)
-            except BaseException:
+            except BaseException as error:
                 self._abandon(index)
+                explain_other_dtypes(error, self.plans[index], self.param_dtype)
                 raise
             finally:
                 self._running.pop()

@@ -164,6 +164,35 @@ def test_a_spectral_norm_computes_in_the_dtype_of_its_vectors(stage: int) -> Non
                 model(torch.ones(4, 5)).sum().backward()
 
 
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.register_buffer("rotation", torch.eye(5))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ self.rotation
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_an_error_of_torchs_about_dtypes_names_the_buffers_that_kept_theirs(stage: int) -> None:
+    def model(dtype: torch.dtype | None) -> nn.Module:
+        modules = nn.Sequential(nn.Linear(5, 5), Rotated())
+        return zeropg.fully_shard(modules, stage=stage, units=[Rotated], param_dtype=torch.bfloat16, buffer_dtype=dtype)
+
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        model(None)(torch.ones(4, 5))
+    (note,) = raised.value.__notes__  # of the unit, and not once more of the root
+    for words in ("param_dtype", "the buffers '1.rotation' are not", "buffer_dtype=torch.bfloat16 to fully_shard"):
+        assert words in note, note
+    with pytest.raises(RuntimeError) as raised:
+        model(None)(torch.ones(4, 3))  # an error of another kind has no note
+    assert not hasattr(raised.value, "__notes__")
+    model(torch.bfloat16)(torch.ones(4, 5)).sum().backward()
+
+
 @on_ranks(2, backend=("zeropg", "gloo"))
 def test_a_sparse_buffer_is_rank_0s_on_every_rank() -> None:
     model = nn.Linear(3, 3)
