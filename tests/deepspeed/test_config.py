@@ -415,9 +415,15 @@ def test_what_fully_shard_is_told(blocks: dict[str, Any], expected: dict[str, An
             {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.0, "bounds": (0.01, 0.3), "correction": "lr"},
         ),
         (
-            {"type": "Lamb", "params": {"bias_correction": False}},
+            {"type": "Lamb", "params": {"bias_correction": False, "eps_inside_sqrt": True}},
             LAMB,
-            {"eps": 1e-8, "weight_decay": 0.0, "bounds": (0.01, 10.0), "correction": None},
+            {
+                "eps": 1e-8,
+                "weight_decay": 0.0,
+                "bounds": (0.01, 10.0),
+                "correction": None,
+                "eps_inside_sqrt": True,
+            },
         ),
         (
             {"type": "AdamW", "params": {"bias_correction": False, "lr": 0.1}},
@@ -485,7 +491,7 @@ def test_states_in_16_bits() -> None:
     ("blocks", "message"),
     [
         ({"optimizer": {"type": "MuSGD"}}, "'MuSGD': it is not torch's"),
-        ({"optimizer": {"type": "Lamb", "params": {"eps_inside_sqrt": True}}}, "eps_inside_sqrt is True"),
+        ({"optimizer": {"type": "Lamb", "params": {"amsgrad": True}}}, "amsgrad is True"),
         ({"optimizer": {"type": "OneBitLamb", "params": {"max_coeff": 0.001}}}, "0 <= least <= most"),
         ({"optimizer": {"type": "AdmW"}}, "did you mean 'AdamW'"),
         ({"optimizer": {"type": "AdamW", "params": {"momentumm": 1}}}, "momentumm is unknown to AdamW"),

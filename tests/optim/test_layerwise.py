@@ -89,14 +89,15 @@ def test_groups_say_who_goes_by_muon() -> None:
     assert optimizer.state[model[2].bias].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("correction", ["direction", "lr", None])
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_lamb_is_the_papers_or_deepspeeds(is_sharded: bool, correction: Any) -> None:
+def test_lamb_is_the_papers_or_deepspeeds(is_sharded: bool, correction: Any, inside: bool) -> None:
     plain = make_model()
     model = copy.deepcopy(plain)
-    optimizer: torch.optim.Optimizer = LAMB(
-        model.parameters(), 0.1, (0.8, 0.9), weight_decay=0.2, bounds=(0.0, 3.0), correction=correction
-    )
+    given = {"weight_decay": 0.2, "bounds": (0.0, 3.0), "correction": correction, "eps_inside_sqrt": inside}
+    eps = 0.1 if inside else 1e-6  # with a small one there is no difference
+    optimizer: torch.optim.Optimizer = LAMB(model.parameters(), 0.1, (0.8, 0.9), eps, **given)
     if is_sharded:
         optimizer = shard_optimizer(optimizer, shard(model))
     first = {p: torch.zeros_like(p) for p in plain.parameters()}
@@ -112,7 +113,8 @@ def test_lamb_is_the_papers_or_deepspeeds(is_sharded: bool, correction: Any) -> 
                 second[p] = 0.9 * second[p] + 0.1 * p.grad**2
                 biases = (1 - 0.8**step, 1 - 0.9**step)
                 one, two = biases if correction == "direction" else (1.0, 1.0)
-                update = first[p] / one / ((second[p] / two).sqrt() + 1e-6) + 0.2 * p
+                variance = second[p] / two
+                update = first[p] / one / ((variance + eps).sqrt() if inside else variance.sqrt() + eps) + 0.2 * p
                 ratio = (p.norm() / update.norm()).clamp(0.0, 3.0) if p.any() else 1.0
                 p -= 0.1 * ratio * update * (biases[1] ** 0.5 / biases[0] if correction == "lr" else 1.0)
     assert_same(model, plain, relative=1e-12, of_largest=1e-12)

@@ -49,6 +49,7 @@ class LAMB(LayerwiseOptimizer):
     correction: of the bias of momentum and variance: "direction" takes it out of both before the scale is computed, as
       in the paper. "lr" multiplies lr by sqrt(1 - betas[1]^step) / (1 - betas[0]^step) instead, as DeepSpeed does: a
       warm-up, since the scale makes up for the direction's length. None: neither.
+    eps_inside_sqrt: whether eps is added to the variance, and not to its root.
 
     Raises ValueError for hyperparameters out of range.
     """
@@ -65,9 +66,10 @@ class LAMB(LayerwiseOptimizer):
         *,
         bounds: tuple[float, float] = BOUNDS,
         correction: Correction | None = "direction",
+        eps_inside_sqrt: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bounds": bounds}
-        super().__init__(params, {**defaults, "correction": correction})
+        super().__init__(params, {**defaults, "correction": correction, "eps_inside_sqrt": eps_inside_sqrt})
 
     def check_group(self, group: Mapping[str, Any], *, least_lr: float = 0.0) -> None:
         check_numbers("LAMB", group, ["eps", "weight_decay"], ["betas"], least_lr=least_lr)
@@ -94,11 +96,19 @@ def _correction_of(group: Mapping[str, Any]) -> Correction | None:
 def _update_and_rate(part: Part) -> tuple[torch.Tensor, float]:
     """The direction before it is scaled, and the learning rate."""
     rate, correction = float(part.group["lr"]), _correction_of(part.group)
-    if correction == "direction":
-        return lamb_update(part), rate
     first, second = take_in(part)
-    update = part.own(part.state["exp_avg"]) / part.state["exp_avg_sq"].sqrt().add_(part.group["eps"])
+    one, two = (first, second) if correction == "direction" else (1.0, 1.0)
+    update = part.own(part.state["exp_avg"]) / _denominator(part, two) / one
     return with_decay(part, update), rate * second**0.5 / first if correction == "lr" else rate
+
+
+def _denominator(part: Part, bias: float) -> torch.Tensor:
+    """The deviation and eps. bias: by which the variance is too small."""
+    variance: torch.Tensor = part.state["exp_avg_sq"]
+    if part.group.get("eps_inside_sqrt", False):  # which groups had not that were saved before there was a choice
+        return (variance / bias).add_(part.group["eps"]).sqrt_()
+    root: float = bias**0.5
+    return (variance.sqrt() / root).add_(part.group["eps"])
 
 
 def lamb_update(part: Part) -> torch.Tensor:

@@ -50,7 +50,7 @@ _FIXED_ONE_BIT: dict[str, tuple[Any, ...]] = {
     "bias_correction": (True, False),  # the warm-up of zeropg's corrects it, and the frozen variance is free of it
     "comm_backend_name": ("nccl", "mpi", "hccl", "compressed"),
     "cuda_aware": (True, False),
-    "eps_inside_sqrt": (False,),
+    "eps_inside_sqrt": (False, True),  # DeepSpeed's take it and do not use it
 }
 _FIXED_MUON: dict[str, tuple[Any, ...]] = {
     "ns_method": ("gram", "standard"),  # two ways to the same matrix
@@ -159,7 +159,7 @@ def _adagrad(params: Params, config: Config) -> Made:
 
 def _lamb(params: Params, config: Config) -> Made:
     corrects = params.get("bias_correction", True)
-    _take_fixed(params, {"amsgrad": (False,), "bias_correction": (True, False), "eps_inside_sqrt": (False,)})
+    _take_fixed(params, {"amsgrad": (False,), "bias_correction": (True, False)})
     own = {"bounds": _coefficients(params), "correction": "lr" if corrects else None}
     return Made(LAMB, {"eps": 1e-8, "weight_decay": 0.0} | own | params)
 

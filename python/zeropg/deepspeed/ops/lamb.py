@@ -21,12 +21,20 @@ def FusedLamb(
 ) -> LAMB:
     """Returns zeropg.optim.LAMB, which corrects the bias in the learning rate as DeepSpeed's does.
 
-    Raises ValueError for eps_inside_sqrt=True, amsgrad=True and another max_grad_norm than 0.
+    Raises ValueError for amsgrad=True and another max_grad_norm than 0.
     """
-    if eps_inside_sqrt or amsgrad or max_grad_norm:
+    if amsgrad or max_grad_norm:
         raise ValueError(
-            f"[zeropg] FusedLamb: eps_inside_sqrt={eps_inside_sqrt}, max_grad_norm={max_grad_norm}, amsgrad={amsgrad}; "
-            "expected False, 0 and False: clip by gradient_clipping of the configuration"
+            f"[zeropg] FusedLamb: max_grad_norm={max_grad_norm}, amsgrad={amsgrad}; expected 0 and False: clip by "
+            "gradient_clipping of the configuration"
         )
-    bounds = (min_coeff, max_coeff)
-    return LAMB(params, lr, betas, eps, weight_decay, bounds=bounds, correction="lr" if bias_correction else None)
+    return LAMB(
+        params,
+        lr,
+        betas,
+        eps,
+        weight_decay,
+        bounds=(min_coeff, max_coeff),
+        correction="lr" if bias_correction else None,
+        eps_inside_sqrt=eps_inside_sqrt,
+    )
