@@ -158,19 +158,24 @@ def stepping(steps: str, norm: bool = False) -> Any:
 
 
 def averaging(folder: str) -> list[str]:
-    """Lightning's own averages of weights are refused; those that the error names are had. Returns what is wrong."""
+    """Lightning's own averages of weights are refused, and what unfreezes a part; averages that the error names are
+    had. Returns what is wrong."""
     import lightning
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 
     import zeropg
     from zeropg.lightning import ZeroPGStrategy
 
     wrong = []
-    try:
-        trainer(folder, ZeroPGStrategy(), callbacks=[StochasticWeightAveraging(swa_lrs=1e-2)]).fit(module(), loader())
-        wrong.append("StochasticWeightAveraging was accepted in stage 3")
-    except NotImplementedError as error:
-        wrong += [] if "zeropg.ema(module)" in str(error) else [str(error)]
+    refused = ((StochasticWeightAveraging(swa_lrs=1e-2), "zeropg.ema(module)"), (BackboneFinetuning(), "requires_grad"))
+    for callback, words in refused:
+        net = module()
+        net.backbone = nn.Linear(16, 16)  # which BackboneFinetuning asks for
+        try:
+            trainer(folder, ZeroPGStrategy(), callbacks=[callback]).fit(net, loader())
+            wrong.append(f"{type(callback).__name__} was accepted in stage 3")
+        except NotImplementedError as error:
+            wrong += [] if words in str(error) else [str(error)]
 
     class Average(lightning.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:

@@ -47,9 +47,10 @@ class ZeroPGStrategy(DDPStrategy):
         timeout: of the group's operations.
         options: further keyword arguments of `zeropg.fully_shard`. param_dtype goes before `precision`.
 
-    Raises NotImplementedError for another precision, and in stage 3 for callbacks that average weights. Raises
-    ValueError for a module that is sharded already in another stage or dtype, or where a batch norm would compute in
-    another dtype than that of its running statistics, or is to synchronize in a module that is sharded already.
+    Raises NotImplementedError for another precision, and in stage 3 for callbacks that average weights or unfreeze
+    parts (BaseFinetuning). Raises ValueError for a module that is sharded already in another stage or dtype, or where a
+    batch norm would compute in another dtype than that of its running statistics, or is to synchronize in a module that
+    is sharded already.
     """
 
     strategy_name = "zeropg"
