@@ -32,7 +32,7 @@ from zeropg.deepspeed.config.validate import key_paths
 from zeropg.deepspeed.muon import Muon
 from zeropg.deepspeed.ops.uncorrected_adam import UncorrectedAdam
 from zeropg.deepspeed.schedules import WarmupDecayLR
-from zeropg.optim import LAMB, Adam, AdamW, Lion, OneBitAdam, OneBitLamb
+from zeropg.optim import LAMB, Adam, AdamW, Lion, OneBitAdam, OneBitLamb, ZeroOneAdam
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -442,6 +442,11 @@ def test_what_fully_shard_is_told(blocks: dict[str, Any], expected: dict[str, An
             {"type": "OneBitAdam", "params": {"freeze_step": 40, "cuda_aware": False, "comm_backend_name": "mpi"}},
             OneBitAdam,
             {"warmup_steps": 40, "clip": 1.0, "weight_decay": 0.0},
+        ),
+        (
+            {"type": "ZeroOneAdam", "params": {"var_freeze_step": 40, "local_step_scaler": 9, "eps_inside_sqrt": True}},
+            ZeroOneAdam,
+            {"warmup_steps": 16, "variance_until": 40, "clip": 1.0, "weight_decay": 0.0},
         ),
         (
             {"type": "OneBitLamb", "params": {"freeze_step": 40, "max_coeff": 0.3, "factor_min": 0.7, "lr": 0.01}},

@@ -1,4 +1,4 @@
-"""OneBitAdam, OneBitLamb and DGC under DistributedDataParallel."""
+"""OneBitAdam, ZeroOneAdam, OneBitLamb and DGC under DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.sharding.ranks import on_ranks, raises
 from tests.small_gpt import LEARNING_RATE, loss_of, make_batches, make_model
 from zeropg.compression import BlockQuant, State, ddp_hook
-from zeropg.optim import DGC, OneBitAdam, OneBitLamb
+from zeropg.optim import DGC, OneBitAdam, OneBitLamb, ZeroOneAdam
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
+from zeropg.optim.zero_one_adam import variance_learns
 
 WARMUP_STEPS = 8
 ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -27,8 +28,12 @@ def one_bit_adam(model: nn.Module, **options: Any) -> OneBitAdam:
     return OneBitAdam(model.parameters(), LEARNING_RATE, **{"warmup_steps": WARMUP_STEPS, **ADAM, **options})
 
 
-def zero_one_adam(model: nn.Module, **options: Any) -> OneBitAdam:
+def learning_adam(model: nn.Module, **options: Any) -> OneBitAdam:
     return one_bit_adam(model, **{"variance_interval": 3, **options})
+
+
+def zero_one_adam(model: nn.Module, **options: Any) -> ZeroOneAdam:
+    return ZeroOneAdam(model.parameters(), LEARNING_RATE, **{"warmup_steps": WARMUP_STEPS, **ADAM, **options})
 
 
 def one_bit_lamb(model: nn.Module, **options: Any) -> OneBitLamb:
@@ -40,7 +45,7 @@ def dgc(model: nn.Module, **options: Any) -> DGC:
 
 
 Make = Callable[..., MomentumOptimizer]
-each_optimizer = pytest.mark.parametrize("make", [one_bit_adam, zero_one_adam, one_bit_lamb, dgc])
+each_optimizer = pytest.mark.parametrize("make", [one_bit_adam, learning_adam, zero_one_adam, one_bit_lamb, dgc])
 
 
 def make_ddp(make: Make, **options: Any) -> tuple[DDP, MomentumOptimizer]:
@@ -137,6 +142,78 @@ def test_between_frozen_steps_the_variance_learns_from_averaged_gradients() -> N
             if step + 1 == warmup:
                 variances[index] /= 1 - beta2**warmup
         torch.testing.assert_close(flat(ddp), torch.cat([weight.flatten() for weight in weights]), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_zero_one_adam_is_the_papers_with_a_variance_free_of_its_bias() -> None:
+    """Algorithm 1 where every step synchronizes, written out; the model is so small that momenta travel in fp32."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    beta1, beta2, decay = 0.9, 0.8, 0.1
+    optimizer = ZeroOneAdam(model.parameters(), 0.05, (beta1, beta2), 1e-8, decay, warmup_steps=2, variance_until=9)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    ddp = DDP(model)
+    optimizer.attach(ddp)
+    inputs = torch.randn(2, 14, 5, 8)
+    inputs[:, :3, :, 0] = 0  # so that some elements begin with step 4
+    momenta, variances, biases = ([torch.zeros_like(weight) for weight in weights] for _ in range(3))
+    for step in range(1, 15):
+        averages = [torch.zeros_like(weight) for weight in weights]
+        for rank in range(2):
+            copies = [weight.clone().requires_grad_() for weight in weights]
+            nn.functional.linear(inputs[rank, step - 1], *copies).square().sum().backward()
+            for average, one in zip(averages, copies, strict=True):
+                average.add_(one.grad, alpha=0.5)
+        optimizer.zero_grad()
+        averaged = optimizer.averages_gradients()
+        assert averaged is (step in {1, 2, 4, 6, 8})
+        ddp(inputs[dist.get_rank(), step - 1]).square().sum().backward()
+        optimizer.step()
+        for weight, average, m, v, bias in zip(weights, averages, momenta, variances, biases, strict=True):
+            m.lerp_(average, 1 - beta1)  # the average of what ranks would have of their own gradients
+            if averaged:
+                begins = (v == 0) & (step > 2)
+                v.mul_(beta2).addcmul_(average, average, value=1 - beta2)
+                bias.mul_(beta2).add_(1 - beta2)
+                begins &= average != 0
+                v[begins] = (average**2 + m**2)[begins] * bias[begins]
+            weight.mul_(1 - 0.05 * decay)
+            direction = m / (1 - beta1**step) / ((v / bias.clamp(min=1e-9)).sqrt() + 1e-8)
+            weight.sub_(direction.masked_fill(v == 0, 0.0), alpha=0.05)
+        torch.testing.assert_close(flat(ddp), torch.cat([weight.flatten() for weight in weights]), rtol=1e-4, atol=1e-5)
+
+
+def test_the_intervals_of_zero_one_adam_double_as_deepspeed_counts_them() -> None:
+    for per_interval in (1, 2, 3, 16):
+        interval, counter, learns = 1, 0, []
+        for step in range(1, 400):
+            if step % interval == 0:
+                learns.append(step)
+                counter += 1
+                if counter == per_interval:
+                    interval, counter = 2 * interval, 0
+        found = [step for step in range(1, 400) if variance_learns(step, per_interval, 10**6)]
+        assert found == learns
+        assert [step for step in learns if variance_learns(step, per_interval, 20)] == [s for s in learns if s <= 20]
+
+
+@on_ranks(2)
+def test_elements_that_come_late_begin_with_a_step_in_which_the_variance_learns() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32))
+    optimizer = zero_one_adam(model, warmup_steps=3, weight_decay=0.0)  # its variance learns in 1, 2, 3, 4, 6, 8, 12
+    ddp = DDP(model)
+    optimizer.attach(ddp)
+    moved = []
+    for step in range(1, 13):
+        before = model[0].weight.detach().clone()
+        (ddp(torch.arange(24 if step < 5 else 64)) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lengths = (model[0].weight.detach() - before).abs()
+        assert lengths[24:].max() < 20 * LEARNING_RATE  # as those of other elements in one-bit steps
+        moved.append(bool(lengths[24:].any()))
+    assert moved == [False] * 5 + [True] * 7
 
 
 @each_optimizer
@@ -239,7 +316,7 @@ def test_elements_that_nobody_has_used_stay(make: Make) -> None:
     assert not torch.equal(model[0].weight[:32], first[:32])
 
 
-@pytest.mark.parametrize("make", [one_bit_adam, zero_one_adam])
+@pytest.mark.parametrize("make", [one_bit_adam, learning_adam])
 @on_ranks(2)
 def test_elements_first_used_after_warm_up_stay(make: Make) -> None:
     torch.manual_seed(0)
@@ -259,7 +336,7 @@ def test_elements_first_used_after_warm_up_stay(make: Make) -> None:
 
 @on_ranks(2)
 def test_a_state_saved_before_there_was_an_interval_keeps_it() -> None:
-    ddp, optimizer = make_ddp(zero_one_adam)
+    ddp, optimizer = make_ddp(learning_adam)
     train(ddp, optimizer, make_batches(2))
     saved = optimizer.state_dict()
     for group in saved["param_groups"]:
@@ -363,7 +440,11 @@ def test_bad_use_is_named(make: Make) -> None:
         alike = make(model)
         with raises(ValueError, "variance_interval 0 and 5", "one for all"):
             alike.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "variance_interval": 5})
-    if make is one_bit_lamb:
+    if make is zero_one_adam:
+        for wrong in (0, 2.5, True):
+            with raises(ValueError, f"variance_until is {wrong!r}", "number of a step"):
+                make(model, variance_until=wrong)
+    if make in (one_bit_lamb, zero_one_adam):
         with raises(ValueError, "variance_interval is 5", "OneBitAdam"):
             make(model).add_param_group({"params": [nn.Parameter(torch.zeros(2))], "variance_interval": 5})
     with raises(ValueError, "clip is -1"):

@@ -21,12 +21,12 @@ from tests.optim.test_momentum_optimizers import (
     dgc,
     each_optimizer,
     expect_same_bits_on_all_ranks,
+    learning_adam,
     make_ddp,
     one_bit_adam,
     owed,
     own_part,
     train,
-    zero_one_adam,
 )
 from tests.sharding.ranks import on_ranks, raises
 from tests.small_gpt import LEARNING_RATE, VOCABULARY, loss_of, make_batches, make_model
@@ -150,7 +150,7 @@ def load(make: Make, stage: int, folder: Path) -> tuple[torch.Tensor, list[torch
     batches = make_batches(14)
     model, sharded, optimizer = make_sharded(make, stage)
     zeropg.load_checkpoint(folder, model, sharded)
-    assert optimizer.averages_gradients() is (make is zero_one_adam)  # in the 11th step its variance learns
+    assert optimizer.averages_gradients() is (make is learning_adam)  # in the 11th step its variance learns
     debts = owed(sharded, {name: p.numel() for name, p in model.named_parameters()})
     before = flat(model)
     losses = train(model, sharded, batches[10:])

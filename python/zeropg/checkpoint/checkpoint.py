@@ -96,7 +96,7 @@ def load_checkpoint(
 
     Each rank reads its own byte ranges, and checks the checksums of the chunks that they lie in. Masters, parameters,
     persistent buffers, the optimizer's state and param groups (learning rate and so on) become what they were. What
-    compression owes to gradients, and to the momenta of OneBitAdam, OneBitLamb and DGC, is kept at every world size;
+    compression owes to gradients, and to momenta that ranks average (OneBitAdam), is kept at every world size;
     where the model has replicas, at the same one alone, otherwise with a warning.
 
     Args:

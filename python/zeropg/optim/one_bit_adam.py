@@ -110,13 +110,19 @@ class OneBitAdam(MomentumOptimizer):
                 adamw_(part)
             return
         for part in parts:
-            freeze(part, type(self).__name__)
+            self._freeze(part)
         if self.averages_gradients():
             for part in parts:
-                refresh(part)
+                self._refresh(part)
         else:
             average_momenta(parts, exchange)
         frozen_adam_(parts, self._denominators)
+
+    def _freeze(self, part: Part) -> None:
+        freeze(part, type(self).__name__)
+
+    def _refresh(self, part: Part) -> None:
+        refresh(part, part.group["betas"][1] ** variance_interval_of(part.group))
 
 
 def variance_interval_of(group: Mapping[str, Any]) -> int:
@@ -145,16 +151,14 @@ def freeze(part: Part, who: str) -> None:
     state["momentum_scale"] = rms if rms > 0 else 1.0
 
 
-def refresh(part: Part) -> None:
-    """Takes an averaged gradient into the momentum, and for all steps of an interval into the variance.
+def refresh(part: Part, kept: float) -> None:
+    """Takes an averaged gradient into the momentum, and into the variance, of which the share `kept` stays.
 
     A variance of zero stays: the momentum there is noise of encodings, which a small deviation would make large.
     """
     state = part.state
-    beta1, beta2 = part.group["betas"]
-    kept = beta2 ** variance_interval_of(part.group)
     state["step"] += 1
-    state["exp_avg"].lerp_(part.gradient, 1 - beta1)
+    state["exp_avg"].lerp_(part.gradient, 1 - part.group["betas"][0])
     gradient = part.own(part.gradient).masked_fill(state["exp_avg_sq"] == 0, 0.0)
     state["exp_avg_sq"].mul_(kept).addcmul_(gradient, gradient, value=1 - kept)
 

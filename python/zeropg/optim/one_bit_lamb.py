@@ -18,7 +18,6 @@ from zeropg.optim.one_bit_adam import (
     OneBitAdam,
     average_momenta,
     check_not_frozen,
-    freeze,
     variance_interval_of,
 )
 from zeropg.optim.part import Part
@@ -119,7 +118,7 @@ class OneBitLamb(OneBitAdam):
             return
         before = []
         for part in parts:
-            freeze(part, type(self).__name__)
+            self._freeze(part)
             part.state.setdefault("factor", 1.0)
             if "fresh_sq" not in part.state:
                 part.state["fresh_sq"] = part.state["exp_avg_sq"].clone()

@@ -14,7 +14,7 @@ from zeropg.deepspeed.config.model import Config
 from zeropg.deepspeed.muon import Muon
 from zeropg.deepspeed.ops.uncorrected_adam import UncorrectedAdam
 from zeropg.deepspeed.schedules import SCHEDULES
-from zeropg.optim import LAMB, Adam, AdamW, Lion, OneBitAdam, OneBitLamb
+from zeropg.optim import LAMB, Adam, AdamW, Lion, OneBitAdam, OneBitLamb, ZeroOneAdam
 
 Params = dict[str, Any]
 
@@ -31,7 +31,7 @@ class Made(NamedTuple):
 
 # What steps a flat range by itself; zeropg.shard_optimizer takes these.
 _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-_OURS = ("Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb")
+_OURS = ("Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 _OWN = "pass an optimizer of your own to initialize(optimizer=)"
 _REFUSED = {
     "Adafactor": f"DeepSpeed makes none; {_OWN}, as zeropg.optim.Adafactor",
@@ -40,8 +40,6 @@ _REFUSED = {
     "MuAdamW": f"it is not torch's; {_OWN}",
     "MuSGD": f"it is not torch's; {_OWN}",
     "SparseAdam": "gradients of sharded models are dense; use Adam",
-    "ZeroOneAdam": "DeepSpeed has removed it, and zeropg skips no communication; use OneBitAdam in stages 0 and 1, "
-    "whose variance_interval lets the variance learn as 0/1 Adam's does",
 }
 # Arguments of DeepSpeed's classes that zeropg's have no use for, and the values with which they may be there.
 _FIXED: dict[str, tuple[Any, ...]] = {"bias_correction": (True,), "fp32_optimizer_states": (True,)}
@@ -182,6 +180,16 @@ def _one_bit_adam(params: Params, config: Config) -> Made:
     return Made(OneBitAdam, _one_bit(params, config))
 
 
+def _zero_one_adam(params: Params, config: Config) -> Made:
+    for key in ("local_step_scaler", "local_step_clipper"):  # how many steps ranks may take apart: none here
+        params.pop(key, None)
+    own = {
+        "warmup_steps": params.pop("var_update_scaler", 16),
+        "variance_until": params.pop("var_freeze_step", _FREEZE_STEP),
+    }
+    return Made(ZeroOneAdam, own | _momenta_of_whole_gradients(params, config))
+
+
 def _one_bit_lamb(params: Params, config: Config) -> Made:
     own = {
         "bounds": _coefficients(params),
@@ -193,6 +201,11 @@ def _one_bit_lamb(params: Params, config: Config) -> Made:
 
 
 def _one_bit(params: Params, config: Config) -> Params:
+    warmup_steps = params.pop("freeze_step", _FREEZE_STEP)
+    return {"warmup_steps": warmup_steps} | _momenta_of_whole_gradients(params, config)
+
+
+def _momenta_of_whole_gradients(params: Params, config: Config) -> Params:
     if config.zero_optimization.stage > 1:
         raise ConfigError(
             [
@@ -201,8 +214,7 @@ def _one_bit(params: Params, config: Config) -> Params:
             ]
         )
     _take_fixed(params, _FIXED_ONE_BIT)
-    warmup_steps = params.pop("freeze_step", _FREEZE_STEP)
-    return {"weight_decay": 0.0, "clip": config.gradient_clipping or None, "warmup_steps": warmup_steps} | params
+    return {"weight_decay": 0.0, "clip": config.gradient_clipping or None} | params
 
 
 _BY_NAME: Mapping[str, Callable[[Params, Config], Made]] = {
@@ -214,6 +226,7 @@ _BY_NAME: Mapping[str, Callable[[Params, Config], Made]] = {
     "muon": _muon,
     "onebitadam": _one_bit_adam,
     "onebitlamb": _one_bit_lamb,
+    "zerooneadam": _zero_one_adam,
 }
 
 

@@ -79,8 +79,8 @@ DATA_TYPES = {
 
 UPDATE = {
     "optimizer.type": mapped(
-        "AdamW, Adam and the elementwise classes of torch.optim; Lamb, Lion and Muon of zeropg.optim; OneBitAdam and "
-        "OneBitLamb in stages 0 and 1."
+        "AdamW, Adam and the elementwise classes of torch.optim; Lamb, Lion and Muon of zeropg.optim; OneBitAdam, "
+        "OneBitLamb and ZeroOneAdam, which takes no local steps, in stages 0 and 1."
     ),
     "optimizer.params": mapped("Arguments of the class, with DeepSpeed's defaults (a weight_decay of 0, for one)."),
     "optimizer.legacy_fusion": no_effect("It chooses between two Adams of Apex's."),
