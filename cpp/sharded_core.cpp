@@ -123,7 +123,7 @@ struct ShardedCore::State {
       }
       const size_t first = ranges.size();
       for (size_t slot = 0; slot < flat.slots().size(); ++slot) {
-        ranges.push_back({flat.slots()[slot].names.front(), flat.slots()[slot].parameter, {}});
+        ranges.push_back({flat.slots()[slot].names.front(), flat.slots()[slot].parameter(), {}});
         places.push_back({static_cast<int64_t>(index), static_cast<int64_t>(slot), 0});
       }
       for (const SlotRange& range : flat.slots_in(flat.master.start, flat.master.start + flat.master.values.numel())) {
@@ -168,8 +168,10 @@ std::shared_ptr<ShardedCore> ShardedCore::create(const std::shared_ptr<torch::nn
   state->root = root;
   state->options = options;
   state->root_unit = static_cast<int64_t>(plan.sources.size()) - 1;
-  ModelSource source{plan.sources, device, std::vector<int64_t>(plan.sources.size()),
-                     [&plan](int64_t unit) { return plan.parameters.at(unit); }};
+  ModelSource source{plan.sources, device, std::vector<int64_t>(plan.sources.size()), [&plan](int64_t unit) {
+                       const std::vector<at::Tensor>& plain = plan.parameters.at(unit);
+                       return std::vector<ParameterTensors>(plain.begin(), plain.end());
+                     }};
   std::iota(source.order.begin(), source.order.end(), 0);
   state->module = ShardedModule::create(source, communicator.groups(),
                                         options.reduction_group
@@ -238,7 +240,7 @@ StateDict ShardedCore::full_state_dict(std::optional<c10::ScalarType> dtype) {
       continue;
     }
     for (const ParameterSlot& slot : state_->module->units().flats()[index]->slots()) {
-      const at::Tensor value = copy(whole.narrow(0, slot.offset, slot.numel).view(slot.parameter.sizes()));
+      const at::Tensor value = copy(whole.narrow(0, slot.offset, slot.numel).view(slot.parameter().sizes()));
       for (const std::string& name : slot.names) {
         values[name] = value;
       }

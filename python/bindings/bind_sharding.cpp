@@ -25,7 +25,7 @@ struct FlatGroup {
   int64_t slot_of(const at::Tensor& parameter) const {
     const auto& slots = flat().slots();
     for (size_t i = 0; i < slots.size(); ++i) {
-      if (slots[i].parameter.unsafeGetTensorImpl() == parameter.unsafeGetTensorImpl()) {
+      if (slots[i].parameter().unsafeGetTensorImpl() == parameter.unsafeGetTensorImpl()) {
         return static_cast<int64_t>(i);
       }
     }
@@ -38,7 +38,7 @@ struct FlatGroup {
     const FlatParameter& f = flat();
     for (const SlotRange& range : f.slots_in(f.master.start, f.master.start + f.master.numel)) {
       const int64_t start = range.flat_start - f.master.start;
-      result.append(py::make_tuple(f.slots()[range.slot].parameter, f.slots()[range.slot].names.front(), start,
+      result.append(py::make_tuple(f.slots()[range.slot].parameter(), f.slots()[range.slot].names.front(), start,
                                    start + range.stop - range.start));
     }
     return result;
@@ -60,7 +60,7 @@ struct FlatGroup {
   py::list slots() const {
     py::list result;
     for (const ParameterSlot& slot : flat().slots()) {
-      result.append(py::make_tuple(slot.names, slot.parameter, slot.offset, slot.numel));
+      result.append(py::make_tuple(slot.names, slot.parameter(), slot.offset, slot.numel));
     }
     return result;
   }
@@ -70,23 +70,55 @@ std::optional<at::Tensor> defined_or_none(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
-// Names, sizes, dtype, whether it is trainable, whether forwards renormalize it, whether it travels encoded.
-using PyParameter = std::tuple<std::vector<std::string>, std::vector<int64_t>, c10::ScalarType, bool, bool, bool>;
+// Names, sizes of its own memory, dtype, whether it is trainable, whether forwards renormalize it, whether it travels
+// encoded, which split of RankGroups its tensor has.
+using PyParameter =
+    std::tuple<std::vector<std::string>, std::vector<int64_t>, c10::ScalarType, bool, bool, bool, int64_t>;
 using PySource = std::pair<std::string, std::vector<PyParameter>>;
+
+// A parameter; the local part of one that is distributed, and DistributedTensor's functions.
+using PyFunction = std::function<at::Tensor(const at::Tensor&)>;
+using PyTensors = std::tuple<at::Tensor, std::optional<std::tuple<at::Tensor, PyFunction, PyFunction>>>;
+
+// What it raises becomes an error that may pass through autograd's threads.
+PyFunction without_python_errors(const PyFunction& function) {
+  return [function](const at::Tensor& tensor) {
+    try {
+      return function(tensor);
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(error.what());
+    }
+  };
+}
+
+std::vector<ParameterTensors> parameter_tensors(const std::vector<PyTensors>& of_unit) {
+  std::vector<ParameterTensors> result;
+  for (const auto& [parameter, part] : of_unit) {
+    if (!part) {
+      result.emplace_back(parameter);
+      continue;
+    }
+    const auto& [local, local_of, over] = *part;
+    result.emplace_back(parameter, local,
+                        std::make_shared<DistributedTensor>(
+                            DistributedTensor{without_python_errors(local_of), without_python_errors(over)}));
+  }
+  return result;
+}
 
 std::shared_ptr<ShardedModule> create(
     const std::vector<PySource>& units, const c10::Device& device, const std::vector<int64_t>& order,
-    const std::function<std::vector<at::Tensor>(int64_t)>& take, const RankGroups& groups,
+    const std::function<std::vector<PyTensors>(int64_t)>& take, const RankGroups& groups,
     const RankGroups& reduction_groups, int64_t stage, std::optional<c10::ScalarType> param_dtype,
     std::optional<c10::ScalarType> reduce_dtype, const std::vector<PyCodecRow>& codecs,
     std::shared_ptr<ResidualStore> residuals, const std::optional<BoundCodec>& weights_codec,
     std::shared_ptr<CodecMeter> meter, bool reshard_after_forward, const UnitLimits& limits,
     const std::shared_ptr<Offload>& optimizer_offload, const c10::intrusive_ptr<c10d::Store>& store) {
-  ModelSource source{{}, device, order, take};
+  ModelSource source{{}, device, order, [&take](int64_t unit) { return parameter_tensors(take(unit)); }};
   for (const auto& [name, parameters] : units) {
     UnitSource& unit = source.units.emplace_back(UnitSource{name, {}});
-    for (const auto& [names, sizes, dtype, requires_grad, is_renormalized, is_encoded] : parameters) {
-      unit.parameters.push_back({names, sizes, dtype, requires_grad, is_renormalized, is_encoded});
+    for (const auto& [names, sizes, dtype, requires_grad, is_renormalized, is_encoded, split] : parameters) {
+      unit.parameters.push_back({names, sizes, dtype, requires_grad, is_renormalized, is_encoded, split});
     }
   }
   ShardingOptions options;
@@ -189,6 +221,8 @@ void bind_sharding(py::module_& m) {
       .def(py::init<RankGroups::Group, RankGroups::Group, RankGroups::Group>(), py::arg("everybody"), py::arg("shards"),
            py::arg("replicas"))
       .def_readonly("everybody", &RankGroups::everybody)
+      .def_readwrite("splits", &RankGroups::splits,
+                     "By split, the groups that have the other parts of tensors; the first one has none.")
       .def_readonly("shards", &RankGroups::shards, "The ranks that have one copy of the model together.")
       .def_readonly("replicas", &RankGroups::replicas, "The ranks that have the same slice; None with one copy.");
 

@@ -445,6 +445,8 @@ class RankGroups:
     @property
     def replicas(self) -> ProcessGroup | None:
         """The ranks that have the same slice; None with one copy."""
+    # By split, the groups that have the other parts of tensors; the first one has none.
+    splits: list[list[ProcessGroup]]
 
 class UnitLimits:
     """How many elements may be whole beyond what runs, where units are gathered."""
@@ -461,10 +463,12 @@ class ShardedModule:
     """The core of a sharded model."""
     def __init__(
         self,
-        units: Sequence[tuple[str, Sequence[tuple[Sequence[str], Sequence[int], torch.dtype, bool, bool, bool]]]],
+        units: Sequence[
+            tuple[str, Sequence[tuple[Sequence[str], Sequence[int], torch.dtype, bool, bool, bool, int]]]
+        ],
         device: torch.device,
         order: Sequence[int],
-        take: Callable[[int], Sequence[torch.Tensor]],
+        take: Callable[[int], Sequence[tuple[torch.Tensor, Any]]],
         groups: RankGroups,
         reduction_groups: RankGroups,
         *,

@@ -6,6 +6,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
+#include <vector>
 
 namespace zeropg {
 
@@ -21,6 +22,9 @@ struct RankGroups {
   Group everybody;
   Group shards;    // those that have one copy together
   Group replicas;  // those that have the same slice, the first copy's first
+  // Over which ranks the other parts of tensors are (tensor parallelism), which are in other copies than this rank's:
+  // one group for each dimension of their mesh. The first one has none: tensors that are whole.
+  std::vector<std::vector<Group>> splits{{}};
 };
 
 }  // namespace zeropg

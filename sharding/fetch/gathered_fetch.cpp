@@ -45,7 +45,7 @@ class TrainedFlats {
     words_.front() = trains ? 1 : 0;
     for (size_t i = 0; trains && i < flats_.size(); ++i) {
       const auto& slots = flats_[i]->slots();
-      const auto is_trained = [](const ParameterSlot& slot) { return slot.parameter.requires_grad(); };
+      const auto is_trained = [](const ParameterSlot& slot) { return slot.parameter().requires_grad(); };
       if (std::any_of(slots.begin(), slots.end(), is_trained)) {
         words_[1 + i / kBits] |= static_cast<int64_t>(uint64_t{1} << (i % kBits));
       }

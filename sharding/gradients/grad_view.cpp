@@ -12,7 +12,7 @@ namespace zeropg {
 namespace {
 
 // Not a view for autograd: what it shares memory with is nobody's business.
-at::Tensor over(const at::Tensor& values, at::IntArrayRef sizes) {
+at::Tensor in_shape(const at::Tensor& values, at::IntArrayRef sizes) {
   at::NoGradGuard no_grad;
   return at::empty({0}, values.options()).set_(values.storage(), values.storage_offset(), sizes);
 }
@@ -72,30 +72,44 @@ void GradView::run_hook() const {
 
 // --- between backwards ---
 
+at::Tensor GradView::local_gradient() const {
+  return tensors_.distributed == nullptr ? gradient() : tensors_.distributed->local_of(gradient());
+}
+
 at::Tensor GradView::lock() const { return at::Tensor(shown_.lock()); }
 
-void GradView::put(const at::Tensor& tensor) {
+// What the program sees where `local` is the gradient.
+at::Tensor GradView::shown_over(const at::Tensor& local) const {
+  return tensors_.distributed == nullptr ? local : tensors_.distributed->over(local);
+}
+
+void GradView::put(const at::Tensor& tensor, const at::Tensor& local) {
   shown_ = WeakTensor(tensor.getIntrusivePtr());
-  storage_ = tensor.storage().unsafeGetStorageImpl();
-  offset_ = tensor.storage_offset();
+  storage_ = local.storage().unsafeGetStorageImpl();
+  offset_ = local.storage_offset();
   parameter_.mutable_grad() = tensor;  // Python's setter would refuse another dtype
 }
 
 void GradView::show(const at::Tensor& values) {
   is_lost_ = false;
-  at::Tensor before = lock();
-  const bool is_same = before.defined() && before.storage().unsafeGetStorageImpl() == storage_ &&
-                       values.storage().unsafeGetStorageImpl() == storage_ && values.storage_offset() == offset_ &&
-                       before.storage_offset() == offset_ && before.sizes() == parameter_.sizes();
-  put(is_same ? before : over(values, parameter_.sizes()));
+  const at::Tensor before = lock();
+  const bool is_same = before.defined() && has_own_data(before) &&
+                       values.storage().unsafeGetStorageImpl() == storage_ && values.storage_offset() == offset_;
+  const at::Tensor local = is_same ? values : in_shape(values, sizes_);
+  put(is_same ? before : shown_over(local), local);
 }
 
 void GradView::show_unreadable(const std::string& message) {
-  if (is_lost_ || !handle_.defined() || !is_sharded(handle_)) {
-    handle_ = make_unreadable(parameter_.sizes(), parameter_.options(), message);
+  if (is_lost_ || !handle_.defined() || !is_sharded(handle_data_)) {
+    make_handle(message);
   }
   is_lost_ = false;
-  put(handle_);
+  put(handle_, handle_data_);
+}
+
+void GradView::make_handle(const std::string& message) {
+  handle_data_ = make_unreadable(sizes_, tensors_.local.options(), message);
+  handle_ = shown_over(handle_data_);
 }
 
 void GradView::show_sharded(const std::string& name) {
@@ -111,12 +125,11 @@ void GradView::show_unreduced(const std::string& name) {
 }
 
 void GradView::show_lost(const std::string& name) {
-  handle_ = make_unreadable(parameter_.sizes(), parameter_.options(),
-                            "[zeropg] the gradient of '" + name +
-                                "' was dropped: a backward raised an error, and what earlier ones had accumulated went "
-                                "with it. Call zero_grad() and repeat the accumulation from its first backward.");
+  make_handle("[zeropg] the gradient of '" + name +
+              "' was dropped: a backward raised an error, and what earlier ones had accumulated went with it. Call "
+              "zero_grad() and repeat the accumulation from its first backward.");
   is_lost_ = true;
-  put(handle_);
+  put(handle_, handle_data_);
 }
 
 void GradView::forget() {
@@ -126,7 +139,7 @@ void GradView::forget() {
 
 void GradView::show_full(const at::Tensor& values) {
   is_full_ = true;
-  parameter_.mutable_grad() = values.view(parameter_.sizes());
+  parameter_.mutable_grad() = shown_over(values.view(sizes_));
 }
 
 void GradView::abandon(bool had_gradient, const std::string& name) {
@@ -145,14 +158,22 @@ void GradView::abandon(bool had_gradient, const std::string& name) {
 bool GradView::is_shown() const {
   const at::Tensor& gradient = parameter_.grad();
   return gradient.defined() && !shown_.expired() && gradient.unsafeGetTensorImpl() == shown_._unsafe_get_target() &&
-         gradient.has_storage() && gradient.storage().unsafeGetStorageImpl() == storage_ &&
-         gradient.storage_offset() == offset_ && gradient.sizes() == parameter_.sizes() && gradient.is_contiguous();
+         has_own_data(gradient);
+}
+
+// Whether what was shown has the data that it had. A distributed tensor has no data that could be replaced: what is
+// written to it reaches the local part that it is over.
+bool GradView::has_own_data(const at::Tensor& shown) const {
+  return tensors_.distributed != nullptr ||
+         (shown.has_storage() && shown.storage().unsafeGetStorageImpl() == storage_ &&
+          shown.storage_offset() == offset_ && shown.sizes() == sizes_ && shown.is_contiguous());
 }
 
 void GradView::move_to(const at::Tensor& values) const {
-  at::Tensor tensor = lock();
-  if (tensor.defined()) {
-    tensor.set_data(over(values, tensor.sizes()));
+  at::Tensor shown = lock();
+  if (shown.defined()) {
+    const at::Tensor tensor = tensors_.distributed == nullptr ? shown : tensors_.distributed->local_of(shown);
+    tensor.set_data(in_shape(values, tensor.sizes()));
     storage_ = tensor.storage().unsafeGetStorageImpl();
     offset_ = tensor.storage_offset();
   }

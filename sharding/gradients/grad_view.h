@@ -18,14 +18,20 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
+
+#include "sharding/parameters/parameter_tensors.h"
 
 namespace zeropg {
 
 class GradView {
  public:
-  explicit GradView(at::Tensor parameter) : parameter_(std::move(parameter)) {}
+  explicit GradView(ParameterTensors tensors)
+      : tensors_(std::move(tensors)), parameter_(tensors_.parameter), sizes_(tensors_.local.sizes().vec()) {}
 
   const at::Tensor& gradient() const { return parameter_.grad(); }
+  // Of a distributed parameter this rank's part of it, [local sizes], which may communicate; otherwise the same.
+  at::Tensor local_gradient() const;
 
   // Whether hooks are on what accumulates into the parameter now: torch makes a new accumulator where a parameter's
   // data was set (p.set_(), another dtype and back).
@@ -35,6 +41,7 @@ class GradView {
   // Whether the autograd task that runs puts a gradient into `.grad`, where it runs only what was asked for.
   bool will_accumulate() const;
 
+  // `values` are of a distributed parameter's local part, and `.grad` a tensor of its kind over them.
   // `.grad` becomes a view of `values` [numel], in the shape of the parameter; the same tensor as long as that is one.
   void show(const at::Tensor& values);
   // `.grad` becomes a tensor whose data raises: each rank holds a part of the gradient.
@@ -75,15 +82,21 @@ class GradView {
   using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
 
   at::Tensor lock() const;
-  void put(const at::Tensor& tensor);
+  at::Tensor shown_over(const at::Tensor& local) const;
+  bool has_own_data(const at::Tensor& shown) const;
+  void make_handle(const std::string& message);
+  void put(const at::Tensor& tensor, const at::Tensor& local);
   void show_unreadable(const std::string& message);
 
-  at::Tensor parameter_;
-  Accumulator accumulator_;  // the parameter holds it weakly, the hooks live on it
+  ParameterTensors tensors_;
+  at::Tensor parameter_;        // as the program has it
+  std::vector<int64_t> sizes_;  // of the local one
+  Accumulator accumulator_;     // the parameter holds it weakly, the hooks live on it
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> users_hook_;  // held back
   WeakTensor shown_{at::Tensor().getIntrusivePtr()};
-  at::Tensor handle_;      // keeps an unreadable tensor for the next time
-  at::Tensor taken_away_;  // what `.grad` showed, while autograd puts another there
+  at::Tensor handle_;       // keeps an unreadable tensor for the next time
+  at::Tensor handle_data_;  // what it is over
+  at::Tensor taken_away_;   // what `.grad` showed, while autograd puts another there
   bool is_lost_ = false;
   bool is_full_ = false;  // `.grad` is what show_full has put there, or the user after it
   // Where the data of what was shown is: it may have been replaced (`p.grad.data = ...`).

@@ -29,7 +29,7 @@ void GradientBucket::begin_backward() {
   for (GradientSlot& slot : slots_) {
     slot.arrived = false;
     slot.arrived_somewhere = false;
-    expected_ += slot.place->parameter.requires_grad() ? 1 : 0;
+    expected_ += slot.place->parameter().requires_grad() ? 1 : 0;
   }
 }
 
@@ -62,7 +62,7 @@ void GradientBucket::take(GradientSlot& slot, bool synchronize) {
     open(synchronize);
   }
   at::Tensor home = gradient_.collected(*slot.place);
-  const at::Tensor gradient = dense(slot.view.gradient()).reshape({-1});
+  const at::Tensor gradient = dense(slot.view.local_gradient()).reshape({-1});
   if (slot.is_filled) {
     home.add_(gradient);
   } else {
@@ -161,7 +161,7 @@ void GradientBucket::absorb() {
     } else if (slot.view.is_lost()) {
       drop(slot);
     } else if (!slot.view.is_shown()) {
-      replace(slot, slot.view.gradient());
+      replace(slot);
     }
   }
 }
@@ -175,8 +175,8 @@ void GradientBucket::drop(GradientSlot& slot) {
   slot.is_filled = false;
 }
 
-void GradientBucket::replace(GradientSlot& slot, const at::Tensor& theirs) {
-  const at::Tensor values = dense(theirs.detach()).reshape({-1});
+void GradientBucket::replace(GradientSlot& slot) {
+  const at::Tensor values = dense(slot.view.local_gradient().detach()).reshape({-1});
   if (gradient_.is_open()) {  // not reduced yet: it takes the place of the sum so far
     drop(slot);
     gradient_.collected(*slot.place).copy_(values);
@@ -194,7 +194,7 @@ void GradientBucket::replace(GradientSlot& slot, const at::Tensor& theirs) {
 void GradientBucket::zero() {
   for (const GradientSlot& slot : slots_) {
     if (slot.view.is_lost()) {
-      slot.place->parameter.mutable_grad().reset();
+      slot.place->parameter().mutable_grad().reset();
     }
   }
   gradient_.zero();
@@ -215,7 +215,7 @@ void GradientBucket::show_full() {
 void GradientBucket::hide_full() {
   for (GradientSlot& slot : slots_) {
     if (slot.view.is_full() && slot.view.gradient().defined()) {
-      replace(slot, at::Tensor(slot.view.gradient()));
+      replace(slot);
     }
     slot.view.end_full();
   }

@@ -61,7 +61,7 @@ class GradientBucket {
   void open(bool synchronize);
   void show(GradientSlot& slot);
   void drop(GradientSlot& slot);
-  void replace(GradientSlot& slot, const at::Tensor& theirs);
+  void replace(GradientSlot& slot);
 
   BucketContext& context_;
   FlatParameter& flat_;

@@ -60,7 +60,7 @@ void GradientReducer::notice_unfrozen() {
 void GradientReducer::install(GradientBucket& bucket) {
   bucket.activate();
   for (GradientSlot& slot : bucket.slots()) {
-    const at::Tensor& parameter = slot.place->parameter;
+    const at::Tensor& parameter = slot.place->parameter();
     if (!parameter.requires_grad() || slot.view.is_watched()) {
       continue;
     }
@@ -286,7 +286,7 @@ void GradientReducer::scale(double factor, const std::vector<at::Tensor>* parame
     const GradientAverage& average = bucket->gradient().average();
     if (!average.is_kept()) continue;
     for (const GradientSlot& slot : bucket->slots()) {
-      if (wanted.contains(slot.place->parameter.unsafeGetTensorImpl())) average.of(*slot.place, nullptr).mul_(factor);
+      if (wanted.contains(slot.place->parameter().unsafeGetTensorImpl())) average.of(*slot.place, nullptr).mul_(factor);
     }
   }
 }

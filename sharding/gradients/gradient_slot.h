@@ -7,7 +7,7 @@
 namespace zeropg {
 
 struct GradientSlot {
-  explicit GradientSlot(const ParameterSlot& slot) : place(&slot), view(slot.parameter) {}
+  explicit GradientSlot(const ParameterSlot& slot) : place(&slot), view(slot.tensors) {}
 
   const ParameterSlot* place;  // in the flat parameter
   GradView view;

@@ -23,7 +23,7 @@ void Backward::notice_unfrozen() {
   for (const auto& flat : units_.flats()) {
     const auto& slots = flat->slots();
     if (!flat->is_trainable() && std::any_of(slots.begin(), slots.end(), [](const ParameterSlot& slot) {
-          return slot.parameter.requires_grad();
+          return slot.parameter().requires_grad();
         })) {
       flat->make_trainable(options_);
     }

@@ -18,7 +18,7 @@ namespace {
 void refuse_graphs(const Units& units, const std::function<bool(const ParameterSlot&)>& is_changed) {
   for (const auto& flat : units.flats()) {
     for (const ParameterSlot& slot : flat->slots()) {
-      c10::TensorImpl* const parameter = slot.parameter.unsafeGetTensorImpl();
+      c10::TensorImpl* const parameter = slot.parameter().unsafeGetTensorImpl();
       if (is_changed(slot) && parameter->version_counter().enabled()) parameter->bump_version();
     }
   }
@@ -146,9 +146,10 @@ void ShardedModule::dissolve() {
   for (size_t i = 0; i < units_->flats().size(); ++i) {
     const at::Tensor values = masters_->gather(static_cast<int64_t>(i));
     for (ParameterSlot& slot : units_->flats()[i]->slots()) {
-      const at::Tensor value = values.narrow(0, slot.offset, slot.numel).view(slot.parameter.sizes());
-      slot.parameter.mutable_grad().reset();
-      slot.parameter.set_data(value.to(units_->flats()[i]->original_dtype(), /*non_blocking=*/false, /*copy=*/true));
+      const at::Tensor value = values.narrow(0, slot.offset, slot.numel).view(slot.sizes);
+      slot.parameter().mutable_grad().reset();
+      slot.tensors.local.set_data(
+          value.to(units_->flats()[i]->original_dtype(), /*non_blocking=*/false, /*copy=*/true));
     }
   }
 }

@@ -63,6 +63,7 @@ FlatParameter::FlatParameter(std::string unit_name, std::vector<Source> sources,
       is_encoded_(sources.front().is_encoded),
       may_send_differences_(is_encoded_ && options.weights.codec != nullptr && options.stage.shards_optimizer &&
                             !options.stage.shards_parameters && world_size > 1),
+      split_(sources.front().split),
       rank_(rank),
       sources_(std::move(sources)) {
   if (!is_trainable_) {
@@ -75,12 +76,13 @@ FlatParameter::FlatParameter(std::string unit_name, std::vector<Source> sources,
   layout_ = make_flat_layout(numels, world_size);
 }
 
-at::Tensor FlatParameter::take_over(const std::vector<at::Tensor>& of_unit) {
+at::Tensor FlatParameter::take_over(const std::vector<ParameterTensors>& of_unit) {
   at::NoGradGuard no_grad;
   at::Tensor values = at::zeros({layout_.total_numel}, at::TensorOptions().dtype(original_dtype_).device(device_));
   slots_.reserve(sources_.size());
   for (const Source& source : std::exchange(sources_, {})) {
-    const at::Tensor& parameter = of_unit.at(source.index);
+    const ParameterTensors& tensors = of_unit.at(source.index);
+    const at::Tensor& parameter = tensors.local;
     TORCH_CHECK(parameter.sizes() == source.sizes && parameter.scalar_type() == original_dtype_ &&
                     parameter.device() == device_,
                 "[zeropg] fully_shard: parameter '", source.names.front(), "' is ", parameter.sizes(), " ",
@@ -89,7 +91,7 @@ at::Tensor FlatParameter::take_over(const std::vector<at::Tensor>& of_unit) {
     const int64_t offset = layout_.offsets[slots_.size()];
     const int64_t numel = parameter.numel();
     values.narrow(0, offset, numel).copy_(parameter.detach().reshape({-1}));
-    slots_.push_back({source.names, parameter, source.sizes, offset, numel,
+    slots_.push_back({source.names, tensors, source.sizes, offset, numel,
                       ParameterStorage(parameter, dtype_, sharded_message(source.names.front())),
                       source.is_renormalized});
   }

@@ -1,5 +1,6 @@
-// The parameters of one unit that share a dtype, are all trainable or all frozen and all travel encoded or as they are,
-// stored one after another in a flat buffer that is cut into world_size slices.
+// The parameters of one unit that share a dtype, are all trainable or all frozen, all travel encoded or as they are,
+// and are parts of tensors over the same other ranks (or whole), stored one after another in a flat buffer that is cut
+// into world_size slices.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +14,7 @@
 #include "sharding/offload/tiered_vector.h"
 #include "sharding/parameters/options.h"
 #include "sharding/parameters/parameter_storage.h"
+#include "sharding/parameters/parameter_tensors.h"
 
 namespace zeropg {
 
@@ -22,14 +24,15 @@ using Move = std::function<at::Tensor(const at::Tensor&)>;
 // One parameter of a flat buffer. A tied parameter is one slot with several names.
 struct ParameterSlot {
   std::vector<std::string> names;  // as in named_parameters(); the first is the name that is saved
-  at::Tensor parameter;            // the user's own tensor
-  std::vector<int64_t> sizes;
-  int64_t offset = 0;  // elements, in the flat buffer
+  ParameterTensors tensors;        // the user's own
+  std::vector<int64_t> sizes;      // of tensors.local
+  int64_t offset = 0;              // elements, in the flat buffer
   int64_t numel = 0;
   ParameterStorage storage;
   bool is_renormalized = false;  // forwards of different ranks write different elements: Embedding(max_norm=)
 
-  bool has_gradient() const { return parameter.grad().defined(); }
+  const at::Tensor& parameter() const { return tensors.parameter; }
+  bool has_gradient() const { return parameter().grad().defined(); }
 };
 
 // What a slot's overlap with a range of the flat buffer is.
@@ -58,11 +61,12 @@ class FlatParameter {
   // What is known of a parameter before it has memory.
   struct Source {
     std::vector<std::string> names;
-    std::vector<int64_t> sizes;
+    std::vector<int64_t> sizes;  // of the plain tensor that is its memory
     c10::ScalarType dtype = c10::kFloat;
     bool requires_grad = true;
     bool is_renormalized = false;  // as in ParameterSlot
     bool is_encoded = false;       // where ShardingOptions has a codec for what travels
+    int64_t split = 0;             // which of RankGroups::splits has the other parts of its tensor; 0: it is whole
     int64_t index = 0;             // among the parameters of its unit
   };
 
@@ -71,7 +75,7 @@ class FlatParameter {
                 int64_t rank, int64_t world_size);
   // Takes over those of its sources among the unit's parameters, which are left sharded (unreadable). Returns their
   // values, flat [total_numel], in their original dtype. Called once; there are no slots before.
-  [[nodiscard]] at::Tensor take_over(const std::vector<at::Tensor>& of_unit);
+  [[nodiscard]] at::Tensor take_over(const std::vector<ParameterTensors>& of_unit);
 
   const std::string& unit_name() const { return unit_name_; }
   c10::ScalarType dtype() const { return dtype_; }
@@ -82,6 +86,8 @@ class FlatParameter {
   bool is_trainable() const { return is_trainable_; }
   // Whether codecs of ShardingOptions encode what travels of it; otherwise it travels as it is.
   bool is_encoded() const { return is_encoded_; }
+  // Which of RankGroups::splits has the other parts of its tensors; 0: they are whole.
+  int64_t split() const { return split_; }
   // Whether the parameter itself is the master (no separate copy of higher precision).
   bool is_own_master() const { return dtype_ == master_dtype_ && !sends_differences(); }
   // Whether steps travel as encoded differences between the masters and the replica that every rank has
@@ -123,6 +129,7 @@ class FlatParameter {
   bool is_trainable_;
   bool is_encoded_;
   bool may_send_differences_;
+  int64_t split_;
   int64_t rank_;
   FlatLayout layout_;
   std::vector<Source> sources_;  // until they are taken over

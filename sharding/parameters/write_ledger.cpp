@@ -126,7 +126,7 @@ std::vector<std::string> WriteLedger::take_over_replaced() {
   std::vector<std::string> others;
   for (WrittenParameter& entry : entries_) {
     const ParameterSlot& slot = entry.place();
-    if (!slot.storage.is_used_by(slot.parameter) && !take_over(entry)) {
+    if (!slot.storage.is_used_by(slot.tensors.local) && !take_over(entry)) {
       others.push_back(slot.names.front());
     }
   }
@@ -137,13 +137,13 @@ std::vector<std::string> WriteLedger::take_over_replaced() {
 bool WriteLedger::take_over(WrittenParameter& entry) {
   FlatParameter& flat = *entry.flat;
   ParameterSlot& slot = flat.slots()[entry.slot];
-  const at::Tensor theirs = slot.parameter.detach();
+  const at::Tensor theirs = slot.tensors.local.detach();
   const Answer answer = answer_();
   if (!flat.is_attached() || entry.copy || answer == Answer::kRefused || theirs.layout() != at::kStrided ||
       theirs.scalar_type() != flat.dtype() || theirs.device() != flat.device() || theirs.sizes() != slot.sizes) {
     return false;
   }
-  slot.storage.take_back(slot.parameter);
+  slot.storage.take_back(slot.tensors.local);
   at::Tensor home = entry.home();
   if (answer == Answer::kInCopy) {
     entry.copy = copy_of(entry);

@@ -16,9 +16,9 @@ int64_t padded_numel_of(const Unit& unit) {
 }
 
 // What source.take gives; where that throws on one rank, it is an error on all. Collective.
-std::vector<at::Tensor> take_together(const ModelSource& source, int64_t index, const Unit& unit,
-                                      Communicator& communicator) {
-  std::vector<at::Tensor> parameters;
+std::vector<ParameterTensors> take_together(const ModelSource& source, int64_t index, const Unit& unit,
+                                            Communicator& communicator) {
+  std::vector<ParameterTensors> parameters;
   std::exception_ptr failure;
   try {
     parameters = source.take(index);
@@ -40,7 +40,7 @@ std::vector<at::Tensor> take_together(const ModelSource& source, int64_t index, 
 void adopt(const ModelSource& source, Communicator& communicator, Units& units, Fetch& fetch, WriteLedger& ledger) {
   for (const int64_t index : source.order) {
     const Unit& unit = units.all().at(index);
-    const std::vector<at::Tensor> parameters = take_together(source, index, unit, communicator);
+    const std::vector<ParameterTensors> parameters = take_together(source, index, unit, communicator);
     for (FlatParameter* flat : unit.flats) {
       const at::Tensor values = flat->take_over(parameters);
       ledger.watch(*flat);

@@ -23,7 +23,7 @@ struct ModelSource {
   std::vector<int64_t> order;  // in which units are taken over: every index once, the same on every rank
   // The parameters of a unit, as its UnitSource has them; asked for once, when the units before it have been taken
   // over.
-  std::function<std::vector<at::Tensor>(int64_t unit)> take;
+  std::function<std::vector<ParameterTensors>(int64_t unit)> take;
 };
 
 }  // namespace zeropg

@@ -10,17 +10,18 @@
 namespace zeropg {
 namespace {
 
-// The parameters of a unit by (dtype, trainable or frozen, encoded or not), each group in the given order.
+// The parameters of a unit by (dtype, trainable or frozen, encoded or not, split), each group in the given order.
 std::vector<std::vector<FlatParameter::Source>> group_sources(const std::vector<FlatParameter::Source>& sources) {
   std::vector<std::vector<FlatParameter::Source>> groups;
-  std::map<std::tuple<c10::ScalarType, bool, bool>, size_t> index;
+  std::map<std::tuple<c10::ScalarType, bool, bool, int64_t>, size_t> index;
   for (size_t i = 0; i < sources.size(); ++i) {
-    const auto key = std::make_tuple(sources[i].dtype, sources[i].requires_grad, sources[i].is_encoded);
+    const FlatParameter::Source& source = sources[i];
+    const auto key = std::make_tuple(source.dtype, source.requires_grad, source.is_encoded, source.split);
     const auto [entry, is_new] = index.try_emplace(key, groups.size());
     if (is_new) {
       groups.emplace_back();
     }
-    groups[entry->second].push_back(sources[i]);
+    groups[entry->second].push_back(source);
     groups[entry->second].back().index = static_cast<int64_t>(i);
   }
   return groups;

@@ -287,6 +287,8 @@ def _met(optimizer: Scaled, scale: float) -> tuple[bool, bool]:
             worst[0] = 1.0
     worst = worst.to(collective_device(group))
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+    if isinstance(optimizer, ShardedOptimizer) and optimizer._model_state is not None:
+        optimizer._model_state.parallel.agree_on_max(worst)
     is_found, has_any, largest, smallest = worst.tolist()
     if largest != -smallest:
         raise RuntimeError(

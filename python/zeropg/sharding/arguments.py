@@ -17,6 +17,7 @@ from zeropg.compression.auto import plan_of_auto
 from zeropg.compression.plan import Plan, check_plan
 from zeropg.compression.state import backend_of
 from zeropg.sharding.units import UnitPlan
+from zeropg.tensor_parallel.distributed import check_distributed, is_distributed, local_of
 
 _STAGES = (0, 1, 2, 3)
 
@@ -93,18 +94,19 @@ def check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
                     f"{', '.join(f'{name!r} on {device}' for device, name in devices.items())}; expected one device "
                     "per rank. Move the model there first (model.to(device)), or name the others in ignored_params."
                 )
-            if _C.is_sharded(parameter):
+            if is_distributed(parameter):
+                check_distributed(names[0], parameter)
+            if _C.is_sharded(local_of(parameter)):
                 raise ValueError(
                     f"[zeropg] fully_shard: parameter {names[0]!r} belongs to a sharded model already; shard a "
                     "submodule before the model that contains it, and each model once."
                 )
-            if is_traceable_wrapper_subclass(parameter):
+            if is_traceable_wrapper_subclass(parameter) and not is_distributed(parameter):
                 raise NotImplementedError(
                     f"[zeropg] fully_shard: parameter {names[0]!r} is a {type(parameter).__name__}, expected a plain "
-                    "tensor: what tensor parallelism or quantization has wrapped cannot be sharded here. Instead of "
-                    "torchao's quantize_, zeropg.quantize_frozen(model) packs frozen weights into 4 or 8 bits that are "
-                    "sharded. Name others in ignored_params, or use torch's FSDP2, which shards DTensors and runs over "
-                    "zeropg's groups."
+                    "tensor or a DTensor: what quantization has wrapped cannot be sharded here. Instead of torchao's "
+                    "quantize_, zeropg.quantize_frozen(model) packs frozen weights into 4 or 8 bits that are sharded. "
+                    "Name others in ignored_params."
                 )
             if parameter.is_complex() and parameter.requires_grad:
                 raise NotImplementedError(

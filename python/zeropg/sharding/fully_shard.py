@@ -42,6 +42,9 @@ from zeropg.sharding.state import ShardedState
 from zeropg.sharding.summary import offload_plan, say_what_the_root_holds, summary
 from zeropg.sharding.trace import requested_trace
 from zeropg.sharding.units import UnitChoice, plan_units, renormalized_parameters
+from zeropg.tensor_parallel.distributed import local_of
+from zeropg.tensor_parallel.groups import tensor_parallel
+from zeropg.tensor_parallel.taken import taken
 
 
 def fully_shard(
@@ -79,6 +82,14 @@ def fully_shard(
 
         mesh = init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))
         model = zeropg.fully_shard(model, mesh=mesh)
+
+    Beside tensor parallelism pass the other dimension of the mesh. Parameters that are DTensors stay DTensors, and so
+    do their gradients; each rank shards the part that it has of them. Norms and checkpoints count a tensor once. Plain
+    parameters of such a model, which several ranks compute with, have to get the same gradients on them:
+
+        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], plan)
+        model = zeropg.fully_shard(model, mesh=mesh["dp"])
 
     Args:
         module: the model. A submodule on which `fully_shard` was called before becomes a unit of the model, whose
@@ -181,6 +192,8 @@ def fully_shard(
                 plan, stage, offload is not None and leaves_memory(offload, place), groups.replicas is not None
             )
     check_same_on_all_ranks(module, plans, options, group)
+    parallel = tensor_parallel(((names[0], p) for unit in plans for names, p in unit.parameters), groups, place)
+    groups.splits = parallel.splits
     tier = open_offload(offload, place, group)
     if tier is not None and group.rank() == 0:
         print(offload_plan(tier, plans, stage, param_dtype, groups.shards.size()), file=sys.stderr)
@@ -190,16 +203,24 @@ def fully_shard(
     weights = None if plan is None else plan.weights
     encoded = set() if plan is None else encoded_parameters(plan, plans)
 
-    def take(index: int) -> list[nn.Parameter]:
+    def take(index: int) -> list[tuple[Any, Any]]:
         values.complete(index)
-        return [parameter for _, parameter in plans[index].parameters]
+        return [taken(parameter, parallel, param_dtype) for _, parameter in plans[index].parameters]
 
     core = _C.ShardedModule(
         [
             (
                 unit.name,
                 [
-                    (names, list(p.shape), p.dtype, p.requires_grad, id(p) in renormalized, id(p) in encoded)
+                    (
+                        names,
+                        list(local_of(p).shape),
+                        p.dtype,
+                        p.requires_grad,
+                        id(p) in renormalized,
+                        id(p) in encoded,
+                        parallel.split_of(p),
+                    )
                     for names, p in unit.parameters
                 ],
             )
@@ -230,7 +251,9 @@ def fully_shard(
     if codecs is not None:
         codecs.coding.exposed_seconds = core.communication_seconds
     vars(module).update(
-        _zeropg_asked=asked, _zeropg=core, _zeropg_state=ShardedState(module, core, plans, param_dtype, codecs=codecs)
+        _zeropg_asked=asked,
+        _zeropg=core,
+        _zeropg_state=ShardedState(module, core, plans, param_dtype, parallel, codecs=codecs),
     )
     for unit in plans:
         vars(unit.module)["_zeropg_is_unit"] = True

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeropg.tensor_parallel.distributed import follow_dtype, is_distributed, local_of
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -70,6 +72,11 @@ def absorb_inner_calls(module: nn.Module) -> None:
 def _forget_gradient_hooks(parameter: nn.Parameter) -> None:
     """Where an optimizer keeps the former core, this would still take the gradients. They come through the node that
     accumulates them, which torch replaces with data of another dtype; hooks of users are on the parameter itself."""
+    if is_distributed(parameter):
+        local = local_of(parameter)
+        follow_dtype(parameter, torch.float16 if parameter.dtype == torch.float32 else torch.float32)
+        follow_dtype(parameter, local.dtype)
+        return
     value = parameter.data
     if value.is_floating_point():
         parameter.data = value.new_empty(0, dtype=torch.float16 if value.dtype == torch.float32 else torch.float32)

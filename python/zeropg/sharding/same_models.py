@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropg.sharding.units import UnitPlan
+from zeropg.tensor_parallel.distributed import is_distributed, placements_text
 
 
 @contextmanager
@@ -62,4 +63,5 @@ def check_same_on_all_ranks(
 def _describe(name: str, tensor: torch.Tensor) -> str:
     kind = "trainable" if tensor.requires_grad else "not trainable"
     kind += "" if tensor.layout == torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
+    kind += f", {placements_text(tensor)}" if is_distributed(tensor) else ""
     return f"{name!r} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {kind}"

@@ -23,6 +23,7 @@ from zeropg.sharding.running_statistics import modules_with_statistics
 from zeropg.sharding.trace import TraceRecorder, requested_trace
 from zeropg.sharding.transforms import beneath, is_transformed, outside_transforms
 from zeropg.sharding.units import UnitPlan
+from zeropg.tensor_parallel.groups import TensorParallel
 
 
 class PendingSave(Protocol):
@@ -42,6 +43,7 @@ class ShardedState:
     core: _C.ShardedModule
     plans: list[UnitPlan]
     param_dtype: torch.dtype | None
+    parallel: TensorParallel
     # Every module as it was: its dictionaries, which users write to, and copies of them.
     contents: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     with_statistics: list[nn.Module] = field(default_factory=list)  # batch norms

@@ -12,6 +12,7 @@ from zeropg.compression.plan import Plan
 from zeropg.sharding.model_codecs import ModelCodecs
 from zeropg.sharding.offload import human_bytes
 from zeropg.sharding.units import UnitPlan
+from zeropg.tensor_parallel.distributed import local_of
 
 _LARGE_ROOT_BYTES = 16 << 20
 
@@ -55,7 +56,7 @@ def _encoded_weights(core: _C.ShardedModule, plan: Plan | None) -> str:
 
 
 def say_what_the_root_holds(plans: list[UnitPlan]) -> None:
-    *others, root = (sum(p.nbytes for _, p in plan.parameters) for plan in plans)
+    *others, root = (sum(local_of(p).nbytes for _, p in plan.parameters) for plan in plans)
     if root > _LARGE_ROOT_BYTES and root > sum(others):
         print(
             f"[zeropg] stage 3: the root holds {human_bytes(root)} of {human_bytes(root + sum(others))}, which every "
@@ -75,7 +76,7 @@ def offload_plan(
         for _, parameter in plan.parameters:
             master = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             if parameter.is_floating_point() and (param_dtype or parameter.dtype) != master:
-                apart += parameter.numel() * master.itemsize
+                apart += local_of(parameter).numel() * master.itemsize
     share = apart // (world_size if stage >= 1 else 1)
     masters = f"about {human_bytes(share)} of masters per rank" if share else "no masters: parameters are their own"
     buffers = human_bytes(tier.buffer_bytes)

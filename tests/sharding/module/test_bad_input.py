@@ -23,20 +23,6 @@ from tests.spawn import RankPool
 
 
 @on_ranks(2)
-def test_a_parameter_of_tensor_parallelism_is_refused_by_name() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 1))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    with raises(NotImplementedError, "parameter '0.weight' is a DTensor", "ignored_params", "FSDP2"):
-        zeropg.fully_shard(model, mesh=mesh["dp"])
-    zeropg.fully_shard(model, mesh=mesh["dp"], ignored_params=model[:2].parameters())
-    model(torch.ones(2, 3)).sum().backward()
-
-
-@on_ranks(2)
 def test_wrong_arguments() -> None:
     linear = nn.Linear(3, 3)
     for stage in (4, -1, None, "3"):

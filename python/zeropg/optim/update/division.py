@@ -17,6 +17,7 @@ from zeropg.optim.update.offloaded import OffloadedStep, OffloadedUpdater
 from zeropg.optim.update.updater import Updater
 from zeropg.optim.update.views import TorchUpdater
 from zeropg.optim.update.whole import WholeUpdater
+from zeropg.tensor_parallel.distributed import is_distributed, placements_text
 
 
 class Division:
@@ -136,6 +137,7 @@ class Division:
     def _take_for_momenta(self, optimizer: MomentumOptimizer) -> None:
         assert optimizer.exchange is not None  # made before
         flats = [flat for flat in self._core.flat_groups if flat.is_trainable]
+        self._refuse_parts(self._held)
         self.updaters = [MomentumUpdater(flats, self._state, optimizer, optimizer.exchange, self._held)]
         self._taken = self._held
 
@@ -151,9 +153,21 @@ class Division:
             if id(parameter) in sharded and self._rule.takes(parameter, group)
         }
         if whole:
+            self._refuse_parts(whole)
             self.updaters.append(LayerwiseUpdater(self._core, flats, self._state, self._optimizer, self._rule, whole))
             self._taken |= whole
             self._taken_whole |= whole
+
+    def _refuse_parts(self, ids: set[int]) -> None:
+        """Raises NotImplementedError where a rank has only a part of a parameter that is stepped as a whole."""
+        for flat in self._core.flat_groups:
+            for names, parameter, _, _ in flat.slots:
+                if id(parameter) in ids and is_distributed(parameter):
+                    raise NotImplementedError(
+                        f"[zeropg] shard_optimizer: {type(self._optimizer).__name__} needs {names[0]!r} whole, and it "
+                        f"is a DTensor ({placements_text(parameter)}) of which each rank has a part; use an "
+                        "elementwise optimizer such as AdamW for it, in an optimizer or a param group of its own"
+                    )
 
     def _by_storage(self, held: set[int], groups: Sequence[Group]) -> dict[Storage, set[int]]:
         """Divides parameters, given by their ids, by how the kernels of their param groups keep state."""

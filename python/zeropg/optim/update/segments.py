@@ -10,6 +10,7 @@ import torch
 
 from zeropg._native import _C
 from zeropg.optim.update.entries import is_per_element
+from zeropg.tensor_parallel.distributed import local_of
 
 
 class FlatGroup(Protocol):
@@ -57,7 +58,7 @@ class Segment:
         """Returns this segment's share of a whole state entry: [numel] for a tensor of the parameter's shape."""
         if not is_per_element(key, value) or value.shape != self.parameter.shape:
             return value
-        return value.detach().reshape(-1)[self.offset : self.offset + self.numel]
+        return local_of(value).detach().reshape(-1)[self.offset : self.offset + self.numel]
 
 
 def segments_of(flat: FlatGroup) -> list[Segment]:

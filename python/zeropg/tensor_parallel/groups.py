@@ -1,0 +1,101 @@
+"""The groups of a model whose parameters are parts of distributed tensors: ranks that have the other parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from zeropg._native import _C
+from zeropg.backend import group_across
+from zeropg.tensor_parallel.distributed import groups_around, is_distributed, placements_text
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Which ranks have the other parts of a sharded model's tensors.
+
+    Attributes:
+        dimensions: this rank's group of each dimension of the tensors' meshes; none without distributed parameters.
+        splits: sets of these groups over which some tensor is cut; the first one is empty: tensors that are whole, also
+            where several ranks have them.
+        everybody: all ranks that have some part of the model: its own, in as many copies as the tensors have parts.
+    """
+
+    everybody: dist.ProcessGroup
+    dimensions: list[dist.ProcessGroup] = field(default_factory=list)
+    splits: list[list[dist.ProcessGroup]] = field(default_factory=lambda: [[]])
+
+    def split_of(self, parameter: torch.Tensor) -> int:
+        """Index of the parameter's split."""
+        own = _split_of(parameter)
+        return next(i for i, groups in enumerate(self.splits) if _same(groups, own))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for the others that have whole tensors too."""
+        return all(group.rank() == 0 for group in self.dimensions)
+
+    def agree_on_max(self, value: torch.Tensor) -> None:
+        """Gives `value` its largest value among the ranks that have the other parts; in place, collective."""
+        for group in self.dimensions:
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+
+
+def tensor_parallel(
+    named: Iterable[tuple[str, torch.Tensor]], groups: _C.RankGroups, device: torch.device
+) -> TensorParallel:
+    """Finds them. Collective over the ranks of both where parameters are distributed.
+
+    Raises ValueError where a tensor is cut over the ranks that share the model.
+    """
+    dimensions: list[dist.ProcessGroup] = []
+    splits: list[list[dist.ProcessGroup]] = [[]]
+    shards = set(dist.get_process_group_ranks(groups.everybody))
+    for name, parameter in named:
+        if not is_distributed(parameter):
+            continue
+        for group in groups_around(parameter, only_split=False):
+            if len(shards.intersection(dist.get_process_group_ranks(group))) > 1:
+                raise ValueError(
+                    f"[zeropg] fully_shard: {name!r} is a DTensor ({placements_text(parameter)}), and fully_shard "
+                    f"would shard it over some of the same ranks ({sorted(shards)}); expected another dimension of "
+                    "the mesh: mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), parallelize over "
+                    "mesh['tp'], and fully_shard(model, mesh=mesh['dp'])."
+                )
+            if not any(_same([group], [other]) for other in dimensions):
+                dimensions.append(group)
+        own = _split_of(parameter)
+        if not any(_same(own, other) for other in splits):
+            splits.append(own)
+    return TensorParallel(_everybody(groups.everybody, dimensions, device), dimensions, splits)
+
+
+def _split_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+    return groups_around(parameter, only_split=True) if is_distributed(parameter) else []
+
+
+def _same(one: Sequence[dist.ProcessGroup], other: Sequence[dist.ProcessGroup]) -> bool:
+    ranks = [[dist.get_process_group_ranks(group) for group in groups] for groups in (one, other)]
+    return ranks[0] == ranks[1]
+
+
+def _everybody(
+    group: dist.ProcessGroup, dimensions: Sequence[dist.ProcessGroup], device: torch.device
+) -> dist.ProcessGroup:
+    """The ranks of all combinations."""
+    everybody = group
+    for dimension in dimensions:
+        if everybody.size() == 1:
+            everybody = dimension
+            continue
+        rows: list[list[int]] = [[]] * dimension.size()
+        dist.all_gather_object(rows, dist.get_process_group_ranks(everybody), group=dimension)
+        ranks = sorted(rank for row in rows for rank in row)
+        if len(ranks) == dist.get_world_size():
+            everybody = dist.distributed_c10d._get_default_group()
+        else:
+            everybody = group_across(everybody, dimension, ranks, device)
+    return everybody

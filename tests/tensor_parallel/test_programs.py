@@ -1,0 +1,226 @@
+"""What programs do with parameters that are DTensors: gradients, writes, dtypes, overflow, errors in the middle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zeropg
+from tests.sharding.ranks import close, equal, on_ranks, raises
+from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
+from tests.tensor_parallel.model import make_mesh, make_sharded, parallelize, step, whole_parameters
+
+
+def own_part(mesh: Any, batch: torch.Tensor) -> torch.Tensor:
+    return batch.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
+
+
+def plain_gradients(*batches: torch.Tensor) -> dict[str, torch.Tensor]:
+    model = make_model(torch.float64)
+    for batch in batches:
+        loss_of(model, batch).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@on_ranks(4)
+def test_gradients_are_dtensors_too() -> None:
+    mesh, (first, second, *_) = make_mesh(2, 2), make_batches()
+    expected, sum_of_two = plain_gradients(first), plain_gradients(first, second)
+    for stage in (0, 1, 2, 3):
+        model = make_sharded(mesh, stage=stage)
+        parameters = dict(model.named_parameters())
+        loss_of(model, own_part(mesh, first)).backward()
+        up = parameters["blocks.0.up.weight"]
+        assert isinstance(up, DTensor) and isinstance(up.grad, DTensor) and up.grad.placements == up.placements
+        if stage >= 2:
+            with raises(RuntimeError, "the gradient of 'blocks.0.up.weight' is sharded", "full_gradients"):
+                up.grad.full_tensor()
+        for batches_so_far in (expected, sum_of_two):
+            with zeropg.full_gradients(model):
+                for name, p in parameters.items():
+                    gradient = p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
+                    assert close(gradient, batches_so_far[name], 1e-12), (stage, name)
+            if batches_so_far is expected:
+                loss_of(model, own_part(mesh, second)).backward()
+        # What a program puts there, or takes away, counts.
+        with zeropg.full_gradients(model):
+            up.grad.mul_(3)
+            parameters["blocks.0.down.weight"].grad = None
+        with zeropg.full_gradients(model):
+            assert close(up.grad.full_tensor(), 3 * sum_of_two["blocks.0.up.weight"], 1e-12)
+        if stage < 2:
+            up.grad = distribute_tensor(torch.ones_like(sum_of_two["blocks.0.up.weight"]), mesh["tp"], up.placements)
+            zeropg.clip_grad_norm_(model, float("inf"))
+            assert equal(up.grad.full_tensor(), torch.ones_like(sum_of_two["blocks.0.up.weight"]))
+        model.zero_grad()
+        assert all(p.grad is None for p in parameters.values())
+
+
+@on_ranks(4)
+def test_accumulation_hooks_and_gradients_that_stay() -> None:
+    mesh, (first, second, *_) = make_mesh(2, 2), make_batches()
+    expected = plain_gradients(first, second)
+    for stage in (1, 3):
+        model = make_sharded(mesh, stage=stage)
+        up = model.blocks[0].up.weight
+        seen: list[Any] = []
+        up.register_hook(lambda gradient, seen=seen: seen.append(("local", type(gradient))))
+        up.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(("reduced", type(p.grad))))
+        with zeropg.no_sync(model):
+            loss_of(model, own_part(mesh, first)).backward()
+        loss_of(model, own_part(mesh, second)).backward()
+        assert [kind for _, kind in seen] == [DTensor] * len(seen) and ("reduced", DTensor) in seen
+        with zeropg.full_gradients(model):
+            assert close(up.grad.full_tensor(), expected["blocks.0.up.weight"], 1e-12)
+        model.zero_grad(set_to_none=False)
+        with zeropg.full_gradients(model):
+            assert up.grad.full_tensor().count_nonzero() == 0
+
+
+@on_ranks(4)
+def test_what_programs_write_counts() -> None:
+    mesh = make_mesh(2, 2)
+    for stage in (1, 3):
+        model = make_sharded(mesh, stage=stage)
+        before = whole_parameters(model)
+        with zeropg.full_parameters(model, writable=True), torch.no_grad():
+            model.blocks[1].down.weight.mul_(2)
+            model.embedding.weight.to_local().add_(1)
+        if stage < 3:
+            with torch.no_grad():
+                model.blocks[0].up.bias.fill_(5)
+        optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        step(model, optimizer, make_batches()[0], mesh)  # its masters are what was written
+        after = whole_parameters(model)
+        assert equal(after["blocks.1.down.weight"], 2 * before["blocks.1.down.weight"])
+        assert equal(after["embedding.weight"], before["embedding.weight"] + 1)
+        assert stage == 3 or (after["blocks.0.up.bias"] == 5).all()
+
+
+@on_ranks(4)
+def test_sixteen_bits() -> None:
+    mesh = make_mesh(2, 2)
+    losses = []
+    for stage in (0, 1, 2, 3):
+        model = make_sharded(mesh, torch.float32, stage=stage, param_dtype=torch.bfloat16)
+        up = model.blocks[0].up.weight
+        assert up.dtype == torch.bfloat16 and up.requires_grad and isinstance(up, DTensor)
+        optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
+        losses.append([step(model, optimizer, batch, mesh) for batch in make_batches()[:3]])
+        assert up.to_local().dtype == torch.bfloat16 if stage < 3 else True
+        with zeropg.full_parameters(model):
+            assert up.full_tensor().dtype == torch.bfloat16
+        assert all(group.master_dtype == torch.float32 for group in model._zeropg.flat_groups)
+    assert all(other == losses[0] for other in losses[1:])
+
+
+@on_ranks(4)
+def test_an_overflow_of_one_part_skips_the_step_everywhere() -> None:
+    mesh = make_mesh(2, 2)
+    for stage in (1, 3):
+        model = make_sharded(mesh, torch.float32, stage=stage)
+        optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
+        scaler = zeropg.GradScaler(init_scale=4.0)
+        before = whole_parameters(model)
+        loss = loss_of(model, own_part(mesh, make_batches()[0]))
+        scaler.scale(loss).backward()
+        with zeropg.full_gradients(model):
+            if mesh["tp"].get_local_rank() == 1:
+                model.blocks[0].up.weight.grad.to_local()[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        after = whole_parameters(model)
+        assert all(equal(after[name], before[name]) for name in before)
+
+
+@on_ranks(4)
+def test_an_error_in_the_middle_and_frozen_parameters() -> None:
+    mesh = make_mesh(2, 2)
+    model = parallelize(make_model(torch.float64), mesh["tp"])
+    for block in model.blocks:
+        block.up.weight.requires_grad_(False)
+    zeropg.fully_shard(model, mesh=mesh["dp"])
+    optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
+    before = whole_parameters(model)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("a bad sample")
+
+    hook = model.blocks[1].register_forward_hook(fail)
+    with raises(ArithmeticError, "a bad sample"):
+        loss_of(model, own_part(mesh, make_batches()[0]))
+    hook.remove()
+    output = model(own_part(mesh, make_batches()[0])[:, :-1])
+    output.register_hook(fail)
+    with raises(ArithmeticError, "a bad sample"):
+        output.sum().backward()
+    step(model, optimizer, make_batches()[0], mesh)
+    after = whole_parameters(model)
+    assert equal(after["blocks.0.up.weight"], before["blocks.0.up.weight"])
+    assert not equal(after["blocks.0.down.weight"], before["blocks.0.down.weight"])
+    # Unfrozen later, it trains.
+    for block in model.blocks:
+        block.up.weight.requires_grad_(True)
+    step(model, optimizer, make_batches()[1], mesh)
+    assert not equal(whole_parameters(model)["blocks.0.up.weight"], before["blocks.0.up.weight"])
+
+
+@on_ranks(4)
+def test_parameters_of_a_mesh_of_two_dimensions() -> None:
+    """Cut along both dimensions, along one and replicated over the other, and over one of them alone."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "row", "column"))
+    plain = nn.ParameterList(nn.Parameter(torch.randn(6, 5, dtype=torch.float64)) for _ in range(4))
+    both = mesh["row", "column"]
+    model = nn.Module()
+    model.a = nn.Parameter(distribute_tensor(plain[0].detach(), both, [Shard(0), Shard(1)]))
+    model.b = nn.Parameter(distribute_tensor(plain[1].detach(), both, [Shard(0), Shard(0)]))
+    model.c = nn.Parameter(distribute_tensor(plain[2].detach(), both, [Replicate(), Shard(1)]))
+    model.d = nn.Parameter(distribute_tensor(plain[3].detach(), mesh["column"], [Shard(0)]))
+    model.forward = lambda: sum((p.full_tensor() ** 3).sum() for p in (model.a, model.b, model.c, model.d))
+    zeropg.fully_shard(model, mesh=mesh["dp"])
+    optimizer = zeropg.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        model().backward()
+        sum((p**3).sum() for p in plain).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 2.0)
+        assert close(zeropg.clip_grad_norm_(model, 2.0), norm, 1e-14)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+        reference.zero_grad()
+    for name, truth in zip("abcd", plain, strict=True):
+        assert close(whole_parameters(model)[name], truth.detach(), 1e-13), name
+
+
+@on_ranks(2)
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    def make() -> Any:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 1))
+        plan: Any = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        return parallelize_module(model, mesh["tp"], plan)
+
+    with raises(ValueError, "'0.weight' is a DTensor (shard(0) over tp 2)", "some of the same ranks", "mesh['dp']"):
+        zeropg.fully_shard(make())
+    model = zeropg.fully_shard(make(), mesh=mesh["dp"])
+    with raises(NotImplementedError, "Adafactor needs '0.weight' whole", "shard(0) over tp 2", "AdamW"):
+        zeropg.shard_optimizer(zeropg.optim.Adafactor(model.parameters()), model)
+    zeropg.shard_optimizer(zeropg.optim.Adafactor(model[2].parameters()), model)
+    with raises(NotImplementedError, "is placed as"):
+        partial = make()
+        weight = DTensor.from_local(torch.ones(4, 3), mesh["tp"], [torch.distributed.tensor.Partial()])
+        partial[0].weight = nn.Parameter(weight)
+        zeropg.fully_shard(partial, mesh=mesh["dp"])
+    others = make()
+    zeropg.fully_shard(others, mesh=mesh["dp"], ignored_params=others[:2].parameters())
+    others(torch.ones(2, 3)).sum().backward()
+    assert dist.get_world_size() == 2
