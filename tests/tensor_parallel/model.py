@@ -26,6 +26,10 @@ class SequenceNorm(nn.Module):
         self.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Replicate()]))
         self.bias = nn.Parameter(distribute_tensor(norm.bias.detach(), mesh, [Replicate()]))
 
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part = DTensor.from_local(x, self.mesh, [Replicate()]).redistribute(placements=[Shard(1)])
         normed = nn.functional.layer_norm(part, (x.shape[-1],), self.weight, self.bias)

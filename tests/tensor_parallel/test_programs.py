@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -9,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import zeropg
 from tests.sharding.ranks import close, equal, on_ranks, raises
 from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
-from tests.tensor_parallel.model import make_mesh, make_sharded, parallelize, step, whole_parameters
+from tests.tensor_parallel.model import make_mesh, make_sharded, parallelize, step, train_alone, whole_parameters
 
 
 def own_part(mesh: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -224,3 +227,145 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     zeropg.fully_shard(others, mesh=mesh["dp"], ignored_params=others[:2].parameters())
     others(torch.ones(2, 3)).sum().backward()
     assert dist.get_world_size() == 2
+
+
+class SequenceBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class SequenceModel(nn.Module):
+    """Of which the blocks pass parts of the sequence to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList(SequenceBlock() for _ in range(3))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def parallelize_sequence(model: Any, mesh: Any) -> Any:
+    plan: Any = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for index in range(len(model.blocks)):
+        plan |= {
+            f"blocks.{index}.norm": SequenceParallel(),
+            f"blocks.{index}.up": ColwiseParallel(input_layouts=Shard(1)),
+            f"blocks.{index}.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    return parallelize_module(model, mesh, plan)
+
+
+@on_ranks(4)
+def test_sequence_parallelism() -> None:
+    mesh = make_mesh(2, 2)
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randint(10, (3, 4, 6), generator=generator)
+
+    def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        plain = SequenceModel().double()
+        model = zeropg.fully_shard(parallelize_sequence(copy.deepcopy(plain), mesh["tp"]), mesh=mesh["dp"], stage=stage)
+        optimizer = zeropg.shard_optimizer(torch.optim.Adam(model.parameters(), lr=1e-2), model)
+        reference = torch.optim.Adam(plain.parameters(), lr=1e-2)
+        for tokens in batches:
+            loss(model, own_part(mesh, tokens)).backward()
+            loss(plain, tokens).backward()
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            assert close(zeropg.clip_grad_norm_(model, 0.5), norm, 1e-12)
+            for each in (optimizer, reference):
+                each.step()
+                each.zero_grad()
+        trained = whole_parameters(model)
+        assert all(close(trained[name], p.detach(), 1e-11) for name, p in plain.named_parameters()), stage
+
+
+@on_ranks(4)
+def test_a_model_on_meta_gets_other_numbers_for_each_part() -> None:
+    mesh = make_mesh(2, 2)
+    with torch.device("meta"):
+        model = parallelize_sequence(SequenceModel(), mesh["tp"])
+    zeropg.fully_shard(model, mesh=mesh["dp"], device="cpu")
+    values = whole_parameters(model)
+    up = values["blocks.0.up.weight"]
+    assert not equal(*up.chunk(2)) and up.std() > 0.05
+    for value in values.values():
+        first = value.clone()
+        dist.broadcast(first, 0)
+        assert equal(first, value)
+    drawn = torch.rand(1)
+    first = drawn.clone()
+    dist.broadcast(first, 0)
+    assert equal(first, drawn), "ranks draw alike afterwards"
+    assert values.keys() == dict(model.named_parameters()).keys()
+
+
+@on_ranks(4)
+def test_what_was_made_and_stepped_before() -> None:
+    mesh, (first, second, *_) = make_mesh(2, 2), make_batches()
+    plain, model = make_model(torch.float64), parallelize(make_model(torch.float64), mesh["tp"])
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        loss_of(each, first).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [id(p) for p in model.parameters()]
+    for block in model.blocks:
+        zeropg.fully_shard(block, mesh=mesh["dp"])  # becomes a unit of the model
+    zeropg.fully_shard(model, mesh=mesh["dp"])
+    assert [id(p) for p in model.parameters()] == before
+    step(model, zeropg.shard_optimizer(optimizers[1], model), second, mesh)
+    loss_of(plain, second).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizers[0].step()
+    after = whole_parameters(model)
+    assert all(close(after[name], p.detach(), 1e-11) for name, p in plain.named_parameters())
+
+
+@on_ranks(4)
+def test_activation_checkpoints() -> None:
+    mesh = make_mesh(2, 2)
+    for stage in (1, 3):
+        runs = []
+        for reentrant in (None, False, True):
+            model = make_sharded(mesh, stage=stage)
+            for block in model.blocks if reentrant is not None else ():
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
+            optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
+            runs.append([step(model, optimizer, batch, mesh) for batch in make_batches()[:2]])
+        assert runs[0] == runs[1] == runs[2], stage
+
+
+@on_ranks(8)
+def test_replicas_of_shards_of_parts() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    place = 2 * mesh["replicate"].get_local_rank() + mesh["shard"].get_local_rank()
+    _, parameters, norms = train_alone(torch.float64, steps=3)
+    for stage in (2, 3):
+        model = parallelize(make_model(torch.float64), mesh["tp"])
+        zeropg.fully_shard(model, mesh=mesh["replicate", "shard"], stage=stage)
+        optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
+        for batch, norm in zip(make_batches(), norms, strict=False):
+            loss_of(model, batch.chunk(4)[place]).backward()
+            assert abs(zeropg.clip_grad_norm_(model, 1.0) / norm - 1) < 1e-12
+            optimizer.step()
+            optimizer.zero_grad()
+        trained = whole_parameters(model)
+        assert all(close(trained[name], value, 1e-11) for name, value in parameters.items()), stage

@@ -44,7 +44,7 @@ from zeropg.sharding.trace import requested_trace
 from zeropg.sharding.units import UnitChoice, plan_units, renormalized_parameters
 from zeropg.tensor_parallel.distributed import local_of
 from zeropg.tensor_parallel.groups import tensor_parallel
-from zeropg.tensor_parallel.taken import taken
+from zeropg.tensor_parallel.taken import random_numbers_of_parts, taken
 
 
 def fully_shard(
@@ -204,7 +204,8 @@ def fully_shard(
     encoded = set() if plan is None else encoded_parameters(plan, plans)
 
     def take(index: int) -> list[tuple[Any, Any]]:
-        values.complete(index)
+        with random_numbers_of_parts(parallel, place, is_needed=not values.is_done):
+            values.complete(index)
         return [taken(parameter, parallel, param_dtype) for _, parameter in plans[index].parameters]
 
     core = _C.ShardedModule(
@@ -243,7 +244,8 @@ def fully_shard(
         optimizer_offload=tier,
         store=store_of(groups, reductions),
     )
-    together(group, "fully_shard", values.finish)
+    with random_numbers_of_parts(parallel, place, is_needed=not values.is_done):
+        together(group, "fully_shard", values.finish)
     kept_views.follow(parameter for unit in plans for _, parameter in unit.parameters)
     prepare_buffers(module, buffer_dtype, group)
     if param_dtype is not None:

@@ -51,6 +51,11 @@ class Materializer:
         self._last_of = [max((position.get(id(p), -1) for _, p in unit.parameters), default=-1) for unit in units]
         return sorted(range(len(units)), key=lambda index: (self._last_of[index], index))
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left that needs values."""
+        return not self._pending
+
     def complete(self, unit: int) -> None:
         """Gives values to the parameters of a unit of `order`, and of all modules up to its last."""
         while self._done <= self._last_of[unit]:

@@ -60,10 +60,12 @@ def placements_text(tensor: torch.Tensor) -> str:
 
 
 def groups_around(tensor: torch.Tensor, *, only_split: bool) -> list[dist.ProcessGroup]:
-    """This rank's group of each dimension of the tensor's mesh that has several ranks.
+    """This rank's group of each dimension of the tensor's mesh that has several ranks; none of a plain tensor.
 
     only_split: of dimensions that cut the tensor alone.
     """
+    if not is_distributed(tensor):
+        return []
     mesh = _mesh(tensor)
     return [
         mesh.get_group(dim)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zeropg._native import _C
 from zeropg.backend import group_across
-from zeropg.tensor_parallel.distributed import groups_around, is_distributed, placements_text
+from zeropg.tensor_parallel.distributed import groups_around, placements_text
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class TensorParallel:
         """Whether this rank speaks for the others that have whole tensors too."""
         return all(group.rank() == 0 for group in self.dimensions)
 
+    def is_first_of(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank is the first of those, over the dimensions, that have its part of the parameter."""
+        cuts = [group.group_name for group in _split_of(parameter)]
+        return all(group.rank() == 0 for group in self.dimensions if group.group_name not in cuts)
+
     def agree_on_max(self, value: torch.Tensor) -> None:
         """Gives `value` its largest value among the ranks that have the other parts; in place, collective."""
         for group in self.dimensions:
@@ -55,15 +60,13 @@ def tensor_parallel(
     splits: list[list[dist.ProcessGroup]] = [[]]
     shards = set(dist.get_process_group_ranks(groups.everybody))
     for name, parameter in named:
-        if not is_distributed(parameter):
-            continue
         for group in groups_around(parameter, only_split=False):
             if len(shards.intersection(dist.get_process_group_ranks(group))) > 1:
                 raise ValueError(
                     f"[zeropg] fully_shard: {name!r} is a DTensor ({placements_text(parameter)}), and fully_shard "
                     f"would shard it over some of the same ranks ({sorted(shards)}); expected another dimension of "
-                    "the mesh: mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), parallelize over "
-                    "mesh['tp'], and fully_shard(model, mesh=mesh['dp'])."
+                    "the mesh: mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), parallelize "
+                    "over mesh['tp'], and fully_shard(model, mesh=mesh['dp'])."
                 )
             if not any(_same([group], [other]) for other in dimensions):
                 dimensions.append(group)
@@ -74,7 +77,7 @@ def tensor_parallel(
 
 
 def _split_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
-    return groups_around(parameter, only_split=True) if is_distributed(parameter) else []
+    return groups_around(parameter, only_split=True)
 
 
 def _same(one: Sequence[dist.ProcessGroup], other: Sequence[dist.ProcessGroup]) -> bool:
