@@ -164,7 +164,8 @@ def _data_parallel_group(mpu: Any) -> dist.ProcessGroup:
     if mpu.get_model_parallel_world_size() != 1:
         raise NotImplementedError(
             f"[zeropg] initialize: mpu has {mpu.get_model_parallel_world_size()} model-parallel ranks, expected 1: "
-            "tensor parallelism under an engine is not available; use torch's FSDP2 over zeropg's groups"
+            "tensor parallelism under an engine is not available; split the model by torch.distributed.tensor.parallel "
+            "over one dimension of a mesh, and shard it by zeropg.fully_shard(mesh=) over another, without an engine"
         )
     return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
 

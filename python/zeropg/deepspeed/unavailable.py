@@ -45,7 +45,7 @@ UNAVAILABLE = {
     "client_optimizer": "use engine.optimizer.optimizer",
     "client_lr_scheduler": "use engine.lr_scheduler",
     "training_data": "use engine.training_dataloader.dataset",
-    "tensor_parallel_config": "no tensor is split over ranks; use torch's own parallelism over zeropg's groups",
+    "tensor_parallel_config": "an engine splits no tensor over ranks; zeropg.fully_shard(mesh=) shards beside DTensors",
 }
 
 _STAGES = "torch.distributed.pipelining runs over zeropg's groups; without pipeline stages call initialize(model=)"
@@ -56,7 +56,7 @@ _INFERENCE = (
 _MIXTURES = (
     "pass a mixture of experts of your own; ranks may take different paths through it, without expert parallelism"
 )
-_SPLITS = "no tensor is split over ranks; use torch's own parallelism (DTensor, FSDP2) over zeropg's groups"
+_SPLITS = "an engine splits no tensor over ranks; split by torch.distributed.tensor.parallel and use zeropg.fully_shard(mesh=)"
 _SEQUENCES = "sequences are not split over ranks; use torch's context_parallel over zeropg's groups"
 _KERNELS = "zeropg builds no operators; use torch.nn's modules and scaled_dot_product_attention"
 _FLOPS = "use the configuration's block flops_profiler, or torch.utils.flop_counter"

@@ -14,7 +14,7 @@ from torch import nn
 from zeropg.checkpoint.debts import load_debts
 from zeropg.checkpoint.load_masters import Advance, load_masters, set_values
 from zeropg.checkpoint.match import check_groups, match_tensors
-from zeropg.checkpoint.plan import group_names, plan_model
+from zeropg.checkpoint.plan import group_names, plan_model, refuse_parts
 from zeropg.checkpoint.residuals import load_residuals
 from zeropg.deepspeed.checkpoints.contents import Contents, SavedGroup, SavedState
 from zeropg.deepspeed.checkpoints.read import read_contents
@@ -78,7 +78,7 @@ def load_deepspeed(
     opened: _Loading = loading
     if group.rank() == 0 and (differences := opened.differences()):
         warnings.warn(f"[zeropg] {_OPERATION}: {'; '.join(differences)}", stacklevel=4)
-    load_masters(state.core, _OPERATION, opened.own_bytes(), opened.read_model, opened.read_optimizer)
+    load_masters(state, _OPERATION, opened.own_bytes(), opened.read_model, opened.read_optimizer)
     return opened.contents
 
 
@@ -97,6 +97,11 @@ class _Loading:
         self._state = state
         self._optimizer = optimizer
         self._plan = plan_model(state)
+        refuse_parts(
+            self._plan,
+            "DeepSpeed's checkpoints load into whole ones: load it into the model without tensor parallelism, call "
+            "zeropg.save_checkpoint there, and load that",
+        )
         self._reads_model = reads_model
         names = None if optimizer is None else group_names(optimizer, self._plan)
         self.contents = read_contents(folder, names, with_state=optimizer is not None)
