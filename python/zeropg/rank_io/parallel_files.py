@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from zeropg._native import _C
+
+_CAST_BYTES = 4 << 20  # as the core's writer
 
 
 class FileSpec(NamedTuple):
@@ -25,12 +27,16 @@ class FileSpec(NamedTuple):
 
 
 class ByteRange(NamedTuple):
-    """Values that belong in file number `file` from `offset` on: flat, any device and dtype, to be cast to `dtype`."""
+    """Values that belong in file number `file` from `offset` on: flat, any device and dtype, to be cast to `dtype`.
+
+    Or rows of values [count, n], each of which begins `stride` bytes after the one before.
+    """
 
     file: int
     offset: int
     values: torch.Tensor
     dtype: torch.dtype
+    stride: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -77,7 +83,12 @@ class ParallelFiles:
         if part.file not in self._writers:
             spec = self._specs[part.file]
             self._add(part.file, _C.FileWriter.open(spec.path, spec.size_bytes))
-        self._writers[part.file].write(part.offset, part.values, part.dtype, self._staging)
+        writer = self._writers[part.file]
+        if part.values.dim() == 1:
+            writer.write(part.offset, part.values, part.dtype, self._staging)
+            return
+        for offset, row in _rows(part):
+            writer.write_bytes(offset, row)
 
     def sync(self) -> None:
         """What this rank wrote is on the disk when this returns."""
@@ -100,3 +111,14 @@ class ParallelFiles:
         if self._chunk_bytes is not None:
             writer.keep_checksums(self._chunk_bytes)
         self._writers[number] = writer
+
+
+def _rows(part: ByteRange) -> Iterator[tuple[int, bytes]]:
+    """Yields (offset, bytes) of each row: cast some MiB at a time, since a row may be a few elements."""
+    row_bytes = part.values.size(1) * part.dtype.itemsize
+    offset = part.offset
+    for rows in part.values.detach().split(max(1, _CAST_BYTES // row_bytes)):
+        data = rows.to("cpu", part.dtype).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for at in range(0, len(data), row_bytes):
+            yield offset, data[at : at + row_bytes]
+            offset += part.stride
