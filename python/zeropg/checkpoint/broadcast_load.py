@@ -13,12 +13,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _IncompatibleKeys
 
 from zeropg.checkpoint.load_masters import Advance, load_masters
+from zeropg.checkpoint.plan import plan_model
 from zeropg.checkpoint.structure import dtype_name, dtype_of
 from zeropg.checkpoint.values import put_whole
 from zeropg.export.plan import named_tensors
 from zeropg.rank_io.agreement import broadcast_text, peers_needed, together
 from zeropg.sharding.sharded_class import FullyShardedModule
 from zeropg.sharding.state import ShardedState
+from zeropg.tensor_parallel.pieces import cut_of
 
 _OPERATION = "load_full_state_dict"
 _PIECE_BYTES = 8 << 20
@@ -48,6 +50,7 @@ def load_from_rank0(state: ShardedState, state_dict: Mapping[str, torch.Tensor],
     state.check_may_write(_OPERATION)
     state.check_has_own_weights(_OPERATION)
     here = dict(named_tensors(state.model))
+    plan_model(state)  # for what it refuses
     names = _compare(state.model, here, entries, strict)
     own_bytes = sum(entry.numel * entry.dtype.itemsize for entry in entries) // state.core.shards
 
@@ -58,14 +61,14 @@ def load_from_rank0(state: ShardedState, state_dict: Mapping[str, torch.Tensor],
         if failure is not None:
             raise failure
 
-    load_masters(state.core, _OPERATION, own_bytes, read, finish)
+    load_masters(state, _OPERATION, own_bytes, read, finish)
     return names
 
 
 def _announce(state: ShardedState, state_dict: Mapping[str, Any]) -> list[_Entry]:
     """What rank 0 has. Raises TypeError, on every rank, where something of it is no tensor."""
-    group = state.core.process_group
-    is_first = state.core.rank == 0
+    group = state.parallel.everybody
+    is_first = group.rank() == 0
     described: list[str | None] = []
 
     def describe() -> str | None:
@@ -147,12 +150,13 @@ def _set_values(
         value = here.get(entry.key)
         if value is None or last_name[id(value)] != entry.key:
             continue
-        step = max(1, _PIECE_BYTES // entry.dtype.itemsize)
+        step, cut = max(1, _PIECE_BYTES // entry.dtype.itemsize), cut_of(value)
         for start in range(0, entry.numel, step):
             piece = _receive(state, state_dict, entry, start, min(start + step, entry.numel))
             if id(value) in place_of:
                 group, slot = place_of[id(value)]
-                group.load(slot, piece, start)
+                for first, values in cut.pick(start, piece):
+                    group.load(slot, values, first)
             else:
                 put_whole(value.detach(), start, piece)
             advance(piece.nbytes // state.core.shards)
@@ -162,9 +166,9 @@ def _receive(
     state: ShardedState, state_dict: Mapping[str, torch.Tensor], entry: _Entry, start: int, stop: int
 ) -> torch.Tensor:
     """Elements [start, stop) of rank 0's tensor, flat, on every rank. Collective."""
-    group = state.core.process_group
+    group = state.parallel.everybody
     device = next(state.model.parameters()).device
-    if state.core.rank == 0:
+    if group.rank() == 0:
         piece = state_dict[entry.key].detach().reshape(-1)[start:stop].to(device).contiguous()
     else:
         piece = torch.empty(stop - start, dtype=entry.dtype, device=device)

@@ -133,7 +133,7 @@ def load_parts(
 ) -> tuple[Any, Any]:
     """As load_checkpoint. reads_model: False: masters, parameters and buffers stay as they are."""
     state = unchecked_state_of(model, "load_checkpoint")
-    group = state.core.process_group
+    group = state.parallel.everybody
     loading: Loading | None = None
 
     def open_checkpoint() -> dict[str, str]:
@@ -153,7 +153,7 @@ def load_parts(
     try:
         check_same(group, "load_checkpoint", announced)
         extras = _together_own(group, opened.read_extras)
-        load_masters(state.core, "load_checkpoint", opened.own_bytes(), opened.read_model, opened.read_optimizers)
+        load_masters(state, "load_checkpoint", opened.own_bytes(), opened.read_model, opened.read_optimizers)
     finally:
         opened.close()
     if group.rank() == 0:

@@ -53,7 +53,7 @@ class WeightAverage:
         self._core = self._state.core
         self._updates = 0
         self._state.check_has_own_weights("ema")
-        group = self._core.process_group
+        group = self._state.parallel.everybody
         check_same(group, "ema", together(group, "ema", lambda: {"decay": str(decay)}))
         self._state.settle_writes("ema")
         with _normal_tensors():
@@ -117,7 +117,7 @@ class WeightAverage:
                         f"{list(parameter.shape)}."
                     )
 
-        together(self._core.process_group, "ema.load_state_dict", check)
+        together(self._state.parallel.everybody, "ema.load_state_dict", check)
         with self.average_parameters():
             self._model.load_state_dict(values, strict=False)
         self._updates = int(state_dict["updates"])
@@ -134,7 +134,7 @@ class WeightAverage:
         with _normal_tensors(), writable_shards(self._model) as shards:
             own = list(self._own(shards))
             try:
-                together(self._core.process_group, "ema", lambda: exchange(own))
+                together(self._state.parallel.everybody, "ema", lambda: exchange(own))
             except BaseException:
                 if is_done:
                     _exchange(own, self._averages)

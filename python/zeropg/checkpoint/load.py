@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -50,6 +51,7 @@ class Loading:
         self._state = state
         self._optimizers = optimizers
         self._plan = plan_model(state)
+        self._rank, self._world_size = state.parallel.everybody.rank(), state.parallel.everybody.size()
         self._readers: dict[str, _C.FileReader] = {}
         self._modules: dict[str, Any] = {}
         self._is_changing = False
@@ -65,6 +67,11 @@ class Loading:
                 strict=strict and reads_model,
                 may_miss=self._manifest.left_out,
             )
+            if optimizers and state.parallel.dimensions and any(map(is_debt_file, self._manifest.files)):
+                raise NotImplementedError(
+                    f"'{directory}' holds what ranks owed to momenta that they average, as elements of whole tensors, "
+                    "and the model is tensor-parallel; load it into one that is not, or pass optimizer=None"
+                )
             if optimizers and self._manifest.optimizers:
                 check_same_names(self._manifest.optimizers, optimizers)
                 for name, saved in self._manifest.optimizers.items():
@@ -173,7 +180,7 @@ class Loading:
                 f"[zeropg] load_checkpoint: '{self._directory}' holds no {listed(missed)}; yours stay as they are",
                 stacklevel=3,
             )
-        world_size = self._state.core.world_size
+        world_size = self._world_size
         if self._manifest.world_size != world_size and any(name.startswith("rank-") for name in self._manifest.files):
             warnings.warn(
                 f"[zeropg] load_checkpoint: '{self._directory}' was saved by {self._manifest.world_size} ranks, now "
@@ -196,7 +203,7 @@ class Loading:
         self._resources.close()
 
     def _rank_file(self) -> str:
-        return f"rank-{self._state.core.rank:05d}.safetensors"
+        return f"rank-{self._rank:05d}.safetensors"
 
     def _saved_replicas(self) -> int:
         return int(self._manifest.origin.get("replicas", 1))
@@ -205,12 +212,12 @@ class Loading:
         """Replicas encode sums over the shards of a slice: those of other slices would be of other sums."""
         core = self._state.core
         before, now = self._saved_replicas(), core.replicas
-        return before == now and (now == 1 or self._manifest.world_size == core.world_size)
+        is_parallel = bool(self._state.parallel.dimensions)  # then nobody has whole tensors, as they are of
+        return before == now and (now == 1 or self._manifest.world_size == self._world_size) and not is_parallel
 
     def _former_ranks(self) -> range:
         """Those that saved whose own files this rank reads: its own one, or so that each one is read by one rank."""
-        core = self._state.core
-        return range(core.rank, self._manifest.world_size, core.world_size)
+        return range(self._rank, self._manifest.world_size, self._world_size)
 
     def _is_needed(self, name: str) -> bool:
         if name.startswith("rank-"):
@@ -223,17 +230,20 @@ class Loading:
 
     def _pieces_of(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
         name = self._saved_names.get(index) if self._reads_model else None
-        return iter(()) if name is None else self._pieces(self._manifest.tensors[name], start, stop)
+        return iter(()) if name is None else self._pieces(index, self._manifest.tensors[name], start, stop)
 
     def _into_place(self, index: int, start: int, room: torch.Tensor) -> Iterator[int] | None:
         name = self._saved_names.get(index) if self._reads_model else None
         saved = None if name is None else self._manifest.tensors[name]
-        if saved is None or saved.dtype != room.dtype or not room.is_contiguous():
+        first = self._plan.tensors[index].cut.neighbours(start, start + room.numel())
+        if saved is None or saved.dtype != room.dtype or not room.is_contiguous() or first is None:
             return None
-        return read_into_place(self._readers[saved.file], saved, start, room)
+        return read_into_place(self._readers[saved.file], saved, first, room)
 
-    def _pieces(self, saved: SavedTensor, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        return read_pieces(self._readers[saved.file], saved, start, stop)
+    def _pieces(self, index: int, saved: SavedTensor, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Elements of this rank's part of the plan's tensor, or of a state of its shape."""
+        source = functools.partial(read_pieces, self._readers[saved.file], saved)
+        return self._plan.tensors[index].cut.read(source, start, stop)
 
     def _kept(self, optimizer: ShardedOptimizer) -> Iterator[tuple[str, str, int, int]]:
         """Yields (parameter name, its name in the checkpoint, start, stop) of what this rank keeps state for."""
@@ -244,10 +254,11 @@ class Loading:
         self, saved: SavedOptimizer, optimizer: ShardedOptimizer, advance: Advance
     ) -> Iterator[StateShard]:
         for name, saved_name, start, stop in self._kept(optimizer):
+            index = self._plan.index_of[name]
             for key, tensor in saved.tensors.get(saved_name, {}).items():
                 if key in FACTORS:
                     continue
-                for at, values in self._pieces(tensor, start, stop):
+                for at, values in self._pieces(index, tensor, start, stop):
                     yield StateShard(name, key, values, at, at + values.numel())
                     advance(values.nbytes)
 
@@ -261,7 +272,7 @@ class Loading:
 
     def _whole(self, saved: SavedTensor) -> torch.Tensor:
         whole = torch.empty(saved.numel, dtype=saved.dtype)
-        for at, values in self._pieces(saved, 0, saved.numel):
+        for at, values in read_pieces(self._readers[saved.file], saved, 0, saved.numel):
             whole[at : at + values.numel()] = values
         return whole.view(saved.shape)
 

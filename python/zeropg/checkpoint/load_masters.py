@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from zeropg._native import _C
 from zeropg.checkpoint.plan import ModelPlan
 from zeropg.checkpoint.values import put_whole
 from zeropg.optim.update.segments import Segment, segments_of
@@ -17,7 +16,8 @@ from zeropg.sharding.access import check_replicas
 from zeropg.sharding.state import ShardedState
 
 Advance = Callable[[int], None]
-# (index of the plan's tensor, start, stop) -> (first element, values) of the flat tensor's elements [start, stop).
+# (index of the plan's tensor, start, stop) -> (first element, values) of elements [start, stop) of the flat part of it
+# that this rank shards with others.
 Pieces = Callable[[int, int, int], Iterator[tuple[int, torch.Tensor]]]
 # (index of the plan's tensor, first element, room on the CPU) -> bytes that lie in the room now, one after the other.
 # None, and nothing is read: the values have another dtype, or there are none.
@@ -25,7 +25,7 @@ IntoPlace = Callable[[int, int, torch.Tensor], Iterator[int] | None]
 
 
 def load_masters(
-    core: _C.ShardedModule,
+    state: ShardedState,
     operation: str,
     own_bytes: int,
     read: Callable[[Advance], None],
@@ -35,7 +35,8 @@ def load_masters(
 
     finish: gets what `read` raised; what it raises itself is raised on every rank.
     """
-    with progress(operation, own_bytes, is_shown=core.rank == 0) as advance:
+    core, group = state.core, state.parallel.everybody
+    with progress(operation, own_bytes, is_shown=group.rank() == 0) as advance:
         core.begin_step()
         failure: Exception | None = None
         try:
@@ -44,7 +45,7 @@ def load_masters(
             failure = error
         finally:
             is_same = core.end_load(replaces_all=True)  # also after an error: the other ranks are waiting in theirs
-        together(core.process_group, operation, lambda: finish(advance, failure))
+        together(group, operation, lambda: finish(advance, failure))
         check_replicas(core, operation, is_same)
 
 

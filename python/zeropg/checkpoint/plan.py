@@ -14,11 +14,14 @@ from torch import nn
 from zeropg._native import _C
 from zeropg.checkpoint.manifest import SavedOptimizer, SavedTensor
 from zeropg.checkpoint.structure import dtype_name, dtype_of, encode, keep_scalar
-from zeropg.export.plan import is_dtensor, named_tensors
+from zeropg.export.byte_ranges import byte_ranges
+from zeropg.export.plan import named_tensors
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.parallel_files import ByteRange
 from zeropg.sharding.access import local_shards
 from zeropg.sharding.state import ShardedState
+from zeropg.tensor_parallel.distributed import is_distributed, placements_text
+from zeropg.tensor_parallel.pieces import Cut, cut_of, whole
 
 # Files of this size: no file system refuses them, and few enough to open at once.
 _MAX_FILE_BYTES = 16 << 30
@@ -27,12 +30,18 @@ _NOT_OPTIONS = ("params", "param_names")
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A parameter or persistent buffer. dtype: of the master, or its own where nothing shards it."""
+    """A parameter or persistent buffer.
+
+    dtype: of the master, or its own where nothing shards it. cut: which part of it this rank shards with others.
+    is_saved_here: whether this rank saves of that part what it owns, and not another one that has the same part.
+    """
 
     name: str
     value: torch.Tensor
     dtype: torch.dtype
     is_sharded: bool
+    cut: Cut
+    is_saved_here: bool
 
 
 @dataclass(frozen=True)
@@ -74,12 +83,18 @@ class ModelPlan:
     def ranges(self, model: nn.Module, *, is_first: bool) -> Iterator[ByteRange]:
         """Yields what a rank of the first replica writes: its part of the masters; rank 0 also what is not sharded."""
         for name, flat, start, _ in local_shards(model):
-            if (place := self.places.get(self.index_of[name])) is not None:
-                yield _range(place, start, flat, flat.dtype)
+            index = self.index_of[name]
+            if (place := self.places.get(index)) is not None and self.tensors[index].is_saved_here:
+                yield from _ranges(place, self.tensors[index].cut, start, flat, flat.dtype)
         for index, place in self.places.items() if is_first else ():
             tensor = self.tensors[index]
             if not tensor.is_sharded:
-                yield _range(place, 0, tensor.value.detach().reshape(-1), tensor.dtype)
+                yield from _ranges(place, tensor.cut, 0, tensor.value.detach().reshape(-1), tensor.dtype)
+
+    def placements(self) -> dict[str, str]:
+        """How the distributed tensors are placed that are saved; for people."""
+        tensors = [self.tensors[index] for index in self.places]
+        return {tensor.name: placements_text(tensor.value) for tensor in tensors if is_distributed(tensor.value)}
 
 
 def plan_model(state: ShardedState, *, exclude_frozen: bool = False) -> ModelPlan:
@@ -87,7 +102,7 @@ def plan_model(state: ShardedState, *, exclude_frozen: bool = False) -> ModelPla
 
     exclude_frozen: parameters that are not trained are not saved.
 
-    Raises NotImplementedError for a DTensor.
+    Raises NotImplementedError for a DTensor that is not sharded.
     """
     master_dtypes = {id(p): group.master_dtype for group in state.core.flat_groups for _, p, _, _ in group.slots}
     names_of: dict[int, list[str]] = {}
@@ -98,12 +113,16 @@ def plan_model(state: ShardedState, *, exclude_frozen: bool = False) -> ModelPla
     tensors, index_of = [], {}
     for index, (key, names) in enumerate(names_of.items()):
         value = values[key]
-        if is_dtensor(value):
+        is_sharded = key in master_dtypes
+        if is_distributed(value) and not is_sharded:
             raise NotImplementedError(
-                f"'{names[0]}' is a DTensor; checkpoints of tensor-parallel parameters are not available: save the "
-                "modules that hold them apart, with torch.distributed.checkpoint"
+                f"'{names[0]}' is a DTensor that fully_shard was not given (a buffer, or named in ignored_params), of "
+                "which nobody knows who has which part; save the module that holds it apart, with "
+                "torch.distributed.checkpoint"
             )
-        tensors.append(ModelTensor(names[0], value, master_dtypes.get(key, value.dtype), key in master_dtypes))
+        dtype = master_dtypes.get(key, value.dtype)
+        saves = state.parallel.is_first_of(value)
+        tensors.append(ModelTensor(names[0], value, dtype, is_sharded, cut_of(value), saves))
         index_of.update(dict.fromkeys(names, index))
     kept = [i for i, tensor in enumerate(tensors) if not (exclude_frozen and _is_frozen(tensor.value))]
     kept_set = set(kept)
@@ -115,6 +134,12 @@ def plan_model(state: ShardedState, *, exclude_frozen: bool = False) -> ModelPla
         {name: tensors[i].name for name, i in index_of.items() if i in kept_set and name != tensors[i].name},
     )
     return ModelPlan(tensors, index_of, layout, dict(zip(kept, layout.places, strict=True)))
+
+
+def refuse_parts(plan: ModelPlan, instead: str) -> None:
+    """Raises NotImplementedError where tensors are distributed, for what needs them whole. instead: what to do then."""
+    for name, text in plan.placements().items():
+        raise NotImplementedError(f"'{name}' is a DTensor ({text}), of which each rank has a part; {instead}")
 
 
 def _is_frozen(value: torch.Tensor) -> bool:
@@ -150,19 +175,25 @@ class OptimizerPlan:
     def ranges(self, optimizer: ShardedOptimizer, first_file: int) -> Iterator[ByteRange]:
         """Yields what a rank of the first replica writes; the optimizer's files are numbered from `first_file` on."""
         places = self.layout.places
-        for name, key, tensor, start in own_pieces(optimizer):
-            index = self.entries[self.model.tensors[self.model.index_of[name]].name, key]
-            part = _range(places[index], start, tensor, self.dtypes[index])
-            yield part._replace(file=part.file + first_file)
+        for saved_name, key, cut, tensor, start in own_pieces(optimizer, self.model):
+            index = self.entries[saved_name, key]
+            for part in _ranges(places[index], cut, start, tensor, self.dtypes[index]):
+                yield part._replace(file=part.file + first_file)
 
 
-def own_pieces(optimizer: ShardedOptimizer) -> Iterator[tuple[str, str, torch.Tensor, int]]:
-    """Yields (parameter name, key, flat values, their first element in the whole) of the tensors that a rank saves."""
-    for name, key, tensor, start, _ in optimizer.local_state():
-        yield name, key, tensor, start
-    for name, key, tensor, is_first in optimizer.local_factors():
-        if is_first:
-            yield name, key, tensor.reshape(-1), 0
+def own_pieces(optimizer: ShardedOptimizer, model: ModelPlan) -> Iterator[tuple[str, str, Cut, torch.Tensor, int]]:
+    """Yields (parameter's name in the checkpoint, key, cut, flat values, their first element in the part).
+
+    Over all ranks, of the tensors of its state; of each element one rank does.
+    """
+    for name, key, values, start, _ in optimizer.local_state():
+        tensor = model.tensors[model.index_of[name]]
+        if tensor.is_saved_here:
+            yield tensor.name, key, tensor.cut, values, start
+    for name, key, values, is_first in optimizer.local_factors():
+        tensor = model.tensors[model.index_of[name]]
+        if is_first and tensor.is_saved_here:
+            yield tensor.name, key, whole(values.shape), values.reshape(-1), 0
 
 
 def optimizer_kind(optimizer: ShardedOptimizer) -> str:
@@ -197,6 +228,11 @@ def local_signatures(optimizer: ShardedOptimizer, model: ModelPlan) -> dict[str,
     for name, key, dtype in optimizer.local_keys():
         signatures.setdefault(model.index_of[name], {})[key] = {"dtype": dtype_name(dtype)}
     for name, key, tensor, _ in optimizer.local_factors():
+        if not model.tensors[model.index_of[name]].cut.is_whole:
+            raise NotImplementedError(
+                f"the optimizer's state {key!r} of '{name}' is of a part of that parameter, a DTensor, and belongs to "
+                "no place of the whole; use an elementwise optimizer such as AdamW for it"
+            )
         signature = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
         signatures.setdefault(model.index_of[name], {})[key] = signature
     for name, key, value in optimizer.local_scalars():
@@ -293,5 +329,5 @@ def _saved(layout: _C.Layout, place: _C.TensorPlace, dtype: torch.dtype, shape: 
     return SavedTensor(layout.files[place.file].name, place.offset, dtype, tuple(shape))
 
 
-def _range(place: _C.TensorPlace, start: int, flat: torch.Tensor, dtype: torch.dtype) -> ByteRange:
-    return ByteRange(place.file, place.offset + start * dtype.itemsize, flat, dtype)
+def _ranges(place: _C.TensorPlace, cut: Cut, start: int, flat: torch.Tensor, dtype: torch.dtype) -> Iterator[ByteRange]:
+    return byte_ranges(place.file, place.offset, cut, start, flat, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -62,7 +63,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         it was.
     """
     state = unchecked_state_of(model, "load_pretrained")
-    group = state.core.process_group
+    group = state.parallel.everybody
     loading: _Loading | None = None
 
     def open_folder() -> dict[str, str]:
@@ -77,7 +78,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, stri
         check_same(group, "load_pretrained", together(group, "load_pretrained", open_folder))
         assert loading is not None  # otherwise the line above has raised
         opened: _Loading = loading
-        load_masters(state.core, "load_pretrained", opened.own_bytes(), opened.read, _raise_half_loaded)
+        load_masters(state, "load_pretrained", opened.own_bytes(), opened.read, _raise_half_loaded)
         return opened.names
     finally:
         if loading is not None:
@@ -107,14 +108,14 @@ class _Loading:
 
     def _untied(self) -> list[str]:
         """What the files give several values for, and the model has once. Each rank compares its share."""
-        core = self._state.core
+        group = self._state.parallel.everybody
         problems = []
         for name, stored in self._sources.tensors.items():
             index = self._plan.index_of.get(name)
             kept = stored if index is None else self._found[index]
             if kept is stored:
                 continue
-            begin, end = (stored.numel * part // core.world_size for part in (core.rank, core.rank + 1))
+            begin, end = (stored.numel * part // group.size() for part in (group.rank(), group.rank() + 1))
             pieces = (self._sources.pieces(each, begin, end) for each in (stored, kept))
             if (stored.shape, stored.dtype) != (kept.shape, kept.dtype) or any(
                 not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
@@ -147,15 +148,18 @@ class _Loading:
 
     def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
         source = self._found.get(index)
-        return iter(()) if source is None else self._sources.pieces(source, start, stop)
+        if source is None:
+            return iter(())
+        return self._plan.tensors[index].cut.read(functools.partial(self._sources.pieces, source), start, stop)
 
     def _into_place(self, index: int, start: int, room: torch.Tensor) -> Iterator[int] | None:
         source = self._found.get(index)
         if not isinstance(source, StoredTensor) or source.dtype != room.dtype:
             return None
-        if not room.is_floating_point() or not room.is_contiguous():
+        first = self._plan.tensors[index].cut.neighbours(start, start + room.numel())
+        if not room.is_floating_point() or not room.is_contiguous() or first is None:
             return None
-        return self._folder.into_place(source, start, room)
+        return self._folder.into_place(source, first, room)
 
     def close(self) -> None:
         self._folder.close()

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropg._native import _C
 from zeropg.checkpoint.debts import debt_file, saved_debts
 from zeropg.checkpoint.folder import CheckpointFolder
 from zeropg.checkpoint.manifest import ALONE, Manifest, SavedFile
@@ -36,6 +35,7 @@ from zeropg.checkpoint.structure_file import StructureFile, make_structure_file
 from zeropg.export.plan import has_extra_state
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import check_same, together
+from zeropg.rank_io.checksums import Told, joined, told
 from zeropg.rank_io.directory_path import directory_path
 from zeropg.rank_io.parallel_files import ByteRange, FileSpec, ParallelFiles
 from zeropg.rank_io.progress import progress
@@ -57,13 +57,13 @@ class Save:
     """One rank's part in one save. Every step ends when all ranks have told how it went."""
 
     def __init__(self, state: ShardedState, optimizer: Optimizers | None, exclude_frozen: bool) -> None:
-        self.rank = state.core.rank
+        self._group: dist.ProcessGroup = state.parallel.everybody
+        self.rank = self._group.rank()
         self.directory = Path()
         self._state = state
         self._given = optimizer
         self._exclude_frozen = exclude_frozen
         self._optimizers: dict[str, ShardedOptimizer] = {}
-        self._group: dist.ProcessGroup = state.core.process_group
         self._model_plan: ModelPlan | None = None
         self._optimizer_plans: dict[str, OptimizerPlan] = {}
         self._own_files: dict[str, StructureFile] = {}  # those that this rank writes alone
@@ -118,6 +118,7 @@ class Save:
         self._optimizers = named_optimizers(self._given, self._state.model, OPERATION)
         self.directory = directory_path(directory)
         self._model_plan = plan_model(self._state, exclude_frozen=self._exclude_frozen)
+        self._refuse_debts_of_parts(self._model_plan)
         if self.rank == 0:
             content = {"extra": extra, "modules": _extra_states(self._state.model)}
             self._own_files["extra.safetensors"] = make_structure_file(content)
@@ -146,6 +147,18 @@ class Save:
             "token": secrets.token_hex(8),
             "ignored": self._samples(self._model_plan),
         }
+
+    def _refuse_debts_of_parts(self, plan: ModelPlan) -> None:
+        """Which elements a rank owes something to is counted in its parts of tensors, and others have other parts."""
+        if not self._state.parallel.dimensions:
+            return
+        if saved_residuals(self._state.core) is not None or saved_debts(self._optimizers) is not None:
+            name, text = next(iter(plan.placements().items()))
+            raise NotImplementedError(
+                f"compression owes something to gradients or momenta, and the model is tensor-parallel: '{name}' is a "
+                f"DTensor ({text}); a checkpoint holds debts to whole tensors only: train without compression, or "
+                "without tensor parallelism"
+            )
 
     def _samples(self, plan: ModelPlan) -> str:
         """Of each ignored parameter, in the plan's order; short, since there may be tens of thousands (experts)."""
@@ -236,24 +249,24 @@ class Save:
             self._agreement.finish()
 
     def _finish(self, agree: Agree, ranges: Iterator[ByteRange], advance: Callable[[int], None]) -> None:
-        pieces = agree(lambda: self._write(ranges, advance))
-        agree(lambda: self._commit(pieces) if self.rank == 0 else None)
+        everybodys = agree(lambda: self._write(ranges, advance))
+        agree(lambda: self._commit(everybodys) if self.rank == 0 else None)
 
-    def _write(self, ranges: Iterator[ByteRange], advance: Callable[[int], None]) -> list[list[Any]]:
+    def _write(self, ranges: Iterator[ByteRange], advance: Callable[[int], None]) -> list[Told]:
         for part in ranges:
             self._files.write(part)
             advance(part.size_bytes)
         self._files.sync()
-        return [_compact(pieces) for pieces in self._files.checksums()]
+        return [
+            told(pieces, self._chunk_bytes, spec.size_bytes)
+            for pieces, spec in zip(self._files.checksums(), self._specs, strict=True)
+        ]
 
-    def _commit(self, pieces: list[list[list[Any]]]) -> None:
+    def _commit(self, everybodys: list[list[Told]]) -> None:
         files: dict[str, SavedFile] = {}
-        for index, (name, spec) in enumerate(zip(self._names, self._specs, strict=True)):
-            parts = [
-                piece for ranks_own in pieces if ranks_own for piece in _expand(ranks_own[index], self._chunk_bytes)
-            ]
+        for name, spec, ranks_own in zip(self._names, self._specs, zip(*everybodys, strict=True), strict=True):
             try:
-                checksums = _C.join_checksums(parts, spec.size_bytes, self._chunk_bytes)
+                checksums = joined(ranks_own, self._chunk_bytes, spec.size_bytes)
             except ValueError as error:
                 raise RuntimeError(f"'{name}': {error}; this is a fault of zeropg, please report it") from error
             files[name] = SavedFile(spec.size_bytes, checksums)
@@ -269,7 +282,7 @@ class Save:
             folder=self._folder.data.name,
             origin={
                 "torch": torch.__version__,
-                "world_size": core.world_size,
+                "world_size": self._group.size(),
                 "replicas": core.replicas,
                 "stage": core.stage,
                 "placements": {
@@ -277,9 +290,10 @@ class Save:
                     "whole, from rank 0": [
                         plan.tensors[index].name for index in plan.places if not plan.tensors[index].is_sharded
                     ],
+                    **({"of the parts of": placements} if (placements := plan.placements()) else {}),
                 },
             },
-            world_size=core.world_size,
+            world_size=self._group.size(),
             chunk_bytes=self._chunk_bytes,
             files=files,
             tensors=plan.saved(),
@@ -309,27 +323,6 @@ class Save:
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
         return together(self._group, OPERATION, action)
-
-
-def _compact(pieces: list[tuple[int, int, int]]) -> list[Any]:
-    """Pieces that follow each other as one: [start, stop, their checksums as text]."""
-    runs: list[Any] = []
-    for start, stop, crc in pieces:
-        if runs and runs[-1][1] == start:
-            runs[-1][1] = stop
-            runs[-1][2] += f"{crc:08x}"
-        else:
-            runs.append([start, stop, f"{crc:08x}"])
-    return runs
-
-
-def _expand(runs: list[Any], chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """The inverse of `_compact`: pieces end where chunks do."""
-    for start, stop, text in runs:
-        for at in range(0, len(text), 8):
-            end = min(stop, (start // chunk_bytes + 1) * chunk_bytes)
-            yield start, end, int(text[at : at + 8], 16)
-            start = end
 
 
 def _sample(parameter: torch.Tensor) -> str:

@@ -15,6 +15,9 @@ from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import check_same, collective_device, peers_needed, together
 from zeropg.sharding.state import state_of
+from zeropg.tensor_parallel.distributed import is_distributed, local_of
+from zeropg.tensor_parallel.groups import TensorParallel
+from zeropg.tensor_parallel.pieces import Cut, cut_of
 
 
 def full_state_dict(
@@ -41,20 +44,23 @@ def full_state_dict(
     """
     operation = "full_state_dict"
     state = state_of(model, operation)
-    group = state.core.process_group
+    group = state.parallel.everybody
     check_same(group, operation, together(group, operation, lambda: {"only": _checked_names(model, only)}))
     state.settle_writes(operation)
-    keeps = state.core.rank == 0 or not rank0_only
+    keeps = group.rank() == 0 or not rank0_only
     gathered: dict[Any, torch.Tensor | None] = {}  # by where the parameter lies; None: is left out
     wanted = None if only is None else set(only)
     for flat in state.core.flat_groups:
         are_wanted = [wanted is None or not wanted.isdisjoint(names) for names, *_ in flat.slots]
         whole = flat.gather_master() if any(are_wanted) else None
-        for (_, parameter, offset, numel), is_wanted in zip(flat.slots, are_wanted, strict=True) if keeps else ():
-            if whole is None or not is_wanted:
+        for (_, parameter, offset, numel), is_wanted in zip(flat.slots, are_wanted, strict=True):
+            value = whole[offset : offset + numel] if whole is not None and is_wanted else None
+            if value is not None and is_distributed(parameter):
+                value = _of_all_parts(state.parallel, parameter, value, operation)
+            if value is None or not keeps:
                 gathered[_place(parameter)] = None
                 continue
-            value = whole[offset : offset + numel].view(parameter.shape)
+            value = value.view(parameter.shape)
             target = dtype if dtype is not None and value.is_floating_point() else value.dtype
             gathered[_place(parameter)] = value.to(device="cpu", dtype=target, copy=True)
     result: dict[str, torch.Tensor] = {}
@@ -74,8 +80,32 @@ def full_state_dict(
     return result
 
 
+def _of_all_parts(parallel: TensorParallel, parameter: torch.Tensor, own: torch.Tensor, operation: str) -> torch.Tensor:
+    """The whole of a distributed parameter, flat, of this rank's part and those of others. Collective over these."""
+    groups = parallel.splits[parallel.split_of(parameter)]
+    if not groups:
+        return own
+    whole = own.new_zeros(parameter.numel())
+    cut_of(parameter).put(whole, 0, own)
+    for group in groups:
+        whole = _sum_of_bytes(group, operation, whole).to(own.device)
+    return whole
+
+
+def _sum_of_bytes(group: dist.ProcessGroup, operation: str, values: torch.Tensor) -> torch.Tensor:
+    """Where every element is one rank's and zero bytes elsewhere: as bytes, so that it keeps every bit. Collective.
+
+    On the device on which the group moves small tensors.
+    """
+    summed = values.view(torch.uint8).to(collective_device(group))
+    with peers_needed(group, operation):
+        dist.all_reduce(summed, group=group)
+    return summed.view(values.dtype)
+
+
 def _place(value: Any) -> Any:
     """What is the same for a parameter and for other tensors over its memory, as `p.detach()` is one."""
+    value = local_of(value) if isinstance(value, torch.Tensor) else value
     if (
         not isinstance(value, torch.Tensor)
         or value.layout != torch.strided
@@ -120,18 +150,17 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: b
         )
     state = state_of(optimizer._model, operation)
     state.core.join_step()
-    group = state.core.process_group
+    group = state.parallel.everybody
     model = plan_model(state)
     announced = together(group, operation, lambda: local_signatures(optimizer, model))
     plan = plan_optimizer(optimizer_kind(optimizer), [], model, announced)
-    own: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
+    own: dict[tuple[str, str], list[tuple[Cut, int, torch.Tensor]]] = {}
 
     def read_own() -> None:
         if state.core.replica > 0:
             return  # the first replica has the same
-        for name, key, values, start in own_pieces(optimizer):
-            saved_name = model.tensors[model.index_of[name]].name
-            own.setdefault((saved_name, key), []).append((start, values.detach().to("cpu", copy=True)))
+        for name, key, cut, values, start in own_pieces(optimizer, model):
+            own.setdefault((name, key), []).append((cut, start, values.detach().to("cpu", copy=True)))
 
     together(group, operation, read_own)  # a disk may fail on one rank
 
@@ -140,14 +169,11 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, *, rank0_only: b
     for (name, key), index in plan.entries.items():
         shape = plan.shapes[index]
         whole = torch.zeros(shape.numel(), dtype=plan.dtypes[index])
-        for start, values in own.pop((name, key), ()):
-            whole[start : start + values.numel()] = values
-        # Every element is one rank's and zero bytes elsewhere; as bytes, so that the sum keeps every bit.
-        summed = whole.view(torch.uint8).to(collective_device(group))
-        with peers_needed(group, operation):
-            dist.all_reduce(summed, group=group)
+        for cut, start, values in own.pop((name, key), ()):
+            cut.put(whole, start, values)
+        whole = _sum_of_bytes(group, operation, whole)
         if keeps:
-            result.setdefault(name, {})[key] = summed.cpu().view(whole.dtype).view(shape)
+            result.setdefault(name, {})[key] = whole.cpu().view(shape)
     if not keeps:
         return {}
     for name, numbers in plan.numbers.items():
@@ -180,7 +206,7 @@ def load_full_state_dict(
     """
     operation = "load_full_state_dict"
     state = state_of(model, operation)
-    group = state.core.process_group
+    group = state.parallel.everybody
     options = {"strict": str(bool(strict)), "broadcast_from_rank0": str(bool(broadcast_from_rank0))}
     check_same(group, operation, together(group, operation, lambda: options))
     if broadcast_from_rank0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from zeropg._native import _C
 from zeropg.rank_io.agreement import together
 from zeropg.sharding.access import check_replicas, full_parameters
 from zeropg.sharding.state import state_of
+from zeropg.tensor_parallel.distributed import functions_of, is_distributed, local_of
+from zeropg.tensor_parallel.pieces import cut_of
 
 
 def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_plain: Callable[..., Any]) -> Any:
@@ -29,6 +32,7 @@ def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_p
     with full_parameters(model, writable=True):
         state.is_loading = True
         try:
+            state_dict = _with_parts(model, state_dict)
             result = load_plain(state_dict, strict=strict)
             exact = list(_loaded_as_they_are(core, state_dict))
         except Exception as error:
@@ -40,13 +44,37 @@ def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_p
         if failure is not None:
             raise failure
 
-    together(core.process_group, "load_state_dict", check)  # a key may be missing on one rank alone
+    together(state.parallel.everybody, "load_state_dict", check)  # a key may be missing on one rank alone
     core.begin_step()
     try:  # a disk that fails on one rank (masters in a tier) is an error on all
-        together(core.process_group, "load_state_dict", lambda: _load_masters(exact))
+        together(state.parallel.everybody, "load_state_dict", lambda: _load_masters(exact))
     finally:
         is_same = core.end_load()
     check_replicas(core, "load_state_dict", is_same)
+    return result
+
+
+def _with_parts(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The dictionary with DTensors for distributed parameters, of this rank's parts of the whole tensors in it.
+
+    DTensors over the same mesh that are placed otherwise are placed as the parameters are; collective over the mesh.
+    """
+    parts: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        value = state_dict.get(name)
+        if not is_distributed(parameter) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            continue  # torch says what is wrong with it
+        if not is_distributed(value):
+            _, over = functions_of(parameter)
+            parts[name] = over(cut_of(parameter).of(value.detach()))
+        elif value.placements != parameter.placements:  # type: ignore[attr-defined]
+            parts[name] = value.redistribute(parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    if not parts:
+        return state_dict
+    result = OrderedDict(state_dict)
+    result.update(parts)
+    if hasattr(state_dict, "_metadata"):  # the modules' versions
+        result._metadata = state_dict._metadata  # type: ignore[attr-defined]
     return result
 
 
@@ -61,7 +89,10 @@ def _loaded_as_they_are(
         for slot, (names, parameter, _, _) in enumerate(group.slots):
             # As torch does, which copies name after name: the last one stays.
             value = next((state_dict[name] for name in reversed(names) if name in state_dict), None)
-            if value is not None and value.shape == parameter.shape and _is_same(parameter.detach(), value.detach()):
+            if value is None or value.shape != parameter.shape or is_distributed(value) != is_distributed(parameter):
+                continue
+            shown, value = local_of(parameter), local_of(value)
+            if value.shape == shown.shape and _is_same(shown.detach(), value.detach()):
                 yield group, slot, value
 
 

@@ -38,10 +38,15 @@ class TensorParallel:
         """Whether this rank speaks for the others that have whole tensors too."""
         return all(group.rank() == 0 for group in self.dimensions)
 
+    def with_same_part(self, parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+        """This rank's group of each dimension along which ranks have the same part of the parameter."""
+        # By ranks: torch may give a DTensor an older mesh that is equal to its own, with other groups of these ranks.
+        cuts = _split_of(parameter)
+        return [group for group in self.dimensions if not any(_same([group], [cut]) for cut in cuts)]
+
     def is_first_of(self, parameter: torch.Tensor) -> bool:
         """Whether this rank is the first of those, over the dimensions, that have its part of the parameter."""
-        cuts = [group.group_name for group in _split_of(parameter)]
-        return all(group.rank() == 0 for group in self.dimensions if group.group_name not in cuts)
+        return all(group.rank() == 0 for group in self.with_same_part(parameter))
 
     def agree_on_max(self, value: torch.Tensor) -> None:
         """Gives `value` its largest value among the ranks that have the other parts; in place, collective."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropg.tensor_parallel.distributed import follow_dtype, functions_of, groups_around, is_distributed, local_of
+from zeropg.tensor_parallel.distributed import follow_dtype, functions_of, is_distributed, local_of
 from zeropg.tensor_parallel.groups import TensorParallel
 
 # A parameter; its local part and what the core asks torch for, where it is distributed.
@@ -20,10 +20,8 @@ Taken = tuple[nn.Parameter, tuple[torch.Tensor, Callable[..., torch.Tensor], Cal
 def taken(parameter: nn.Parameter, parallel: TensorParallel, param_dtype: torch.dtype | None) -> Taken:
     """Gives ranks that have the same part the first one's values. Collective over them."""
     local = local_of(parameter).detach()
-    cuts = [group.group_name for group in groups_around(parameter, only_split=True)]
-    for group in parallel.dimensions:
-        if group.group_name not in cuts:
-            _broadcast(local, group)
+    for group in parallel.with_same_part(parameter):
+        _broadcast(local, group)
     if not is_distributed(parameter):
         return parameter, None
     dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype

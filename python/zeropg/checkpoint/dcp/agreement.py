@@ -7,13 +7,12 @@ from collections.abc import Sequence, Set
 import torch
 import torch.distributed as dist
 
-from zeropg._native import _C
 from zeropg.checkpoint.match import listed
 from zeropg.rank_io.agreement import collective_device, peers_needed
 
 
 def check_read_alike(
-    core: _C.ShardedModule, operation: str, names: Sequence[str], wanted: Set[int], read: Set[int]
+    group: dist.ProcessGroup, operation: str, names: Sequence[str], wanted: Set[int], read: Set[int]
 ) -> None:
     """Raises ValueError, on every rank, where a tensor was read on one rank and not on another. Collective.
 
@@ -25,11 +24,11 @@ def check_read_alike(
     counts = torch.zeros(len(names), 2, dtype=torch.int32)
     counts[list(read), 0] = 1
     counts[list(wanted - read), 1] = 1
-    counts = counts.to(collective_device(core.process_group))
-    with peers_needed(core.process_group, operation):
-        dist.all_reduce(counts, group=core.process_group)
+    counts = counts.to(collective_device(group))
+    with peers_needed(group, operation):
+        dist.all_reduce(counts, group=group)
     was_read, was_missed = counts.bool().cpu().unbind(1)
-    context = f"[zeropg rank {core.rank}/{core.world_size}] {operation}:"
+    context = f"[zeropg rank {group.rank()}/{group.size()}] {operation}:"
     if was_missed.any() and not was_read.any():
         raise ValueError(
             f"{context} nothing was read: the checkpoint has nothing of this, or the dictionary was not given to "

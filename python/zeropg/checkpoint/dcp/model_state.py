@@ -43,8 +43,8 @@ class ModelState:
             result.update(_extra_states(state.model))
             return digest(plan.described())
 
-        announced = together(state.core.process_group, SAVE, collect)
-        check_same(state.core.process_group, SAVE, [{"the model's tensors (digest)": text} for text in announced])
+        announced = together(state.parallel.everybody, SAVE, collect)
+        check_same(state.parallel.everybody, SAVE, [{"the model's tensors (digest)": text} for text in announced])
         state.settle_writes(SAVE)
         return result
 
@@ -64,10 +64,10 @@ class ModelState:
             state.check_has_own_weights(LOAD)
             loading.append(_Loading(state, plan_model(state), state_dict))
 
-        together(state.core.process_group, LOAD, check)
+        together(state.parallel.everybody, LOAD, check)
         (opened,) = loading
-        check_read_alike(state.core, LOAD, opened.names, opened.wanted, opened.read)
-        load_masters(state.core, LOAD, opened.own_bytes, opened.set, opened.finish)
+        check_read_alike(state.parallel.everybody, LOAD, opened.names, opened.wanted, opened.read)
+        load_masters(state, LOAD, opened.own_bytes, opened.set, opened.finish)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -128,11 +128,13 @@ def _handles(state: ShardedState, plan: ModelPlan) -> dict[str, Any]:
             continue
         if tensor.is_sharded:
             saves, read = saved.get(tensor.name, ((0, 0), _no_values))
+            saves = saves if tensor.is_saved_here else (0, 0)
             loads = loaded.get(tensor.name, (0, 0))
         else:  # every rank has it whole
-            saves, read = (0, numel if state.core.rank == 0 else 0), _reader_of(tensor.value)
+            is_first = state.parallel.everybody.rank() == 0
+            saves, read = (0, numel if is_first else 0), _reader_of(tensor.value)
             loads = (0, numel)
-        part = Part(name, shape, tensor.dtype, saves=saves, loads=loads, read=read, core=state.core)
+        part = Part(name, tensor.cut, tensor.dtype, saves=saves, loads=loads, read=read, state=state)
         result[name] = ShardHandle(part)
     return result
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from zeropg._native import _C
 from zeropg.checkpoint.dcp.agreement import check_read_alike
 from zeropg.checkpoint.dcp.own_copy import own_copy
 from zeropg.checkpoint.dcp.shard_handle import Part, ShardHandle, part_of
@@ -20,7 +19,8 @@ from zeropg.optim.saved_state import StateShard
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.optim.update.entries import is_per_element
 from zeropg.rank_io.agreement import check_same, together
-from zeropg.sharding.state import unchecked_state_of
+from zeropg.sharding.state import ShardedState, unchecked_state_of
+from zeropg.tensor_parallel.pieces import whole
 
 SAVE, LOAD = "dcp_state_dict", "dcp.load"
 # How a program runs its steps, not what they compute: these stay as the program has set them.
@@ -50,14 +50,14 @@ class OptimizerState:
             state.check_modules(SAVE)
             plan = plan_model(state)
             for kept in optimizer.kept_states():
-                if entries := _entries(kept, plan, state.core):
+                if entries := _entries(kept, plan, state):
                     result["state"][plan.tensors[plan.index_of[kept.name]].name] = entries
             result["param_groups"] = self._groups(plan)
             return digest([sorted(group) + group["params"] for group in result["param_groups"]])
 
-        announced = together(state.core.process_group, SAVE, collect)
+        announced = together(state.parallel.everybody, SAVE, collect)
         key = f"the optimizer{own_words(self._name)}'s param_groups (digest)"
-        check_same(state.core.process_group, SAVE, [{key: text} for text in announced])
+        check_same(state.parallel.everybody, SAVE, [{key: text} for text in announced])
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -77,14 +77,14 @@ class OptimizerState:
             loading.append(_Loading(self._optimizer, self._name, plan_model(state), state_dict))
 
         try:
-            together(state.core.process_group, LOAD, check)
+            together(state.parallel.everybody, LOAD, check)
             (opened,) = loading
-            check_read_alike(state.core, LOAD, opened.names, opened.wanted, opened.read)
+            check_read_alike(state.parallel.everybody, LOAD, opened.names, opened.wanted, opened.read)
         except ValueError as error:
             raise ValueError(
                 f"{error}; what stands before the optimizer in the dictionary, such as the model, is loaded already"
             ) from error
-        together(state.core.process_group, LOAD, opened.set)
+        together(state.parallel.everybody, LOAD, opened.set)
 
     def _groups(self, plan: ModelPlan) -> list[dict[str, Any]]:
         groups = []
@@ -196,27 +196,29 @@ def _options(
     ]
 
 
-def _entries(kept: KeptState, plan: ModelPlan, core: _C.ShardedModule) -> dict[str, Any]:
+def _entries(kept: KeptState, plan: ModelPlan, state: ShardedState) -> dict[str, Any]:
     """Handles for one parameter's state: what is there, or what its first step would leave."""
     if unknown := (kept.dtypes.keys() | kept.numbers.keys()) - kept.first.entries.keys():
         raise ValueError(
             f"the optimizer's state of '{kept.name}' has {sorted(unknown)}, which a first step with the options of its "
             "param group does not make, so that a load would not ask for it; use zeropg.save_checkpoint"
         )
-    shape = plan.tensors[plan.index_of[kept.name]].value.shape
+    tensor = plan.tensors[plan.index_of[kept.name]]
     has_state = bool(kept.dtypes or kept.numbers)
-    saves = kept.owned if has_state or kept.first.begins_with_zeros else (0, 0)
+    saves = kept.owned if tensor.is_saved_here and (has_state or kept.first.begins_with_zeros) else (0, 0)
     entries: dict[str, Any] = {}
     for key, first in kept.first.entries.items():
         path = f"{kept.name}/{key}"
         if is_per_element(key, first):
             dtype = kept.dtypes.get(key, first.dtype)
             read = _reader(kept, key) if key in kept.dtypes else _zeros(dtype)
-            entries[key] = ShardHandle(Part(path, shape, dtype, saves=saves, loads=kept.kept, read=read, core=core))
+            entries[key] = ShardHandle(
+                Part(path, tensor.cut, dtype, saves=saves, loads=kept.kept, read=read, state=state)
+            )
         elif isinstance(value := kept.numbers.get(key, first if has_state else _zero(first)), torch.Tensor):
             bounds = (0, 1 if saves[0] < saves[1] else 0)
             read = _number(value.detach().clone())
-            part = Part(path, value.shape, value.dtype, saves=bounds, loads=(0, 1), read=read, core=core)
+            part = Part(path, whole(value.shape), value.dtype, saves=bounds, loads=(0, 1), read=read, state=state)
             entries[key] = ShardHandle(part)
         else:
             entries[key] = value

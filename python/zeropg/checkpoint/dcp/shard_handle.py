@@ -6,6 +6,7 @@ Its planners know tensors that answer `__create_write_items__`, `__create_chunk_
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zeropg._native import _C
 from zeropg.checkpoint.dcp.boxes import Box, boxes_of, covering_rows
+from zeropg.sharding.state import ShardedState
+from zeropg.tensor_parallel.pieces import Cut
 
 Range = tuple[int, int]  # elements [start, stop) in C order
 
@@ -27,28 +29,30 @@ class Part:
     def __init__(
         self,
         name: str,
-        shape: Sequence[int],
+        cut: Cut,
         dtype: torch.dtype,
         *,
         saves: Range,
         loads: Range,
         read: Callable[[int, int], torch.Tensor],
-        core: _C.ShardedModule | None = None,
+        state: ShardedState | None = None,
     ) -> None:
         """
         name: for messages.
+        cut: the part of the tensor of which it is elements.
         read: returns the values of elements [start, stop), flat; a live view or a copy.
-        core: of the model; None for a copy, which nothing changes any more.
+        state: of the model; None for a copy, which nothing changes any more.
         """
         self.name = name
-        self.shape = torch.Size(shape)
+        self.shape = torch.Size(cut.shape)  # of the whole
+        self._cut = cut
         self.dtype = dtype
         self._saves = saves
         self._loads = loads
-        self._fills = covering_rows(shape, *loads) if loads[0] < loads[1] else loads  # what DCP is asked for
+        self._fills = covering_rows(cut.sizes, *loads) if loads[0] < loads[1] else loads  # what DCP is asked for
         self._read = read
-        self._core = core
-        self._steps_before = 0 if core is None else core.steps
+        self._state = state
+        self._steps_before = 0 if state is None else state.core.steps
         self._values: torch.Tensor | None = None  # what a load fills: [fills]
         self._filled = 0  # elements
         self._is_asked_for = False
@@ -56,26 +60,26 @@ class Part:
     # --- what DCP asks ---
 
     def plan_save(self) -> list[Box]:
-        if self._core is not None and self._core.steps != self._steps_before:
+        if self._state is not None and self._state.core.steps != self._steps_before:
             # Values are live, numbers and param groups are of then.
             raise RuntimeError(
                 f"[zeropg] '{self.name}': the optimizer has stepped since this state_dict() was made; make another one "
                 "for each save"
             )
         self._values = None
-        return list(boxes_of(self.shape, *self._saves))
+        return self._boxes(*self._saves)
 
     def plan_load(self) -> list[Box]:
         start, stop = self._fills
         self._values = torch.empty(stop - start, dtype=self.dtype)
         self._filled = 0
         self._is_asked_for = False
-        return list(boxes_of(self.shape, start, stop))
+        return self._boxes(start, stop)
 
     def find(self, offsets: Sequence[int]) -> torch.Tensor:
         """Returns the box at `offsets`: to be written to a file, or to be filled from one."""
         first, last = self._saves if self._values is None else self._fills
-        box = next((each for each in boxes_of(self.shape, first, last) if each.offsets == tuple(offsets)), None)
+        box = next((each for each in self._boxes(first, last) if each.offsets == tuple(offsets)), None)
         if box is None:
             raise ValueError(f"[zeropg] '{self.name}': this rank has no part at {list(offsets)} of it")
         if self._values is None:
@@ -90,6 +94,11 @@ class Part:
         if _kind(values.dtype) != _kind(self.dtype):
             raise ValueError(f"[zeropg] '{self.name}' is {values.dtype} in the checkpoint, here {self.dtype}")
         self._filled += target.numel()
+
+    def _boxes(self, start: int, stop: int) -> list[Box]:
+        """Elements [start, stop) of the part as boxes of the whole."""
+        boxes = boxes_of(self._cut.sizes, start, stop)
+        return [box._replace(offsets=tuple(map(operator.add, box.offsets, self._cut.offsets))) for box in boxes]
 
     # --- what a load asks ---
 
@@ -135,13 +144,13 @@ class Part:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         """Returns a copy on the CPU of what this rank saves, as it is now: what dcp.async_save stages."""
-        if self._core is not None and self._core.world_size > 1:
-            _check_group_of_async_save(self._core)
+        if self._state is not None and self._state.parallel.everybody.size() > 1:
+            _check_group_of_async_save(self._state)
         start, stop = self._saves
         values = self._read(start, stop).detach().to("cpu", copy=True) if start < stop else torch.empty(0)
         return Part(
             self.name,
-            self.shape,
+            self._cut,
             self.dtype,
             saves=self._saves,
             loads=(0, 0),
@@ -244,11 +253,12 @@ def _writes_safetensors() -> bool:
     return getattr(getattr(writer, "serialization_format", None), "name", "") == "SAFETENSORS"
 
 
-def _check_group_of_async_save(core: _C.ShardedModule) -> None:
+def _check_group_of_async_save(state: ShardedState) -> None:
     """Raises RuntimeError where dcp.async_save is to save over the model's own group: collectives are matched by their
     order, and its thread would start them between those of the training."""
     arguments = _locals_of_caller("async_checkpointer_type")
-    if arguments is not None and (arguments.get("process_group") or dist.group.WORLD) is core.process_group:
+    groups = (state.core.process_group, state.parallel.everybody)
+    if arguments is not None and (arguments.get("process_group") or dist.group.WORLD) in groups:
         raise RuntimeError(
             "[zeropg] dcp.async_save: it would communicate in a thread, over the group that the model trains with; "
             "make another with dist.new_group(), once, and pass it as process_group"
