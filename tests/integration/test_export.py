@@ -73,15 +73,19 @@ def shard(model: nn.Module, shards=local_shards) -> nn.Module:
     """Gives the model what an export asks of a sharded one, with `shards` in place of our own."""
     from zeropg.export import save_16bit_weights
     from zeropg.sharding.state import ShardedState
+    from zeropg.tensor_parallel.groups import TensorParallel
 
     class StandIn(ShardedState):
-        def __init__(self) -> None: ...
+        def __init__(self) -> None:
+            self.model = model
+            self.core = SimpleNamespace(process_group=dist.group.WORLD, replica=0, flat_groups=[])
+            self.parallel = TensorParallel(dist.group.WORLD)
 
         def settle_writes(self, operation: str) -> None: ...
 
     save_16bit_weights.local_shards = shards
-    model._zeropg = SimpleNamespace(process_group=dist.group.WORLD, replica=0)
     model._zeropg_state = StandIn()
+    model._zeropg = model._zeropg_state.core
     return model
 
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,8 @@ import torch
 from zeropg._native import _C
 from zeropg.quantization.packed_layer import PackedLayer
 from zeropg.rank_io.directory_path import directory_path
+from zeropg.sharding.state import ShardedState
+from zeropg.tensor_parallel.distributed import is_distributed, placements_text
 
 _EXPORT_DTYPES = (torch.bfloat16, torch.float16)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B|B?)\s*", re.IGNORECASE)
@@ -47,7 +48,7 @@ class ExportPlan:
 
 
 def make_plan(
-    model: torch.nn.Module, directory: str | os.PathLike[str], dtype: torch.dtype, max_shard_size: int | str
+    state: ShardedState, directory: str | os.PathLike[str], dtype: torch.dtype, max_shard_size: int | str
 ) -> ExportPlan:
     """Checks the arguments of `save_16bit_weights` and lays the model's tensors out in files."""
     if not isinstance(dtype, torch.dtype):
@@ -56,7 +57,7 @@ def make_plan(
         raise ValueError(f"dtype is {dtype}, expected a 16-bit one: torch.bfloat16 or torch.float16")
     max_bytes = parse_size(max_shard_size)
     path = directory_path(directory)
-    tensors, aliases = _collect(model, dtype)
+    tensors, aliases = _collect(state, dtype)
     layout = _C.plan_layout(
         names=[tensor.name for tensor in tensors],
         shapes=[list(tensor.value.shape) for tensor in tensors],
@@ -126,8 +127,9 @@ def companion_files(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, byt
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
-def _collect(model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[ExportTensor], dict[str, str]]:
+def _collect(state: ShardedState, dtype: torch.dtype) -> tuple[list[ExportTensor], dict[str, str]]:
     """Returns the tensors in the order of `state_dict()`, and the written name by each other name of a tied one."""
+    model = state.model
     for prefix, module in model.named_modules():
         if has_extra_state(module):
             warnings.warn(f"the extra state of module '{prefix}' is not exported: it is no tensor", stacklevel=2)
@@ -137,6 +139,7 @@ def _collect(model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[ExportTen
         names_of.setdefault(id(value), []).append(name)
         values[id(value)] = value
     tied_patterns = _tied_patterns(model)
+    sharded = {id(parameter) for group in state.core.flat_groups for _, parameter, _, _ in group.slots}
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     packed = {id(m.packed_weight): m for m in model.modules() if isinstance(m, PackedLayer)}
     tensors = []
@@ -148,8 +151,11 @@ def _collect(model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[ExportTen
         written = next((name for name in names if not any(p.search(name) for p in tied_patterns)), names[0])
         if key in packed:  # what takes its place: written with the values that the bytes stand for
             written = written.removesuffix("packed_weight") + "weight"
+            _refuse_part(written, packed[key].packed_weight, "its bytes are of no place of the whole weight")
             tensors.append(ExportTensor(written, packed[key].weight, dtype, packed[key]))
             continue
+        if key not in sharded:
+            _refuse_part(written, values[key], "fully_shard was not given it, so that nobody knows who has which part")
         tensors.append(ExportTensor(written, values[key], _export_dtype(written, values[key], dtype)))
         aliases |= {name: written for name in names if name != written}
     return tensors, aliases
@@ -183,15 +189,12 @@ def _tied_patterns(model: torch.nn.Module) -> list[re.Pattern[str]]:
     return patterns
 
 
-def is_dtensor(value: torch.Tensor) -> bool:
-    """Whether it is a torch.distributed.tensor.DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # importing it takes 1.6 s; whoever made one has done so
-    return module is not None and isinstance(value, module.DTensor)
+def _refuse_part(name: str, value: torch.Tensor, why: str) -> None:
+    if is_distributed(value):
+        raise NotImplementedError(f"'{name}' is a DTensor ({placements_text(value)}), and {why}; export it apart")
 
 
 def _export_dtype(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    if is_dtensor(value):
-        raise NotImplementedError(f"'{name}' is a DTensor; export of tensor-parallel parameters is not supported yet")
     if isinstance(value, torch.nn.Parameter) and value.is_complex():
         raise NotImplementedError(f"'{name}' is {value.dtype}; complex parameters have no 16-bit form in safetensors")
     return dtype if value.is_floating_point() else value.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeropg._native import _C
+from zeropg.export.byte_ranges import byte_ranges
 from zeropg.export.plan import ExportPlan, companion_files, index_json, make_plan
 from zeropg.quantization.packed_layer import PackedLayer
 from zeropg.rank_io.agreement import check_same, collective_device, peers_needed, together
@@ -21,7 +22,8 @@ from zeropg.rank_io.progress import progress
 from zeropg.rank_io.staged_files import StagedFiles
 from zeropg.rank_io.stream import stream_to_first
 from zeropg.sharding.access import local_shards
-from zeropg.sharding.state import unchecked_state_of
+from zeropg.sharding.state import ShardedState, unchecked_state_of
+from zeropg.tensor_parallel.pieces import cut_of
 
 _OPERATION = "save_16bit_weights"
 
@@ -61,26 +63,26 @@ def save_16bit_weights(
         DistBackendError: a rank died.
         Every rank raises the same error, temporary files are removed, the directory holds what it held before.
     """
-    core = getattr(model, "_zeropg", None)
-    if core is None:
+    if getattr(model, "_zeropg", None) is None:
         raise TypeError(
             f"{_OPERATION}: expected a model sharded by zeropg.fully_shard, got {type(model).__name__}; shard it "
             "first, or save a plain module with safetensors.torch.save_model"
         )
-    group: dist.ProcessGroup = core.process_group
+    state = unchecked_state_of(model, _OPERATION)
+    group: dist.ProcessGroup = state.parallel.everybody
     plan: ExportPlan | None = None
 
     def announce() -> dict[str, Any]:
         nonlocal plan
-        plan = make_plan(model, directory, dtype, max_shard_size)
+        plan = make_plan(state, directory, dtype, max_shard_size)
         return {"arguments": plan.arguments, "token": secrets.token_hex(8)}
 
     announced: list[dict[str, Any]] = together(group, _OPERATION, announce)
     assert plan is not None  # otherwise the line above has raised
     check_same(group, _OPERATION, [entry["arguments"] for entry in announced])
-    unchecked_state_of(model, _OPERATION).settle_writes("save_16bit_weights")
+    state.settle_writes("save_16bit_weights")
     files = StagedFiles(plan.directory, plan.layout, announced[0]["token"])
-    export = _Export(model, core, plan, files)
+    export = _Export(state, plan, files)
     try:
         export.run(dtype)
     finally:
@@ -90,12 +92,13 @@ def save_16bit_weights(
 class _Export:
     """One rank's part in one export. `run` is the protocol; every step ends when all ranks have told how it went."""
 
-    def __init__(self, model: torch.nn.Module, core: _C.ShardedModule, plan: ExportPlan, files: StagedFiles) -> None:
+    def __init__(self, state: ShardedState, plan: ExportPlan, files: StagedFiles) -> None:
         self.is_committed = False
-        self._model = model
-        self._core = core
-        self._group: dist.ProcessGroup = core.process_group
-        self._is_in_first_replica = core.replica == 0
+        self._model = state.model
+        self._core = state.core
+        self._parallel = state.parallel
+        self._group: dist.ProcessGroup = state.parallel.everybody
+        self._is_in_first_replica = state.core.replica == 0
         self._plan = plan
         self._files = files
         self._places = plan.layout.places  # a new list in each access
@@ -141,14 +144,16 @@ class _Export:
             index = self._plan.index_of.get(name)
             if index is None and name in names:
                 continue  # the model's _keys_to_ignore_on_save
-            if index is None or flat.numel() != stop - start or stop > self._plan.tensors[index].value.numel():
+            fits = index is not None and stop <= math.prod(cut_of(self._plan.tensors[index].value).sizes)
+            if index is None or not fits or flat.numel() != stop - start:
                 raise RuntimeError(f"the shard [{start}, {stop}) of '{name}' does not fit the model's parameters")
-            yield self._range(index, start, flat)
-            self._written[index] += stop - start
+            if self._parallel.is_first_of(self._plan.tensors[index].value):
+                yield from self._ranges(index, start, flat)
+                self._written[index] += stop - start
 
-    def _range(self, index: int, start: int, flat: torch.Tensor) -> ByteRange:
-        dtype, place = self._plan.tensors[index].dtype, self._places[index]
-        return ByteRange(place.file, place.offset + start * dtype.itemsize, flat, dtype)
+    def _ranges(self, index: int, start: int, flat: torch.Tensor) -> Iterator[ByteRange]:
+        tensor, place = self._plan.tensors[index], self._places[index]
+        return byte_ranges(place.file, place.offset, cut_of(tensor.value), start, flat, tensor.dtype)
 
     def _write_own(self) -> None:
         for part in self._own_ranges():
@@ -171,7 +176,8 @@ class _Export:
         for number, (index, packed) in enumerate(parts):
             if writers[number % len(writers)] == self._group.rank():
                 values = self._packed_layer(index).unpacked(packed, self._plan.tensors[index].dtype).view(-1)
-                self._write(self._range(index, 0, values))
+                for part in self._ranges(index, 0, values):
+                    self._write(part)
                 self._written[index] += values.numel()
 
     def _packed_layer(self, index: int) -> PackedLayer:
@@ -197,6 +203,7 @@ class _Export:
                     f"the ranks wrote {total} of the {tensor.value.numel()} elements of '{tensor.name}'; "
                     "this is a fault of zeropg, please report it"
                 )
-            if total == 0 and self._group.rank() == 0:
-                self._write(self._range(index, 0, tensor.value.detach().reshape(-1)))
+            if total < tensor.value.numel() and self._group.rank() == 0:
+                for part in self._ranges(index, 0, tensor.value.detach().reshape(-1)):
+                    self._write(part)
         self._files.finish()
