@@ -234,19 +234,6 @@ at::Tensor Communicator::gather_values(at::IntArrayRef values, c10::Device devic
   return gather_values_in(groups_.everybody, values, device);
 }
 
-// --- the other parts of tensors ---
-
-std::vector<double> Communicator::gather_over_split(int64_t split, std::vector<double> values, c10::Device device) {
-  for (const RankGroups::Group& group : groups_.splits.at(split)) {
-    const at::Tensor mine = at::tensor(values, at::kDouble).to(device);
-    const at::Tensor all = at::empty({group->getSize() * mine.numel()}, mine.options());
-    wait(watched_.begun(gather(group, all, mine)));
-    const at::Tensor here = all.cpu();
-    values.assign(here.const_data_ptr<double>(), here.const_data_ptr<double>() + here.numel());
-  }
-  return values;
-}
-
 // --- replicas of this rank's slice ---
 
 WorkPointer Communicator::broadcast_to_replicas(const at::Tensor& part) {
@@ -303,6 +290,18 @@ void watch_paths(Communicator& gathers, Communicator& reductions, c10::intrusive
   const auto watch = std::make_shared<PathWatch>(std::move(store), gathers.rank(), gathers.world_size(), fail);
   gathers.watched_calls() = WatchedCalls(watch, PathWatch::kGather);
   reductions.watched_calls() = WatchedCalls(watch, PathWatch::kReduction);
+}
+
+std::vector<double> gather_over_split(Communicator& communicator, int64_t split, std::vector<double> values,
+                                      c10::Device device) {
+  for (const RankGroups::Group& group : communicator.groups().splits.at(split)) {
+    const at::Tensor mine = at::tensor(values, at::kDouble).to(device);
+    const at::Tensor all = at::empty({group->getSize() * mine.numel()}, mine.options());
+    communicator.wait(communicator.watched_calls().begun(gather(group, all, mine)));
+    const at::Tensor here = all.cpu();
+    values.assign(here.const_data_ptr<double>(), here.const_data_ptr<double>() + here.numel());
+  }
+  return values;
 }
 
 }  // namespace zeropg

@@ -87,10 +87,6 @@ class Communicator {
   // Every rank's `values` [n], as [world_size, n] on the CPU. Waits for all of them.
   at::Tensor gather_values(at::IntArrayRef values, c10::Device device);
 
-  // --- the other parts of tensors ---
-  // `values` of this rank and of all that have the other parts in one of RankGroups::splits, in one order on all.
-  std::vector<double> gather_over_split(int64_t split, std::vector<double> values, c10::Device device);
-
   // --- replicas of this rank's slice ---
   c10::intrusive_ptr<c10d::Work> broadcast_to_replicas(const at::Tensor& part);  // the first one's; needs replicas
 
@@ -126,6 +122,11 @@ class Communicator {
   double seconds_ = 0;
   WatchedCalls watched_;  // what it begins and waits for
 };
+
+// `values` of this rank and of all that have the other parts of tensors in one of RankGroups::splits, in one order on
+// all of them, which must call it. Waits for them.
+std::vector<double> gather_over_split(Communicator& communicator, int64_t split, std::vector<double> values,
+                                      c10::Device device);
 
 // Where both are zeropg's, notices that ranks took different paths through the model that gathers over one and reduces
 // over the other (Note [Different paths]). `store`: of this model alone; null: nothing is watched. Collective.

@@ -22,11 +22,11 @@ at::Tensor in_shape(const at::Tensor& values, at::IntArrayRef sizes) {
 // --- while autograd accumulates ---
 
 bool GradView::is_watched() const {
-  return accumulator_ != nullptr && accumulator_ == torch::autograd::impl::try_get_grad_accumulator(parameter_);
+  return accumulator_ != nullptr && accumulator_ == torch::autograd::impl::try_get_grad_accumulator(tensors_.parameter);
 }
 
 void GradView::watch(std::function<void()> before, std::function<void()> after) {
-  accumulator_ = torch::autograd::impl::grad_accumulator(parameter_);
+  accumulator_ = torch::autograd::impl::grad_accumulator(tensors_.parameter);
   accumulator_->add_pre_hook(std::make_unique<LambdaPreHook>(std::move(before)));
   accumulator_->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
       [after = std::move(after)](const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
@@ -43,19 +43,19 @@ bool GradView::will_accumulate() const {
 
 void GradView::take_away() {
   if (is_shown()) {
-    taken_away_ = std::exchange(parameter_.mutable_grad(), at::Tensor());
+    taken_away_ = std::exchange(tensors_.parameter.mutable_grad(), at::Tensor());
   }
-  auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter_);
+  auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensors_.parameter);
   if (hook != nullptr) {
     users_hook_ = std::move(hook);
   }
 }
 
-void GradView::put_back() { parameter_.mutable_grad() = std::exchange(taken_away_, at::Tensor()); }
+void GradView::put_back() { tensors_.parameter.mutable_grad() = std::exchange(taken_away_, at::Tensor()); }
 
 void GradView::give_hook_back() {
   if (users_hook_ != nullptr) {
-    auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter_);
+    auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensors_.parameter);
     if (hook == nullptr) {
       hook = std::move(users_hook_);
     }
@@ -64,30 +64,21 @@ void GradView::give_hook_back() {
 }
 
 void GradView::run_hook() const {
-  const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter_);
+  const auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensors_.parameter);
   if (hook != nullptr) {
-    (*hook)(parameter_);
+    (*hook)(tensors_.parameter);
   }
 }
 
 // --- between backwards ---
 
-at::Tensor GradView::local_gradient() const {
-  return tensors_.distributed == nullptr ? gradient() : tensors_.distributed->local_of(gradient());
-}
-
 at::Tensor GradView::lock() const { return at::Tensor(shown_.lock()); }
-
-// What the program sees where `local` is the gradient.
-at::Tensor GradView::shown_over(const at::Tensor& local) const {
-  return tensors_.distributed == nullptr ? local : tensors_.distributed->over(local);
-}
 
 void GradView::put(const at::Tensor& tensor, const at::Tensor& local) {
   shown_ = WeakTensor(tensor.getIntrusivePtr());
   storage_ = local.storage().unsafeGetStorageImpl();
   offset_ = local.storage_offset();
-  parameter_.mutable_grad() = tensor;  // Python's setter would refuse another dtype
+  tensors_.parameter.mutable_grad() = tensor;  // Python's setter would refuse another dtype
 }
 
 void GradView::show(const at::Tensor& values) {
@@ -95,8 +86,8 @@ void GradView::show(const at::Tensor& values) {
   const at::Tensor before = lock();
   const bool is_same = before.defined() && has_own_data(before) &&
                        values.storage().unsafeGetStorageImpl() == storage_ && values.storage_offset() == offset_;
-  const at::Tensor local = is_same ? values : in_shape(values, sizes_);
-  put(is_same ? before : shown_over(local), local);
+  const at::Tensor local = is_same ? values : in_shape(values, tensors_.local.sizes());
+  put(is_same ? before : tensors_.over(local), local);
 }
 
 void GradView::show_unreadable(const std::string& message) {
@@ -108,8 +99,8 @@ void GradView::show_unreadable(const std::string& message) {
 }
 
 void GradView::make_handle(const std::string& message) {
-  handle_data_ = make_unreadable(sizes_, tensors_.local.options(), message);
-  handle_ = shown_over(handle_data_);
+  handle_data_ = make_unreadable(tensors_.local.sizes(), tensors_.local.options(), message);
+  handle_ = tensors_.over(handle_data_);
 }
 
 void GradView::show_sharded(const std::string& name) {
@@ -139,7 +130,7 @@ void GradView::forget() {
 
 void GradView::show_full(const at::Tensor& values) {
   is_full_ = true;
-  parameter_.mutable_grad() = shown_over(values.view(sizes_));
+  tensors_.parameter.mutable_grad() = tensors_.over(values.view(tensors_.local.sizes()));
 }
 
 void GradView::abandon(bool had_gradient, const std::string& name) {
@@ -147,7 +138,7 @@ void GradView::abandon(bool had_gradient, const std::string& name) {
     put_back();
   }
   if (is_full_ || is_shown()) {
-    parameter_.mutable_grad().reset();
+    tensors_.parameter.mutable_grad().reset();
     if (had_gradient) {
       show_lost(name);
     }
@@ -156,7 +147,7 @@ void GradView::abandon(bool had_gradient, const std::string& name) {
 }
 
 bool GradView::is_shown() const {
-  const at::Tensor& gradient = parameter_.grad();
+  const at::Tensor& gradient = tensors_.parameter.grad();
   return gradient.defined() && !shown_.expired() && gradient.unsafeGetTensorImpl() == shown_._unsafe_get_target() &&
          has_own_data(gradient);
 }
@@ -166,13 +157,13 @@ bool GradView::is_shown() const {
 bool GradView::has_own_data(const at::Tensor& shown) const {
   return tensors_.distributed != nullptr ||
          (shown.has_storage() && shown.storage().unsafeGetStorageImpl() == storage_ &&
-          shown.storage_offset() == offset_ && shown.sizes() == sizes_ && shown.is_contiguous());
+          shown.storage_offset() == offset_ && shown.sizes() == tensors_.local.sizes() && shown.is_contiguous());
 }
 
 void GradView::move_to(const at::Tensor& values) const {
   at::Tensor shown = lock();
   if (shown.defined()) {
-    const at::Tensor tensor = tensors_.distributed == nullptr ? shown : tensors_.distributed->local_of(shown);
+    const at::Tensor tensor = tensors_.local_of(shown);
     tensor.set_data(in_shape(values, tensor.sizes()));
     storage_ = tensor.storage().unsafeGetStorageImpl();
     offset_ = tensor.storage_offset();

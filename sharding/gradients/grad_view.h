@@ -18,7 +18,6 @@
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "sharding/parameters/parameter_tensors.h"
 
@@ -26,12 +25,9 @@ namespace zeropg {
 
 class GradView {
  public:
-  explicit GradView(ParameterTensors tensors)
-      : tensors_(std::move(tensors)), parameter_(tensors_.parameter), sizes_(tensors_.local.sizes().vec()) {}
+  explicit GradView(ParameterTensors tensors) : tensors_(std::move(tensors)) {}
 
-  const at::Tensor& gradient() const { return parameter_.grad(); }
-  // Of a distributed parameter this rank's part of it, [local sizes], which may communicate; otherwise the same.
-  at::Tensor local_gradient() const;
+  const at::Tensor& gradient() const { return tensors_.parameter.grad(); }
 
   // Whether hooks are on what accumulates into the parameter now: torch makes a new accumulator where a parameter's
   // data was set (p.set_(), another dtype and back).
@@ -82,16 +78,13 @@ class GradView {
   using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
 
   at::Tensor lock() const;
-  at::Tensor shown_over(const at::Tensor& local) const;
   bool has_own_data(const at::Tensor& shown) const;
   void make_handle(const std::string& message);
   void put(const at::Tensor& tensor, const at::Tensor& local);
   void show_unreadable(const std::string& message);
 
   ParameterTensors tensors_;
-  at::Tensor parameter_;        // as the program has it
-  std::vector<int64_t> sizes_;  // of the local one
-  Accumulator accumulator_;     // the parameter holds it weakly, the hooks live on it
+  Accumulator accumulator_;  // the parameter holds it weakly, the hooks live on it
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> users_hook_;  // held back
   WeakTensor shown_{at::Tensor().getIntrusivePtr()};
   at::Tensor handle_;       // keeps an unreadable tensor for the next time

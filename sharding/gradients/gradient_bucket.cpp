@@ -62,7 +62,7 @@ void GradientBucket::take(GradientSlot& slot, bool synchronize) {
     open(synchronize);
   }
   at::Tensor home = gradient_.collected(*slot.place);
-  const at::Tensor gradient = dense(slot.view.local_gradient()).reshape({-1});
+  const at::Tensor gradient = dense(slot.place->tensors.local_of(slot.view.gradient())).reshape({-1});
   if (slot.is_filled) {
     home.add_(gradient);
   } else {
@@ -176,7 +176,7 @@ void GradientBucket::drop(GradientSlot& slot) {
 }
 
 void GradientBucket::replace(GradientSlot& slot) {
-  const at::Tensor values = dense(slot.view.local_gradient().detach()).reshape({-1});
+  const at::Tensor values = dense(slot.place->tensors.local_of(slot.view.gradient()).detach()).reshape({-1});
   if (gradient_.is_open()) {  // not reduced yet: it takes the place of the sum so far
     drop(slot);
     gradient_.collected(*slot.place).copy_(values);

@@ -95,7 +95,7 @@ double GradientAccess::clip_norm(double max_norm, double norm_type, bool error_i
   std::map<int64_t, std::vector<double>> of_parts;  // by split: what this rank's parts of tensors contribute
   for (int64_t shard = 0; shard < everybodys.numel() / (count + 2); ++shard, row += count + 2) {
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t split = units_.flats()[trainable[i]]->split();
+      const int64_t split = units_.flats()[trainable[i]]->slots().front().split;
       (split == 0 ? contributions : of_parts[split]).push_back(row[i]);
     }
     TORCH_CHECK_VALUE(std::memcmp(row + count, mine.const_data_ptr<double>() + count, 2 * sizeof(double)) == 0,
@@ -104,7 +104,7 @@ double GradientAccess::clip_norm(double max_norm, double norm_type, bool error_i
                       " on another; expected the same on every rank, and no gradient was changed.");
   }
   for (auto& [split, values] : of_parts) {
-    const auto all = communicator_.gather_over_split(split, std::move(values), units_.flats().front()->device());
+    const auto all = gather_over_split(communicator_, split, std::move(values), units_.flats().front()->device());
     contributions.insert(contributions.end(), all.begin(), all.end());
   }
   const double norm = combine_norms(contributions, norm_type);

@@ -63,7 +63,6 @@ FlatParameter::FlatParameter(std::string unit_name, std::vector<Source> sources,
       is_encoded_(sources.front().is_encoded),
       may_send_differences_(is_encoded_ && options.weights.codec != nullptr && options.stage.shards_optimizer &&
                             !options.stage.shards_parameters && world_size > 1),
-      split_(sources.front().split),
       rank_(rank),
       sources_(std::move(sources)) {
   if (!is_trainable_) {
@@ -93,7 +92,7 @@ at::Tensor FlatParameter::take_over(const std::vector<ParameterTensors>& of_unit
     values.narrow(0, offset, numel).copy_(parameter.detach().reshape({-1}));
     slots_.push_back({source.names, tensors, source.sizes, offset, numel,
                       ParameterStorage(parameter, dtype_, sharded_message(source.names.front())),
-                      source.is_renormalized});
+                      source.is_renormalized, source.split});
   }
   return values;
 }

@@ -30,6 +30,7 @@ struct ParameterSlot {
   int64_t numel = 0;
   ParameterStorage storage;
   bool is_renormalized = false;  // forwards of different ranks write different elements: Embedding(max_norm=)
+  int64_t split = 0;             // which of RankGroups::splits has the other parts of its tensor; 0: it is whole
 
   const at::Tensor& parameter() const { return tensors.parameter; }
   bool has_gradient() const { return parameter().grad().defined(); }
@@ -86,8 +87,6 @@ class FlatParameter {
   bool is_trainable() const { return is_trainable_; }
   // Whether codecs of ShardingOptions encode what travels of it; otherwise it travels as it is.
   bool is_encoded() const { return is_encoded_; }
-  // Which of RankGroups::splits has the other parts of its tensors; 0: they are whole.
-  int64_t split() const { return split_; }
   // Whether the parameter itself is the master (no separate copy of higher precision).
   bool is_own_master() const { return dtype_ == master_dtype_ && !sends_differences(); }
   // Whether steps travel as encoded differences between the masters and the replica that every rank has
@@ -129,7 +128,6 @@ class FlatParameter {
   bool is_trainable_;
   bool is_encoded_;
   bool may_send_differences_;
-  int64_t split_;
   int64_t rank_;
   FlatLayout layout_;
   std::vector<Source> sources_;  // until they are taken over

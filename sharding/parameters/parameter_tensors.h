@@ -26,6 +26,15 @@ struct ParameterTensors {
   ParameterTensors(const at::Tensor& plain) : parameter(plain), local(plain) {}  // NOLINT(google-explicit-constructor)
   ParameterTensors(at::Tensor parameter, at::Tensor local, std::shared_ptr<const DistributedTensor> distributed)
       : parameter(std::move(parameter)), local(std::move(local)), distributed(std::move(distributed)) {}
+
+  // Of a gradient of the parameter, or what stands for it, this rank's part, [local sizes]; may communicate.
+  at::Tensor local_of(const at::Tensor& gradient) const {
+    return distributed == nullptr ? gradient : distributed->local_of(gradient);
+  }
+  // What the program sees where `values` [local sizes] is this rank's part of a gradient.
+  at::Tensor over(const at::Tensor& values) const {
+    return distributed == nullptr ? values : distributed->over(values);
+  }
 };
 
 }  // namespace zeropg
