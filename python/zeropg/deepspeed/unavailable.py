@@ -56,7 +56,7 @@ _INFERENCE = (
 _MIXTURES = (
     "pass a mixture of experts of your own; ranks may take different paths through it, without expert parallelism"
 )
-_SPLITS = "an engine splits no tensor over ranks; split by torch.distributed.tensor.parallel and use zeropg.fully_shard(mesh=)"
+_SPLITS = "an engine splits no tensor over ranks; zeropg.fully_shard(mesh=) shards beside torch's tensor parallelism"
 _SEQUENCES = "sequences are not split over ranks; use torch's context_parallel over zeropg's groups"
 _KERNELS = "zeropg builds no operators; use torch.nn's modules and scaled_dot_product_attention"
 _FLOPS = "use the configuration's block flops_profiler, or torch.utils.flop_counter"
