@@ -25,6 +25,7 @@ ORDER = [
     "backend",
     "compression",
     "sharding",
+    "tensor_parallel",
     "deepspeed",
     "train",
     "tools",
@@ -42,6 +43,8 @@ SMOKE = (
     "backend/process_group",
     "sharding/module/test_same_losses.py",
     "sharding/uses/test_uses.py",
+    "tensor_parallel/test_train.py",
+    "tensor_parallel/test_programs.py",
     "integration/test_ddp.py",
     "integration/test_fsdp2.py",
 )
