@@ -30,25 +30,23 @@ class Part(NamedTuple):
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    is_first: bool  # of the ranks that have these same elements
 
 
 def part_of(tensor: torch.Tensor) -> Part:
     """Of a tensor that `check_distributed` has accepted, or a plain one."""
     if not is_distributed(tensor):
-        return Part((0,) * tensor.dim(), tuple(tensor.shape), True)
+        return Part((0,) * tensor.dim(), tuple(tensor.shape))
     mesh, coordinate = _mesh(tensor), _coordinate(tensor)
-    offsets, sizes, is_first = [0] * tensor.dim(), list(tensor.shape), True
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     for size, place, placement in zip(mesh.shape, coordinate, _placements(tensor), strict=True):
         if placement.is_replicate():
-            is_first = is_first and place == 0
             continue
         dim = placement.dim % tensor.dim()
         chunk = -(-sizes[dim] // size)  # as torch.chunk cuts
         start = min(place * chunk, sizes[dim])
         offsets[dim] += start
         sizes[dim] = min(chunk, sizes[dim] - start)
-    return Part(tuple(offsets), tuple(sizes), is_first)
+    return Part(tuple(offsets), tuple(sizes))
 
 
 def placements_text(tensor: torch.Tensor) -> str:

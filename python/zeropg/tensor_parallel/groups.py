@@ -33,11 +33,6 @@ class TensorParallel:
         own = _split_of(parameter)
         return next(i for i, groups in enumerate(self.splits) if _same(groups, own))
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank speaks for the others that have whole tensors too."""
-        return all(group.rank() == 0 for group in self.dimensions)
-
     def with_same_part(self, parameter: torch.Tensor) -> list[dist.ProcessGroup]:
         """This rank's group of each dimension along which ranks have the same part of the parameter."""
         # By ranks: torch may give a DTensor an older mesh that is equal to its own, with other groups of these ranks.
