@@ -37,6 +37,10 @@ def save_checkpoint(
     a mesh that replicates those of the first replica do. Ranks that do not see the directory (no shared file system)
     send their part to rank 0.
 
+    Beside tensor parallelism all ranks of all dimensions save together: the files have the whole tensors that DTensors
+    are parts of, each element once, and the manifest says how they were placed. Such a checkpoint loads at any size of
+    either dimension, and without tensor parallelism; so does one that was saved without it.
+
     Saving into the same directory again replaces the checkpoint in it, by one rename after everything is on the disk:
     whoever looks, at any moment and after any crash, finds the older checkpoint whole or the newer one. Until then both
     take up space. To keep several, give each a directory of its own. Other files in the directory stay.
@@ -64,6 +68,8 @@ def save_checkpoint(
     Raises:
         TypeError: an argument does not fit; for `extra` the message names the place in the structure.
         ValueError: an argument differs between ranks.
+        NotImplementedError: a DTensor is a buffer or one of `ignored_params`, or compression owes something to parts of
+            tensors.
         OSError: a file could not be written on some rank; the message names rank, path, offset and errno.
         DistBackendError: a rank died.
         Every rank raises the same error, and the directory holds the checkpoint that it held before.

@@ -42,6 +42,7 @@ from zeropg.rank_io.progress import progress
 from zeropg.rank_io.store_agreement import StoreAgreement, patience_of, store_of
 from zeropg.rank_io.stream import stream_to_first
 from zeropg.sharding.state import ShardedState
+from zeropg.tensor_parallel.distributed import is_distributed, placements_text
 
 OPERATION = "save_checkpoint"
 # Small: a chunk in which the parts of two ranks meet is read by both.
@@ -153,11 +154,11 @@ class Save:
         if not self._state.parallel.dimensions:
             return
         if saved_residuals(self._state.core) is not None or saved_debts(self._optimizers) is not None:
-            name, text = next(iter(plan.placements().items()))
+            part = next(tensor for tensor in plan.tensors if is_distributed(tensor.value))
             raise NotImplementedError(
-                f"compression owes something to gradients or momenta, and the model is tensor-parallel: '{name}' is a "
-                f"DTensor ({text}); a checkpoint holds debts to whole tensors only: train without compression, or "
-                "without tensor parallelism"
+                "compression owes something to gradients or momenta, and the model is tensor-parallel: "
+                f"'{part.name}' is a DTensor ({placements_text(part.value)}); a checkpoint holds debts to whole "
+                "tensors only: train without compression, or without tensor parallelism"
             )
 
     def _samples(self, plan: ModelPlan) -> str:

@@ -29,13 +29,15 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Returns the model's state dict with whole tensors on the CPU. All ranks must call.
 
-    Parameters come from the masters. Tied parameters share one tensor. One flat parameter is gathered at a time.
+    Parameters come from the masters; those that are DTensors come whole, as plain tensors. Tied parameters share one
+    tensor. One flat parameter is gathered at a time.
 
     Args:
         model: a module that `fully_shard` has sharded, in any stage.
         dtype: floating parameters that are sharded are cast to it; default: the masters' dtypes. Buffers and ignored
             parameters keep their own, in which the model computes with them.
-        rank0_only: True: all ranks but rank 0 of the group return {}. False: every rank returns everything.
+        rank0_only: True: all ranks but rank 0 of the group (beside tensor parallelism: of all ranks) return {}. False:
+            every rank returns everything.
         only: names of parameters, the same on every rank; other parameters are neither gathered nor returned (LoRA's
             frozen base, say). Flat parameters that hold one of them are gathered whole. Default: all.
 
@@ -194,7 +196,8 @@ def load_full_state_dict(
 
     Args:
         model: a module that `fully_shard` has sharded, in any stage.
-        state_dict: whole tensors under the model's names, the same on every rank.
+        state_dict: whole tensors under the model's names, the same on every rank. Of those for DTensors each rank takes
+            its part.
         strict: whether missing and unexpected entries are an error.
         broadcast_from_rank0: only rank 0's dict is read, and must hold tensors only; the other ranks may pass {}. They
             hold a piece of some MiB at a time, unless a module loads in a way of its own (hooks, extra state).

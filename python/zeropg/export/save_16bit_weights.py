@@ -46,9 +46,10 @@ def save_16bit_weights(
     A weight that `quantize_frozen` has packed is written under its own name, with the values that its bytes stand for,
     so that plain models load it; such weights are gathered packed, and unpacked one at a time.
 
-    Every rank writes its own byte ranges (on a mesh that replicates, those of the first replica do); none needs more
-    memory than its shard and 4 MiB. Ranks that do not see the directory (no shared file system) send their part to rank
-    0. An older export in the directory stays whole until this one is complete, and stays when anything fails.
+    Every rank writes its own byte ranges (on a mesh that replicates, those of the first replica do), also of the whole
+    tensors that DTensors are parts of; none needs more memory than its shard and 4 MiB. Ranks that do not see the
+    directory (no shared file system) send their part to rank 0. An older export in the directory stays whole until this
+    one is complete, and stays when anything fails.
 
     Args:
         model: a module that `fully_shard` has sharded, in any stage.

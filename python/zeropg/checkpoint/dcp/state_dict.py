@@ -25,6 +25,7 @@ def dcp_state_dict(model: nn.Module, optimizer: Optimizers | None = None) -> dic
 
     - Parameters are the masters, in their precision. Tied ones stand under each of their names. Other floating dtypes
       are cast, other kinds of dtypes are refused.
+    - Of parameters that are DTensors it has the whole tensors, too; give dcp.save and dcp.load all ranks' group.
     - The optimizer's state has the layout of torch's get_optimizer_state_dict, by parameter names.
     - A load holds this rank's elements twice until every rank has read its own, so one that fails leaves what it was
       reading (model or optimizer) as it was; what stands before that in the dictionary is loaded by then.
