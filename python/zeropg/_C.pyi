@@ -463,9 +463,7 @@ class ShardedModule:
     """The core of a sharded model."""
     def __init__(
         self,
-        units: Sequence[
-            tuple[str, Sequence[tuple[Sequence[str], Sequence[int], torch.dtype, bool, bool, bool, int]]]
-        ],
+        units: Sequence[tuple[str, Sequence[tuple[Sequence[str], Sequence[int], torch.dtype, bool, bool, bool, int]]]],
         device: torch.device,
         order: Sequence[int],
         take: Callable[[int], Sequence[tuple[torch.Tensor, Any]]],

@@ -165,7 +165,7 @@ class Division:
                 if id(parameter) in ids and is_distributed(parameter):
                     raise NotImplementedError(
                         f"[zeropg] shard_optimizer: {type(self._optimizer).__name__} needs {names[0]!r} whole, and it "
-                        f"is a DTensor ({placements_text(parameter)}) of which each rank has a part; use an "
+                        f"is a DTensor ({placements_text(parameter)}), which such optimizers do not step; use an "
                         "elementwise optimizer such as AdamW for it, in an optimizer or a param group of its own"
                     )
 
