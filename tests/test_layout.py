@@ -202,7 +202,7 @@ ALLOWED_PYTHON: dict[str, set[str]] = {
     "backend": {"_native", "rank_io", "compression"},
     "flight_recorder": {"backend"},
     "partial": {"_native", "rank_io", "backend"},
-    "tensor_parallel": {"_native", "backend"},
+    "tensor_parallel": {"_native", "rank_io", "backend"},
     "sharding": {"_native", "compression", "rank_io", "backend", "tensor_parallel"},
     "optim": {"_native", "compression", "rank_io", "tensor_parallel", "sharding"},
     "export": {"_native", "quantization", "rank_io", "tensor_parallel", "sharding"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,6 +105,17 @@ def test_what_programs_write_counts() -> None:
         assert equal(after["blocks.1.down.weight"], 2 * before["blocks.1.down.weight"])
         assert equal(after["embedding.weight"], before["embedding.weight"] + 1)
         assert stage == 3 or (after["blocks.0.up.bias"] == 5).all()
+
+
+@on_ranks(4)
+def test_a_conflict_in_one_part_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    mesh = make_mesh(2, 2)
+    model = make_sharded(mesh, stage=1)
+    with torch.no_grad():
+        local = model.blocks[0].up.weight.to_local()
+        local[0, 0] = dist.get_rank() if mesh["tp"].get_local_rank() == 1 else 7
+    with raises(RuntimeError, "different values", "blocks.0.up.weight"):
+        zeropg.save_checkpoint(tmp_path, model)
 
 
 @on_ranks(4)

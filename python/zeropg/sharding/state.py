@@ -178,7 +178,7 @@ class ShardedState:
         self._check_not_absorbed(operation)
         self.pay_visit()
         with self.forwards_aside():
-            self.core.settle_writes(operation)
+            self.parallel.together(operation, lambda: self.core.settle_writes(operation))
 
     def _run_functional(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside torch.func.functional_call with tensors for all parameters: ours are not used."""

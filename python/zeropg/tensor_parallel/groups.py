@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from zeropg._native import _C
 from zeropg.backend import group_across
+from zeropg.rank_io.agreement import together
 from zeropg.tensor_parallel.distributed import groups_around, placements_text
 
 
@@ -42,6 +43,13 @@ class TensorParallel:
     def is_first_of(self, parameter: torch.Tensor) -> bool:
         """Whether this rank is the first of those, over the dimensions, that have its part of the parameter."""
         return all(group.rank() == 0 for group in self.with_same_part(parameter))
+
+    def together(self, operation: str, action: Callable[[], None]) -> None:
+        """Runs what is collective over the ranks of one part; what it raises is raised on all ranks. Collective."""
+        if self.dimensions:
+            together(self.everybody, operation, action)
+        else:
+            action()
 
     def agree_on_max(self, value: torch.Tensor) -> None:
         """Gives `value` its largest value among the ranks that have the other parts; in place, collective."""
