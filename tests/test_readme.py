@@ -123,7 +123,13 @@ def test_offload_runs(tmp_path: Path) -> None:
 
 
 def test_hybrid_sharding_runs(tmp_path: Path) -> None:
-    program = [PLAIN_MODEL, "nodes, ranks_per_node = 1, 2", snippet("init_device_mesh"), STEP]
+    program = [PLAIN_MODEL, "nodes, ranks_per_node = 1, 2", snippet("(nodes, ranks_per_node)"), STEP]
+    run_on_two_ranks("\n".join(program), tmp_path)
+
+
+def test_tensor_parallelism_runs(tmp_path: Path) -> None:
+    model = "model = torch.nn.Sequential()\nmodel.up, model.down = torch.nn.Linear(64, 32), torch.nn.Linear(32, 64)"
+    program = [PLAIN_MODEL, model, "dp, tp = 1, 2", snippet("parallelize_module"), STEP]
     run_on_two_ranks("\n".join(program), tmp_path)
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _IncompatibleKeys
 
 from zeropg.checkpoint.load_masters import Advance, load_masters
-from zeropg.checkpoint.plan import plan_model
+from zeropg.checkpoint.plan import refuse_unknown_parts
 from zeropg.checkpoint.structure import dtype_name, dtype_of
 from zeropg.checkpoint.values import put_whole
 from zeropg.export.plan import named_tensors
@@ -50,7 +50,7 @@ def load_from_rank0(state: ShardedState, state_dict: Mapping[str, torch.Tensor],
     state.check_may_write(_OPERATION)
     state.check_has_own_weights(_OPERATION)
     here = dict(named_tensors(state.model))
-    plan_model(state)  # for what it refuses
+    refuse_unknown_parts(state)
     names = _compare(state.model, here, entries, strict)
     own_bytes = sum(entry.numel * entry.dtype.itemsize for entry in entries) // state.core.shards
 

@@ -105,6 +105,7 @@ def plan_model(state: ShardedState, *, exclude_frozen: bool = False) -> ModelPla
     Raises NotImplementedError for a DTensor that is not sharded.
     """
     master_dtypes = {id(p): group.master_dtype for group in state.core.flat_groups for _, p, _, _ in group.slots}
+    refuse_unknown_parts(state)
     names_of: dict[int, list[str]] = {}
     values: dict[int, torch.Tensor] = {}
     for name, value in named_tensors(state.model):
@@ -114,12 +115,6 @@ def plan_model(state: ShardedState, *, exclude_frozen: bool = False) -> ModelPla
     for index, (key, names) in enumerate(names_of.items()):
         value = values[key]
         is_sharded = key in master_dtypes
-        if is_distributed(value) and not is_sharded:
-            raise NotImplementedError(
-                f"'{names[0]}' is a DTensor that fully_shard was not given (a buffer, or named in ignored_params), of "
-                "which nobody knows who has which part; save the module that holds it apart, with "
-                "torch.distributed.checkpoint"
-            )
         dtype = master_dtypes.get(key, value.dtype)
         saves = state.parallel.is_first_of(value)
         tensors.append(ModelTensor(names[0], value, dtype, is_sharded, cut_of(value), saves))
@@ -134,6 +129,18 @@ def plan_model(state: ShardedState, *, exclude_frozen: bool = False) -> ModelPla
         {name: tensors[i].name for name, i in index_of.items() if i in kept_set and name != tensors[i].name},
     )
     return ModelPlan(tensors, index_of, layout, dict(zip(kept, layout.places, strict=True)))
+
+
+def refuse_unknown_parts(state: ShardedState) -> None:
+    """Raises NotImplementedError for a DTensor that is not sharded."""
+    sharded = {id(p) for group in state.core.flat_groups for _, p, _, _ in group.slots}
+    for name, value in named_tensors(state.model):
+        if is_distributed(value) and id(value) not in sharded:
+            raise NotImplementedError(
+                f"'{name}' is a DTensor that fully_shard was not given (a buffer, or named in ignored_params), of "
+                "which nobody knows who has which part; save the module that holds it apart, with "
+                "torch.distributed.checkpoint"
+            )
 
 
 def refuse_parts(plan: ModelPlan, instead: str) -> None:
