@@ -105,7 +105,6 @@ def plan_model(state: ShardedState, *, exclude_frozen: bool = False) -> ModelPla
     Raises NotImplementedError for a DTensor that is not sharded.
     """
     master_dtypes = {id(p): group.master_dtype for group in state.core.flat_groups for _, p, _, _ in group.slots}
-    refuse_unknown_parts(state)
     names_of: dict[int, list[str]] = {}
     values: dict[int, torch.Tensor] = {}
     for name, value in named_tensors(state.model):
@@ -115,6 +114,8 @@ def plan_model(state: ShardedState, *, exclude_frozen: bool = False) -> ModelPla
     for index, (key, names) in enumerate(names_of.items()):
         value = values[key]
         is_sharded = key in master_dtypes
+        if not is_sharded:
+            _refuse_unknown_part(names[0], value)
         dtype = master_dtypes.get(key, value.dtype)
         saves = state.parallel.is_first_of(value)
         tensors.append(ModelTensor(names[0], value, dtype, is_sharded, cut_of(value), saves))
@@ -135,12 +136,16 @@ def refuse_unknown_parts(state: ShardedState) -> None:
     """Raises NotImplementedError for a DTensor that is not sharded."""
     sharded = {id(p) for group in state.core.flat_groups for _, p, _, _ in group.slots}
     for name, value in named_tensors(state.model):
-        if is_distributed(value) and id(value) not in sharded:
-            raise NotImplementedError(
-                f"'{name}' is a DTensor that fully_shard was not given (a buffer, or named in ignored_params), of "
-                "which nobody knows who has which part; save the module that holds it apart, with "
-                "torch.distributed.checkpoint"
-            )
+        if id(value) not in sharded:
+            _refuse_unknown_part(name, value)
+
+
+def _refuse_unknown_part(name: str, value: torch.Tensor) -> None:
+    if is_distributed(value):
+        raise NotImplementedError(
+            f"'{name}' is a DTensor that fully_shard was not given (a buffer, or named in ignored_params), of which "
+            "nobody knows who has which part; save the module that holds it apart, with torch.distributed.checkpoint"
+        )
 
 
 def refuse_parts(plan: ModelPlan, instead: str) -> None:
