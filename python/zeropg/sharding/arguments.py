@@ -116,7 +116,7 @@ def check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
 
 
 def _averages_gradients(module: nn.Module) -> bool:
-    """Whether it is one of torch's wrappers; FSDP2's parameters are DTensors, which are refused as such."""
+    """Whether it is one of torch's wrappers; FSDP2's parameters are DTensors over the same ranks, refused as such."""
     names = {cls.__name__ for cls in type(module).__mro__}  # FSDP's module is slow to import
     return isinstance(module, DistributedDataParallel) or "FullyShardedDataParallel" in names
 
