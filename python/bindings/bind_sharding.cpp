@@ -223,6 +223,7 @@ void bind_sharding(py::module_& m) {
       .def_readonly("everybody", &RankGroups::everybody)
       .def_readwrite("splits", &RankGroups::splits,
                      "By split, the groups that have the other parts of tensors; the first one has none.")
+      .def_readwrite("parts", &RankGroups::parts, "All ranks that have some part; None where tensors are whole.")
       .def_readonly("shards", &RankGroups::shards, "The ranks that have one copy of the model together.")
       .def_readonly("replicas", &RankGroups::replicas, "The ranks that have the same slice; None with one copy.");
 

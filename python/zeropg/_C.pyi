@@ -447,6 +447,8 @@ class RankGroups:
         """The ranks that have the same slice; None with one copy."""
     # By split, the groups that have the other parts of tensors; the first one has none.
     splits: list[list[ProcessGroup]]
+    # All ranks that have some part; None where tensors are whole.
+    parts: ProcessGroup | None
 
 class UnitLimits:
     """How many elements may be whole beyond what runs, where units are gathered."""

@@ -234,6 +234,10 @@ at::Tensor Communicator::gather_values(at::IntArrayRef values, c10::Device devic
   return gather_values_in(groups_.everybody, values, device);
 }
 
+at::Tensor Communicator::gather_values_of_parts(at::IntArrayRef values, c10::Device device) {
+  return gather_values_in(groups_.parts, values, device);
+}
+
 // --- replicas of this rank's slice ---
 
 WorkPointer Communicator::broadcast_to_replicas(const at::Tensor& part) {

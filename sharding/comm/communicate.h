@@ -87,6 +87,12 @@ class Communicator {
   // Every rank's `values` [n], as [world_size, n] on the CPU. Waits for all of them.
   at::Tensor gather_values(at::IntArrayRef values, c10::Device device);
 
+  // --- every rank that has some part of the model's tensors ---
+  // Whether there are any but those of the model.
+  bool has_parts() const { return groups_.parts != nullptr; }
+  // As gather_values, of all ranks of RankGroups::parts; needs them.
+  at::Tensor gather_values_of_parts(at::IntArrayRef values, c10::Device device);
+
   // --- replicas of this rank's slice ---
   c10::intrusive_ptr<c10d::Work> broadcast_to_replicas(const at::Tensor& part);  // the first one's; needs replicas
 

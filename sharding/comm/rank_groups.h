@@ -25,6 +25,7 @@ struct RankGroups {
   // Over which ranks the other parts of tensors are (tensor parallelism), which are in other copies than this rank's:
   // one group for each dimension of their mesh. The first one has none: tensors that are whole.
   std::vector<std::vector<Group>> splits{{}};
+  Group parts{};  // all that have some part of the model's tensors, this rank's included; null where tensors are whole
 };
 
 }  // namespace zeropg

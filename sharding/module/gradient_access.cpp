@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -14,6 +16,15 @@
 #include "sharding/module/clip.h"
 
 namespace zeropg {
+
+namespace {
+
+// NaN is itself.
+bool has_same_bits(const std::array<double, 2>& one, const std::array<double, 2>& other) {
+  return std::memcmp(one.data(), other.data(), sizeof(one)) == 0;
+}
+
+}  // namespace
 
 void GradientAccess::check_reduced(const char* operation, const char* before_what) {
   backward_.recover();
@@ -92,17 +103,27 @@ double GradientAccess::clip_norm(double max_norm, double norm_type, bool error_i
   }
   const double* row = everybodys.const_data_ptr<double>();
   std::vector<double> contributions;
-  std::map<int64_t, std::vector<double>> of_parts;  // by split: what this rank's parts of tensors contribute
+  std::map<int64_t, std::vector<double>> of_parts;          // by split: what this rank's parts of tensors contribute
+  std::array<double, 2> arguments = {max_norm, norm_type};  // another rank's, where they differ
   for (int64_t shard = 0; shard < everybodys.numel() / (count + 2); ++shard, row += count + 2) {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t split = units_.flats()[trainable[i]]->slots().front().split;
       (split == 0 ? contributions : of_parts[split]).push_back(row[i]);
     }
-    TORCH_CHECK_VALUE(std::memcmp(row + count, mine.const_data_ptr<double>() + count, 2 * sizeof(double)) == 0,
-                      communicator_.context("clip_grad_norm_"), "max_norm is ", max_norm, " and norm_type ", norm_type,
-                      " on this rank, but ", row[count], " and ", row[count + 1],
-                      " on another; expected the same on every rank, and no gradient was changed.");
+    if (!has_same_bits(arguments, {max_norm, norm_type})) continue;
+    arguments = {row[count], row[count + 1]};
   }
+  if (communicator_.has_parts() && count > 0) {
+    const auto bits = std::bit_cast<std::array<int64_t, 2>>(arguments);
+    const at::Tensor all = communicator_.gather_values_of_parts(bits, units_.flats().front()->device());
+    for (int64_t rank = 0; rank < all.size(0) && has_same_bits(arguments, {max_norm, norm_type}); ++rank) {
+      std::memcpy(arguments.data(), all.const_data_ptr<int64_t>() + 2 * rank, sizeof(arguments));
+    }
+  }
+  TORCH_CHECK_VALUE(has_same_bits(arguments, {max_norm, norm_type}), communicator_.context("clip_grad_norm_"),
+                    "max_norm is ", max_norm, " and norm_type ", norm_type, " on this rank, but ", arguments[0],
+                    " and ", arguments[1],
+                    " on another; expected the same on every rank, and no gradient was changed.");
   for (auto& [split, values] : of_parts) {
     const auto all = gather_over_split(communicator_, split, std::move(values), units_.flats().front()->device());
     contributions.insert(contributions.end(), all.begin(), all.end());

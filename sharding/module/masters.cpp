@@ -36,6 +36,13 @@ const char* const kRanksDrifted =
     "no such differences); expected the same on every rank. All have one model again, of a slice of each rank's. Go on "
     "from a checkpoint that was saved before, and decide from numbers that all ranks have.";
 
+const char* const kOtherOptions =
+    "param groups of other numbers (a learning rate, a weight decay, how many parameters they hold)";
+const char* const kOtherGradients = "gradients of other parameters";
+const char* const kDecideAlike =
+    "; expected the same on every rank, and nothing was stepped. Decide from numbers that all ranks have "
+    "(torch.distributed.all_reduce a loss before a scheduler sees it), and drop a gradient on all ranks or on none.";
+
 constexpr int64_t kSamplesPerSlot = 64;
 
 // Of every rank, as Communicator::gather_values: what replicas compare.
@@ -145,14 +152,26 @@ void Masters::check_plans(const char* operation, const StepPlan& plan) {
                 of(0)[0] == 0 ? rank : 0, " steps while rank ", of(0)[0] == 0 ? 0 : rank,
                 " loads or writes masters; expected the same calls on every rank.");
     const bool has_same_options = of(rank)[0] == of(0)[0] || of(rank)[1] == of(0)[1];
-    const char* const what = !has_same_options         ? "param groups of other numbers (a learning rate, a weight "
-                                                         "decay, how many parameters they hold)"
-                             : of(rank)[2] != of(0)[2] ? "gradients of other parameters"
-                                                       : nullptr;
-    TORCH_CHECK(what == nullptr, communicator_.context(operation), "rank ", rank, " steps with ", what,
-                " than rank 0; expected the same on every rank, and nothing was stepped. Decide from numbers that all "
-                "ranks have (torch.distributed.all_reduce a loss before a scheduler sees it), and drop a gradient on "
-                "all ranks or on none.");
+    const char* const what = !has_same_options ? kOtherOptions : of(rank)[2] != of(0)[2] ? kOtherGradients : nullptr;
+    TORCH_CHECK(what == nullptr, communicator_.context(operation), "rank ", rank, " steps with ", what, " than rank 0",
+                kDecideAlike);
+  }
+}
+
+// Ranks that have other parts of the model's tensors would step them with other numbers, or wait for this rank's for
+// ever. Where this rank's part has no failure all of its ranks have one plan: check_plans.
+void Masters::check_parts(const char* operation, const StepPlan& plan, const std::exception_ptr& failure) {
+  const std::array<int64_t, 4> mine = {plan.options.first, plan.options.second, plan.gradients, failure ? 1 : 0};
+  const at::Tensor all = communicator_.gather_values_of_parts(mine, units_.flats().front()->device());
+  if (failure != nullptr) std::rethrow_exception(failure);
+  for (int64_t rank = 0; rank < all.size(0); ++rank) {
+    const auto its = std::span(all.const_data_ptr<int64_t>() + mine.size() * rank, mine.size());
+    TORCH_CHECK(its[3] == 0, communicator_.context(operation), "ranks that have another part of the model's tensors ",
+                "failed (", rank, " of all ", all.size(0), "); see their error. Nothing was stepped.");
+    TORCH_CHECK(its[0] == mine[0] || its[1] == mine[1], communicator_.context(operation), "ranks that have another ",
+                "part of the model's tensors step with ", kOtherOptions, kDecideAlike);
+    TORCH_CHECK(its[2] == mine[2], communicator_.context(operation), "ranks that have another part of the model's ",
+                "tensors step with ", kOtherGradients, kDecideAlike);
   }
 }
 
@@ -187,7 +206,7 @@ void Masters::begin_update(const char* operation, const StepPlan& plan) {
                            ? static_cast<int64_t>(digest(std::as_bytes(std::span(parts))) | 1U)
                            : written;
   const bool is_same_on_shards = begin_fetch_update(operation, news);
-  const std::exception_ptr failure = failure_of([&] {
+  std::exception_ptr failure = failure_of([&] {
     // What ranks have written, and what their steps have left (Note [Drift]).
     bool is_same = is_same_on_shards;
     bool has_drifted = false;
@@ -215,6 +234,9 @@ void Masters::begin_update(const char* operation, const StepPlan& plan) {
     TORCH_CHECK(!has_drifted, communicator_.context(operation), kReplicasDrifted);
     TORCH_CHECK(are_replicas_same, communicator_.context(operation), kReplicasDiffer);
   });
+  if (communicator_.has_parts() && plan.options.first != 0) {
+    failure = failure_of([&] { check_parts(operation, plan, failure); });
+  }
   if (failure != nullptr) {
     sample_ = 0;
     if (options_.stage.shards_parameters) {

@@ -69,6 +69,9 @@ class Masters {
   void check_not_drifted(const char* operation);
   // Throws, on every rank, where ranks are about to step differently. Collective.
   void check_plans(const char* operation, const StepPlan& plan);
+  // Throws `failure`, or on ranks that have none what says that those with other parts of tensors failed, or are about
+  // to step differently. Collective over all of them.
+  void check_parts(const char* operation, const StepPlan& plan, const std::exception_ptr& failure);
   // Throws `failure`, or that of another rank. Collective with offload.
   void fail_together(const std::exception_ptr& failure, const char* operation, const char* could_not, int code);
   int64_t sample() const;

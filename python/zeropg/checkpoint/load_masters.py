@@ -46,7 +46,7 @@ def load_masters(
         finally:
             is_same = core.end_load(replaces_all=True)  # also after an error: the other ranks are waiting in theirs
         together(group, operation, lambda: finish(advance, failure))
-        check_replicas(core, operation, is_same)
+        check_replicas(state, operation, is_same)
 
 
 @torch.no_grad()

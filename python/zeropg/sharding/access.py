@@ -144,17 +144,22 @@ def writable_shards(model: nn.Module) -> Iterator[list[Shard]]:
         finally:
             state.is_writing_shards = False
             is_same = core.end_load()
-        check_replicas(core, "writable_shards", is_same)
+        check_replicas(state, "writable_shards", is_same)
 
 
-def check_replicas(core: _C.ShardedModule, operation: str, is_same: bool) -> None:
-    """Raises RuntimeError where the core's end_load has said that replicas had different masters."""
-    if not is_same:
-        raise RuntimeError(
-            f"[zeropg rank {core.rank}/{core.world_size}] {operation}: the replicas of a slice set different values; "
-            "expected the same ones. Values of the first replica were kept. Compute or read the same on every rank "
-            "(torch.distributed.broadcast or all_reduce it first)."
-        )
+def check_replicas(state: ShardedState, operation: str, is_same: bool) -> None:
+    """Raises RuntimeError, on every rank, where the core's end_load has said that replicas had different masters."""
+    core = state.core
+
+    def check() -> None:
+        if not is_same:
+            raise RuntimeError(
+                f"[zeropg rank {core.rank}/{core.world_size}] {operation}: the replicas of a slice set different "
+                "values; expected the same ones. Values of the first replica were kept. Compute or read the same on "
+                "every rank (torch.distributed.broadcast or all_reduce it first)."
+            )
+
+    state.parallel.together(operation, check)
 
 
 def _own_masters(core: _C.ShardedModule) -> Iterator[tuple[_C.FlatGroup, str, int, torch.Tensor, int, int]]:
@@ -209,7 +214,7 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: `model` is not sharded, or a number is out of range, or not the same on all ranks of one copy of the
-            model. (Over replicas, and error_if_nonfinite, the next step compares.)
+            model, or of other parts of its tensors. (Over replicas, and error_if_nonfinite, the next step compares.)
         RuntimeError: called inside `full_gradients` (stages 2, 3); or the norm is inf or nan, with error_if_nonfinite.
     """
     state = state_of(model, "clip_grad_norm_")

@@ -194,6 +194,7 @@ def fully_shard(
     check_same_on_all_ranks(module, plans, options, group)
     parallel = tensor_parallel(((names[0], p) for unit in plans for names, p in unit.parameters), groups, place)
     groups.splits = parallel.splits
+    groups.parts = parallel.everybody if parallel.dimensions else None
     tier = open_offload(offload, place, group)
     if tier is not None and group.rank() == 0:
         print(offload_plan(tier, plans, stage, param_dtype, groups.shards.size()), file=sys.stderr)

@@ -50,7 +50,7 @@ def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_p
         together(state.parallel.everybody, "load_state_dict", lambda: _load_masters(exact))
     finally:
         is_same = core.end_load()
-    check_replicas(core, "load_state_dict", is_same)
+    check_replicas(state, "load_state_dict", is_same)
     return result
 
 
