@@ -102,11 +102,7 @@ fuzz: $(VENV)/requirements.stamp
 # A failure names the seed: ZEROPG_PROGRAM_SEED=N runs that program alone.
 soak: build
 	ZEROPG_BUILD_DIR=$(BUILD) ZEROPG_PROGRAM_SECONDS=$(SECONDS) $(BIN)/python -m pytest -o faulthandler_timeout=0 \
-	  tests/backend/diagnostics/test_blame.py tests/backend/faults/test_faults.py \
-	  tests/backend/process_group/test_random_programs.py tests/sharding/hybrid/test_optimizers.py \
-	  tests/sharding/optim/test_overlap_step.py tests/sharding/uses tests/lab/test_random_faults.py \
-	  tests/lab/test_bench_loss.py tests/lab/test_bench_nodes.py tests/lab/test_training.py \
-	  tests/tools/test_tune.py $(ARGS)
+	  tests -m "soak or soak_too" $(ARGS)
 
 # ARGS='-k transport' goes to pytest; SANITIZERS=thread runs one of them. Without address randomisation, of which new
 # kernels have more than ThreadSanitizer expects, and without UCX's hooks in the allocator. torch is not instrumented:

@@ -48,6 +48,14 @@ SMOKE = (
     "integration/test_ddp.py",
     "integration/test_fsdp2.py",
 )
+# What goes on with new seeds for ZEROPG_PROGRAM_SECONDS, and what is long: `make soak` runs all of these.
+CAMPAIGN = (
+    "backend/diagnostics/test_blame.py",
+    "backend/faults/test_faults.py",
+    "backend/process_group/test_random_programs.py",
+    "lab/test_random_faults.py",
+    "sharding/uses",
+)
 # What measures how fast something is.
 ALONE = (
     "lab/test_compression.py",
@@ -82,7 +90,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=key)  # stable: the order inside a suite stays
     for item in items:
-        for marker, paths in (("smoke", SMOKE), ("alone", ALONE), ("timed", TIMED)):
+        markers = (("smoke", SMOKE), ("soak_too", CAMPAIGN), ("alone", ALONE), ("timed", TIMED))
+        for marker, paths in markers:
             if any(item.path.is_relative_to(tests / path) for path in paths):
                 item.add_marker(marker)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeropg

@@ -178,8 +178,18 @@ def check_split_mismatch_among_many(wrong: tuple[int, int, int]) -> tuple[str, s
     return group_errors[0], group_errors[1]
 
 
-@pytest.mark.parametrize("hosts", [(0,) * MANY, (0,) * (MANY - 3) + (1,) * 3], ids=["one node", "two nodes"])
-@pytest.mark.parametrize("sent", [0, 900], ids=["too little", "too much"])
+ONE_NODE, TWO_NODES = (0,) * MANY, (0,) * (MANY - 3) + (1,) * 3
+
+
+@pytest.mark.parametrize(
+    ("sent", "hosts"),
+    [
+        pytest.param(0, TWO_NODES, id="too little-two nodes"),
+        pytest.param(900, ONE_NODE, id="too much-one node"),
+        pytest.param(0, ONE_NODE, id="too little-one node", marks=pytest.mark.soak),
+        pytest.param(900, TWO_NODES, id="too much-two nodes", marks=pytest.mark.soak),
+    ],
+)
 def test_a_split_mismatch_among_many_ranks_does_not_reach_the_next_call(sent: int, hosts: tuple[int, ...]) -> None:
     answers = run_ranks(
         MANY, check_split_mismatch_among_many, (3, 5, sent), timeout=100, place=SeparateHosts(hosts=hosts)

@@ -12,7 +12,7 @@ from tests.sharding.hybrid.training import (
     TWO_HOSTS,
     assert_replicas_are_equal,
     make_mesh,
-    on_both_backends,
+    over_gloo_in_soak,
     own_part,
     shard,
     step,
@@ -81,7 +81,7 @@ def write_everywhere(dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@on_both_backends
+@over_gloo_in_soak
 def test_a_write_on_one_replica_is_an_error_on_all_ranks(
     rank_pool, backend: str, place: Place, dtype: torch.dtype | None
 ) -> None:

@@ -15,7 +15,7 @@ from tests.sharding.hybrid.training import (
     TWO_HOSTS,
     assert_replicas_are_equal,
     make_mesh,
-    on_both_backends,
+    over_gloo_in_soak,
     shard,
     step,
     train_alone,
@@ -88,7 +88,7 @@ def load_elsewhere(folder: Path, replicas: int, shards: int) -> None:
         go_on(model, optimizer)
 
 
-@on_both_backends
+@over_gloo_in_soak
 def test_checkpoints_load_on_other_meshes(rank_pool, backend: str, place: Place, tmp_path: Path) -> None:
     rank_pool(4, backend, place).run(save_in_all_stages, tmp_path, timeout=120)
     rank_pool(4, backend, place).run(load_elsewhere, tmp_path, 4, 1)

@@ -16,7 +16,7 @@ from tests.sharding.hybrid.training import (
     TWO_HOSTS,
     assert_replicas_are_equal,
     make_mesh,
-    on_both_backends,
+    over_gloo_in_soak,
     own_part,
     shard,
     step,
@@ -60,7 +60,7 @@ def skip_blocks() -> None:
             model(own_part(x), path)
 
 
-@on_both_backends
+@over_gloo_in_soak
 def test_replicas_may_take_different_paths(rank_pool, backend: str, place: Place) -> None:
     rank_pool(4, backend, place).run(skip_blocks)
 
@@ -85,7 +85,7 @@ def meet_inside_backward() -> None:
             model.zero_grad()
 
 
-@on_both_backends
+@over_gloo_in_soak
 def test_programs_may_meet_inside_backward(rank_pool, backend: str, place: Place) -> None:
     rank_pool(4, backend, place).run(meet_inside_backward)
 
@@ -105,7 +105,7 @@ def train_in_16_bits() -> None:
         assert losses[1][-1] < losses[1][0]
 
 
-@on_both_backends
+@over_gloo_in_soak
 def test_replicas_stay_equal_in_16_bits(rank_pool, backend: str, place: Place) -> None:
     rank_pool(4, backend, place).run(train_in_16_bits)
 
@@ -142,7 +142,7 @@ def _checkpointed(forward: Any) -> Any:
     return lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
 
 
-@on_both_backends
+@over_gloo_in_soak
 def test_checkpointed_and_frozen_layers_train_as_in_one_process(rank_pool, backend: str, place: Place) -> None:
     rank_pool(4, backend, place).run(use_checkpoints_and_frozen_layers)
 

@@ -16,8 +16,13 @@ from tests.spawn import THIS_MACHINE, SeparateHosts
 
 # Each replica is one host: its ranks share memory over zeropg, and nothing over gloo.
 TWO_HOSTS = SeparateHosts(hosts=(0, 0, 1, 1))
-on_both_backends = pytest.mark.parametrize(
-    ("backend", "place"), [("zeropg", TWO_HOSTS), ("gloo", THIS_MACHINE)], ids=["zeropg on two hosts", "gloo"]
+on_both_backends, over_gloo_in_soak = (
+    pytest.mark.parametrize(
+        ("backend", "place"),
+        [("zeropg", TWO_HOSTS), pytest.param("gloo", THIS_MACHINE, marks=marks)],
+        ids=["zeropg on two hosts", "gloo"],
+    )
+    for marks in ((), pytest.mark.soak)
 )
 
 Run = tuple[list[float], dict[str, torch.Tensor]]

@@ -24,7 +24,7 @@ import zeropg
 from tests.sharding.uses.programs import Broken, Run, loss_of
 from tests.spawn import THIS_MACHINE, Place, SeparateHosts
 
-PROGRAMS = 40
+PROGRAMS = 15
 LENGTH = 25  # actions in a program
 ROWS = 12
 TOLERANCE = 1e-9

@@ -81,16 +81,28 @@ REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
 }
 
 
-SOAK = [(1, BF16), (2, BF16)]  # the two others say for them what bf16 changes
+def is_for_soak(group: str, stage: int, precision: tuple[torch.dtype, torch.dtype | None]) -> bool:
+    """What others say for it: what bf16 changes, and what two nodes change for replicated parameters."""
+    if precision == BF16:
+        return group != "shared" or stage in (1, 2)
+    return group == "two nodes" and stage in (0, 1)
+
+
 KINDS = [
-    pytest.param(stage, precision, id=f"{stage}-{name}", marks=[pytest.mark.soak] * ((stage, precision) in SOAK))
+    pytest.param(
+        group,
+        stage,
+        precision,
+        id=f"{group}-{stage}-{name}",
+        marks=[pytest.mark.soak] * is_for_soak(group, stage, precision),
+    )
+    for group in GROUPS
     for stage in STAGES
     for name, precision in (("fp64", FP64), ("bf16", BF16))
 ]
 
 
-@pytest.mark.parametrize(("stage", "precision"), KINDS)
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("group", "stage", "precision"), KINDS)
 def test_equal_to_the_plain_process_or_refused(
     rank_pool: Any, group: str, stage: int, precision: tuple[torch.dtype, torch.dtype | None]
 ) -> None:
