@@ -91,7 +91,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::allreduce_sparse(std::vector<at
                                                  own.options())
                        .coalesce();
   if (is_average) {
-    sum._values().div_(size_);
+    at::Tensor values = sum._values();
+    at::isIntegralType(values.scalar_type(), /*includeBool=*/false) ? values.div_(size_, "trunc") : values.div_(size_);
   }
   tensor.copy_(sum.to(dtype));
   ZeroWork::Tensors result;

@@ -36,7 +36,8 @@ def reduced(
     """In rank order on each node, then in the order of nodes (None: all ranks are on one); or so over domains of one.
 
     16-bit floats are added in fp32 and rounded once per node, if there are several, and once at the end; everything
-    else is added in its own dtype. Averages divide once, at the end; those of fp16 before the first rounding.
+    else is added in its own dtype. Averages divide once, at the end; those of fp16 before the first rounding, and those
+    of integers toward zero.
     """
     dtype = tensors[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -50,7 +51,13 @@ def reduced(
     if domains is not None:
         inputs = [folded([inputs[rank] for rank in domain], op) for domain in domains]
     result = folded(inputs, op)
-    return (result / divisor if divisor > 1 else result).to(dtype)
+    if divisor > 1:
+        result = (
+            result / divisor
+            if dtype.is_floating_point or dtype.is_complex
+            else result.div(divisor, rounding_mode="trunc")
+        )
+    return result.to(dtype)
 
 
 def folded(tensors: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType) -> torch.Tensor:

@@ -2,8 +2,8 @@
 //
 // Sources are taken in the order given and each element is reduced independently, so the result does not depend on how
 // a tensor is cut. 16-bit floats are accumulated in fp32 and rounded once, to nearest even; everything else in its own
-// type (integers wrap around). Each instruction set gives the same bits: no fused multiply-add anywhere, and whatever
-// the calling thread does with subnormal numbers and rounding.
+// type (integers wrap around; their averages are rounded toward zero). Each instruction set gives the same bits: no
+// fused multiply-add anywhere, and whatever the calling thread does with subnormal numbers and rounding.
 #pragma once
 
 #include <complex>
@@ -13,7 +13,7 @@
 
 namespace zeropg {
 
-// Refused: the bitwise operations on floats, order on complex numbers, averages and factors on integers and bool.
+// Refused: the bitwise operations on floats, order on complex numbers, factors on integers, both and averages on bool.
 bool is_supported(DType dtype, ReduceOp op);
 
 // destination[i] = op over sources[0..source_count)[i], in that order. Arrays are contiguous, `numel` elements long and

@@ -32,7 +32,7 @@ def all_reduce(tensor: torch.Tensor, op: Any = Op.SUM) -> None:
 
 CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bitwise on floats": (lambda: all_reduce(torch.ones(3), Op.BAND), TypeError, "cannot reduce Float with bit_and"),
-    "average of integers": (lambda: all_reduce(torch.ones(3).int(), Op.AVG), TypeError, "cannot reduce Int with"),
+    "average of bool": (lambda: all_reduce(torch.ones(3).bool(), Op.AVG), TypeError, "cannot reduce Bool with"),
     "float8": (lambda: all_reduce(torch.ones(3).to(torch.float8_e4m3fn)), TypeError, "cannot reduce Float8_e4m3fn"),
     "gathered size": (
         lambda: dist.all_gather_into_tensor(torch.ones(5), torch.ones(2)),

@@ -42,7 +42,7 @@ def operations(dtype: torch.dtype) -> list[Any]:
         return [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, *BITWISE]
     if dtype in COMPLEX:
         return [Op.SUM]
-    return [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, *(BITWISE if dtype in INTEGERS else [Op.AVG])]
+    return [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.AVG, *(BITWISE if dtype in INTEGERS else [])]
 
 
 def reductions() -> Iterator[tuple[torch.dtype, Any, int]]:
