@@ -90,17 +90,19 @@ std::vector<ResidualRange> ranges_in(const std::vector<ResidualRange>& ranges, i
   return result;
 }
 
+// Every rank's `mine` [n], on the CPU, as [size, n]. Waits for all of them.
+at::Tensor gather_to_host(Communicator& communicator, const RankGroups::Group& group, const at::Tensor& mine,
+                          c10::Device device) {
+  const at::Tensor own = mine.to(device);
+  const at::Tensor all = at::empty({group->getSize(), own.numel()}, own.options());
+  communicator.wait(communicator.watched_calls().begun(gather(group, all.view(-1), own)));
+  return all.cpu();
+}
+
 }  // namespace
 
 Communicator::Communicator(RankGroups groups, std::shared_ptr<EventLog> log)
     : groups_(std::move(groups)), log_(std::move(log)) {}
-
-at::Tensor Communicator::gather_values_in(const RankGroups::Group& group, at::IntArrayRef values, c10::Device device) {
-  const at::Tensor mine = at::tensor(values, at::kLong).to(device);
-  const at::Tensor all = at::empty({group->getSize() * mine.numel()}, mine.options());
-  wait(watched_.begun(gather(group, all, mine)));
-  return all.view({group->getSize(), mine.numel()}).cpu();
-}
 
 std::string Communicator::context(const char* operation) const {
   return c10::str("[zeropg rank ", rank(), "/", world_size(), "] ", operation, ": ");
@@ -182,7 +184,10 @@ bool Communicator::scatters_by_all_reduce(c10::Device device) const {
 }
 
 bool Communicator::is_same_on_shards(int64_t value, c10::Device device) {
-  return shards() == 1 || gather_values_in(groups_.shards, {value}, device).eq(value).all().item<bool>();
+  return shards() == 1 || gather_to_host(*this, groups_.shards, at::tensor(at::IntArrayRef(value), at::kLong), device)
+                              .eq(value)
+                              .all()
+                              .item<bool>();
 }
 
 bool Communicator::has_read(const WorkPointer& work) {
@@ -231,11 +236,7 @@ WorkPointer Communicator::broadcast(const at::Tensor& whole, int64_t root) {
 }
 
 at::Tensor Communicator::gather_values(at::IntArrayRef values, c10::Device device) {
-  return gather_values_in(groups_.everybody, values, device);
-}
-
-at::Tensor Communicator::gather_values_of_parts(at::IntArrayRef values, c10::Device device) {
-  return gather_values_in(groups_.parts, values, device);
+  return gather_to_host(*this, groups_.everybody, at::tensor(values, at::kLong), device);
 }
 
 // --- replicas of this rank's slice ---
@@ -299,13 +300,14 @@ void watch_paths(Communicator& gathers, Communicator& reductions, c10::intrusive
 std::vector<double> gather_over_split(Communicator& communicator, int64_t split, std::vector<double> values,
                                       c10::Device device) {
   for (const RankGroups::Group& group : communicator.groups().splits.at(split)) {
-    const at::Tensor mine = at::tensor(values, at::kDouble).to(device);
-    const at::Tensor all = at::empty({group->getSize() * mine.numel()}, mine.options());
-    communicator.wait(communicator.watched_calls().begun(gather(group, all, mine)));
-    const at::Tensor here = all.cpu();
+    const at::Tensor here = gather_to_host(communicator, group, at::tensor(values, at::kDouble), device);
     values.assign(here.const_data_ptr<double>(), here.const_data_ptr<double>() + here.numel());
   }
   return values;
+}
+
+at::Tensor gather_values_of_parts(Communicator& communicator, at::IntArrayRef values, c10::Device device) {
+  return gather_to_host(communicator, communicator.groups().parts, at::tensor(values, at::kLong), device);
 }
 
 }  // namespace zeropg

@@ -87,12 +87,6 @@ class Communicator {
   // Every rank's `values` [n], as [world_size, n] on the CPU. Waits for all of them.
   at::Tensor gather_values(at::IntArrayRef values, c10::Device device);
 
-  // --- every rank that has some part of the model's tensors ---
-  // Whether there are any but those of the model.
-  bool has_parts() const { return groups_.parts != nullptr; }
-  // As gather_values, of all ranks of RankGroups::parts; needs them.
-  at::Tensor gather_values_of_parts(at::IntArrayRef values, c10::Device device);
-
   // --- replicas of this rank's slice ---
   c10::intrusive_ptr<c10d::Work> broadcast_to_replicas(const at::Tensor& part);  // the first one's; needs replicas
 
@@ -118,7 +112,6 @@ class Communicator {
   double seconds() const { return seconds_; }
 
  private:
-  at::Tensor gather_values_in(const RankGroups::Group& group, at::IntArrayRef values, c10::Device device);
   bool is_gloo(c10::Device device) const;
   ProcessGroupZero& zeropg_group(const RankGroups::Group& group) const;
 
@@ -133,6 +126,9 @@ class Communicator {
 // all of them, which must call it. Waits for them.
 std::vector<double> gather_over_split(Communicator& communicator, int64_t split, std::vector<double> values,
                                       c10::Device device);
+
+// Communicator::gather_values of all ranks of RankGroups::parts; needs them.
+at::Tensor gather_values_of_parts(Communicator& communicator, at::IntArrayRef values, c10::Device device);
 
 // Where both are zeropg's, notices that ranks took different paths through the model that gathers over one and reduces
 // over the other (Note [Different paths]). `store`: of this model alone; null: nothing is watched. Collective.

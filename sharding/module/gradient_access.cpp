@@ -113,9 +113,9 @@ double GradientAccess::clip_norm(double max_norm, double norm_type, bool error_i
     if (!has_same_bits(arguments, {max_norm, norm_type})) continue;
     arguments = {row[count], row[count + 1]};
   }
-  if (communicator_.has_parts() && count > 0) {
+  if (communicator_.groups().parts != nullptr && count > 0) {
     const auto bits = std::bit_cast<std::array<int64_t, 2>>(arguments);
-    const at::Tensor all = communicator_.gather_values_of_parts(bits, units_.flats().front()->device());
+    const at::Tensor all = gather_values_of_parts(communicator_, bits, units_.flats().front()->device());
     for (int64_t rank = 0; rank < all.size(0) && has_same_bits(arguments, {max_norm, norm_type}); ++rank) {
       std::memcpy(arguments.data(), all.const_data_ptr<int64_t>() + 2 * rank, sizeof(arguments));
     }

@@ -162,7 +162,7 @@ void Masters::check_plans(const char* operation, const StepPlan& plan) {
 // ever. Where this rank's part has no failure all of its ranks have one plan: check_plans.
 void Masters::check_parts(const char* operation, const StepPlan& plan, const std::exception_ptr& failure) {
   const std::array<int64_t, 4> mine = {plan.options.first, plan.options.second, plan.gradients, failure ? 1 : 0};
-  const at::Tensor all = communicator_.gather_values_of_parts(mine, units_.flats().front()->device());
+  const at::Tensor all = gather_values_of_parts(communicator_, mine, units_.flats().front()->device());
   if (failure != nullptr) std::rethrow_exception(failure);
   for (int64_t rank = 0; rank < all.size(0); ++rank) {
     const auto its = std::span(all.const_data_ptr<int64_t>() + mine.size() * rank, mine.size());
@@ -234,7 +234,7 @@ void Masters::begin_update(const char* operation, const StepPlan& plan) {
     TORCH_CHECK(!has_drifted, communicator_.context(operation), kReplicasDrifted);
     TORCH_CHECK(are_replicas_same, communicator_.context(operation), kReplicasDiffer);
   });
-  if (communicator_.has_parts() && plan.options.first != 0) {
+  if (communicator_.groups().parts != nullptr && plan.options.first != 0) {
     failure = failure_of([&] { check_parts(operation, plan, failure); });
   }
   if (failure != nullptr) {

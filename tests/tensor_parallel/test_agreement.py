@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import zeropg
 from tests.sharding.ranks import equal, on_ranks, raises
@@ -90,3 +94,50 @@ def test_replicas_that_load_other_values() -> None:
     ):
         for _, tensor, _, _ in shards:
             tensor += dist.get_rank() == 3
+
+
+class WithBuffers(nn.Module):
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)]))
+        self.register_buffer("scale", torch.randn(4))
+        self.register_buffer("table", distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)]))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.scale = torch.randn_like(self.scale)
+
+
+@on_ranks(4)
+def test_buffers_are_those_of_rank_0() -> None:
+    mesh = make_mesh(2, 2)
+    for on_meta in (False, True):
+        torch.manual_seed(0 if on_meta else dist.get_rank())
+        with torch.device("meta" if on_meta else "cpu"):
+            model = WithBuffers(mesh["tp"])
+        if on_meta:
+            model.table = distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)])
+        table = model.table.to_local().clone()
+        zeropg.fully_shard(model, mesh=mesh["dp"], device="cpu")
+        scales: list[Any] = [None] * 4
+        dist.all_gather_object(scales, (model.scale, model.table.to_local(), table))
+        assert all(equal(scale, scales[0][0]) for scale, _, _ in scales)
+        assert all(equal(own, scales[rank % 2][2]) for rank, (_, own, _) in enumerate(scales))
+
+
+@on_ranks(2)
+def test_a_disk_that_fails_one_part_is_an_error_on_all(tmp_path: Path) -> None:
+    mesh = make_mesh(1, 2)
+    model = make_sharded(mesh, torch.float32, stage=3, param_dtype=torch.bfloat16, offload_optimizer=str(tmp_path))
+    optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
+    for step in range(2):
+        loss_of(model, make_batches()[step]).backward()
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        for link in Path("/proc/self/fd").iterdir():
+            if os.path.exists(link) and os.readlink(link).startswith(str(tmp_path)):
+                os.ftruncate(int(link.name), 0)
+    with raises(OSError, "step", "offload", "resume from a checkpoint"):
+        optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import zeropg
-from tests.sharding.ranks import equal, on_ranks
-from tests.small_gpt import make_batches, make_model, make_optimizer
-from tests.tensor_parallel.model import make_mesh, make_sharded, step, whole_parameters
+from tests.sharding.ranks import close, equal, on_ranks, raises
+from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
+from tests.tensor_parallel.model import make_mesh, make_sharded, parallelize, step, whole_parameters
 
 
 def trained(stage: int, dtype: torch.dtype = torch.float32, dp: int = 2, tp: int = 2, **options: Any) -> Any:
@@ -130,3 +132,46 @@ def test_weights_in_16_bits_are_whole(rank_pool: Any, tmp_path: Path) -> None:
                 torch.testing.assert_close(value, expected[key], rtol=0.02, atol=1e-3)
             else:
                 assert equal(value, expected[key]), key
+
+
+@on_ranks(4)
+def test_the_state_of_a_plain_optimizer_loads() -> None:
+    """Before and after `shard_optimizer`; embedding and head are 61 rows on two ranks."""
+    mesh, (first, second, *_) = make_mesh(2, 2), make_batches()
+    plain = make_model(torch.float64)
+    its_optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+
+    def step_plain(batch: torch.Tensor) -> None:
+        loss_of(plain, batch).backward()
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+
+    step_plain(first)
+    weights, state = copy.deepcopy(plain.state_dict()), copy.deepcopy(its_optimizer.state_dict())
+    step_plain(second)
+    expected = dict(plain.named_parameters())
+    for stage, is_loaded_before in ((0, False), (3, False), (1, True), (3, True)):
+        model = parallelize(make_model(torch.float64), mesh["tp"])
+        torch_optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        if is_loaded_before:
+            torch_optimizer.load_state_dict(copy.deepcopy(state))
+        zeropg.fully_shard(model, mesh=mesh["dp"], stage=stage)
+        optimizer = zeropg.shard_optimizer(torch_optimizer, model)
+        if not is_loaded_before:
+            optimizer.load_state_dict(copy.deepcopy(state))
+        model.load_state_dict(weights)
+        loss_of(model, second.chunk(2)[mesh["dp"].get_local_rank()]).backward()
+        optimizer.step()
+        for name, value in whole_parameters(model).items():
+            assert close(value, expected[name].detach(), 1e-11), (stage, is_loaded_before, name)
+
+
+@on_ranks(4)
+def test_values_over_another_mesh_are_refused_by_name() -> None:
+    mesh = make_mesh(2, 2)
+    model = make_sharded(mesh, stage=1)
+    state = model.state_dict()
+    name = "blocks.0.up.weight"
+    state[name] = distribute_tensor(torch.zeros(model.blocks[0].up.weight.shape).double(), mesh, [Shard(0), Shard(0)])
+    with raises(ValueError, f"{name!r} is a DTensor over another mesh", "full_tensor()"):
+        model.load_state_dict(state)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from zeropg.optim.accepted import check_group, kernels_of
 from zeropg.optim.checked_groups import CheckedOptimizer, digest_of_options
@@ -163,7 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._offloaded is None:
                 self._update(groups)
             else:  # a disk that fails on one rank ends the step on all
-                together(self._core.process_group, "step", lambda: self._update(groups))
+                together(self._everybody, "step", lambda: self._update(groups))
         except Exception as error:
             if self._offloaded is not None:  # other ranks, or other chunks, may have stepped
                 self._failure = str(error)
@@ -175,6 +176,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._follow_phase()
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers made before ask
         return loss
+
+    @property
+    def _everybody(self) -> dist.ProcessGroup:
+        """The ranks that step together."""
+        state = self._model_state
+        return self._core.process_group if state is None else state.parallel.everybody
 
     def _begin_step(self, groups: Sequence[Group]) -> None:
         clipped = None if self._model_state is None else self._model_state.clipped
@@ -305,7 +312,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def local_ranges(self) -> dict[str, tuple[int, int]]:
-        """Returns, by parameter name, which elements of the flattened parameter this rank keeps state for."""
+        """Returns, by parameter name, which elements of the flattened parameter this rank keeps state for.
+
+        Of a DTensor those of this rank's part, `to_local()`.
+        """
         return {s.name: (s.offset, s.offset + s.numel) for updater in self._division.updaters for s in updater.segments}
 
     def local_state(self) -> Iterator[StateShard]:
@@ -448,7 +458,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for updater, slots in missing:
                 updater.reserve(slots)
 
-        together(self._core.process_group, "shard_optimizer", reserve)
+        together(self._everybody, "shard_optimizer", reserve)
 
     def _add_elements(self, state: dict[int, Any]) -> None:
         """Adds copies of what is in the tier to a state_dict's state, and puts them in place of what is packed."""

@@ -97,7 +97,8 @@ def local_shards(model: nn.Module) -> Iterator[Shard]:
     """Yields (name, tensor, start, stop) for the part of each parameter that this rank owns. Does not communicate.
 
     Over all ranks every parameter is covered exactly once, in every stage; where a mesh replicates, once in each copy
-    of the model.
+    of the model. Beside tensor parallelism start and stop count in this rank's part of a DTensor (its `to_local()`),
+    and each rank of that dimension yields what several of them have.
 
     tensor: [stop - start] in the master's dtype: elements [start, stop) of the flattened parameter. It is a live view;
       numpy(), torch.save and collectives may read it, and a write to it raises RuntimeError (`writable_shards` takes

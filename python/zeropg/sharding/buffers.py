@@ -8,14 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeropg.rank_io.broadcast import broadcast_values
 from zeropg.sharding.units import UnitPlan
+from zeropg.tensor_parallel.distributed import is_distributed, local_of
 
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|type \(")  # torch's words where it does not mix two of them
 _LISTED = 5  # names in a note
 
 
-def prepare_buffers(module: nn.Module, buffer_dtype: torch.dtype | None, group: dist.ProcessGroup) -> None:
-    """Casts floating buffers and gives all the values of rank 0; one with several names stays one."""
+def prepare_buffers(
+    module: nn.Module, buffer_dtype: torch.dtype | None, group: dist.ProcessGroup, everybody: dist.ProcessGroup
+) -> None:
+    """Casts floating buffers and gives all the values of rank 0 of `everybody`; one with several names stays one.
+
+    group: the ranks that have the same parts of DTensors, over which those go.
+    """
     done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old one is kept, so that its id is not used again
     for child in module.modules():
         for key, buffer in child._buffers.items():
@@ -24,14 +31,16 @@ def prepare_buffers(module: nn.Module, buffer_dtype: torch.dtype | None, group: 
             if id(buffer) not in done:
                 dtype = buffer_dtype if buffer_dtype is not None and buffer.is_floating_point() else buffer.dtype
                 prepared = buffer.to(dtype)
-                if group.size() > 1 and prepared.layout != torch.strided:  # a sparse one, such as a graph's edges
+                if is_distributed(prepared):
+                    if group.size() > 1:
+                        broadcast_values(local_of(prepared), group)
+                elif everybody.size() > 1 and prepared.layout != torch.strided:  # a sparse one: a graph's edges
                     from_rank_0 = [prepared]
-                    dist.broadcast_object_list(from_rank_0, group=group, group_src=0)
+                    dist.broadcast_object_list(from_rank_0, group=everybody, group_src=0)
                     prepared = from_rank_0[0].to(prepared.device)
-                elif group.size() > 1:
+                elif everybody.size() > 1:
                     prepared = prepared.contiguous()  # itself, but for a transposed or expanded one
-                    # As bytes: not every backend knows every dtype.
-                    dist.broadcast(prepared.view(-1).view(torch.uint8), group_src=0, group=group)
+                    broadcast_values(prepared, everybody)
                 done[id(buffer)] = (buffer, prepared)
             child._buffers[key] = done[id(buffer)][1]
 

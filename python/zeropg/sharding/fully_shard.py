@@ -195,8 +195,8 @@ def fully_shard(
     parallel = tensor_parallel(((names[0], p) for unit in plans for names, p in unit.parameters), groups, place)
     groups.splits = parallel.splits
     groups.parts = parallel.everybody if parallel.dimensions else None
-    tier = open_offload(offload, place, group)
-    if tier is not None and group.rank() == 0:
+    tier = open_offload(offload, place, parallel.everybody)
+    if tier is not None and parallel.everybody.rank() == 0:
         print(offload_plan(tier, plans, stage, param_dtype, groups.shards.size()), file=sys.stderr)
     renormalized = renormalized_parameters(module)
     reductions = reduction_groups(groups, stage, place)
@@ -246,9 +246,9 @@ def fully_shard(
         store=store_of(groups, reductions),
     )
     with random_numbers_of_parts(parallel, place, is_needed=not values.is_done):
-        together(group, "fully_shard", values.finish)
+        together(parallel.everybody, "fully_shard", values.finish)
     kept_views.follow(parameter for unit in plans for _, parameter in unit.parameters)
-    prepare_buffers(module, buffer_dtype, group)
+    prepare_buffers(module, buffer_dtype, group, parallel.everybody)
     if param_dtype is not None:
         refuse_mixed_statistics(module, {id(p) for unit in plans for _, p in unit.parameters}, param_dtype)
     if codecs is not None:

@@ -13,7 +13,7 @@ from zeropg._native import _C
 from zeropg.rank_io.agreement import together
 from zeropg.sharding.access import check_replicas, full_parameters
 from zeropg.sharding.state import state_of
-from zeropg.tensor_parallel.distributed import functions_of, is_distributed, local_of
+from zeropg.tensor_parallel.distributed import functions_of, is_distributed, local_of, placements_text
 from zeropg.tensor_parallel.pieces import cut_of
 
 
@@ -67,6 +67,12 @@ def _with_parts(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
         if not is_distributed(value):
             _, over = functions_of(parameter)
             parts[name] = over(cut_of(parameter).of(value.detach()))
+        elif value.device_mesh != parameter.device_mesh:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"[zeropg] load_state_dict: {name!r} is a DTensor over another mesh ({placements_text(value)}) than "
+                f"the parameter ({placements_text(parameter)}); expected one over the same mesh, or a whole plain "
+                "tensor: pass its full_tensor(), or load through torch.distributed.checkpoint."
+            )
         elif value.placements != parameter.placements:  # type: ignore[attr-defined]
             parts[name] = value.redistribute(parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
     if not parts:

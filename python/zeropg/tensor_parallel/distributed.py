@@ -50,7 +50,9 @@ def part_of(tensor: torch.Tensor) -> Part:
 
 
 def placements_text(tensor: torch.Tensor) -> str:
-    """How a distributed tensor is placed, for people and for comparisons: "shard(0), replicate over tp 2 x 4"."""
+    """How it is placed, for people and for comparisons: "shard(0), replicate over tp 2 x 4"; a plain one "whole"."""
+    if not is_distributed(tensor):
+        return "whole"
     mesh = _mesh(tensor)
     names = ", ".join(map(str, mesh.mesh_dim_names or range(mesh.ndim)))
     places = ", ".join("replicate" if p.is_replicate() else f"shard({p.dim})" for p in _placements(tensor))

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from zeropg.rank_io.broadcast import broadcast_values
 from zeropg.tensor_parallel.distributed import follow_dtype, functions_of, is_distributed, local_of
 from zeropg.tensor_parallel.groups import TensorParallel
 
@@ -21,7 +21,7 @@ def taken(parameter: nn.Parameter, parallel: TensorParallel, param_dtype: torch.
     """Gives ranks that have the same part the first one's values. Collective over them."""
     local = local_of(parameter).detach()
     for group in parallel.with_same_part(parameter):
-        _broadcast(local, group)
+        broadcast_values(local, group)
     if not is_distributed(parameter):
         return parameter, None
     dtype = param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
@@ -47,10 +47,3 @@ def random_numbers_of_parts(parallel: TensorParallel, device: torch.device, *, i
         warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
         torch.manual_seed(seed)
         yield
-
-
-def _broadcast(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    room = values.contiguous()
-    dist.broadcast(room.view(-1).view(torch.uint8), group_src=0, group=group)  # not every backend knows every dtype
-    if room is not values:
-        values.copy_(room)

@@ -10,7 +10,8 @@ import torch
 
 from zeropg._native import _C
 from zeropg.optim.update.entries import is_per_element
-from zeropg.tensor_parallel.distributed import local_of
+from zeropg.tensor_parallel.distributed import is_distributed, local_of, part_of, placements_text
+from zeropg.tensor_parallel.pieces import cut_of
 
 
 class FlatGroup(Protocol):
@@ -58,7 +59,17 @@ class Segment:
         """Returns this segment's share of a whole state entry: [numel] for a tensor of the parameter's shape."""
         if not is_per_element(key, value) or value.shape != self.parameter.shape:
             return value
-        return local_of(value).detach().reshape(-1)[self.offset : self.offset + self.numel]
+        if is_distributed(self.parameter) and not is_distributed(value):
+            own = cut_of(self.parameter).of(value)
+        elif part_of(value) == part_of(self.parameter):
+            own = local_of(value)
+        else:
+            raise ValueError(
+                f"[zeropg] optimizer state {key!r} of {self.name!r} is a DTensor ({placements_text(value)}) that is "
+                f"cut otherwise than the parameter ({placements_text(self.parameter)}); expected the same placements, "
+                "or a whole plain tensor: pass its full_tensor()."
+            )
+        return own.detach().reshape(-1)[self.offset : self.offset + self.numel]
 
 
 def segments_of(flat: FlatGroup) -> list[Segment]:
