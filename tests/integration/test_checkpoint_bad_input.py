@@ -401,6 +401,7 @@ def save_into(directory: Path, model: Any, optimizer: Any, seed: int, async_save
         pending.wait()
 
 
+@pytest.mark.soak
 def test_ranks_killed_at_random_moments_leave_the_last_good_checkpoint(rank_pool: Any, tmp_path: Path) -> None:
     # Other moments in every run; pytest shows what is printed here when the test fails.
     seed = int(os.environ.get("ZEROPG_TEST_SEED") or random.SystemRandom().randrange(1 << 32))

@@ -318,6 +318,7 @@ def compile_with_inductor(folder: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_functional_collectives_through_inductor(tmp_path: Any) -> None:
     with RankPool(2) as pool:

@@ -120,7 +120,7 @@ def in_every_stage(folder: str, format: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("ranks", "format"),
-    [(2, "nf4"), pytest.param(1, "int4", marks=pytest.mark.slow), pytest.param(3, "nf4", marks=pytest.mark.slow)],
+    [(3, "nf4"), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, "int4"), (2, "nf4")))],
 )
 def test_lora_over_a_packed_base_trains_as_in_one_process(ranks: int, format: str, tmp_path: Path) -> None:
     assert run_ranks(ranks, in_every_stage, str(tmp_path), format, timeout=200) == [[]] * ranks

@@ -207,8 +207,14 @@ RECIPES: tuple[Callable[[Run], None], ...] = (
 )
 
 
-@pytest.mark.parametrize("backend", ["zeropg", "gloo"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "backend"),
+    [
+        (3, "zeropg"),
+        (2, "gloo"),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, "zeropg"), (3, "gloo"))),
+    ],
+)
 def test_recipes_equal_the_plain_process(rank_pool: Any, backend: str, world_size: int) -> None:
     for found in rank_pool(world_size, backend).run(outcomes, timeout=120):
         assert all(value == "equal" for value in found.values()), found

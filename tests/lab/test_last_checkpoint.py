@@ -82,9 +82,14 @@ def go_on(folder: Path) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(
-    "is_async", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "in the background"]
+    ("how", "is_async"),
+    [
+        ("dies", True),
+        ("is cut off", False),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("dies", False), ("is cut off", True))),
+    ],
+    ids=lambda value: {True: "in the background", False: "at once"}.get(value, value),
 )
-@pytest.mark.parametrize("how", ["dies", "is cut off"])
 def test_training_goes_on_from_the_last_checkpoint_when_a_host(tmp_path: Path, how: str, is_async: bool) -> None:
     with Lab(hosts=2) as lab:
         with RankPool(4, backend=None, place=HostsPlace(lab)) as pool:

@@ -272,10 +272,8 @@ def test_the_table_says_why_each_was_run_and_which_gave_other_batches(
     assert (tuned["zero_optimization"]["stage"], tuned["train_micro_batch_size_per_gpu"]) == (3, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("train_batch", "stages"), [(2, "3"), pytest.param(4, "1,3", marks=pytest.mark.soak)], ids=["one", "several"]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("train_batch", "stages"), [(2, "3"), (4, "1,3")], ids=["one", "several"])
 def test_a_script_is_tuned_as_it_is(
     folder: Path, capsys: pytest.CaptureFixture[str], train_batch: int, stages: str
 ) -> None:

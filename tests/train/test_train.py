@@ -39,9 +39,9 @@ def run(*arguments: str, ranks: int | None = None) -> subprocess.CompletedProces
     ("start", "ranks", "options"),
     [
         (run, 2, ["--stage", "3"]),
-        (run_forked, None, ["--stage", "3"]),
+        pytest.param(run_forked, None, ["--stage", "3"], marks=pytest.mark.soak),
         (run_forked, 2, ["--stage", "0", "--backend", "gloo"]),
-        (run_forked, 2, ["--stage", "1", "--param-dtype", "float32"]),
+        pytest.param(run_forked, 2, ["--stage", "1", "--param-dtype", "float32"], marks=pytest.mark.soak),
         (run_forked, 2, ["--stage", "2", "--compression", "int4"]),
     ],
     ids=["2_ranks", "alone", "stage_0_gloo", "stage_1_float32", "stage_2_int4"],
