@@ -157,19 +157,20 @@ void ShardedModule::dissolve() {
 // --- step ---
 
 void ShardedModule::begin_step(const OptionDigests& options) {
-  state_offload_->check(StateOffload::kParameters | StateOffload::kMasters, "step");
+  const bool is_step = options.first != 0;
+  const char* const operation = is_step ? "step" : "load";
+  state_offload_->check(StateOffload::kParameters | StateOffload::kMasters, operation);
   communicator_.log()->begin_step();
-  backward_->check_outside("step");
-  TORCH_CHECK(whole_units_->full_depth() == 0, communicator_.context("step"),
+  backward_->check_outside(operation);
+  TORCH_CHECK(whole_units_->full_depth() == 0, communicator_.context(operation),
               "called inside full_parameters; call it after.");
-  TORCH_CHECK(!whole_units_->is_updating(), communicator_.context("step"),
+  TORCH_CHECK(!whole_units_->is_updating(), communicator_.context(operation),
               "called while masters are written; call it after.");
   backward_->recover();
   forward_->forget();
   whole_units_->join();
   whole_units_->reshard_all();  // a forward without backward leaves units whole, with the values of before the step
-  const bool is_step = options.first != 0;
-  masters_->begin_update("step", is_step ? StepPlan{options, gradients_->digest()} : StepPlan{.is_load = true});
+  masters_->begin_update(operation, is_step ? StepPlan{options, gradients_->digest()} : StepPlan{.is_load = true});
   whole_units_->set_updating(true);
 }
 

@@ -653,7 +653,7 @@ def test_what_does_not_fit_is_one_error_on_every_rank(rank_pool: Any, tmp_path: 
             "replaced": "rank 1/2] dcp_state_dict: 'conv.weight' changed after fully_shard",
             "safetensors": "a file of safetensors has room for one box of a tensor",
             "stale": "the optimizer has stepped since this state_dict() was made",
-            "inside": "called inside full_parameters; call it after",
+            "inside": "load: called inside full_parameters; call it after",
             "other model": "the model's tensors (digest)",
         }.items():
             assert words in errors[key], (key, errors[key])

@@ -230,6 +230,8 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     with raises(NotImplementedError, "Adafactor needs '0.weight' whole", "shard(0) over tp 2", "AdamW"):
         zeropg.shard_optimizer(zeropg.optim.Adafactor(model.parameters()), model)
     zeropg.shard_optimizer(zeropg.optim.Adafactor(model[2].parameters()), model)
+    with raises(NotImplementedError, "compression is 'auto'", "other codecs", "BlockQuant"):
+        zeropg.fully_shard(make(), mesh=mesh["dp"], compression="auto")
     with raises(NotImplementedError, "is placed as"):
         partial = make()
         weight = DTensor.from_local(torch.ones(4, 3), mesh["tp"], [torch.distributed.tensor.Partial()])

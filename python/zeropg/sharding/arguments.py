@@ -18,6 +18,7 @@ from zeropg.compression.plan import Plan, check_plan
 from zeropg.compression.state import backend_of
 from zeropg.sharding.units import UnitPlan
 from zeropg.tensor_parallel.distributed import check_distributed, is_distributed, local_of
+from zeropg.tensor_parallel.groups import TensorParallel
 
 _STAGES = (0, 1, 2, 3)
 
@@ -131,6 +132,16 @@ def plan_of(compression: Any, group: dist.ProcessGroup) -> Plan | None:
             "zeropg.compression.BlockQuant(4), or a Plan."
         )
     return plan_of_auto(backend_of(group, "fully_shard"))
+
+
+def check_chooses_for_all(parallel: TensorParallel) -> None:
+    """What "auto" measures, and may choose, are the ranks of one part of the model's tensors."""
+    if parallel.dimensions:
+        raise NotImplementedError(
+            "[zeropg] fully_shard: compression is 'auto', which may choose other codecs for ranks with other parts of "
+            "the model's DTensors, and parameters that all of these have whole would become different; expected one "
+            "codec for all: zeropg.compression.BlockQuant(4), for instance, or None."
+        )
 
 
 def check_compression(

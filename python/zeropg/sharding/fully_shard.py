@@ -18,6 +18,7 @@ from zeropg.compression.codec import Codec
 from zeropg.compression.plan import Plan, say_what_is_not_encoded
 from zeropg.rank_io.agreement import together
 from zeropg.sharding.arguments import (
+    check_chooses_for_all,
     check_compression,
     check_encoded_weights,
     check_module,
@@ -195,6 +196,8 @@ def fully_shard(
     parallel = tensor_parallel(((names[0], p) for unit in plans for names, p in unit.parameters), groups, place)
     groups.splits = parallel.splits
     groups.parts = parallel.everybody if parallel.dimensions else None
+    if compression == "auto":
+        check_chooses_for_all(parallel)
     tier = open_offload(offload, place, parallel.everybody)
     if tier is not None and parallel.everybody.rank() == 0:
         print(offload_plan(tier, plans, stage, param_dtype, groups.shards.size()), file=sys.stderr)
