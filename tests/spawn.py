@@ -8,7 +8,7 @@
     assert run_ranks(3, add, 10) == [33, 33, 33]
 
 The function must stand at the top of its module; arguments and results are pickled. Ranks are forked from one server
-that has imported torch (0.1 s instead of 2-3 s each), so a start is cheap; `RankPool` saves even that, and the set-up
+that has imported torch and zeropg (0.1 s instead of 2-3 s each), so a start is cheap; `RankPool` saves even that, and the set-up
 of the group, over several calls. Whatever happens, no process outlives the call (the pool).
 """
 
@@ -134,8 +134,8 @@ class RankPool:
         # `fork` is the one method that must not be used: pytest's process has threads.
         self._context = multiprocessing.get_context("spawn" if fresh else "forkserver")
         if not fresh:
-            # The last two are what zeropg and the first optimizer import: 1.4 s of CPU per rank otherwise.
-            modules = ["torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"]
+            # DTensor and dynamo are what zeropg and the first optimizer import: 1.4 s of CPU per rank otherwise.
+            modules = ["torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "tests.preloaded"]
             self._context.set_forkserver_preload(modules)
         self._processes: list[Any] = []
         self._connections: list[Connection] = []

@@ -1,0 +1,13 @@
+"""What the fork server of `tests/spawn.py` imports last: what most tests need, once for all ranks.
+
+The garbage collector then leaves alone what has been loaded until here: a collection in a rank would copy all its pages.
+"""
+
+import gc
+
+import pytest  # noqa: F401
+
+import zeropg  # noqa: F401
+
+gc.collect()
+gc.freeze()
