@@ -1,6 +1,6 @@
 """What the fork server of `tests/spawn.py` imports last: what most tests need, once for all ranks.
 
-The garbage collector then leaves alone what has been loaded until here: a collection in a rank would copy all its pages.
+The garbage collector then leaves alone what has been loaded until here: collections in ranks would copy its pages.
 """
 
 import gc

@@ -8,8 +8,8 @@
     assert run_ranks(3, add, 10) == [33, 33, 33]
 
 The function must stand at the top of its module; arguments and results are pickled. Ranks are forked from one server
-that has imported torch and zeropg (0.1 s instead of 2-3 s each), so a start is cheap; `RankPool` saves even that, and the set-up
-of the group, over several calls. Whatever happens, no process outlives the call (the pool).
+that has imported torch and zeropg (0.1 s instead of 3 s each), so a start is cheap; `RankPool` saves even that, and the
+set-up of the group, over several calls. Whatever happens, no process outlives the call (the pool).
 """
 
 from __future__ import annotations

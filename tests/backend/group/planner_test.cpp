@@ -267,7 +267,8 @@ TEST(Planner, KnowsWhatCanBeReduced) {
   EXPECT_TRUE(is_reducible(at::kFloat, ReduceOp::kSum));
   EXPECT_TRUE(is_reducible(at::kComplexDouble, ReduceOp::kSum));
   EXPECT_FALSE(is_reducible(at::kComplexDouble, ReduceOp::kMax));
-  EXPECT_FALSE(is_reducible(at::kInt, ReduceOp::kAverage));
+  EXPECT_TRUE(is_reducible(at::kInt, ReduceOp::kAverage));
+  EXPECT_FALSE(is_reducible(at::kInt, ReduceOp::kPremulSum));
   EXPECT_FALSE(is_reducible(at::kQInt8, ReduceOp::kSum));
 }
 
