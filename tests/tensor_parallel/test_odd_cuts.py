@@ -77,7 +77,8 @@ def truth(seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, t
     model().backward()
     optimizer.step()
     values = {name: value.detach() for name, value in model.state_dict().items()}
-    return values, {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+    states = {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+    return values, {name: entries for name, entries in states.items() if name != "none"}  # without elements, no state
 
 
 def stepped(sizes: tuple[int, int, int] | None, stage: int) -> tuple[Any, Any]:
