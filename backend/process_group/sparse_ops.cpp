@@ -92,7 +92,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupZero::allreduce_sparse(std::vector<at
                        .coalesce();
   if (is_average) {
     at::Tensor values = sum._values();
-    at::isIntegralType(values.scalar_type(), /*includeBool=*/false) ? values.div_(size_, "trunc") : values.div_(size_);
+    if (at::isIntegralType(values.scalar_type(), /*includeBool=*/false)) {
+      values.div_(size_, "trunc");
+    } else {
+      values.div_(size_);
+    }
   }
   tensor.copy_(sum.to(dtype));
   ZeroWork::Tensors result;

@@ -103,26 +103,25 @@ double GradientAccess::clip_norm(double max_norm, double norm_type, bool error_i
   }
   const double* row = everybodys.const_data_ptr<double>();
   std::vector<double> contributions;
-  std::map<int64_t, std::vector<double>> of_parts;          // by split: what this rank's parts of tensors contribute
-  std::array<double, 2> arguments = {max_norm, norm_type};  // another rank's, where they differ
+  std::map<int64_t, std::vector<double>> of_parts;  // by split: what this rank's parts of tensors contribute
+  const std::array<double, 2> own = {max_norm, norm_type};
+  std::array<double, 2> arguments = own;  // another rank's, where they differ
   for (int64_t shard = 0; shard < everybodys.numel() / (count + 2); ++shard, row += count + 2) {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t split = units_.flats()[trainable[i]]->slots().front().split;
       (split == 0 ? contributions : of_parts[split]).push_back(row[i]);
     }
-    if (!has_same_bits(arguments, {max_norm, norm_type})) continue;
-    arguments = {row[count], row[count + 1]};
+    if (has_same_bits(arguments, own)) arguments = {row[count], row[count + 1]};
   }
   if (communicator_.groups().parts != nullptr && count > 0) {
     const auto bits = std::bit_cast<std::array<int64_t, 2>>(arguments);
     const at::Tensor all = gather_values_of_parts(communicator_, bits, units_.flats().front()->device());
-    for (int64_t rank = 0; rank < all.size(0) && has_same_bits(arguments, {max_norm, norm_type}); ++rank) {
+    for (int64_t rank = 0; rank < all.size(0) && has_same_bits(arguments, own); ++rank) {
       std::memcpy(arguments.data(), all.const_data_ptr<int64_t>() + 2 * rank, sizeof(arguments));
     }
   }
-  TORCH_CHECK_VALUE(has_same_bits(arguments, {max_norm, norm_type}), communicator_.context("clip_grad_norm_"),
-                    "max_norm is ", max_norm, " and norm_type ", norm_type, " on this rank, but ", arguments[0],
-                    " and ", arguments[1],
+  TORCH_CHECK_VALUE(has_same_bits(arguments, own), communicator_.context("clip_grad_norm_"), "max_norm is ", max_norm,
+                    " and norm_type ", norm_type, " on this rank, but ", arguments[0], " and ", arguments[1],
                     " on another; expected the same on every rank, and no gradient was changed.");
   for (auto& [split, values] : of_parts) {
     const auto all = gather_over_split(communicator_, split, std::move(values), units_.flats().front()->device());

@@ -175,6 +175,9 @@ def check_sparse() -> None:
         tensor = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([value], dtype=dtype), (2,))
         dist.all_reduce(tensor, op=op)
         assert tensor.dtype == dtype and tensor.to_dense()[0].equal(expected.to(dtype)), "added in fp32"
+    integers = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([-3 if rank == 0 else 0]), (2,))
+    dist.all_reduce(integers, op=dist.ReduceOp.AVG)
+    assert integers.to_dense().tolist() == [int(-3 / size), 0], "rounded toward zero"
     uneven = sparse(0) if rank == 0 else torch.sparse_coo_tensor(size=(6,))
     dist.all_reduce(uneven)
     assert uneven.to_dense().equal(sparse(0).to_dense())

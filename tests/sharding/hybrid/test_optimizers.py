@@ -37,9 +37,10 @@ def train(model: nn.Module, optimizer: Any, batches: torch.Tensor) -> dict[str, 
     return zeropg.full_state_dict(model, rank0_only=False)
 
 
-def step_whole_layers() -> None:
+def step_whole_layers(alone: tuple[int, ...]) -> None:
+    """In every stage on two shards, and in some where each rank has a shard alone."""
     batches = make_batches()[:4]
-    meshes = {make_mesh(): (0, 1, 2, 3), make_mesh(4, 1): (2,)}
+    meshes = {make_mesh(): (0, 1, 2, 3), make_mesh(4, 1): alone}
     for name, make in MAKERS.items():
         plain = make_model(torch.float64)
         optimizer = make(plain)
@@ -55,9 +56,12 @@ def step_whole_layers() -> None:
                     assert close(state[key], value.detach(), 1e-9), (name, stage, key)
 
 
+@pytest.mark.parametrize("alone", [(2,), pytest.param((0, 1, 3), marks=pytest.mark.soak)], ids=str)
 @over_gloo_in_soak
-def test_layerwise_optimizers_step_as_in_one_process(rank_pool, backend: str, place: Place) -> None:
-    rank_pool(4, backend, place).run(step_whole_layers)
+def test_layerwise_optimizers_step_as_in_one_process(
+    rank_pool, backend: str, place: Place, alone: tuple[int, ...]
+) -> None:
+    rank_pool(4, backend, place).run(step_whole_layers, alone)
 
 
 def clear_a_gradient_on_one_replica() -> None:
@@ -77,24 +81,30 @@ def test_gradients_that_one_replica_lacks_are_an_error_on_all_ranks(rank_pool) -
     rank_pool(4, "zeropg", TWO_HOSTS).run(clear_a_gradient_on_one_replica)
 
 
-def average_momenta() -> None:
+FEW_MOMENTA = ((one_bit_adam, 0), (one_bit_adam, 1), (one_bit_lamb, 1), (dgc, 0))
+OTHER_MOMENTA = ((one_bit_lamb, 0), (dgc, 1))
+
+
+def average_momenta(cases: tuple[tuple[Any, int], ...]) -> None:
     """Momenta are averaged over all ranks: the mesh says only who updates which weights."""
     mesh, batches = make_mesh(), make_batches(16)
-    for make, stages in {one_bit_adam: (0, 1), one_bit_lamb: (1,), dgc: (0,)}.items():
-        for stage in stages:
-            states = []
-            for options in ({}, {"mesh": mesh}):
-                model = zeropg.fully_shard(make_model(), stage=stage, **options)
-                states.append(train(model, zeropg.shard_optimizer(make(model), model), batches))
-            # Norms of layers are summed over two shards, not four.
-            assert all(close(states[1][name], value, 1e-5) for name, value in states[0].items()), (make, stage)
+    for make, stage in cases:
+        states = []
+        for options in ({}, {"mesh": mesh}):
+            model = zeropg.fully_shard(make_model(), stage=stage, **options)
+            states.append(train(model, zeropg.shard_optimizer(make(model), model), batches))
+        # Norms of layers are summed over two shards, not four.
+        assert all(close(states[1][name], value, 1e-5) for name, value in states[0].items()), (make, stage)
         model = shard(make_model(), mesh, stage=2)
         with raises(NotImplementedError, "the model has stage 2"):
             zeropg.shard_optimizer(make(model), model)
 
 
-def test_optimizers_that_average_momenta_train_as_without_replicas(rank_pool) -> None:
-    rank_pool(4, "zeropg", TWO_HOSTS).run(average_momenta, timeout=120)
+@pytest.mark.parametrize(
+    "cases", [FEW_MOMENTA, pytest.param(OTHER_MOMENTA, marks=pytest.mark.soak)], ids=["few", "rest"]
+)
+def test_optimizers_that_average_momenta_train_as_without_replicas(rank_pool, cases) -> None:
+    rank_pool(4, "zeropg", TWO_HOSTS).run(average_momenta, cases, timeout=120)
 
 
 def compress(folder: Path, stages: tuple[int, ...]) -> None:

@@ -24,7 +24,7 @@ import zeropg
 from tests.sharding.uses.programs import Broken, Run, loss_of
 from tests.spawn import THIS_MACHINE, Place, SeparateHosts
 
-PROGRAMS = 15
+PROGRAMS, PROGRAMS_IN_SOAK = 15, 40
 LENGTH = 25  # actions in a program
 ROWS = 12
 TOLERANCE = 1e-9
@@ -396,7 +396,9 @@ def run_programs(seeds: list[int], seconds: float, folder: str) -> None:
 def test_random_programs_equal_the_plain_process(rank_pool: Any, group: str) -> None:
     world_size, backend, place = GROUPS[group]
     seconds = float(os.environ.get("ZEROPG_PROGRAM_SECONDS", 0))
-    seeds = [int(os.environ["ZEROPG_PROGRAM_SEED"])] if "ZEROPG_PROGRAM_SEED" in os.environ else list(range(PROGRAMS))
+    seeds = list(range(PROGRAMS_IN_SOAK if seconds > 0 else PROGRAMS))
+    if "ZEROPG_PROGRAM_SEED" in os.environ:
+        seeds = [int(os.environ["ZEROPG_PROGRAM_SEED"])]
     with tempfile.TemporaryDirectory() as folder:
         pool = rank_pool(world_size, backend, place)
         pool.run(run_programs, seeds, seconds, folder, timeout=seconds + 240)
