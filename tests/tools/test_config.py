@@ -47,15 +47,20 @@ def test_batch_sizes_are_checked_for_so_many_ranks(tmp_path: Path, capsys: pytes
     assert run(path, config, "--world-size", "5") == 1
     assert "4 * 5 ranks = 20" in capsys.readouterr().out
     assert run(path, {}) == 0 and run(path, {}, "--world-size", "2") == 1
+    config["tensor_parallel"] = {"autotp_size": 2}
+    assert run(path, config, "--world-size", "4") == 0
+    assert "3 samples * 4 forwards * 2 ranks = 24 samples" in capsys.readouterr().out
+    assert run(path, config, "--world-size", "3") == 1
+    assert "autotp_size is 2, and there are 3 ranks; expected a divisor" in capsys.readouterr().out
 
 
 def test_programs_get_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 4, "wandb": {"enabled": True}}
+    config = {"sequence_parallel_size": 2, "train_batch_size": 4, "wandb": {"enabled": True}}
     assert run(tmp_path / "ds_config.json", config, "--json") == 1
     answer = json.loads(capsys.readouterr().out)
     assert not answer["is_usable"] and len(answer["problems"]) == 1
     assert {row["key"]: row["outcome"] for row in answer["keys"]} == {
-        "tensor_parallel": "refused",
+        "sequence_parallel_size": "refused",
         "train_batch_size": "honoured",
         "wandb.enabled": "honoured",
     }

@@ -175,6 +175,7 @@ def configured(folder: str) -> list[Any]:
     for config, more in (
         ({**CONFIGURATION, "gradient_clipping": 3.0}, {}),
         ({**CONFIGURATION, "zero_optimization": {"stage": 7}}, {}),
+        ({**CONFIGURATION, "tensor_parallel": {"autotp_size": 2}}, {}),
         (CONFIGURATION, {"zeropg": {"stage": 1}}),
     ):
         try:

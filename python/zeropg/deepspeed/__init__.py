@@ -16,6 +16,7 @@ from zeropg.deepspeed.distributed import init_distributed
 from zeropg.deepspeed.engine import DeepSpeedEngine
 from zeropg.deepspeed.initialize import initialize
 from zeropg.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from zeropg.deepspeed.tensor_parallel.prepare import tp_model_init
 from zeropg.deepspeed.unavailable import NAMES, README, explain_missing_modules
 from zeropg.deepspeed.utils import OnDevice, log_dist, logger
 
@@ -35,6 +36,7 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "tp_model_init",
 ]
 
 

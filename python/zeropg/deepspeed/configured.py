@@ -36,6 +36,8 @@ class ConfiguredEngine:
     _config: Config
 
     aio_config = _key("aio")
+    autotp_size = _key("tensor_parallel.autotp_size")
+    tensor_parallel_config = _key("tensor_parallel")
     swap_tensor_config = _key("aio")
     dump_state = _key("dump_state")
     log_level = _key("log_level")
@@ -112,10 +114,6 @@ class ConfiguredEngine:
     def torch_autocast_dtype(self) -> torch.dtype:
         """What the forward is cast to where `torch_autocast_enabled`."""
         return torch.bfloat16
-
-    def autotp_size(self) -> int:
-        """0: no tensor is split over ranks."""
-        return 0
 
     def postscale_gradients(self) -> bool:
         return not self._config.prescale_gradients

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset, Sampler
 
 from zeropg.deepspeed.accumulation import Accumulation
@@ -34,6 +35,8 @@ from zeropg.deepspeed.scaled_backward import (
 )
 from zeropg.deepspeed.settings import EngineSettings
 from zeropg.deepspeed.state_offload import StateOffload, is_to_host, states_of
+from zeropg.deepspeed.tensor_parallel.ranks import TENSORS
+from zeropg.deepspeed.tensor_parallel.same_inputs import SameInputs
 from zeropg.deepspeed.unavailable import UNAVAILABLE
 from zeropg.deepspeed.update import Update, leaves_out_nonfinite
 from zeropg.sharding.nested import hidden_tensors_in, tensors_in
@@ -60,8 +63,12 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
         lr_scheduler: Any,
         collate_fn: Callable[[list[Any]], Any] | None,
         device: torch.device,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        """Takes parts that `initialize` has made: a sharded module, and an optimizer from `shard_optimizer`."""
+        """Takes parts that `initialize` has made: a sharded module, and an optimizer from `shard_optimizer`.
+
+        mesh: (ranks with data of their own, ranks that share layers), where layers are cut over ranks.
+        """
         nn.Module.__init__(self)
         self.module = module
         self.optimizer = optimizer
@@ -80,7 +87,10 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
         self._state.casts_inputs = config.fp16.auto_cast
         self._group: dist.ProcessGroup = self._state.core.process_group
         self.global_rank = dist.get_rank()
-        self.world_size = self.dp_world_size = self._group.size()
+        self._everybody: dist.ProcessGroup = self._state.parallel.everybody
+        self._mesh = mesh
+        self._same_inputs = None if mesh is None else SameInputs(module, mesh.get_group(TENSORS))
+        self.world_size, self.dp_world_size = self._everybody.size(), self._group.size()
         assert config.train_micro_batch_size_per_gpu and config.gradient_accumulation_steps  # `read` fills them in
         self._accumulation = Accumulation(
             micro_batch_size=config.train_micro_batch_size_per_gpu,
@@ -95,7 +105,7 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
             optimizer.loss_scaler = self._scaler
         if optimizer is not None:
             self._update = Update(module, optimizer, self._scaler, config.gradient_clipping, skips)
-        self.monitor = make_monitor(config, self._group)
+        self.monitor = make_monitor(config, self._everybody)
         self._observers = make_observers(config, module, self._state.core, device, self.monitor)
         self._state_offload = StateOffload(self._state.core, optimizer, moves=device.type != "cpu")
         self._step_applied = False
@@ -134,11 +144,15 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the model.
 
+        Ranks that share layers (tensor_parallel) have to give it the same inputs, or get a ValueError.
+
         Where a program runs the backward itself, the sum of its gradients is divided by the accumulation steps in
         `step`, at a boundary. Inputs keep their dtype, as in DeepSpeed, unless `fp16.auto_cast` is true: labels and
         masks must not be rounded. A model of 16 bits that refuses inputs of another dtype gets them cast from then on,
         all of them, with a warning.
         """
+        if self._same_inputs is not None:
+            self._same_inputs.check((inputs, kwargs))
         with self._observers.during("forward", (*inputs, *kwargs.values())), self._autocast():
             try:
                 output = self.module(*inputs, **kwargs)
@@ -162,7 +176,7 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
 
     def _cast_from_now_on(self, error: RuntimeError) -> None:
         self._state.casts_inputs = True
-        if self._group.rank() == 0:
+        if self._everybody.rank() == 0:
             LOGGER.warning(
                 "[zeropg] forward: the model computes in %s and refuses inputs of another dtype (%s); all floating "
                 "inputs are cast from now on, labels and masks too. To keep those, cast the others yourself, as for "
@@ -380,7 +394,7 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
         self.global_steps += 1
         forwards = self.gradient_accumulation_steps() if self._accumulation.is_managed else self._backwards
         self._backwards = 0
-        self.global_samples += forwards * self.train_micro_batch_size_per_gpu() * self.world_size
+        self.global_samples += forwards * self.train_micro_batch_size_per_gpu() * self.dp_world_size
 
     def _tell_observers(self, samples: int) -> None:
         micro_batch = self.train_micro_batch_size_per_gpu()

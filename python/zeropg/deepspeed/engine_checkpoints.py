@@ -53,7 +53,7 @@ class EngineCheckpoints:
     global_samples: int
     skipped_steps: int
     _config: Config
-    _group: dist.ProcessGroup
+    _everybody: dist.ProcessGroup
     _scaler: LossScaler
     _state: ShardedState
 
@@ -97,7 +97,7 @@ class EngineCheckpoints:
                 )
             return {"tag": name, "save_dir": str(directory)}
 
-        check_same(self._group, "save_checkpoint", together(self._group, "save_checkpoint", announce))
+        check_same(self._everybody, "save_checkpoint", together(self._everybody, "save_checkpoint", announce))
         extra = {
             "client_state": {} if client_state is None else client_state,
             "lr_scheduler": {} if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
@@ -113,12 +113,12 @@ class EngineCheckpoints:
         )
 
         def write_beside() -> None:
-            if self._group.rank() == 0:
+            if self._everybody.rank() == 0:
                 _replace(directory / SCRIPT, _write_script)
                 if save_latest:
                     _replace(directory / LATEST, lambda file: file.write_text(name))
 
-        together(self._group, "save_checkpoint", write_beside)
+        together(self._everybody, "save_checkpoint", write_beside)
         return True
 
     def load_checkpoint(
@@ -160,10 +160,10 @@ class EngineCheckpoints:
         directory = _path(load_dir)
         latest = LATEST_UNIVERSAL if self._config.checkpoint.load_universal else LATEST
         if tag is not None:
-            together(self._group, "load_checkpoint", lambda: _check_tag(str(tag)))
+            together(self._everybody, "load_checkpoint", lambda: _check_tag(str(tag)))
         name = self._latest(directory, latest) if tag is None else str(tag)
         if not name:
-            if self._group.rank() == 0:
+            if self._everybody.rank() == 0:
                 LOGGER.warning("[zeropg] load_checkpoint: '%s' has no file '%s'; nothing is loaded", directory, latest)
             return None, None
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
@@ -192,7 +192,7 @@ class EngineCheckpoints:
         """Lets the program set the model from a checkpoint. Collective."""
         source: dict[str, torch.Tensor] = {}
         read = lambda: source.update(read_state_dict(folder, is_deepspeeds=is_deepspeeds))  # noqa: E731
-        together(self._group, "load_checkpoint", read)
+        together(self._everybody, "load_checkpoint", read)
         load_into(self.module, source, True, lambda state_dict, strict: load(src=state_dict, dst=self.module))
 
     def load_module_state_dict(
@@ -258,15 +258,15 @@ class EngineCheckpoints:
         """Whether DeepSpeed has written a tag's folder. Raises where the ranks see different things."""
         key = "what wrote the checkpoint"  # each rank may have a folder of another name
         look = lambda: {key: _writer_of(folder)}  # noqa: E731
-        seen = together(self._group, "load_checkpoint", look)
+        seen = together(self._everybody, "load_checkpoint", look)
         without = [rank for rank, entry in enumerate(seen) if entry[key] == "nobody"]
         if 0 < len(without) < len(seen):
             raise FileNotFoundError(
-                f"[zeropg rank {self._group.rank()}/{self._group.size()}] load_checkpoint: rank "
+                f"[zeropg rank {self._everybody.rank()}/{self._everybody.size()}] load_checkpoint: rank "
                 f"{', '.join(map(str, without))} finds no checkpoint where others do; on this rank the folder is "
                 f"'{folder}'. Put the checkpoint where every rank reads it, or pass each rank the folder that it has"
             )
-        check_same(self._group, "load_checkpoint", seen)
+        check_same(self._everybody, "load_checkpoint", seen)
         return bool(seen[0][key] == "DeepSpeed")
 
     def _check_schedule(self, saved: dict[str, Any]) -> None:
@@ -278,7 +278,7 @@ class EngineCheckpoints:
     def _load_scheduler(self, saved: dict[str, Any], *, has_rates: bool) -> None:
         """has_rates: whether the param groups have those of the checkpoint already."""
         if not saved:
-            if self._group.rank() == 0:
+            if self._everybody.rank() == 0:
                 LOGGER.warning("[zeropg] load_checkpoint: it was saved without a scheduler; yours stays as it is")
             return
         self.lr_scheduler.load_state_dict(saved)
@@ -348,7 +348,7 @@ class EngineCheckpoints:
             )
         gathers = self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
         if self._state.core.stage >= 3 and not gathers:
-            if self._group.rank() == 0:
+            if self._everybody.rank() == 0:
                 LOGGER.warning(
                     "[zeropg] save_16bit_model: nothing is written, since the configuration says "
                     "stage3_gather_16bit_weights_on_model_save false"
@@ -362,7 +362,7 @@ class EngineCheckpoints:
                 directory.mkdir(parents=True, exist_ok=True)
                 _replace(directory / save_filename, lambda file: torch.save(weights, file))
 
-        together(self._group, "save_16bit_model", write)
+        together(self._everybody, "save_16bit_model", write)
         return True
 
     save_fp16_model = save_16bit_model
@@ -374,18 +374,18 @@ class EngineCheckpoints:
         weights = full_state_dict(self.module, dtype=self._state.param_dtype)
         for name in _frozen(self.module) if exclude_frozen_parameters else ():
             weights.pop(name, None)
-        return weights if self._group.rank() == 0 else None
+        return weights if self._everybody.rank() == 0 else None
 
     def _latest(self, directory: Path, file: str) -> str:
         """What rank 0 finds in the file that names a tag; "" where there is none."""
         found: list[str] = []
 
         def look() -> None:
-            if self._group.rank() == 0 and (directory / file).is_file():
+            if self._everybody.rank() == 0 and (directory / file).is_file():
                 found.append((directory / file).read_text().strip())
 
-        together(self._group, "load_checkpoint", look)
-        return broadcast_text(self._group, "load_checkpoint", found[0] if found else None)
+        together(self._everybody, "load_checkpoint", look)
+        return broadcast_text(self._everybody, "load_checkpoint", found[0] if found else None)
 
     def _begin_accumulation(self) -> None:
         raise NotImplementedError

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
 
 from zeropg.deepspeed.config import Config, optimizer_of, read, scheduler_of
@@ -20,6 +21,9 @@ from zeropg.deepspeed.engine import DeepSpeedEngine
 from zeropg.deepspeed.engine_optimizer import EngineOptimizer
 from zeropg.deepspeed.make_optimizer import check_state_bits, make_optimizer
 from zeropg.deepspeed.shard import local_rank, shard_as_configured
+from zeropg.deepspeed.tensor_parallel.prepare import is_split, share_layers
+from zeropg.deepspeed.tensor_parallel.ranks import DATA
+from zeropg.deepspeed.tensor_parallel.split import Replaced, follow, following
 from zeropg.deepspeed.zero.owners import register
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import check_same, together
@@ -61,7 +65,9 @@ def initialize(
         lr_scheduler: a scheduler of `optimizer`, or a function that makes one from an optimizer. It takes precedence
             over the configuration's.
         distributed_port, dist_init_required: for `init_distributed`, where there is no process group yet.
-        mpu: an object with get_data_parallel_group() and the like; its model-parallel world must be 1.
+        mpu: an object with get_data_parallel_group() and the like; its model-parallel world must be 1. (The
+            configuration's tensor_parallel.autotp_size cuts layers over ranks; parameters of these are other objects
+            afterwards, also in a given optimizer.)
         collate_fn: for the loader.
         config: DeepSpeed's configuration: a path of a JSON file, or a dictionary. `config_params` is its old name.
         mesh_param: must be None: sequences are not split over ranks.
@@ -84,6 +90,13 @@ def initialize(
         args.local_rank = local_rank()
     group = _data_parallel_group(mpu)
     settings = _read_together(group, raw)
+    mesh = None
+    if settings.tensor_parallel.size > 1 or is_split(model):
+        given = None if model_parameters is None else list(model_parameters)  # a generator would see those of later
+        mesh, replaced = _share_layers(model, settings, mpu)
+        group = mesh.get_group(DATA)
+        together(group, "initialize", lambda: _follow(optimizer, replaced))
+        model_parameters = None if given is None else following(given, replaced)
     device = shard_as_configured(model, settings, group)
     let_generate(model)
     sharded = _make_optimizer(model, optimizer, model_parameters, settings)
@@ -96,6 +109,7 @@ def initialize(
         lr_scheduler=scheduler,
         collate_fn=collate_fn,
         device=device,
+        mesh=mesh,
     )
     engine.mpu = mpu
     register(engine)
@@ -164,10 +178,28 @@ def _data_parallel_group(mpu: Any) -> dist.ProcessGroup:
     if mpu.get_model_parallel_world_size() != 1:
         raise NotImplementedError(
             f"[zeropg] initialize: mpu has {mpu.get_model_parallel_world_size()} model-parallel ranks, expected 1: "
-            "tensor parallelism under an engine is not available; split the model by torch.distributed.tensor.parallel "
-            "over one dimension of a mesh, and shard it by zeropg.fully_shard(mesh=) over another, without an engine"
+            "leave mpu out, and set tensor_parallel.autotp_size in the configuration, which cuts layers over ranks"
         )
     return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
+
+
+def _share_layers(model: nn.Module, settings: Config, mpu: Any) -> tuple[DeviceMesh, Replaced]:
+    if mpu is not None:
+        raise NotImplementedError(
+            "[zeropg] initialize: got mpu and layers that are cut over ranks (tensor_parallel); leave mpu out: groups "
+            "are made of neighbouring ranks"
+        )
+    if settings.tensor_parallel.size == 1:
+        raise ValueError(
+            "[zeropg] initialize: the model has DTensors, which are cut over ranks; set tensor_parallel.autotp_size in "
+            "the configuration to how many ranks share them"
+        )
+    return share_layers(model, settings.tensor_parallel, "initialize")
+
+
+def _follow(optimizer: OptimizerLike | None, replaced: Replaced) -> None:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        follow(optimizer, replaced)
 
 
 def _own_mistake(load_it: Callable[[], dict[str, Any]]) -> dict[str, Any] | ValueError:

@@ -7,20 +7,22 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeropg.sharding.state import ShardedState
 
 
 class PlacedEngine:
-    """The part of DeepSpeedEngine that says where its rank stands. All parallelism is over data."""
+    """The part of DeepSpeedEngine that says where its rank stands."""
 
     module: nn.Module
     world_size: int
+    dp_world_size: int
+    _mesh: DeviceMesh | None
     _group: dist.ProcessGroup
     _state: ShardedState
 
     mpu: Any = None  # as `initialize` was given it
-    mp_world_size = 1
     sequence_parallel_size = 1
     seq_parallel_group = None
     pipeline_parallelism = False
@@ -45,7 +47,12 @@ class PlacedEngine:
 
     @property
     def seq_dp_world_size(self) -> int:
-        return self.world_size
+        return self.dp_world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """How many ranks share layers."""
+        return 1 if self._mesh is None else self._mesh.size(1)
 
     @property
     def dist_backend(self) -> str:
@@ -64,10 +71,12 @@ class PlacedEngine:
         return self._group.rank()
 
     def get_model_parallel_rank(self) -> int:
-        return 0
+        """The number of this rank among those that share its layers."""
+        return 0 if self._mesh is None else int(self._mesh.get_local_rank(1))
 
     def get_tensor_parallel_rank(self) -> int:
-        return 0
+        """As get_model_parallel_rank()."""
+        return self.get_model_parallel_rank()
 
     def get_sequence_parallel_group(self) -> None:
         """None: sequences are not split over ranks."""

@@ -25,10 +25,8 @@ def shard_as_configured(model: nn.Module, settings: Config, group: dist.ProcessG
 
     Leaf modules that the configuration names are marked first. Returns the device. Raises as `fully_shard` does.
     """
-    device = _device(group)
-    if device.type != "cpu":
-        torch.cuda.set_device(device)
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    device = device_of_rank(group)
+    move_to(model, device)
     if settings.zero_optimization.zero_quantized_nontrainable_weights:
         together(group, "initialize", lambda: _pack_frozen(model))
     leaves = settings.zero_optimization.leaf_module
@@ -68,10 +66,18 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
+def device_of_rank(group: dist.ProcessGroup) -> torch.device:
+    """Where models of this rank compute: its own GPU where there are GPUs and `group` serves them, else the CPU."""
     if torch.cuda.is_available() and any(device.type == "cuda" for device in group._device_types):
         return torch.device("cuda", local_rank() % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def move_to(model: nn.Module, device: torch.device) -> None:
+    """Moves a model, but for what is on `meta`, in place; its device is the process's from now on."""
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def _sharded_over(group: dist.ProcessGroup, shards: int, device: torch.device) -> dict[str, Any]:

@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeropg.deepspeed.tensor_parallel.whole_values import numel_here, part_of_whole, whole_gradient, whole_of
 from zeropg.deepspeed.zero.owners import Place, place_of
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import collective_device, together
 from zeropg.sharding.access import full_gradients, local_shards, writable_shards
+from zeropg.tensor_parallel.distributed import local_of
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -25,18 +27,19 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     if place is None:
         return None
     place.state.settle_writes("safe_get_full_fp32_param")
-    whole: torch.Tensor = place.group.gather_master()
-    return whole[place.offset : place.offset + param.numel()].view(param.shape).clone()
+    gathered: torch.Tensor = place.group.gather_master()
+    return whole_of(param, gathered[place.offset : place.offset + numel_here(param)].clone())
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the master, and the parameter with it. `value` has its shape and is the same on every rank."""
     place = _place(param, "safe_set_full_fp32_param")
     _check_shapes(place, param, value, "safe_set_full_fp32_param")
+    part = part_of_whole(param, value)
     with writable_shards(place.engine.module) as shards:
         for name, tensor, start, stop in shards:
             if name == place.name:
-                tensor.copy_(value.reshape(-1)[start:stop])
+                tensor.copy_(part[start:stop])
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -50,7 +53,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
         return None
     with full_gradients(place.engine.module):
         assert param.grad is not None
-        return param.grad * place.engine.gradient_factor
+        return whole_gradient(param.grad * place.engine.gradient_factor)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -60,7 +63,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     _need_gradient(param, "safe_set_full_grad")
     with full_gradients(place.engine.module):
         assert param.grad is not None
-        param.grad.copy_(value / place.engine.gradient_factor)
+        _set_gradient(param, value / place.engine.gradient_factor)
 
 
 def safe_update_full_grad_vectorized(
@@ -78,9 +81,9 @@ def safe_update_full_grad_vectorized(
             for place, param in places:
                 if place.engine is engine:
                     assert param.grad is not None
-                    value = update_func(param.grad * engine.gradient_factor, param)
+                    value = update_func(whole_gradient(param.grad * engine.gradient_factor), param)
                     _check_shapes(place, param, value, operation)
-                    param.grad.copy_(value / engine.gradient_factor)
+                    _set_gradient(param, value / engine.gradient_factor)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -92,22 +95,23 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     if place is None:
         return None
     optimizer, group = _optimizer(place), place.state.core.process_group
-    whole = torch.zeros(param.numel(), dtype=place.group.master_dtype)
+    numel = numel_here(param)
+    own = torch.zeros(numel, dtype=place.group.master_dtype)
     found = torch.zeros(1, dtype=torch.int64)
     for name, key, values, start, stop in optimizer.local_state():
         if (name, key) == (place.name, optim_state_key) and place.state.core.replica == 0:
-            whole[start:stop] = values.cpu()
+            own[start:stop] = values.cpu()
             found += stop - start
     # Each element is one rank's and zero elsewhere, so the sum keeps every bit but the sign of a zero.
-    for tensor in (whole, found):
+    for tensor in (own, found):
         moved = tensor.to(collective_device(group))
         dist.all_reduce(moved, group=group)
         tensor.copy_(moved)
-    if int(found) != param.numel():
+    if int(found) != numel:
         known = sorted({key for _, key, *_ in optimizer.local_state()})
         there = f"this optimizer keeps {', '.join(known)}" if known else "states come with the first step"
         raise KeyError(f"[zeropg] safe_get_full_optimizer_state: '{place.name}' has no {optim_state_key!r}; {there}")
-    return whole.view(param.shape).to(param.device)
+    return whole_of(param, own.to(param.device))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -116,7 +120,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     _check_shapes(place, param, value, "safe_set_full_optimizer_state")
     start, stop = _optimizer(place).local_ranges().get(place.name, (0, 0))
     if start < stop:
-        _local_state(place, param, optim_state_key).copy_(value.reshape(-1)[start:stop])
+        _local_state(place, param, optim_state_key).copy_(part_of_whole(param, value)[start:stop])
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
@@ -228,7 +232,12 @@ def _check_shapes(place: Place, param: nn.Parameter, value: torch.Tensor, call: 
         if value.shape != param.shape:
             raise ValueError(f"the value has shape {list(value.shape)}, expected {list(param.shape)}")
 
-    together(place.state.core.process_group, call, check)
+    together(place.state.parallel.everybody, call, check)
+
+
+def _set_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
+    assert param.grad is not None
+    local_of(param.grad).view(-1).copy_(part_of_whole(param, value))
 
 
 def _need_gradient(param: nn.Parameter, call: str) -> None:

@@ -45,7 +45,6 @@ UNAVAILABLE = {
     "client_optimizer": "use engine.optimizer.optimizer",
     "client_lr_scheduler": "use engine.lr_scheduler",
     "training_data": "use engine.training_dataloader.dataset",
-    "tensor_parallel_config": "an engine splits no tensor over ranks; zeropg.fully_shard(mesh=) shards beside DTensors",
 }
 
 _STAGES = "torch.distributed.pipelining runs over zeropg's groups; without pipeline stages call initialize(model=)"
@@ -56,7 +55,7 @@ _INFERENCE = (
 _MIXTURES = (
     "pass a mixture of experts of your own; ranks may take different paths through it, without expert parallelism"
 )
-_SPLITS = "an engine splits no tensor over ranks; zeropg.fully_shard(mesh=) shards beside torch's tensor parallelism"
+_SPLITS = "tensor_parallel.autotp_size of the configuration cuts layers over ranks, and zeropg.deepspeed.tp_model_init"
 _SEQUENCES = "sequences are not split over ranks; use torch's context_parallel over zeropg's groups"
 _KERNELS = "zeropg builds no operators; use torch.nn's modules and scaled_dot_product_attention"
 _FLOPS = "use the configuration's block flops_profiler, or torch.utils.flop_counter"
@@ -82,7 +81,6 @@ NAMES = {
     "pipe": _STAGES,
     "profiling": _FLOPS,
     "replace_transformer_layer": _KERNELS,
-    "tp_model_init": _SPLITS,
 }
 
 # Of deepspeed.comm.

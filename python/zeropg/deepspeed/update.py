@@ -32,7 +32,9 @@ class Update:
         """max_norm: 0 clips nothing. skips: whether a step whose gradients are not finite is left out."""
         assert isinstance(optimizer, EngineOptimizer)  # as initialize makes it
         self._module = module
-        self._core = state_of(module, "step").core
+        state = state_of(module, "step")
+        self._core = state.core
+        self._is_first = state.parallel.everybody.rank() == 0
         self._optimizer = optimizer
         self._scaler = scaler
         self._max_norm = max_norm if max_norm > 0 else math.inf
@@ -69,7 +71,7 @@ class Update:
             is_finite = self._scaler.is_enabled() or not self._skips or not has_nonfinite(self._optimizer)
         if self._scaler.overflow or (self._skips and not is_finite):
             scale = f" at loss scale {self._scaler.cur_scale:g}" if self._scaler.is_enabled() else ""
-            if self._core.rank == 0:
+            if self._is_first:
                 LOGGER.warning("[zeropg] step: gradients are not finite%s; this step is left out", scale)
             self._scaler.update()
             return False

@@ -264,7 +264,7 @@ def fully_shard(
     for unit in plans:
         vars(unit.module)["_zeropg_is_unit"] = True
         swap_class(unit.module)
-    if core.rank == 0:
+    if parallel.everybody.rank() == 0:
         unused = what_has_no_effect(
             core, keep_numel=keep_numel, persistent_numel=persistent_numel, max_whole_numel=max_whole_numel
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeropg.deepspeed.config import KEYS, ConfigError
-from zeropg.deepspeed.config.batch import BatchSizes, batch_sizes
+from zeropg.deepspeed.config.batch import BatchSizes, batch_sizes, data_parallel_size
 from zeropg.deepspeed.config.read import Reading, examine
 from zeropg.deepspeed.config.source import load
 from zeropg.deepspeed.config.validate import key_paths
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     else:
         _print(str(options.config), rows, notices, problems)
         if sizes is not None:
-            print(_arithmetic(sizes, options.world_size))
+            print(_arithmetic(sizes))
     return 1 if problems else 0
 
 
@@ -90,12 +90,14 @@ def _batch_sizes(reading: Reading, world_size: int | None) -> BatchSizes | None:
     if world_size is None or any(one.key in names for one in reading.unfilled):
         return None
     train, micro, accumulation = (getattr(reading.config, name) for name in names)
-    return batch_sizes(train, micro, accumulation, world_size)
+    ranks = data_parallel_size(world_size, reading.config.tensor_parallel.size)
+    return batch_sizes(train, micro, accumulation, ranks)
 
 
-def _arithmetic(sizes: BatchSizes, world_size: int) -> str:
+def _arithmetic(sizes: BatchSizes) -> str:
     train, micro, accumulation = sizes
-    return f"\nA step has {micro} samples * {accumulation} forwards * {world_size} ranks = {train} samples."
+    ranks = train // (micro * accumulation)
+    return f"\nA step has {micro} samples * {accumulation} forwards * {ranks} ranks = {train} samples."
 
 
 def _answer(rows: list[Row], notices: tuple[str, ...], problems: list[str], sizes: BatchSizes | None) -> dict[str, Any]:

@@ -88,7 +88,15 @@ class ConfiguredSharding:
         auto = hugging_face_auto(self._args, hidden_size=self._hidden_size, num_training_steps=num_training_steps)
         if different := mismatches(raw, auto):
             raise ConfigError(different)
-        return read(fill(raw, auto), world_size=self._args.world_size)
+        settings = read(fill(raw, auto), world_size=self._args.world_size)
+        if settings.tensor_parallel.size > 1:
+            raise ConfigError(
+                [
+                    f"tensor_parallel.autotp_size is {settings.tensor_parallel.size}, and a Trainer gives every rank "
+                    "data of its own; leave it out, or train by zeropg.deepspeed.initialize"
+                ]
+            )
+        return settings
 
 
 def sharding_of(

@@ -1,4 +1,4 @@
-"""The rule of batch sizes: train_batch_size = micro batch * accumulation steps * ranks."""
+"""The rule of batch sizes: train_batch_size = micro batch * accumulation steps * ranks that have data of their own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ class BatchSizes(NamedTuple):
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
+
+
+def data_parallel_size(world_size: int, tensor_parallel_size: int) -> int:
+    """Returns how many of `world_size` ranks have data of their own. Raises ConfigError where they do not divide."""
+    if world_size % tensor_parallel_size != 0:
+        raise ConfigError(
+            [
+                f"tensor_parallel.autotp_size is {tensor_parallel_size}, and there are {world_size} ranks; expected a "
+                "divisor of these"
+            ]
+        )
+    return world_size // tensor_parallel_size
 
 
 def batch_sizes(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> BatchSizes:

@@ -76,6 +76,28 @@ def _compression(config: Config) -> Iterator[str]:
         )
 
 
+def _tensor_parallel(config: Config) -> Iterator[str]:
+    if config.tensor_parallel.size == 1:
+        return
+    size, zero = config.tensor_parallel.size, config.zero_optimization
+    if zero.mics_shard_size > 0:
+        yield (
+            f"tensor_parallel.autotp_size is {size}, and mics_shard_size keeps copies of the model; leave one of the "
+            "two out, or use zeropg.fully_shard(mesh=) without an engine"
+        )
+    if zero.zero_quantized_nontrainable_weights:
+        yield (
+            f"tensor_parallel.autotp_size is {size}, and zero_quantized_nontrainable_weights packs weights, which are "
+            "not cut; leave one of the two out"
+        )
+    for number, spec in enumerate(config.tensor_parallel.partition_config.layer_specs):
+        if spec.shape is not None or spec.partition_dim is not None:
+            yield (
+                f"tensor_parallel.partition_config.layer_specs[{number}] has shape or partition_dim, for weights that "
+                "hold several; these are not cut: leave the entry out, or say skip"
+            )
+
+
 def _observation(config: Config) -> Iterator[str]:
     if config.comms_logger.enabled and config.zero_optimization.mics_shard_size > 0:
         yield (
@@ -106,4 +128,11 @@ def _update(config: Config) -> Iterator[str]:
         )
 
 
-_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (_precision, _offload, _compression, _observation, _update)
+_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _precision,
+    _offload,
+    _compression,
+    _tensor_parallel,
+    _observation,
+    _update,
+)

@@ -16,6 +16,7 @@ from zeropg.deepspeed.config.blocks.observation import (
     Timers,
     Wandb,
 )
+from zeropg.deepspeed.config.blocks.parallel import TensorParallel
 from zeropg.deepspeed.config.blocks.precision import Bf16, DataTypes, Fp16, TorchAutocast
 from zeropg.deepspeed.config.blocks.section import Count, Positive, Section
 from zeropg.deepspeed.config.blocks.storage import Aio, Checkpoint
@@ -55,7 +56,6 @@ class _Elsewhere(Section):
     """Blocks that zeropg serves in no part, and those that DeepSpeed has removed: dictionaries as they are."""
 
     compile: dict[str, Any] | None = None
-    tensor_parallel: dict[str, Any] | None = None
     expert_parallel: dict[str, Any] | None = None
     use_data_before_expert_parallelism: bool = False
     sequence_parallel_size: Positive = 1
@@ -93,6 +93,7 @@ class Config(_Running, _Elsewhere):
     zero_allow_untested_optimizer: bool = False
     zero_force_ds_cpu_optimizer: bool = True
     aio: Aio = Field(default_factory=Aio)
+    tensor_parallel: TensorParallel = Field(default_factory=TensorParallel)
 
     fp16: Fp16 = Field(default_factory=Fp16)
     bf16: Bf16 = Field(default_factory=Bf16)

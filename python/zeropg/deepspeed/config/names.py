@@ -48,6 +48,9 @@ def with_current_names(config: dict[str, Any]) -> tuple[dict[str, Any], list[str
         _replace_offload_flags(zero, notices)
     if isinstance(renamed.get("aio"), dict):
         _move(renamed["aio"], "thread_count", "intra_op_parallelism", "aio.", notices)
+    if isinstance(renamed.get("tensor_parallel"), dict):
+        _move(renamed["tensor_parallel"], "tensor_parallel", "tp", "tensor_parallel.")
+        _move(renamed["tensor_parallel"], "kernel_inject", "replace_with_kernel_inject", "tensor_parallel.")
     return renamed, notices
 
 

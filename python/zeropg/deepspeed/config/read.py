@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zeropg.deepspeed.config.auto import Unfilled, take_out
-from zeropg.deepspeed.config.batch import batch_sizes
+from zeropg.deepspeed.config.batch import batch_sizes, data_parallel_size
 from zeropg.deepspeed.config.conflicts import conflicts
 from zeropg.deepspeed.config.error import ConfigError
 from zeropg.deepspeed.config.model import Config
@@ -56,7 +56,7 @@ def read(config: str | Path | dict[str, Any], *, world_size: int) -> Config:
     Args:
         config: a path of a JSON file, JSON in URL-safe base64 as DeepSpeed takes it, or a dictionary, which stays as it
             is.
-        world_size: ranks among which batches are divided.
+        world_size: all ranks; batches are divided among them, or where tensors are cut among groups of autotp_size.
 
     Raises ConfigError, with a line for each key that is unknown, refused, "auto" or in conflict with another.
     """
@@ -69,7 +69,7 @@ def read(config: str | Path | dict[str, Any], *, world_size: int) -> Config:
         settings.train_batch_size,
         settings.train_micro_batch_size_per_gpu,
         settings.gradient_accumulation_steps,
-        world_size,
+        data_parallel_size(world_size, settings.tensor_parallel.size),
     )
     if not (dist.is_initialized() and dist.get_rank() > 0):
         _warn(found)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -33,7 +34,8 @@ def key_paths(section: type[Section] = Config, path: str = "") -> Iterator[tuple
 
 def section_of(annotation: Any) -> type[Section] | None:
     """The block that an annotation names, None where it names none."""
-    candidates = (annotation, *get_args(annotation))
+    is_union = get_origin(annotation) in (Union, UnionType)
+    candidates = get_args(annotation) if is_union else (annotation,)
     return next((one for one in candidates if isinstance(one, type) and issubclass(one, Section)), None)
 
 

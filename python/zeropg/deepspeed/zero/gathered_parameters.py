@@ -12,6 +12,7 @@ from torch import nn
 
 from zeropg.deepspeed.zero.owners import place_of
 from zeropg.sharding.access import full_parameters
+from zeropg.tensor_parallel.distributed import is_distributed
 
 _WRITES = "inside a `with` that only reads"  # of the error that full_parameters raises for a write
 
@@ -45,6 +46,8 @@ class GatheredParameters:
         self._models = ExitStack()
 
     def __enter__(self) -> None:
+        if self._modifier_rank is not None:
+            _refuse_parts(self._parameters)
         places = {id(place.engine): place for parameter in self._parameters if (place := place_of(parameter))}
         with ExitStack() as entered:  # where one cannot be entered, those before are left again
             for place in places.values():
@@ -73,10 +76,20 @@ class GatheredParameters:
         for parameter in self._parameters:
             whole = parameter.detach().contiguous()
             place = place_of(parameter)
-            group = None if place is None else place.state.core.process_group
+            group = None if place is None else place.state.parallel.everybody
             dist.broadcast(whole.view(-1).view(torch.uint8), src=source, group=group)
             if not torch.equal(whole, parameter):
                 parameter.copy_(whole)
+
+
+def _refuse_parts(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if is_distributed(parameter):
+            raise NotImplementedError(
+                f"[zeropg] GatheredParameters: a parameter of shape {list(parameter.shape)} is cut over ranks "
+                "(tensor_parallel), of which modifier_rank has a part; set it whole by "
+                "deepspeed.utils.safe_set_full_fp32_param, which all ranks call"
+            )
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from zeropg.tensor_parallel.distributed import local_of
+
 _IDS = itertools.count()
 
 
@@ -33,7 +35,7 @@ class Status:
         if parameter is None:
             raise ReferenceError("[zeropg] ds_status: the parameter does not exist any more")
         try:
-            parameter.detach()[(slice(0, 1),) * parameter.dim()].clone()
+            local_of(parameter.detach())[(slice(0, 1),) * parameter.dim()].clone()
         except RuntimeError:  # what every read raises then
             return ZeroParamStatus.NOT_AVAILABLE
         return ZeroParamStatus.AVAILABLE

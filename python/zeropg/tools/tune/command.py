@@ -210,6 +210,13 @@ class _Tuner:
 def _train_batch(base: dict[str, Any], ranks: int) -> int:
     """Samples of a step. Raises ConfigError where the configuration cannot be used."""
     found: Config = examine(base).config
+    if found.tensor_parallel.size > 1:
+        raise ConfigError(
+            [
+                f"tensor_parallel.autotp_size is {found.tensor_parallel.size}, of which tune's plan knows nothing; "
+                "tune without it, and compare the two by hand"
+            ]
+        )
     sizes = (found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps)
     return batch_sizes(*sizes, ranks).train_batch_size
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from zeropg.deepspeed.config.keys.elsewhere import ELSEWHERE, REMOVED
 from zeropg.deepspeed.config.keys.key import Fate, Key
+from zeropg.deepspeed.config.keys.parallel import TENSOR_PARALLEL
 from zeropg.deepspeed.config.keys.running import (
     CHECKPOINT,
     COMET,
@@ -27,6 +28,7 @@ _ROWS: tuple[tuple[str, Mapping[str, Key]], ...] = (
     ("zero_optimization.", ZERO),
     ("", BESIDE_ZERO),
     ("aio.", AIO),
+    ("tensor_parallel.", TENSOR_PARALLEL),
     ("fp16.", FP16),
     ("bf16.", BF16),
     ("torch_autocast.", AUTOCAST),

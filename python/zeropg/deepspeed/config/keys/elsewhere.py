@@ -9,15 +9,7 @@ from zeropg.deepspeed.config.keys.key import Key, no_effect, refused, what_is_on
 
 _DATA_PARALLEL = "An engine shards over the ranks that have different data."
 _MESH = "Use torch's own parallelism over zeropg's groups (context_parallel), without an engine."
-_TENSORS = (
-    "Split the model by torch.distributed.tensor.parallel over one dimension of a mesh, and shard it by "
-    "zeropg.fully_shard(mesh=) over another, without an engine."
-)
 _REMOVED = "DeepSpeed has removed it."
-
-
-def _splits(block: Any) -> bool:
-    return isinstance(block, Mapping) and block.get("autotp_size", 0) not in (0, 1)
 
 
 def _is_enabled(block: Any) -> bool:
@@ -47,7 +39,6 @@ ELSEWHERE = {
         "their code, sharded or not.",
         refuses=_compiles,
     ),
-    "tensor_parallel": refused(_DATA_PARALLEL, instead=_TENSORS, refuses=_splits),
     "expert_parallel": refused(
         _DATA_PARALLEL,
         instead="Leave it out: ranks of a node may take different paths through a mixture of experts.",

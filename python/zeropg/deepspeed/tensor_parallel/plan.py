@@ -1,0 +1,171 @@
+"""Which modules of a model are cut over ranks, and how: from the model's own plan, or from the configuration's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from zeropg.deepspeed.config.blocks.parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class Style:
+    """How torch cuts one module.
+
+    make: torch's style; None: the module stays whole, and `sums_gradients` says what becomes of its gradients.
+    dim: of the weight, along which it is cut. is_local: only this rank's part of the output, or of the input, is there.
+    """
+
+    make: Callable[[], ParallelStyle] | None
+    dim: Literal[0, 1] | None = None
+    is_local: bool = False
+    sums_gradients: bool = False
+
+
+_COLUMNS, _ROWS = "colwise", "rowwise"
+# By the names that transformers' plans (base_model_tp_plan) have for them.
+STYLES: Mapping[str, Style] = {
+    _COLUMNS: Style(ColwiseParallel, 0, is_local=True),
+    _ROWS: Style(RowwiseParallel, 1, is_local=True),
+    "colwise_gather_output": Style(lambda: ColwiseParallel(output_layouts=Replicate()), 0),
+    "colwise_rep": Style(lambda: ColwiseParallel(output_layouts=Replicate()), 0),
+    "rowwise_split_input": Style(lambda: RowwiseParallel(input_layouts=Replicate()), 1),
+    "rowwise_rep": Style(lambda: RowwiseParallel(input_layouts=Replicate()), 1),
+    "embedding_rowwise": Style(lambda: RowwiseParallel(input_layouts=Replicate()), 0),
+    "embedding_colwise": Style(lambda: ColwiseParallel(output_layouts=Replicate()), 1),
+    "replicated_with_grad_allreduce": Style(None, sums_gradients=True),
+    "replicate": Style(None),
+}
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_CUT = (nn.Linear, nn.Embedding)  # by torch's styles, and subclasses with the same forward
+
+
+def plan_of(model: nn.Module, config: TensorParallel) -> dict[str, str]:
+    """Returns the name of a style in `STYLES` by the module's name. Nothing communicates.
+
+    A module that no other computes in parts with stays whole where torch cannot cut it, as a scaled embedding.
+
+    Raises ValueError where there is no plan, an entry of it fits no module, or a module cannot be cut so.
+    """
+    plan = dict(_of_configuration(model, config))
+    if not config.partition_config.layer_specs or config.partition_config.use_default_specs:
+        plan = {**dict(_of_model(model)), **plan}
+    plan = {name: style for name, style in plan.items() if style != "skip"}
+    if not any(STYLES[style].dim is not None for style in plan.values()):
+        raise ValueError(
+            f"tensor_parallel.autotp_size is {config.size}, and {type(model).__name__} has no plan of its own that "
+            "says which layers to cut (a model of transformers has one where its configuration has "
+            "base_model_tp_plan); say it in tensor_parallel.partition_config: "
+            '{"layer_specs": [{"patterns": [".*\\\\.up\\\\.weight$"], "partition_type": "column"}, '
+            '{"patterns": [".*\\\\.down\\\\.weight$"], "partition_type": "row"}]}'
+        )
+    _check_heads(model, config.size)
+    modules = dict(model.named_modules())
+    plan = {name: style for name, style in plan.items() if _can_be_cut(name, modules[name], style, config.size)}
+    return _without_odd_ties(model, plan)
+
+
+def tied_modules(model: nn.Module) -> list[list[str]]:
+    """Returns the names of modules that share their weight, in sets of two or more."""
+    by_weight: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter):
+            by_weight.setdefault(id(weight), []).append(name)
+    return [names for names in by_weight.values() if len(names) > 1]
+
+
+def _of_configuration(model: nn.Module, config: TensorParallel) -> Iterator[tuple[str, str]]:
+    styles = {"row": _ROWS, "column": _COLUMNS, "skip": "skip"}
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    modules = dict(model.named_modules())
+    names = [name for name, module in modules.items() if isinstance(getattr(module, "weight", None), nn.Parameter)]
+    seen: set[str] = set()
+    for spec in config.partition_config.layer_specs:
+        if spec.model_types is not None and model_type not in spec.model_types:
+            continue
+        for pattern in spec.patterns:
+            found = [name for name in names if re.match(pattern, f"{name}.weight")]
+            if not found:
+                raise ValueError(
+                    f"tensor_parallel.partition_config has the pattern {pattern!r}, which no weight's name matches; "
+                    f"there are {_some(f'{name}.weight' for name in names if isinstance(modules[name], nn.Linear))}"
+                )
+            yield from ((name, styles[spec.partition_type]) for name in found if name not in seen)
+            seen.update(found)
+
+
+def _of_model(model: nn.Module) -> Iterator[tuple[str, str]]:
+    own: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
+    names = [name for name, _ in model.named_modules()]
+    for pattern, style in own.items():
+        fits = re.compile(r"\d+".join(map(re.escape, pattern.split("*"))))
+        for name in names:
+            if not fits.fullmatch(name):
+                continue
+            if style not in STYLES:
+                raise ValueError(
+                    f"the plan of {type(model).__name__} has {name!r} as {style!r}; expected one of "
+                    f"{', '.join(STYLES)}. Say in tensor_parallel.partition_config which layers to cut"
+                )
+            yield name, style
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    config = getattr(model, "config", None)
+    for key in _HEADS:
+        heads = getattr(config, key, None)
+        if isinstance(heads, int) and heads % size != 0:
+            raise ValueError(
+                f"tensor_parallel.autotp_size is {size}, and the model's {key} is {heads}; expected a divisor of it"
+            )
+
+
+def _can_be_cut(name: str, module: nn.Module, style: str, size: int) -> bool:
+    """Whether torch cuts such a module. Raises ValueError where it does not, and its neighbours need its part."""
+    dim, is_local = STYLES[style].dim, STYLES[style].is_local
+    if dim is None:
+        return True
+    if not isinstance(module, _CUT) or type(module).forward not in {kind.forward for kind in _CUT}:
+        if not is_local:
+            return False
+        raise ValueError(
+            f"{name!r} is a {type(module).__name__}, which cannot be cut as {style}; expected a torch.nn.Linear. Say "
+            "skip for it and its neighbours in tensor_parallel.partition_config"
+        )
+    shape = list(module.weight.shape)
+    if is_local and shape[dim] % size != 0:
+        raise ValueError(
+            f"the weight of {name!r} is {shape}, and is cut as {style} over {size} ranks; expected a multiple of "
+            f"{size} instead of {shape[dim]}: choose another tensor_parallel.autotp_size, or say skip for it and its "
+            "neighbours in partition_config"
+        )
+    return True
+
+
+def _without_odd_ties(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """Leaves a weight whole that two modules share and would not cut alike."""
+    kept = dict(plan)
+    for names in tied_modules(model):
+        dims = {STYLES[plan[name]].dim if name in plan else None for name in names}
+        if len(dims) == 1:
+            continue
+        if local := [name for name in names if name in plan and STYLES[plan[name]].is_local]:
+            raise ValueError(
+                f"{' and '.join(map(repr, names))} share their weight, and {local[0]!r} alone is cut as "
+                f"{plan[local[0]]}; expected all of them cut alike, or none"
+            )
+        for name in names:
+            kept.pop(name, None)
+    return kept
+
+
+def _some(names: Iterator[str]) -> str:
+    every = list(names)
+    return ", ".join(every[:6]) + (", ..." if len(every) > 6 else "")

@@ -1,0 +1,83 @@
+"""`split`: a model whose linear layers are cut over neighbouring ranks, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from zeropg.deepspeed.tensor_parallel.plan import STYLES, tied_modules
+
+# From a parameter that a model had before it was split, by its id, to what is in its place.
+Replaced = dict[int, nn.Parameter]
+
+
+def split(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> Replaced:
+    """Cuts the modules of `plan` over the ranks of `mesh`, all of which must call; they get the first one's values.
+
+    Parameters that are cut are other objects afterwards (DTensors).
+    """
+    before = dict(model.named_parameters())
+    flags = {name: parameter.requires_grad for name, parameter in before.items()}
+    ties = [names for names in tied_modules(model) if names[0] in plan]
+    styles = {name: make() for name, style in plan.items() if (make := STYLES[style].make) is not None}
+    parallelize_module(model, mesh, styles)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for first, *others in ties:
+        for name in others:
+            modules[name].weight = modules[first].weight
+    replaced: Replaced = {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(flags[name])
+        if parameter is not before[name]:
+            replaced[id(before[name])] = parameter
+    for name, style in plan.items():
+        if STYLES[style].sums_gradients:
+            for parameter in modules[name].parameters(recurse=False):
+                if parameter.requires_grad:
+                    parameter.register_hook(_sum_over(mesh.get_group()))
+    return replaced
+
+
+def follow(optimizer: torch.optim.Optimizer, replaced: Replaced) -> None:
+    """Gives an optimizer that was made before the split the parameters of now; in place.
+
+    Raises ValueError where it has made steps: its state is of whole parameters.
+    """
+    if any(id(parameter) in replaced for parameter in optimizer.state):
+        raise ValueError(
+            "optimizer has state of parameters that are cut over ranks now; make it anew, and load its state by "
+            "engine.load_checkpoint"
+        )
+    for group in optimizer.param_groups:
+        group["params"] = following(group["params"], replaced)
+
+
+def following(parameters: Iterable[Any], replaced: Replaced) -> list[Any]:
+    """Returns parameters, or param groups with them, with the parameters of now."""
+    return [
+        {**one, "params": following(_listed(one["params"]), replaced)}
+        if isinstance(one, dict)
+        else replaced.get(id(one), one)
+        for one in parameters
+    ]
+
+
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _sum_over(group: dist.ProcessGroup) -> Any:
+    """A hook for parameters of modules that compute with this rank's part of their inputs alone."""
+
+    def sum_of_parts(gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return sum_of_parts
