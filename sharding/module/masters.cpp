@@ -79,18 +79,20 @@ struct FailureElsewhere {
   int code;
 };
 
-// Throws `failure`, or that of another rank: what a disk refuses to one must be an error on all of them, before they
-// wait for each other. Collective with offload.
+// Throws `failure`, or that of another rank: what a disk refuses to one must be an error on all of them, those that have
+// another part of the model's tensors too, before they wait for each other. Collective with offload.
 void throw_together(Communicator& communicator, const ShardingOptions& options, const Units& units,
                     const std::exception_ptr& failure, const FailureElsewhere& elsewhere) {
-  if (options.optimizer_offload != nullptr && communicator.world_size() > 1 && !units.flats().empty()) {
-    const at::Tensor mine = at::zeros({1}, at::kDouble).fill_(failure == nullptr ? 0.0 : 1.0);
+  const bool has_parts = communicator.groups().parts != nullptr;
+  if (options.optimizer_offload != nullptr && (communicator.world_size() > 1 || has_parts) && !units.flats().empty()) {
+    const std::array<int64_t, 1> mine = {failure == nullptr ? 0 : 1};
     const c10::Device device = units.flats().front()->device();
-    const at::Tensor all = at::empty({communicator.world_size()}, mine.options().device(device));
-    communicator.wait(communicator.all_gather(all, mine.to(device)));
-    if (failure == nullptr && all.max().item<double>() > 0) {
+    const at::Tensor all =
+        has_parts ? gather_values_of_parts(communicator, mine, device) : communicator.gather_values(mine, device);
+    if (failure == nullptr && all.max().item<int64_t>() > 0) {
       throw TierError(c10::str(communicator.context(elsewhere.operation), "rank ", all.argmax().item<int64_t>(),
-                               " could not ", elsewhere.could_not, " its masters; see its error."),
+                               has_parts ? " of all that have parts of the model's tensors" : "", " could not ",
+                               elsewhere.could_not, " its masters; see its error."),
                       elsewhere.code);
     }
   }

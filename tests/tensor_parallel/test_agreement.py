@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zeropg
+from tests.sharding.offload.test_bad_disk import file_size_limit
 from tests.sharding.ranks import equal, on_ranks, raises
 from tests.small_gpt import loss_of, make_batches, make_model, make_optimizer
 from tests.tensor_parallel.model import make_mesh, make_sharded, parallelize, whole_parameters
@@ -123,6 +126,20 @@ def test_buffers_are_those_of_rank_0() -> None:
         dist.all_gather_object(scales, (model.scale, model.table.to_local(), table))
         assert all(equal(scale, scales[0][0]) for scale, _, _ in scales)
         assert all(equal(own, scales[rank % 2][2]) for rank, (_, own, _) in enumerate(scales))
+
+
+@on_ranks(4)
+def test_a_disk_too_full_for_one_parts_masters_is_an_error_on_all(tmp_path: Path) -> None:
+    mesh = make_mesh(2, 2)
+    is_full = dist.get_rank() == 1
+    words = (
+        "for masters of unit" if is_full else "rank 1 of all that have parts of the model's tensors could not reserve"
+    )
+    started = time.monotonic()
+    with file_size_limit(16 * 1024 if is_full else resource.RLIM_INFINITY), raises(OSError, words):
+        make_sharded(mesh, torch.float32, param_dtype=torch.bfloat16, offload_optimizer=str(tmp_path))
+    assert time.monotonic() - started < 20
+    make_sharded(mesh, torch.float32, param_dtype=torch.bfloat16, offload_optimizer=str(tmp_path))
 
 
 @on_ranks(2)
