@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,7 +113,7 @@ def near(found: list[float], expected: list[float], bound: float = 1e-11) -> boo
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@on_ranks(4)
+@on_ranks(4, timeout=180)
 def test_models_train_by_their_own_plan(kind: str) -> None:
     expected = train_plain(make(kind), tokens())
     bound = 1e-8 if kind == "Gemma" else 1e-11  # whose norms compute in fp32, whatever the model's dtype
@@ -198,6 +199,46 @@ def test_frozen_parameters_stay_frozen() -> None:
     after = zeropg.full_state_dict(model)
     if dist.get_rank() == 0:
         assert {name for name in after if not equal(before[name], after[name])} == {n for n, f in flags.items() if f}
+
+
+@on_ranks(4, timeout=180)
+def test_adapters_are_cut_with_their_layers() -> None:
+    def adapted(**more: Any) -> Any:
+        model = make("Llama")
+        torch.manual_seed(1)
+        names = ["q_proj", "o_proj", "up_proj", "lm_head"]
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False, **more)
+        ).double()
+
+    plain = adapted()
+    expected = train_plain(plain, tokens())
+    block = {
+        "autotp_size": 2,
+        "partition_config": {
+            "layer_specs": [
+                {"patterns": [r".*\.(q|k|v|gate|up)_proj\.weight"], "partition_type": "column"},
+                {"patterns": [r".*\.(o|down)_proj\.weight"], "partition_type": "row"},
+            ]
+        },
+    }
+    for stage, how in ((1, {"autotp_size": 2}), (3, block)):
+        model = adapted()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=parameters, config=configuration(stage, tensor_parallel=how)
+        )
+        assert near(train(engine, tokens()), expected), stage
+        cut = {name for name, p in model.named_parameters() if isinstance(p, DTensor) and "lora" in name}
+        layer = "base_model.model.model.layers.0"
+        assert f"{layer}.mlp.up_proj.lora_B.default.weight" in cut
+        assert f"{layer}.self_attn.o_proj.lora_A.default.weight" in cut
+        assert f"{layer}.mlp.up_proj.lora_A.default.weight" not in cut
+        weights = zeropg.full_state_dict(model)
+        if dist.get_rank() == 0:
+            assert all(close(weights[name], tensor, 1e-10) for name, tensor in plain.state_dict().items())
+    with raises(ValueError, "of PEFT around a layer that is cut", "LoRA without use_dora"):
+        deepspeed.initialize(model=adapted(use_dora=True), config=configuration(3))
 
 
 @on_ranks(4)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from zeropg.deepspeed.config.blocks.parallel import TensorParallel
+from zeropg.deepspeed.tensor_parallel.adapters import name_without_adapters, with_adapters
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,15 @@ def plan_of(model: nn.Module, config: TensorParallel) -> dict[str, str]:
     _check_heads(model, config.size)
     modules = dict(model.named_modules())
     plan = {name: style for name, style in plan.items() if _can_be_cut(name, modules[name], style, config.size)}
-    return _without_odd_ties(model, plan)
+    return with_adapters(_without_odd_ties(model, plan), modules)
 
 
 def tied_modules(model: nn.Module) -> list[list[str]]:
     """Returns the names of modules that share their weight, in sets of two or more."""
     by_weight: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter):
+        weight = module._parameters.get("weight")
+        if weight is not None:
             by_weight.setdefault(id(weight), []).append(name)
     return [names for names in by_weight.values() if len(names) > 1]
 
@@ -85,13 +86,13 @@ def _of_configuration(model: nn.Module, config: TensorParallel) -> Iterator[tupl
     styles = {"row": _ROWS, "column": _COLUMNS, "skip": "skip"}
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     modules = dict(model.named_modules())
-    names = [name for name, module in modules.items() if isinstance(getattr(module, "weight", None), nn.Parameter)]
+    names = [name for name, module in modules.items() if module._parameters.get("weight") is not None]
     seen: set[str] = set()
     for spec in config.partition_config.layer_specs:
         if spec.model_types is not None and model_type not in spec.model_types:
             continue
         for pattern in spec.patterns:
-            found = [name for name in names if re.match(pattern, f"{name}.weight")]
+            found = [name for name in names if re.match(pattern, f"{name_without_adapters(name)}.weight")]
             if not found:
                 raise ValueError(
                     f"tensor_parallel.partition_config has the pattern {pattern!r}, which no weight's name matches; "
@@ -103,11 +104,11 @@ def _of_configuration(model: nn.Module, config: TensorParallel) -> Iterator[tupl
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, str]]:
     own: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
-    names = [name for name, _ in model.named_modules()]
+    names = dict(model.named_modules())
     for pattern, style in own.items():
         fits = re.compile(r"\d+".join(map(re.escape, pattern.split("*"))))
         for name in names:
-            if not fits.fullmatch(name):
+            if not fits.fullmatch(name_without_adapters(name)) or f"{name}.base_layer" in names:
                 continue
             if style not in STYLES:
                 raise ValueError(
