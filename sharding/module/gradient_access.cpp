@@ -73,6 +73,7 @@ void GradientAccess::show_full() {
 void GradientAccess::hide_full() { reducer_.hide_full(); }
 
 double GradientAccess::clip_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
+  check_reduced("clip_grad_norm_", "it");
   at::NoGradGuard no_grad;
   std::vector<int64_t> trainable;
   for (size_t i = 0; i < units_.flats().size(); ++i) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -96,6 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._core = _core_of(model)
         _check_is_not_sharded(optimizer)
         self._kernels = kernels_of(optimizer)
+        _check_has_its_own_step(optimizer)
         self._rule = rule_of(optimizer)
         self._model_state: ShardedState | None = getattr(model, "_zeropg_state", None)
         self._wrapped = optimizer
@@ -615,3 +617,15 @@ def _changed(name: str, option: str) -> str:
         "kept otherwise. Set it back, or make another optimizer"
         + ("" if option == "use_muon" else "; or pass state_dict() to load_state_dict, which converts")
     )
+
+
+def _check_has_its_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Schedulers wrap the class's own step on the object; what a program puts there would not be called."""
+    put = vars(optimizer).get("step")
+    own = inspect.unwrap(type(optimizer).step)
+    if put is not None and inspect.unwrap(getattr(put, "__func__", put)) is not own:
+        raise NotImplementedError(
+            f"[zeropg] shard_optimizer: the step of this {type(optimizer).__name__} was replaced on the object, and a "
+            "sharded step would not call what was put there; put it on what shard_optimizer returns, or use "
+            "register_step_pre_hook and register_step_post_hook"
+        )

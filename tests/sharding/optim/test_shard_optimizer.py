@@ -454,6 +454,19 @@ def test_what_cannot_work_is_refused_by_name(make: Any, error: type[Exception], 
         shard_optimizer(make(model), model)
 
 
+def test_a_step_that_was_replaced_on_the_object_is_refused() -> None:
+    model = shard(make_model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):  # schedulers wrap the step, and are taken
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    shard_optimizer(optimizer, model)
+    other = torch.optim.SGD(model.parameters())
+    step = other.step
+    other.step = lambda closure=None: step(closure)  # type: ignore[method-assign]
+    with pytest.raises(NotImplementedError, match=r"step of this SGD was replaced .* register_step_pre_hook"):
+        shard_optimizer(other, model)
+
+
 def test_a_class_that_says_it_is_elementwise_is_taken() -> None:
     train_both(lambda parameters: Declared(parameters, lr=0.1, momentum=0.9))
 
