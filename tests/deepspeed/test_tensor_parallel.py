@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -305,6 +306,154 @@ def test_whole_values_of_cut_parameters_are_read_and_set() -> None:
         with raises(NotImplementedError, "cut over ranks", "safe_set_full_fp32_param"):
             deepspeed.zero.GatheredParameters([up], modifier_rank=0).__enter__()
         plain.zero_grad()
+
+
+@on_ranks(2)
+def test_norms_of_a_ranks_own_heads_get_all_gradients() -> None:
+    """Also where the hook that adds them up was put on a parameter without memory, or a frozen one."""
+    expected = train_plain(make("Qwen3"), tokens())
+    values = make("Qwen3").state_dict()
+    with torch.device("meta"):
+        on_meta = make("Qwen3")
+    engine, *_ = deepspeed.initialize(model=on_meta, config=configuration(3))
+    on_meta.load_state_dict(values)
+    assert near(train(engine, tokens()), expected)
+    thawed = make("Qwen3")
+    norms = [p for name, p in thawed.named_parameters() if "q_norm" in name or "k_norm" in name]
+    for norm in norms:
+        norm.requires_grad_(False)
+    deepspeed.tp_model_init(thawed, 2, torch.float64)
+    for norm in norms:
+        norm.requires_grad_(True)
+    engine, *_ = deepspeed.initialize(model=thawed, config=configuration(1))
+    assert near(train(engine, tokens()), expected)
+
+
+class WithDropout(nn.Module):
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.same = self.up  # a name more, as where blocks are repeated
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        x = self.embedding(batch["tokens"])
+        x = x + nn.functional.dropout(self.down(nn.functional.gelu(self.same(x))), self.probability, self.training)
+        return self.head(x).float().square().mean()
+
+
+def with_dropout(probability: float) -> Any:
+    torch.manual_seed(0)
+    return WithDropout(probability).double()
+
+
+PAIR = {"layer_specs": [{"patterns": ["up"]}, {"patterns": ["down"], "partition_type": "row"}]}
+
+
+@on_ranks(2)
+def test_ranks_that_compute_other_things_are_told_at_the_update() -> None:
+    (batch,) = tokens(1)
+    config = configuration(3, tensor_parallel={"autotp_size": 2, "partition_config": PAIR})
+    for stage in (0, 1, 2, 3):
+        config["zero_optimization"] = {"stage": stage}
+        engine, *_ = deepspeed.initialize(model=with_dropout(0.2), config=config)
+        torch.manual_seed(dist.get_rank())
+        engine.backward(engine({"tokens": batch}))
+        with raises(RuntimeError, "step: ranks that share", "other gradients of 'embedding.weight'", "seed them alike"):
+            engine.step()
+        torch.manual_seed(0)
+        engine.backward(engine({"tokens": batch}))
+        engine.step()
+        assert engine.was_step_applied()
+    with raises(ValueError, "other inputs"):
+        engine(UserDict(tokens=batch + dist.get_rank()))
+
+
+@on_ranks(2)
+def test_what_programs_have_put_on_parameters_stays() -> None:
+    config = configuration(3, tensor_parallel={"autotp_size": 2, "partition_config": PAIR})
+    model = with_dropout(0)
+    model.up.weight.no_decay = True
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD, model_parameters=model.named_parameters(), config=config
+    )
+    assert isinstance(model.up.weight, DTensor) and model.up.weight.no_decay and model.same is model.up
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+    engine.backward(engine({"tokens": tokens(1)[0]}))
+    engine.step()
+    hooked = with_dropout(0)
+    hooked.up.weight.register_hook(lambda gradient: 0 * gradient)
+    with raises(ValueError, "'up.weight' has hooks", "register them after initialize"):
+        deepspeed.initialize(model=hooked, config=config)
+
+
+class FixedHeads(nn.Module):
+    def __init__(self, num_heads: int, head_dim: int | None = None) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        if head_dim is not None:
+            self.head_dim = head_dim
+        self.q_proj, self.k_proj, self.v_proj, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            layer(x).view(batch, length, self.num_heads, -1).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+@on_ranks(2)
+def test_a_number_of_heads_that_is_fixed() -> None:
+    block = {
+        "autotp_size": 2,
+        "partition_config": {
+            "layer_specs": [{"patterns": [".*_proj"]}, {"patterns": [".*out"], "partition_type": "row"}]
+        },
+    }
+
+    def make_it(*heads: int) -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(FixedHeads(*heads)).double()
+
+    config = configuration(1, tensor_parallel=block)
+    with raises(ValueError, "'0' has num_heads 4", "set num_heads to the rank's own 2 and head_dim to 4"):
+        deepspeed.initialize(model=make_it(4), config=config)
+    engine, *_ = deepspeed.initialize(model=make_it(2, 4), config=config)
+    x = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert close(engine(x), make_it(4)(x), 1e-12)
+
+
+@on_ranks(2)
+def test_embeddings_are_cut_by_rows_and_columns() -> None:
+    batch = {"tokens": tokens(1)[0]}
+    for kind in ("row", "column"):
+        specs = [{"patterns": ["embedding"], "partition_type": kind}]
+        block = {"autotp_size": 2, "partition_config": {"layer_specs": specs}}
+        engine, *_ = deepspeed.initialize(model=with_dropout(0), config=configuration(3, tensor_parallel=block))
+        assert close(engine(batch), with_dropout(0)(batch), 1e-12), kind
+        weight = engine.module.embedding.weight
+        with raises(KeyError, "has no 'exp_avg'", "states come with the first step"):
+            deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
+        with raises(NotImplementedError, "compile: an embedding is cut", "use_default_specs"):
+            engine.compile()
+
+
+@on_ranks(3)
+def test_a_part_without_elements_has_no_state_either() -> None:
+    model = nn.Sequential(nn.Embedding(2, 4), nn.Linear(4, 8), nn.Linear(8, 4)).double()
+    specs = [{"patterns": ["0"], "partition_type": "row"}]
+    block = {"autotp_size": 3, "partition_config": {"layer_specs": specs}}
+    engine, *_ = deepspeed.initialize(model=model, config=configuration(1, tensor_parallel=block))
+    with raises(KeyError, "has no 'exp_avg'"):
+        deepspeed.utils.safe_get_full_optimizer_state(model[0].weight, "exp_avg")
+    engine.backward(engine(torch.tensor([[0, 1]])).square().mean())
+    engine.step()
+    assert deepspeed.utils.safe_get_full_optimizer_state(model[0].weight, "exp_avg").shape == (2, 4)
 
 
 @on_ranks(4)

@@ -41,6 +41,7 @@ from zeropg.deepspeed.unavailable import UNAVAILABLE
 from zeropg.deepspeed.update import Update, leaves_out_nonfinite
 from zeropg.sharding.nested import hidden_tensors_in, tensors_in
 from zeropg.sharding.state import state_of
+from zeropg.tensor_parallel.distributed import is_distributed
 
 LOGGER = logging.getLogger("zeropg")
 # torch's words for operands of two dtypes.
@@ -104,7 +105,8 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
         if isinstance(optimizer, EngineOptimizer):
             optimizer.loss_scaler = self._scaler
         if optimizer is not None:
-            self._update = Update(module, optimizer, self._scaler, config.gradient_clipping, skips)
+            sharing = None if mesh is None else mesh.get_group(TENSORS)
+            self._update = Update(module, optimizer, self._scaler, config.gradient_clipping, skips, sharing)
         self.monitor = make_monitor(config, self._everybody)
         self._observers = make_observers(config, module, self._state.core, device, self.monitor)
         self._state_offload = StateOffload(self._state.core, optimizer, moves=device.type != "cpu")
@@ -475,11 +477,18 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compiles the model by torch.compile. Raises NotImplementedError for a schedule and for compiled autograd."""
+        """Compiles the model by torch.compile. Raises NotImplementedError for a schedule, for compiled autograd, and
+        where an embedding is cut over ranks."""
         if schedule is not None or compiled_autograd_enabled:
             raise NotImplementedError(
                 "[zeropg] compile: DeepCompile's schedule and compiled autograd are not available; call "
                 "engine.compile(backend=..., compile_kwargs=...)"
+            )
+        if any(isinstance(module, nn.Embedding) and is_distributed(module.weight) for module in self.module.modules()):
+            raise NotImplementedError(
+                "[zeropg] compile: an embedding is cut over ranks (tensor_parallel), which torch does not compile; "
+                'leave it whole by partition_config: {"use_default_specs": true, "layer_specs": '
+                '[{"patterns": [".*embed"], "partition_type": "skip"}]}'
             )
         self.module.compile(backend=backend, **(compile_kwargs or {}))
         self.is_compiled = True

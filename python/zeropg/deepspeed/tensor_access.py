@@ -107,8 +107,14 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         moved = tensor.to(collective_device(group))
         dist.all_reduce(moved, group=group)
         tensor.copy_(moved)
-    if int(found) != numel:
-        known = sorted({key for _, key, *_ in optimizer.local_state()})
+    has_all = found == numel
+    known = sorted({key for _, key, *_ in optimizer.local_state()})
+    seen = together(
+        place.state.parallel.everybody,
+        "safe_get_full_optimizer_state",
+        lambda: [bool(has_all), optim_state_key in known],
+    )
+    if not all(has for has, _ in seen) or not any(knows for _, knows in seen):
         there = f"this optimizer keeps {', '.join(known)}" if known else "states come with the first step"
         raise KeyError(f"[zeropg] safe_get_full_optimizer_state: '{place.name}' has no {optim_state_key!r}; {there}")
     return whole_of(param, own.to(param.device))

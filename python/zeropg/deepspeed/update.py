@@ -6,11 +6,13 @@ import logging
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zeropg.deepspeed.config import Config
 from zeropg.deepspeed.engine_optimizer import EngineOptimizer
 from zeropg.deepspeed.loss_scaler import LossScaler
+from zeropg.deepspeed.tensor_parallel.same_gradients import SameGradients
 from zeropg.optim.grad_scaler import has_nonfinite
 from zeropg.sharding.access import clip_grad_norm_
 from zeropg.sharding.state import state_of
@@ -27,9 +29,18 @@ class Update:
     """What engine.step does at a boundary."""
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler, max_norm: float, skips: bool
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: LossScaler,
+        max_norm: float,
+        skips: bool,
+        sharing: dist.ProcessGroup | None = None,
     ) -> None:
-        """max_norm: 0 clips nothing. skips: whether a step whose gradients are not finite is left out."""
+        """max_norm: 0 clips nothing. skips: whether a step whose gradients are not finite is left out.
+
+        sharing: the ranks that share layers with this one, where layers are cut over ranks.
+        """
         assert isinstance(optimizer, EngineOptimizer)  # as initialize makes it
         self._module = module
         state = state_of(module, "step")
@@ -37,6 +48,7 @@ class Update:
         self._is_first = state.parallel.everybody.rank() == 0
         self._optimizer = optimizer
         self._scaler = scaler
+        self._same_gradients = None if sharing is None else SameGradients(state, sharing)
         self._max_norm = max_norm if max_norm > 0 else math.inf
         self._skips = skips
         self.norm: torch.Tensor | None = None  # of the last update's averaged gradients, unscaled, before clipping
@@ -63,6 +75,8 @@ class Update:
         self._scaler.unscale_(self._optimizer)
         if factor != 1:
             self._core.scale_gradients(factor)
+        if self._same_gradients is not None and self._core.averages_gradients:
+            self._same_gradients.check()
         # Also where nothing is clipped: programs ask for the norm, and it tells all ranks alike what is not finite.
         self.norm = clip_grad_norm_(self._module, self._max_norm) if self._core.averages_gradients else None
         if self.norm is not None:

@@ -98,7 +98,7 @@ class Materializer:
             # Not a number, so that what nobody initialises is noticed.
             fresh = torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 0, device=self._device)
             if isinstance(tensor, nn.Parameter):
-                torch.utils.swap_tensors(tensor, nn.Parameter(fresh, requires_grad=tensor.requires_grad))
+                _become(tensor, nn.Parameter(fresh, requires_grad=tensor.requires_grad))
                 return
             self._buffers[id(tensor)] = (tensor, fresh)
         module._buffers[key] = self._buffers[id(tensor)][1]
@@ -112,6 +112,17 @@ class Materializer:
                 f"{type(error).__name__}: {error}; the model is sharded in part now: build it again. A module may set "
                 "its own parameters there, and those of children that are no units."
             ) from error
+
+
+def _become(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Gives a parameter the memory of another one; hooks and attributes stay its own."""
+    attributes = dict(vars(parameter))
+    torch.utils.swap_tensors(parameter, other)
+    vars(parameter).update(attributes)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(parameter, name)) is not None:  # autograd hears of them when they are set
+            setattr(parameter, name, None)
+            setattr(parameter, name, hooks)
 
 
 def _children_first(model: nn.Module) -> Iterator[_Place]:

@@ -9,7 +9,7 @@ from torch import nn
 
 import zeropg
 from tests.memory import held_bytes
-from tests.sharding.ranks import equal, raises
+from tests.sharding.ranks import equal, on_ranks, raises
 from tests.small_gpt import make_optimizer
 
 WIDTH = 1024
@@ -208,3 +208,21 @@ def one_rank_fails() -> None:
 @pytest.mark.parametrize("backend", ["zeropg", "gloo"])
 def test_what_one_rank_raises_is_an_error_on_all(rank_pool, backend: str) -> None:
     rank_pool(2, backend).run(one_rank_fails)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_hooks_and_attributes_of_parameters_stay(stage: int) -> None:
+    with torch.device("meta"):
+        model = Model(width=8, blocks=2)
+    calls: list[str] = []
+    weight, bias = model.first.weight, model.first.bias
+    weight.no_decay = True
+    weight.register_hook(lambda gradient: calls.append("gradient"))
+    weight.register_hook(lambda gradient: 0 * gradient)
+    bias.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
+    zeropg.fully_shard(model, stage=stage, device="cpu")
+    model(torch.randn(4, 8)).square().sum().backward()
+    assert sorted(calls) == ["accumulated", "gradient"] and weight.no_decay and model.first.weight is weight
+    with zeropg.full_gradients(model):
+        assert not weight.grad.any() and bias.grad is not None

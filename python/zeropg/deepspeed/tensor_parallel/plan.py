@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -43,7 +43,10 @@ STYLES: Mapping[str, Style] = {
     "replicated_with_grad_allreduce": Style(None, sums_gradients=True),
     "replicate": Style(None),
 }
+_FIXED_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_q_heads")
+_QUERIES = ("q_proj", "query", "q", "wq", "q_lin", "to_q", "query_proj")
 _HEADS = ("num_attention_heads", "num_key_value_heads")
+_FUSED = nn.modules.linear.NonDynamicallyQuantizableLinear  # whose weight nn.MultiheadAttention takes for itself
 _CUT = (nn.Linear, nn.Embedding)  # by torch's styles, and subclasses with the same forward
 
 
@@ -54,7 +57,7 @@ def plan_of(model: nn.Module, config: TensorParallel) -> dict[str, str]:
 
     Raises ValueError where there is no plan, an entry of it fits no module, or a module cannot be cut so.
     """
-    plan = dict(_of_configuration(model, config))
+    plan = by_hand = dict(_of_configuration(model, config))
     if not config.partition_config.layer_specs or config.partition_config.use_default_specs:
         plan = {**dict(_of_model(model)), **plan}
     plan = {name: style for name, style in plan.items() if style != "skip"}
@@ -67,6 +70,7 @@ def plan_of(model: nn.Module, config: TensorParallel) -> dict[str, str]:
             '{"patterns": [".*\\\\.down\\\\.weight$"], "partition_type": "row"}]}'
         )
     _check_heads(model, config.size)
+    _check_fixed_heads(model, by_hand, config.size)
     modules = dict(model.named_modules())
     plan = {name: style for name, style in plan.items() if _can_be_cut(name, modules[name], style, config.size)}
     return with_adapters(_without_odd_ties(model, plan), modules)
@@ -75,7 +79,7 @@ def plan_of(model: nn.Module, config: TensorParallel) -> dict[str, str]:
 def tied_modules(model: nn.Module) -> list[list[str]]:
     """Returns the names of modules that share their weight, in sets of two or more."""
     by_weight: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is not None:
             by_weight.setdefault(id(weight), []).append(name)
@@ -84,6 +88,7 @@ def tied_modules(model: nn.Module) -> list[list[str]]:
 
 def _of_configuration(model: nn.Module, config: TensorParallel) -> Iterator[tuple[str, str]]:
     styles = {"row": _ROWS, "column": _COLUMNS, "skip": "skip"}
+    of_embeddings = {"row": "embedding_rowwise", "column": "embedding_colwise", "skip": "skip"}
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     modules = dict(model.named_modules())
     names = [name for name, module in modules.items() if module._parameters.get("weight") is not None]
@@ -98,7 +103,10 @@ def _of_configuration(model: nn.Module, config: TensorParallel) -> Iterator[tupl
                     f"tensor_parallel.partition_config has the pattern {pattern!r}, which no weight's name matches; "
                     f"there are {_some(f'{name}.weight' for name in names if isinstance(modules[name], nn.Linear))}"
                 )
-            yield from ((name, styles[spec.partition_type]) for name in found if name not in seen)
+            for name in found:
+                if name not in seen:
+                    is_embedding = isinstance(modules[name], nn.Embedding)
+                    yield name, (of_embeddings if is_embedding else styles)[spec.partition_type]
             seen.update(found)
 
 
@@ -128,19 +136,39 @@ def _check_heads(model: nn.Module, size: int) -> None:
             )
 
 
+def _check_fixed_heads(model: nn.Module, plan: dict[str, str], size: int) -> None:
+    """A view by a fixed number of heads would make each narrower, and no error. Plans of transformers know better."""
+    modules = dict(model.named_modules())
+    for name, style in plan.items():
+        parent, _, own = name.rpartition(".")
+        attention = modules.get(parent)
+        heads = {key: vars(attention)[key] for key in _FIXED_HEADS if isinstance(vars(attention).get(key), int)}
+        if style != _COLUMNS or own not in _QUERIES or not heads:
+            continue
+        (key, count), features = next(iter(heads.items())), modules[name].weight.shape[0]
+        width = vars(attention).get("head_dim")
+        if not isinstance(width, int) or count * width * size != features:
+            raise ValueError(
+                f"{parent!r} has {key} {count}, and {name!r} is cut over {size} ranks, each of which has "
+                f"{features // size} of its {features} outputs; where it views them by heads, set {key} to the rank's "
+                f"own {count // size} and head_dim to {features // count} before, or say skip for its layers"
+            )
+
+
 def _can_be_cut(name: str, module: nn.Module, style: str, size: int) -> bool:
     """Whether torch cuts such a module. Raises ValueError where it does not, and its neighbours need its part."""
     dim, is_local = STYLES[style].dim, STYLES[style].is_local
     if dim is None:
         return True
-    if not isinstance(module, _CUT) or type(module).forward not in {kind.forward for kind in _CUT}:
+    is_plain = isinstance(module, _CUT) and type(module).forward in {kind.forward for kind in _CUT}
+    if not is_plain or isinstance(module, _FUSED) or not set(module._parameters) <= {"weight", "bias"}:
         if not is_local:
             return False
         raise ValueError(
             f"{name!r} is a {type(module).__name__}, which cannot be cut as {style}; expected a torch.nn.Linear. Say "
             "skip for it and its neighbours in tensor_parallel.partition_config"
         )
-    shape = list(module.weight.shape)
+    shape = list(cast("nn.Parameter", module.weight).shape)
     if is_local and shape[dim] % size != 0:
         raise ValueError(
             f"the weight of {name!r} is {shape}, and is cut as {style} over {size} ranks; expected a multiple of "

@@ -16,7 +16,7 @@ from zeropg.deepspeed.config.validate import validate
 from zeropg.deepspeed.shard import device_of_rank, move_to
 from zeropg.deepspeed.tensor_parallel.plan import STYLES, plan_of
 from zeropg.deepspeed.tensor_parallel.ranks import TENSORS, mesh_over
-from zeropg.deepspeed.tensor_parallel.split import Replaced, split
+from zeropg.deepspeed.tensor_parallel.split import Replaced, refuse_hooks, split
 from zeropg.rank_io.agreement import check_same, together
 from zeropg.tensor_parallel.distributed import is_distributed
 
@@ -34,6 +34,7 @@ def share_layers(model: nn.Module, config: TensorParallel, operation: str) -> tu
     def announce() -> dict[str, str]:
         if not is_split(model):
             plan.update(plan_of(model, config))
+            refuse_hooks(dict(model.named_parameters()), plan)
         digest = hashlib.sha256(repr(sorted(plan.items())).encode()).hexdigest()
         return {"the plan of layers to cut (digest)": digest[:12]}
 

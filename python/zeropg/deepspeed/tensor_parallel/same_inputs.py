@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropg.rank_io.agreement import collective_device, peers_needed
-from zeropg.sharding.nested import tensors_in
+from zeropg.sharding.nested import hidden_tensors_in, tensors_in
 
 
 class SameInputs:
@@ -53,7 +53,8 @@ class SameInputs:
 
 def _digest(inputs: Iterable[object]) -> int:
     digest = 0
-    for tensor in tensors_in(list(inputs)):
+    given = list(inputs)
+    for tensor in [*tensors_in(given), *hidden_tensors_in(given)]:
         digest = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest)
         bytes_of = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         digest = zlib.crc32(bytes_of.numpy().tobytes(), digest)

@@ -20,7 +20,7 @@ Replaced = dict[int, nn.Parameter]
 def split(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> Replaced:
     """Cuts the modules of `plan` over the ranks of `mesh`, all of which must call; they get the first one's values.
 
-    Parameters that are cut are other objects afterwards (DTensors).
+    Parameters that are cut are other objects afterwards (DTensors), with the attributes of those before.
     """
     before = dict(model.named_parameters())
     flags = {name: parameter.requires_grad for name, parameter in before.items()}
@@ -35,13 +35,27 @@ def split(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> Replaced:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(flags[name])
         if parameter is not before[name]:
+            vars(parameter).update(vars(before[name]))
             replaced[id(before[name])] = parameter
     for name, style in plan.items():
         if STYLES[style].sums_gradients:
             for parameter in modules[name].parameters(recurse=False):
-                if parameter.requires_grad:
-                    parameter.register_hook(_sum_over(mesh.get_group()))
+                is_trained = parameter.requires_grad
+                parameter.requires_grad_(True).register_hook(_sum_over(mesh.get_group()))  # it may be trained later
+                parameter.requires_grad_(is_trained)
     return replaced
+
+
+def refuse_hooks(parameters: dict[str, nn.Parameter], plan: dict[str, str]) -> None:
+    """Raises ValueError for a parameter of `plan` with hooks, which would see a part of its gradient, or nothing."""
+    for name, parameter in parameters.items():
+        style = plan.get(name.rpartition(".")[0])
+        has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if style is not None and STYLES[style].dim is not None and has_hooks:
+            raise ValueError(
+                f"{name!r} has hooks, and is to be cut over ranks; register them after initialize: they see this "
+                "rank's part then"
+            )
 
 
 def follow(optimizer: torch.optim.Optimizer, replaced: Replaced) -> None:
@@ -60,12 +74,15 @@ def follow(optimizer: torch.optim.Optimizer, replaced: Replaced) -> None:
 
 def following(parameters: Iterable[Any], replaced: Replaced) -> list[Any]:
     """Returns parameters, or param groups with them, with the parameters of now."""
-    return [
-        {**one, "params": following(_listed(one["params"]), replaced)}
-        if isinstance(one, dict)
-        else replaced.get(id(one), one)
-        for one in parameters
-    ]
+    found: list[Any] = []
+    for one in parameters:
+        if isinstance(one, dict):
+            found.append({**one, "params": following(_listed(one["params"]), replaced)})
+        elif isinstance(one, tuple):  # with its name
+            found.append((one[0], replaced.get(id(one[1]), one[1])))
+        else:
+            found.append(replaced.get(id(one), one))
+    return found
 
 
 def _listed(parameters: Any) -> list[Any]:
