@@ -14,6 +14,8 @@ from zeropg.tensor_parallel.distributed import is_distributed
 # Of a parameter's sum of squares. Where ranks compute the same, a device's atomic additions and other cuts of a sum are
 # all that differs; another dropout or a sum that is missing changes the first digit.
 _TOLERANCE = 1e-3
+# Of the sum of squares of all gradients: less is rounding, of gradients that are zero, which a device rounds anew.
+_NOISE = 1e-8
 
 
 class SameGradients:
@@ -42,7 +44,7 @@ class SameGradients:
         totals = torch.zeros(int(rows[:, -1].max()) + 1, len(names), dtype=torch.float64)
         totals.index_add_(0, rows[:, -1].long(), rows[:, :-1])
         least, most = totals.min(dim=0).values, totals.max(dim=0).values
-        differs = (most - least > _TOLERANCE * most) & totals.isfinite().all(dim=0)
+        differs = (most - least > _TOLERANCE * most) & (most > _NOISE * most.sum()) & totals.isfinite().all(dim=0)
         if differs.any():
             first = int(differs.nonzero()[0])
             norms = ", ".join(f"{math.sqrt(total):.4g}" for total in totals[:, first].tolist())
