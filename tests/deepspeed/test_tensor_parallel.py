@@ -185,6 +185,35 @@ def test_a_model_that_was_cut_before_keeps_its_optimizer() -> None:
         )
 
 
+@on_ranks(2)
+def test_caches_of_decoding_are_each_ranks_own() -> None:
+    model = make("Llama")
+    (batch,) = tokens(1)
+    expected = make("Llama")(input_ids=batch).logits[:, -1]
+    engine, *_ = deepspeed.initialize(model=model, config=configuration(1))
+    with torch.no_grad():
+        before = engine(input_ids=batch[:, :-1], use_cache=True)
+        last = engine(input_ids=batch[:, -1:], past_key_values=before.past_key_values)
+    assert close(last.logits[:, 0], expected, 1e-6)
+
+
+@on_ranks(2)
+def test_one_head_of_keys_does_not_forbid_to_cut_the_rest() -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SMALL, "num_key_value_heads": 1})
+    plain, model = (transformers.LlamaForCausalLM(config).double() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    specs = [
+        {"patterns": [r".*(gate|up)_proj"], "partition_type": "column"},
+        {"patterns": [r".*down_proj"], "partition_type": "row"},
+    ]
+    block = {"autotp_size": 2, "partition_config": {"layer_specs": specs}}
+    engine, *_ = deepspeed.initialize(model=model, config=configuration(2, tensor_parallel=block))
+    assert near(train(engine, tokens()), train_plain(plain, tokens()))
+    with raises(ValueError, "num_key_value_heads is 1; expected a divisor"):
+        deepspeed.initialize(model=transformers.LlamaForCausalLM(config), config=configuration(2))
+
+
 @on_ranks(4)
 def test_frozen_parameters_stay_frozen() -> None:
     model = make("Llama")
@@ -458,14 +487,14 @@ def test_a_part_without_elements_has_no_state_either() -> None:
 
 @on_ranks(4)
 def test_half_precision_skips_together() -> None:
-    config = configuration(2, fp16={"enabled": True, "initial_scale_power": 40, "hysteresis": 1})
+    config = configuration(2, fp16={"enabled": True, "initial_scale_power": 19, "hysteresis": 1})
     model = make("Llama").float()
     engine, *_ = deepspeed.initialize(model=model, config=config)
-    losses = train(engine, tokens(30).clamp(max=3))
+    losses = train(engine, tokens(10).clamp(max=3))
     counts = torch.tensor([engine.skipped_steps, engine.global_steps])
     everybodys = [torch.empty_like(counts) for _ in range(4)]
     dist.all_gather(everybodys, counts)
-    assert all(equal(one, counts) for one in everybodys) and 0 < engine.skipped_steps < 30
+    assert all(equal(one, counts) for one in everybodys) and 0 < engine.skipped_steps < 10
     assert losses[-1] < losses[0]
 
 
@@ -516,7 +545,7 @@ def test_what_cannot_be_cut_is_refused_on_every_rank() -> None:
     stepped.step()
     block = {"autotp_size": 2, "partition_config": {"layer_specs": SPECS}}
     config = configuration(1, tensor_parallel=block)
-    with raises(ValueError, "optimizer has state of parameters that are cut"):
+    with raises(ValueError, "optimizer has state of parameters that are to be cut"):
         deepspeed.initialize(model=model, optimizer=stepped, config=config)
     block = {"autotp_size": 2, "partition_config": {"layer_specs": SPECS[: 1 + dist.get_rank() // 3]}}
     refuses("partition_config", model=make_model(), tensor_parallel=block)
@@ -554,7 +583,13 @@ def test_a_plan_of_another_kind_is_refused() -> None:
     refuses("'blocks.0.up' as 'packed_colwise'; expected one of colwise", {"blocks.*.up": "packed_colwise"})
     refuses("expected a multiple of 5 instead of 144", {"blocks.*.up": "colwise"}, size=5)
     refuses("share their weight", {"head": "colwise_rep", "embedding": "rowwise"}, size=1)
-    # Skipped, or named by hand, beside the model's own.
+    model.again = model.blocks[0].up.bias
+    refuses("a parameter of 'blocks.0.up' is 'again', too", {"blocks.*.up": "colwise"})
+    del model.again
+    # Skipped, or named by hand, beside the model's own, whose kind of entry for that is not known here.
+    model._tp_plan = {"blocks.0.up": "packed_colwise"}  # type: ignore[assignment]
+    specs = {"layer_specs": [{"patterns": ["blocks.*up"]}], "use_default_specs": True}
+    assert len(plan_of(model, TensorParallel(autotp_size=2, partition_config=specs))) == 3  # type: ignore[arg-type]
     model._tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}  # type: ignore[assignment]
     specs = {"layer_specs": [{"patterns": ["blocks.0"], "partition_type": "skip"}], "use_default_specs": True}
     plan = plan_of(model, TensorParallel(autotp_size=2, partition_config=specs))  # type: ignore[arg-type]

@@ -90,7 +90,9 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
         self.global_rank = dist.get_rank()
         self._everybody: dist.ProcessGroup = self._state.parallel.everybody
         self._mesh = mesh
-        self._same_inputs = None if mesh is None else SameInputs(module, mesh.get_group(TENSORS))
+        self._same_inputs: SameInputs | None = None
+        if mesh is not None:
+            self._same_inputs = SameInputs(module, self._everybody, mesh.get_group(TENSORS), device)
         self.world_size, self.dp_world_size = self._everybody.size(), self._group.size()
         assert config.train_micro_batch_size_per_gpu and config.gradient_accumulation_steps  # `read` fills them in
         self._accumulation = Accumulation(
@@ -146,14 +148,15 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the model.
 
-        Ranks that share layers (tensor_parallel) have to give it the same inputs, or get a ValueError.
+        Ranks that share layers (tensor_parallel) have to give it the same inputs: a ValueError otherwise, but under
+        torch.no_grad.
 
         Where a program runs the backward itself, the sum of its gradients is divided by the accumulation steps in
         `step`, at a boundary. Inputs keep their dtype, as in DeepSpeed, unless `fp16.auto_cast` is true: labels and
         masks must not be rounded. A model of 16 bits that refuses inputs of another dtype gets them cast from then on,
         all of them, with a warning.
         """
-        if self._same_inputs is not None:
+        if self._same_inputs is not None and torch.is_grad_enabled():  # caches of decoding are each rank's own
             self._same_inputs.check((inputs, kwargs))
         with self._observers.during("forward", (*inputs, *kwargs.values())), self._autocast():
             try:

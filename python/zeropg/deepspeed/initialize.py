@@ -21,9 +21,9 @@ from zeropg.deepspeed.engine import DeepSpeedEngine
 from zeropg.deepspeed.engine_optimizer import EngineOptimizer
 from zeropg.deepspeed.make_optimizer import check_state_bits, make_optimizer
 from zeropg.deepspeed.shard import local_rank, shard_as_configured
-from zeropg.deepspeed.tensor_parallel.prepare import is_split, share_layers
+from zeropg.deepspeed.tensor_parallel.following import Replaced, follow, following
+from zeropg.deepspeed.tensor_parallel.prepare import is_cut, share_layers
 from zeropg.deepspeed.tensor_parallel.ranks import DATA
-from zeropg.deepspeed.tensor_parallel.split import Replaced, follow, following
 from zeropg.deepspeed.zero.owners import register
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.rank_io.agreement import check_same, together
@@ -57,17 +57,16 @@ def initialize(
 
     Args:
         args: an object whose `deepspeed_config` may name the configuration; its `local_rank` is set.
-        model: sharded in place by `zeropg.fully_shard`; all ranks get the values of rank 0.
+        model: sharded in place by `zeropg.fully_shard`; all ranks get the values of rank 0. With
+            tensor_parallel.autotp_size layers are cut over ranks first; their parameters are new objects.
         optimizer: a torch optimizer over the model's parameters, or a function that makes one from a list of
-            parameters. It takes precedence over the configuration's.
+            parameters. It takes precedence over the configuration's, and follows parameters that are cut.
         model_parameters: parameters or param groups for the configuration's optimizer or that function; default: all.
         training_data: a dataset, of which a loader is made.
         lr_scheduler: a scheduler of `optimizer`, or a function that makes one from an optimizer. It takes precedence
             over the configuration's.
         distributed_port, dist_init_required: for `init_distributed`, where there is no process group yet.
-        mpu: an object with get_data_parallel_group() and the like; its model-parallel world must be 1. (The
-            configuration's tensor_parallel.autotp_size cuts layers over ranks; parameters of these are other objects
-            afterwards, also in a given optimizer.)
+        mpu: an object with get_data_parallel_group() and the like; its model-parallel world must be 1.
         collate_fn: for the loader.
         config: DeepSpeed's configuration: a path of a JSON file, or a dictionary. `config_params` is its old name.
         mesh_param: must be None: sequences are not split over ranks.
@@ -91,11 +90,12 @@ def initialize(
     group = _data_parallel_group(mpu)
     settings = _read_together(group, raw)
     mesh = None
-    if settings.tensor_parallel.size > 1 or is_split(model):
+    if settings.tensor_parallel.size > 1 or is_cut(model):
         given = None if model_parameters is None else list(model_parameters)  # a generator would see those of later
-        mesh, replaced = _share_layers(model, settings, mpu)
+        mesh, replaced = _share_layers(model, settings, mpu, optimizer)
         group = mesh.get_group(DATA)
-        together(group, "initialize", lambda: _follow(optimizer, replaced))
+        if isinstance(optimizer, torch.optim.Optimizer):
+            follow(optimizer, replaced)
         model_parameters = None if given is None else following(given, replaced)
     device = shard_as_configured(model, settings, group)
     let_generate(model)
@@ -183,7 +183,9 @@ def _data_parallel_group(mpu: Any) -> dist.ProcessGroup:
     return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
 
 
-def _share_layers(model: nn.Module, settings: Config, mpu: Any) -> tuple[DeviceMesh, Replaced]:
+def _share_layers(
+    model: nn.Module, settings: Config, mpu: Any, optimizer: OptimizerLike | None
+) -> tuple[DeviceMesh, Replaced]:
     if mpu is not None:
         raise NotImplementedError(
             "[zeropg] initialize: got mpu and layers that are cut over ranks (tensor_parallel); leave mpu out: groups "
@@ -194,12 +196,7 @@ def _share_layers(model: nn.Module, settings: Config, mpu: Any) -> tuple[DeviceM
             "[zeropg] initialize: the model has DTensors, which are cut over ranks; set tensor_parallel.autotp_size in "
             "the configuration to how many ranks share them"
         )
-    return share_layers(model, settings.tensor_parallel, "initialize")
-
-
-def _follow(optimizer: OptimizerLike | None, replaced: Replaced) -> None:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        follow(optimizer, replaced)
+    return share_layers(model, settings.tensor_parallel, "initialize", optimizer)
 
 
 def _own_mistake(load_it: Callable[[], dict[str, Any]]) -> dict[str, Any] | ValueError:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeropg.deepspeed.tensor_parallel.ranks import TENSORS
 from zeropg.sharding.state import ShardedState
 
 
@@ -52,7 +53,7 @@ class PlacedEngine:
     @property
     def mp_world_size(self) -> int:
         """How many ranks share layers."""
-        return 1 if self._mesh is None else self._mesh.size(1)
+        return 1 if self._mesh is None else self._mesh.get_group(TENSORS).size()
 
     @property
     def dist_backend(self) -> str:
@@ -72,7 +73,7 @@ class PlacedEngine:
 
     def get_model_parallel_rank(self) -> int:
         """The number of this rank among those that share its layers."""
-        return 0 if self._mesh is None else int(self._mesh.get_local_rank(1))
+        return 0 if self._mesh is None else int(self._mesh.get_local_rank(TENSORS))
 
     def get_tensor_parallel_rank(self) -> int:
         """As get_model_parallel_rank()."""

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 
@@ -55,7 +56,7 @@ class StateOffload:
     def offload(self, states: States, *, pin_memory: bool, non_blocking: bool) -> None:
         """Collective. RuntimeError, before anything is moved, where gradients cannot be."""
         new = states - self.away
-        if not self._moves and not self._has_said and self._core.rank == 0:
+        if not self._moves and not self._has_said and dist.get_rank() == 0:
             self._has_said = True
             LOGGER.warning(
                 "[zeropg] offload_states: the model computes in host memory, where its states are already: nothing "

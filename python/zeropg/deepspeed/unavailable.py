@@ -55,7 +55,9 @@ _INFERENCE = (
 _MIXTURES = (
     "pass a mixture of experts of your own; ranks may take different paths through it, without expert parallelism"
 )
-_SPLITS = "tensor_parallel.autotp_size of the configuration cuts layers over ranks, and zeropg.deepspeed.tp_model_init"
+_SPLITS = (
+    "tensor_parallel.autotp_size of the configuration cuts layers over ranks; so does zeropg.deepspeed.tp_model_init"
+)
 _SEQUENCES = "sequences are not split over ranks; use torch's context_parallel over zeropg's groups"
 _KERNELS = "zeropg builds no operators; use torch.nn's modules and scaled_dot_product_attention"
 _FLOPS = "use the configuration's block flops_profiler, or torch.utils.flop_counter"

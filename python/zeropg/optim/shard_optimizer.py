@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -622,8 +621,9 @@ def _changed(name: str, option: str) -> str:
 def _check_has_its_own_step(optimizer: torch.optim.Optimizer) -> None:
     """Schedulers wrap the class's own step on the object; what a program puts there would not be called."""
     put = vars(optimizer).get("step")
-    own = inspect.unwrap(type(optimizer).step)
-    if put is not None and inspect.unwrap(getattr(put, "__func__", put)) is not own:
+    put = getattr(put, "_torchdynamo_orig_callable", put)
+    own = getattr(put, "__func__", None) or getattr(put, "__wrapped__", None)
+    if put is not None and own is not type(optimizer).step:
         raise NotImplementedError(
             f"[zeropg] shard_optimizer: the step of this {type(optimizer).__name__} was replaced on the object, and a "
             "sharded step would not call what was put there; put it on what shard_optimizer returns, or use "

@@ -181,7 +181,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     state = state_of(model, "no_sync")
     if state.core.stage >= 2 and not state.has_said_full_gradients:
         state.has_said_full_gradients = True
-        if state.core.rank == 0:
+        if state.parallel.everybody.rank() == 0:
             warnings.warn(
                 f"[zeropg] no_sync in stage {state.core.stage}: each rank holds whole gradients until the next "
                 "backward outside of it. To keep them sharded, leave no_sync away: every backward then reduces.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -460,11 +461,15 @@ def test_a_step_that_was_replaced_on_the_object_is_refused() -> None:
     for _ in range(2):  # schedulers wrap the step, and are taken
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     shard_optimizer(optimizer, model)
-    other = torch.optim.SGD(model.parameters())
-    step = other.step
-    other.step = lambda closure=None: step(closure)  # type: ignore[method-assign]
-    with pytest.raises(NotImplementedError, match=r"step of this SGD was replaced .* register_step_pre_hook"):
-        shard_optimizer(other, model)
+    bound = torch.optim.AdamW(model.parameters())
+    bound.step = bound.step  # type: ignore[method-assign]  # what accelerate leaves there
+    shard_optimizer(bound, model)
+    for wrap in (lambda function: function, functools.wraps(torch.optim.SGD(model.parameters()).step)):
+        other = torch.optim.SGD(model.parameters())
+        step = other.step
+        other.step = wrap(lambda closure=None, step=step: step(closure))  # type: ignore[method-assign]
+        with pytest.raises(NotImplementedError, match=r"step of this SGD was replaced .* register_step_pre_hook"):
+            shard_optimizer(other, model)
 
 
 def test_a_class_that_says_it_is_elementwise_is_taken() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_rank
 
 from zeropg.backend import stats
 from zeropg.deepspeed.observation.observer import Facts, Observer, say
@@ -126,5 +126,5 @@ def log_summary(show_straggler: bool = False) -> None:
     show_straggler: add the time for which this rank waited for the rank that it waited for longest.
     """
     for logger in list(_LOGGERS):
-        if logger._group.rank() == 0:
+        if get_rank() == 0:
             print(logger.summary(show_straggler), flush=True)

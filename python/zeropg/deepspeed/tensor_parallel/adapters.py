@@ -17,6 +17,16 @@ def name_without_adapters(name: str) -> str:
     return name.removeprefix("base_model.model.").removesuffix(_BASE)
 
 
+def name_around_adapters(name: str) -> str:
+    """The name of a module, or of what PEFT has put around the layer that it names."""
+    return name.removesuffix(_BASE)
+
+
+def is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module is what PEFT has put around a layer."""
+    return name + _BASE in modules
+
+
 def with_adapters(plan: dict[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Returns the plan with the adapters of its layers.
 

@@ -12,7 +12,12 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from zeropg.deepspeed.config.blocks.parallel import TensorParallel
-from zeropg.deepspeed.tensor_parallel.adapters import name_without_adapters, with_adapters
+from zeropg.deepspeed.tensor_parallel.adapters import (
+    is_wrapped,
+    name_around_adapters,
+    name_without_adapters,
+    with_adapters,
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ STYLES: Mapping[str, Style] = {
 }
 _FIXED_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_q_heads")
 _QUERIES = ("q_proj", "query", "q", "wq", "q_lin", "to_q", "query_proj")
+_OF_HEADS = (*_QUERIES, "k_proj", "v_proj", "qkv_proj", "query_key_value")
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _FUSED = nn.modules.linear.NonDynamicallyQuantizableLinear  # whose weight nn.MultiheadAttention takes for itself
 _CUT = (nn.Linear, nn.Embedding)  # by torch's styles, and subclasses with the same forward
@@ -55,11 +61,12 @@ def plan_of(model: nn.Module, config: TensorParallel) -> dict[str, str]:
 
     A module that no other computes in parts with stays whole where torch cannot cut it, as a scaled embedding.
 
-    Raises ValueError where there is no plan, an entry of it fits no module, or a module cannot be cut so.
+    Raises ValueError where there is no plan, a pattern of the configuration matches no weight, or a module cannot be
+    cut as planned.
     """
     plan = by_hand = dict(_of_configuration(model, config))
     if not config.partition_config.layer_specs or config.partition_config.use_default_specs:
-        plan = {**dict(_of_model(model)), **plan}
+        plan = {**dict(_of_model(model, besides=by_hand)), **plan}
     plan = {name: style for name, style in plan.items() if style != "skip"}
     if not any(STYLES[style].dim is not None for style in plan.values()):
         raise ValueError(
@@ -69,10 +76,12 @@ def plan_of(model: nn.Module, config: TensorParallel) -> dict[str, str]:
             '{"layer_specs": [{"patterns": [".*\\\\.up\\\\.weight$"], "partition_type": "column"}, '
             '{"patterns": [".*\\\\.down\\\\.weight$"], "partition_type": "row"}]}'
         )
-    _check_heads(model, config.size)
+    if any(style == _COLUMNS and _last_of(name) in _OF_HEADS for name, style in plan.items()):
+        _check_heads(model, config.size)
     _check_fixed_heads(model, by_hand, config.size)
     modules = dict(model.named_modules())
     plan = {name: style for name, style in plan.items() if _can_be_cut(name, modules[name], style, config.size)}
+    _check_names(model, plan)
     return with_adapters(_without_odd_ties(model, plan), modules)
 
 
@@ -110,13 +119,14 @@ def _of_configuration(model: nn.Module, config: TensorParallel) -> Iterator[tupl
             seen.update(found)
 
 
-def _of_model(model: nn.Module) -> Iterator[tuple[str, str]]:
+def _of_model(model: nn.Module, besides: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """besides: what the configuration has decided."""
     own: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     names = dict(model.named_modules())
     for pattern, style in own.items():
         fits = re.compile(r"\d+".join(map(re.escape, pattern.split("*"))))
         for name in names:
-            if not fits.fullmatch(name_without_adapters(name)) or f"{name}.base_layer" in names:
+            if not fits.fullmatch(name_without_adapters(name)) or is_wrapped(name, names) or name in besides:
                 continue
             if style not in STYLES:
                 raise ValueError(
@@ -140,8 +150,8 @@ def _check_fixed_heads(model: nn.Module, plan: dict[str, str], size: int) -> Non
     """A view by a fixed number of heads would make each narrower, and no error. Plans of transformers know better."""
     modules = dict(model.named_modules())
     for name, style in plan.items():
-        parent, _, own = name.rpartition(".")
-        attention = modules.get(parent)
+        parent, _, own = name_around_adapters(name).rpartition(".")
+        attention = modules[parent]
         heads = {key: vars(attention)[key] for key in _FIXED_HEADS if isinstance(vars(attention).get(key), int)}
         if style != _COLUMNS or own not in _QUERIES or not heads:
             continue
@@ -178,6 +188,24 @@ def _can_be_cut(name: str, module: nn.Module, style: str, size: int) -> bool:
     return True
 
 
+def _check_names(model: nn.Module, plan: dict[str, str]) -> None:
+    """A parameter that another module has, too, would stay whole there. Weights of modules that share them are tied."""
+    cut = {id(p): (name, p) for name, style in plan.items() if STYLES[style].dim is not None for p in _own(model, name)}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            owner = cut.get(id(parameter), (name, parameter))[0]
+            if owner != name and not (key == "weight" and model.get_submodule(owner).weight is parameter):
+                there = f"{name}.{key}".lstrip(".")
+                raise ValueError(
+                    f"a parameter of {owner!r} is {there!r}, too, and {owner!r} is to be cut over ranks; expected it "
+                    "in one module alone: say skip for it in tensor_parallel.partition_config"
+                )
+
+
+def _own(model: nn.Module, name: str) -> list[nn.Parameter]:
+    return list(model.get_submodule(name).parameters(recurse=False))
+
+
 def _without_odd_ties(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
     """Leaves a weight whole that two modules share and would not cut alike."""
     kept = dict(plan)
@@ -193,6 +221,10 @@ def _without_odd_ties(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
         for name in names:
             kept.pop(name, None)
     return kept
+
+
+def _last_of(name: str) -> str:
+    return name_around_adapters(name).rpartition(".")[2]
 
 
 def _some(names: Iterator[str]) -> str:

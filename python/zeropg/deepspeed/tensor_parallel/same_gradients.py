@@ -67,13 +67,20 @@ class SameGradients:
 
     def _squares(self, names: list[str]) -> torch.Tensor:
         """The sum of squares of this rank's slice of each gradient; last, its place among those it shares with."""
-        squares = {name: torch.zeros((), dtype=torch.float64) for name in names}
+        places = {name: place for place, name in enumerate(names)}
+        filled: list[int] = []
+        squares: list[torch.Tensor] = []
         for group in self._state.core.flat_groups:
             gradient = group.grad() if group.is_trainable else None
             if gradient is None:
                 continue
             for name, first, start, stop in group.local_shards:
-                if name in squares:
+                if name in places:
                     slice_of = gradient[first : first + stop - start]
-                    squares[name] = torch.linalg.vector_norm(slice_of, dtype=torch.float64).square().cpu()
-        return torch.stack([*squares.values(), torch.tensor(float(self._place), dtype=torch.float64)])
+                    filled.append(places[name])
+                    squares.append(torch.linalg.vector_norm(slice_of, dtype=torch.float64).square())
+        row = torch.zeros(len(names) + 1, dtype=torch.float64)
+        if squares:
+            row[filled] = torch.stack(squares).cpu()
+        row[-1] = self._place
+        return row

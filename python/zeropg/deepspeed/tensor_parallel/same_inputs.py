@@ -1,4 +1,4 @@
-"""Ranks that share layers compute with the same inputs: checked in every forward."""
+"""Ranks that share layers compute with the same inputs: checked in every forward of a training step."""
 
 from __future__ import annotations
 
@@ -14,37 +14,48 @@ from zeropg.sharding.nested import hidden_tensors_in, tensors_in
 
 
 class SameInputs:
-    """Compares what the ranks of a group give a model. The group is that of ranks that share its layers."""
+    """Compares what the ranks of each group that shares layers give a model."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(
+        self, model: nn.Module, everybody: dist.ProcessGroup, sharing: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """everybody: all ranks of the model. sharing: those that share this one's layers. device: of the model."""
+        self._everybody, self._device = everybody, device
+        self._row = dist.get_process_group_ranks(sharing)
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
 
     def check(self, inputs: Iterable[object]) -> None:
-        """Raises ValueError on all ranks of the group where inputs differ, or the random numbers of dropout would.
+        """Raises ValueError on every rank where inputs of a group differ, or the random numbers of dropout would.
 
-        Collective: one gather of 16 bytes. Reads the inputs, on a device too.
+        Collective: one gather of 24 bytes. Reads the inputs: on a device that waits for them.
         """
-        own = torch.tensor([_digest(inputs), self._random_state()], device=collective_device(self._group))
-        everybodys = [torch.empty_like(own) for _ in range(self._group.size())]
-        with peers_needed(self._group, "forward"):
-            dist.all_gather(everybodys, own, group=self._group)
-        digests, states = torch.stack(everybodys).T.tolist()
-        if len(set(digests)) > 1:
-            raise self._unlike("inputs", "give them one batch: samplers go by engine.get_data_parallel_rank()")
-        if len(set(states)) > 1:
-            seeds = "torch.manual_seed(seed + engine.get_data_parallel_rank())"
-            raise self._unlike("random numbers for dropout", f"seed them alike: {seeds}")
+        mine = [self._row[0], _digest(inputs), self._random_state()]
+        own = torch.tensor(mine, device=collective_device(self._everybody))
+        gathered = [torch.empty_like(own) for _ in range(self._everybody.size())]
+        with peers_needed(self._everybody, "forward"):
+            dist.all_gather(gathered, own, group=self._everybody)
+        rows: dict[int, list[list[int]]] = {}
+        for first, *values in torch.stack(gathered).tolist():
+            rows.setdefault(first, []).append(values)
+        for first, values in rows.items():
+            digests, states = zip(*values, strict=True)
+            if len(set(digests)) > 1:
+                raise self._unlike(
+                    first, "inputs", "give them one batch: samplers go by engine.get_data_parallel_rank()"
+                )
+            if len(set(states)) > 1:
+                seeds = "torch.manual_seed(seed + engine.get_data_parallel_rank())"
+                raise self._unlike(first, "random numbers for dropout", f"seed them alike: {seeds}")
 
     def _random_state(self) -> int:
         if not any(module.training and module.p > 0 for module in self._dropouts):
             return 0
-        is_on_device = collective_device(self._group).type == "cuda"
-        state = torch.cuda.get_rng_state() if is_on_device else torch.get_rng_state()
+        is_cuda = self._device.type == "cuda"
+        state = torch.cuda.get_rng_state(self._device) if is_cuda else torch.get_rng_state()
         return zlib.crc32(state.numpy().tobytes())
 
-    def _unlike(self, what: str, remedy: str) -> ValueError:
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
+    def _unlike(self, first: int, what: str, remedy: str) -> ValueError:
+        ranks = ", ".join(str(first + place) for place in range(len(self._row)))
         return ValueError(
             f"[zeropg rank {dist.get_rank()}/{dist.get_world_size()}] forward: ranks {ranks} share the model's layers "
             f"(tensor_parallel.autotp_size), and have other {what}; {remedy}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,10 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from zeropg.deepspeed.tensor_parallel.following import Replaced
 from zeropg.deepspeed.tensor_parallel.plan import STYLES, tied_modules
-
-# From a parameter that a model had before it was split, by its id, to what is in its place.
-Replaced = dict[int, nn.Parameter]
 
 
 def split(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> Replaced:
@@ -56,37 +53,6 @@ def refuse_hooks(parameters: dict[str, nn.Parameter], plan: dict[str, str]) -> N
                 f"{name!r} has hooks, and is to be cut over ranks; register them after initialize: they see this "
                 "rank's part then"
             )
-
-
-def follow(optimizer: torch.optim.Optimizer, replaced: Replaced) -> None:
-    """Gives an optimizer that was made before the split the parameters of now; in place.
-
-    Raises ValueError where it has made steps: its state is of whole parameters.
-    """
-    if any(id(parameter) in replaced for parameter in optimizer.state):
-        raise ValueError(
-            "optimizer has state of parameters that are cut over ranks now; make it anew, and load its state by "
-            "engine.load_checkpoint"
-        )
-    for group in optimizer.param_groups:
-        group["params"] = following(group["params"], replaced)
-
-
-def following(parameters: Iterable[Any], replaced: Replaced) -> list[Any]:
-    """Returns parameters, or param groups with them, with the parameters of now."""
-    found: list[Any] = []
-    for one in parameters:
-        if isinstance(one, dict):
-            found.append({**one, "params": following(_listed(one["params"]), replaced)})
-        elif isinstance(one, tuple):  # with its name
-            found.append((one[0], replaced.get(id(one[1]), one[1])))
-        else:
-            found.append(replaced.get(id(one), one))
-    return found
-
-
-def _listed(parameters: Any) -> list[Any]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _sum_over(group: dist.ProcessGroup) -> Any:

@@ -67,6 +67,7 @@ get_tensor_model_parallel_group = _get_model_parallel_group = get_model_parallel
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(
-        f"[zeropg] deepspeed.utils.groups.{name} is not available: ranks of an engine share data, or layers. Use "
+        f"[zeropg] deepspeed.utils.groups.{name} is not available: there are groups of ranks with different data, "
+        "and of ranks that share layers, alone. Use "
         "torch.distributed's groups and meshes, without an engine"
     )

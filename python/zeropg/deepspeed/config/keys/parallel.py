@@ -26,7 +26,7 @@ TENSOR_PARALLEL = {
     "preset_model": no_effect("The plan is the model's own, or partition_config."),
     "dtype": no_effect("fp16 and bf16 say in which dtype the model computes."),
     "tp_overlap_comm": no_effect("Layers' reductions are torch's own."),
-    "tp": refused(_OWN_GROUPS, instead="Set autotp_size.", refuses=_asks_for_groups),
+    "tp": refused(_OWN_GROUPS, instead="Leave it out, and set autotp_size.", refuses=_asks_for_groups),
     "injection_policy_tuple": refused(
         "It names modules of DeepSpeed's inference.", instead="Say partition_config.", refuses=what_is_on
     ),
