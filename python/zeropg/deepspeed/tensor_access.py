@@ -243,7 +243,8 @@ def _check_shapes(place: Place, param: nn.Parameter, value: torch.Tensor, call: 
 
 def _set_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
     assert param.grad is not None
-    local_of(param.grad).view(-1).copy_(part_of_whole(param, value))
+    own = local_of(param.grad)  # its strides may be other ones than the value's
+    own.copy_(part_of_whole(param, value).view(own.shape))
 
 
 def _need_gradient(param: nn.Parameter, call: str) -> None:

@@ -450,7 +450,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for updater in self._division.updaters
             if isinstance(updater, OffloadedUpdater) and (slots := updater.missing_slots(owners, self.param_groups))
         ]
-        if self._core.rank == 0:
+        if self._everybody.rank() == 0:
             count = human_bytes(sum(updater.bytes_of(slot) for updater, slots in missing for slot in slots))
             where = self._offloaded.offload.describe()
             print(f"[zeropg] shard_optimizer: {count} of optimizer state per rank, to {where}", file=sys.stderr)

@@ -31,6 +31,14 @@ def collective_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device(sorted(kinds)[0], torch.cuda.current_device())
 
 
+def gather_rows(group: dist.ProcessGroup, row: torch.Tensor) -> torch.Tensor:
+    """Returns every rank's `row` [n], on the CPU as [ranks, n]. Collective; n and dtype are the same on all ranks."""
+    own = row.to(collective_device(group))
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(rows, own, group=group)
+    return torch.stack(rows).cpu()
+
+
 def together(group: dist.ProcessGroup, operation: str, action: Callable[[], Any]) -> list[Any]:
     """Runs `action` on this rank and returns every rank's result, by rank. Collective.
 
@@ -149,21 +157,15 @@ def _joint_error(context: str, failed: dict[int, dict[str, Any]]) -> Exception:
 
 
 def _gather_texts(group: dist.ProcessGroup, text: str) -> list[str]:
-    device = collective_device(group)
     data = text.encode()
     if len(data) > _MAX_TEXT_BYTES:
         report = json.loads(text)
         what = str(report.get("message", f"this rank has {len(data)} bytes to tell, more than {_MAX_TEXT_BYTES}"))
         data = json.dumps({"error": "RuntimeError", "message": what[: _MAX_TEXT_BYTES // 8]}).encode()
-    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    lengths = [torch.empty_like(length) for _ in range(group.size())]
-    dist.all_gather(lengths, length, group=group)
-    sizes = [int(value) for value in lengths]
+    sizes = gather_rows(group, torch.tensor([len(data)])).flatten().tolist()
     if not all(0 < size <= _MAX_TEXT_BYTES for size in sizes):
         raise RuntimeError(f"the ranks sent texts of {sizes} bytes, expected 1 to {_MAX_TEXT_BYTES}")
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    padded = padded.to(device)
-    texts = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(texts, padded, group=group)
-    return [bytes(row[:size].tolist()).decode() for row, size in zip(texts, sizes, strict=True)]
+    rows = gather_rows(group, padded)
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zeropg.deepspeed.config.batch import data_parallel_size
+
 DATA, TENSORS = "data_parallel", "tensor_parallel"
 _made: tuple[dist.ProcessGroup, DeviceMesh] | None = None
 
@@ -24,10 +26,8 @@ def mesh_over(device_type: str, size: int) -> DeviceMesh:
     global _made
     mesh = current_mesh()
     if mesh is None:
-        ranks = dist.get_world_size()
-        if ranks % size != 0:
-            raise ValueError(f"layers are to be cut over {size} ranks, and there are {ranks}; expected a divisor")
-        mesh = init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=(DATA, TENSORS))
+        shape = data_parallel_size(dist.get_world_size(), size), size
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=(DATA, TENSORS))
         _made = dist.distributed_c10d._get_default_group(), mesh
     if mesh.size(1) != size or mesh.device_type != device_type:
         raise ValueError(

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from zeropg.rank_io.agreement import collective_device, peers_needed
+from zeropg.rank_io.agreement import gather_rows, peers_needed
 from zeropg.sharding.state import ShardedState
 from zeropg.tensor_parallel.distributed import is_distributed
 
@@ -35,12 +35,10 @@ class SameGradients:
         if not names:
             return
         everybody = self._state.parallel.everybody
-        own = self._squares(names).to(collective_device(everybody))
-        gathered = [torch.empty_like(own) for _ in range(everybody.size())]
+        own = self._squares(names)
         with peers_needed(everybody, "step"):
-            dist.all_gather(gathered, own, group=everybody)
+            rows = gather_rows(everybody, own)
         # Slices of ranks with data of their own, added up: [ranks that share layers, parameters].
-        rows = torch.stack(gathered).cpu()
         totals = torch.zeros(int(rows[:, -1].max()) + 1, len(names), dtype=torch.float64)
         totals.index_add_(0, rows[:, -1].long(), rows[:, :-1])
         least, most = totals.min(dim=0).values, totals.max(dim=0).values

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropg.rank_io.agreement import collective_device, peers_needed
+from zeropg.rank_io.agreement import gather_rows, peers_needed
 from zeropg.sharding.nested import hidden_tensors_in, tensors_in
 
 
@@ -30,12 +30,10 @@ class SameInputs:
         Collective: one gather of 24 bytes. Reads the inputs: on a device that waits for them.
         """
         mine = [self._row[0], _digest(inputs), self._random_state()]
-        own = torch.tensor(mine, device=collective_device(self._everybody))
-        gathered = [torch.empty_like(own) for _ in range(self._everybody.size())]
         with peers_needed(self._everybody, "forward"):
-            dist.all_gather(gathered, own, group=self._everybody)
+            gathered = gather_rows(self._everybody, torch.tensor(mine))
         rows: dict[int, list[list[int]]] = {}
-        for first, *values in torch.stack(gathered).tolist():
+        for first, *values in gathered.tolist():
             rows.setdefault(first, []).append(values)
         for first, values in rows.items():
             digests, states = zip(*values, strict=True)
