@@ -79,8 +79,8 @@ struct FailureElsewhere {
   int code;
 };
 
-// Throws `failure`, or that of another rank: what a disk refuses to one must be an error on all of them, those that have
-// another part of the model's tensors too, before they wait for each other. Collective with offload.
+// Throws `failure`, or that of another rank: what a disk refuses to one must be an error on all of them, those that
+// have another part of the model's tensors too, before they wait for each other. Collective with offload.
 void throw_together(Communicator& communicator, const ShardingOptions& options, const Units& units,
                     const std::exception_ptr& failure, const FailureElsewhere& elsewhere) {
   const bool has_parts = communicator.groups().parts != nullptr;
