@@ -54,6 +54,12 @@ void watch_for_bytes(const Descriptor& epoll, int descriptor, uint32_t mark) {
   }
 }
 
+constexpr FrameHeader kSignOfLife{FrameKind::kPong, 0, 0, 0, 0};
+
+void tell_departed(int32_t peer, FrameSink& sink) {
+  sink.take_frame(peer, {FrameKind::kState, 0, 0, 0, static_cast<uint64_t>(RankState::kDeparted)}, {});
+}
+
 bool is_passing(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
 }  // namespace
@@ -137,6 +143,11 @@ bool TcpWire::send_early(int32_t peer, const FrameHeader& header, std::span<cons
   return true;
 }
 
+// Note [The first word]
+// A rank that is called may leave when it has sent its proof but has not seen that its caller took it. It says no
+// goodbye to who, for it, never came; and its caller has a connection that ends. So both ends say something as soon as
+// they have a connection, and one that ends without a word is that of a rank that left, as where nobody listens.
+
 bool TcpWire::meet(FrameSink& sink) {
   ConnectorNews news = connector_->advance();
   for (ConnectorNews::Made& made : news.made) {
@@ -148,6 +159,8 @@ bool TcpWire::meet(FrameSink& sink) {
       drop(made.peer, error.what_without_backtrace(), sink);
       continue;
     }
+    connections_[static_cast<size_t>(made.peer)]->awaits_word = true;
+    send(made.peer, kSignOfLife, {}, Urgency::kMustTake);  // Note [The first word]
     for (const auto& [header, payload] : early_[made.peer]) send(made.peer, header, payload, Urgency::kMustTake);
     early_.erase(made.peer);
     sink.note_connected(made.peer);
@@ -155,9 +168,7 @@ bool TcpWire::meet(FrameSink& sink) {
   for (const ConnectorNews::Lost& lost : news.lost) {
     was_met_[static_cast<size_t>(lost.peer)] = true;  // nobody is called twice
     early_.erase(lost.peer);
-    if (lost.has_left) {  // it would have said goodbye to a peer that it knew
-      sink.take_frame(lost.peer, {FrameKind::kState, 0, 0, 0, static_cast<uint64_t>(RankState::kDeparted)}, {});
-    }
+    if (lost.has_left) tell_departed(lost.peer, sink);  // it would have said goodbye to a peer that it knew
     sink.lose_peer(lost.peer, lost.reason);
   }
   return !news.made.empty() || !news.lost.empty();
@@ -272,10 +283,14 @@ bool TcpWire::receive(int32_t peer, FrameSink& sink) {
     const ssize_t received = ::readv(connection.socket.get(), parts, count);
     if (received < 0 && is_passing(errno)) break;
     if (received <= 0) {
-      drop(peer, received == 0 ? "it closed the connection" : std::strerror(errno), sink);
+      const bool has_ended = received == 0 || errno == ECONNRESET;
+      const std::string reason = received == 0 ? "it closed the connection" : std::strerror(errno);
+      if (connection.awaits_word && has_ended) tell_departed(peer, sink);
+      drop(peer, reason, sink);
       return true;
     }
     has_moved = true;
+    connection.awaits_word = false;
     sink.note_sign_of_life(peer);
     const size_t to_payload = std::min<size_t>(static_cast<size_t>(received), room.size());
     const size_t behind = static_cast<size_t>(received) - to_payload;

@@ -58,6 +58,7 @@ class TcpWire final : public Wire {
     bool wants_room = false;  // waits for the socket to take more
     bool is_watched = false;  // for room
     bool has_said_end = false;
+    bool awaits_word = false;          // Note [The first word]
     Clock::time_point silent_since{};  // zero: its system acknowledges
     std::vector<std::byte> waiting;    // [waiting_sent, end) has been taken but not sent
     size_t waiting_sent = 0;

@@ -157,6 +157,67 @@ TEST(OnDemand, WhoLeftBeforeItWasCalledHasLeft) {
   EXPECT_LT(Clock::now() - start, milliseconds(5'000));
 }
 
+std::unique_ptr<TcpWire> wire_of(Doors& doors, int32_t rank) {
+  return std::make_unique<TcpWire>(
+      doors.open(rank),
+      WireOptions{.rank = rank, .world_size = 2, .peers = {}, .library_root = {}, .authenticates_frames = true});
+}
+
+RemoteTransportOptions options_of(int32_t rank) {
+  return {.rank = rank, .world_size = 2, .peers = {1 - rank}, .window_bytes = 8192};
+}
+
+// Rank 0 of two, which calls rank 1 and believes in its connection first.
+struct Believer {
+  explicit Believer(Doors& doors) : transport(wire_of(doors, 0), options_of(0)) {}
+
+  template <typename Step>
+  bool comes_to_believe(const Step& step) {
+    transport.greet({1});
+    return eventually([&] {
+      transport.progress();
+      if (transport.delivery_to(1)) return true;
+      step();
+      return false;
+    });
+  }
+  std::string how_it_ends() {
+    const bool has_ended = eventually([&] {
+      transport.progress();
+      return transport.liveness().is_gone(1);
+    });
+    return has_ended ? transport.liveness().why_gone(1) : "it does not";
+  }
+
+  RemoteTransport transport;
+};
+
+// It has sent its proof, and goes before it sees the caller's last byte.
+TEST(OnDemand, WhoLeavesInTheMiddleOfACallHasLeft) {
+  Doors doors(2);
+  auto listener = doors.open(1);
+  Believer caller(doors);
+  size_t met = 0;
+  ASSERT_TRUE(caller.comes_to_believe([&] { met += listener->advance().made.size(); }));
+  ASSERT_EQ(met, 0U);
+  listener.reset();
+  EXPECT_EQ(caller.how_it_ends(), "rank 1 left the group");
+}
+
+TEST(OnDemand, WhoGoesWithoutGoodbyeOnceItIsMetIsLost) {
+  Doors doors(2);
+  auto listener = std::make_unique<RemoteTransport>(wire_of(doors, 1), options_of(1));
+  Believer caller(doors);
+  ASSERT_TRUE(caller.comes_to_believe([&] { listener->progress(); }));
+  ASSERT_TRUE(eventually([&] {
+    listener->progress();
+    caller.transport.progress();
+    return caller.transport.liveness().silent_for(milliseconds(0)).empty();
+  }));
+  listener.reset();
+  EXPECT_EQ(caller.how_it_ends(), "rank 1 is lost: it closed the connection");
+}
+
 ConnectorNews news_of(TcpConnector& connector, milliseconds limit = milliseconds(20'000)) {
   const auto deadline = Clock::now() + limit;
   while (Clock::now() < deadline) {
