@@ -19,7 +19,7 @@ def train_all(dtype: torch.dtype) -> dict[str, Run]:
     return runs
 
 
-@pytest.mark.parametrize("backend", ["zeropg", "gloo"])
+@pytest.mark.parametrize("backend", ["zeropg", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_all_stages_train_as_one_process(rank_pool: Any, backend: str) -> None:
     plain = train_alone(torch.float64)
     for of_rank in rank_pool(4, backend).run(train_all, torch.float64, timeout=240):

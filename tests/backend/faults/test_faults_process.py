@@ -176,6 +176,8 @@ def make_and_drop(count: int) -> None:
     expect_no_more_than(before)
 
 
-@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])
-def test_two_hundred_groups_leave_nothing_behind(hosts: tuple[int, ...]) -> None:
-    run_ranks(2, make_and_drop, 200, place=SeparateHosts(hosts=hosts), timeout=120)
+@pytest.mark.parametrize(
+    ("hosts", "count"), [((0, 0), 200), ((0, 1), 40), pytest.param((0, 1), 200, marks=pytest.mark.soak)]
+)
+def test_many_groups_leave_nothing_behind(hosts: tuple[int, ...], count: int) -> None:
+    run_ranks(2, make_and_drop, count, place=SeparateHosts(hosts=hosts), timeout=120)

@@ -76,6 +76,7 @@ def check_any_program() -> None:
     check_trained_alike(with_optimizer(sharded(**limits)) for limits in LIMITS)
 
 
+@pytest.mark.soak
 @on_ranks(2, backend="gloo", timeout=180)
 def test_any_program_over_gloo() -> None:
     check_any_program()

@@ -67,7 +67,7 @@ def plain() -> dict[torch.dtype, Run]:
     return runs
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak), 4])
+@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.soak) for size in (3, 4))])
 def test_every_stage_trains_as_one_plain_process(world_size: int, plain: dict[torch.dtype, Run]) -> None:
     assert GLOBAL_BATCH % world_size == 0
     with RankPool(world_size) as pool:
