@@ -194,7 +194,29 @@ def two_adapters(folder: str) -> list[str]:
     saved = load_file(f"{folder}/whole/model.safetensors")
     if float(saved["positions"]) != 100001.5 or saved["model.embed_tokens.weight"].dtype != torch.bfloat16:
         wrong.append(f"a buffer of fp32 was saved as {saved['positions']}")
-    return wrong + prompts(folder) + generation(folder)
+    return wrong + prompts(folder) + best_prompts(folder) + generation(folder)
+
+
+def best_prompts(folder: str) -> list[str]:
+    """The best prompts are loaded from what save_only_model has left. Returns what is wrong."""
+    import peft
+
+    from zeropg.transformers import Trainer
+
+    wrong = []
+    choice = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_only_model": True}
+    when = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.1}
+    for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
+        model = peft.get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
+        # The worst is called the best: it is not the one that the model has at the end.
+        args = arguments(f"{folder}/best_{kind.__name__}", greater_is_better=True, **choice, **when)
+        trainer = Trainer(model, args, train_dataset=texts(32), eval_dataset=texts(8), zeropg={"stage": 3})
+        trainer.train()
+        history = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        found = trainer.evaluate()["eval_loss"]
+        if max(history) == history[-1] or abs(found - max(history)) > 1e-6:
+            wrong.append(f"{kind.__name__}: a loss of {found} after {history}")
+    return wrong
 
 
 def generation(folder: str) -> list[str]:

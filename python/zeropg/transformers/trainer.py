@@ -27,7 +27,7 @@ from zeropg.sharding.sharded_class import FullyShardedModule
 from zeropg.sharding.state import names_label
 from zeropg.transformers.foreign import find_tag, load_schedule
 from zeropg.transformers.sharding import ConfiguredSharding, sharding_of
-from zeropg.transformers.weights import prompts_to_save, weights_to_save
+from zeropg.transformers.weights import prompts_to_load, prompts_to_save, weights_to_save
 
 _FOLDER = "zeropg"  # in a checkpoint of the Trainer: what `zeropg.save_checkpoint` wrote
 
@@ -162,7 +162,8 @@ class Trainer(transformers.Trainer):
         if held := self._held_by(best):
             self._load_sharded(Path(best) / held, None)
         else:
-            super()._load_best_model()
+            with prompts_to_load(self.model):
+                super()._load_best_model()
 
     def _load_sharded(self, folder: Path, optimizer: Any) -> dict[str, Any]:
         """Sets model and optimizer from a folder that `_held_by` has named. Collective.

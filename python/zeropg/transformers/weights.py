@@ -1,4 +1,4 @@
-"""The weights that a Trainer's `save_model` writes."""
+"""The weights that a Trainer's `save_model` writes, and the prompts of PEFT's among them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def prompts_to_save(model: nn.Module) -> Iterator[None]:
     They are computed before, in a forward of the root, so that the base stays in shards. PEFT reads prompts that do
     not train where they are; for these the whole model is made whole.
     """
-    adapters = cast(Any, model).peft_config if isinstance(model, FullyShardedModule) and _is_peft(model) else {}
-    prompts = {name: config for name, config in adapters.items() if config.is_prompt_learning}
+    prompts = _prompts_of(model)
     if not prompts:
         yield
     elif any(config.inference_mode for config in prompts.values()):
@@ -51,6 +50,27 @@ def prompts_to_save(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             del peft_model.get_prompt_embedding_to_save
+
+
+@contextmanager
+def prompts_to_load(model: nn.Module) -> Iterator[None]:
+    """Where PEFT's load_adapter may be called, which sets a prompt's embedding by a load_state_dict of its own: the
+    whole model is whole for that. All ranks must enter, load and leave."""
+    encoders = [cast(Any, model).prompt_encoder[name] for name in _prompts_of(model)]
+    embeddings = [encoder.embedding for encoder in encoders if hasattr(encoder, "embedding")]
+    for embedding in embeddings:
+        embedding.load_state_dict = full_parameters(model, writable=True)(embedding.load_state_dict)
+    try:
+        yield
+    finally:
+        for embedding in embeddings:
+            del embedding.load_state_dict
+
+
+def _prompts_of(model: nn.Module) -> dict[str, Any]:
+    """PEFT's configurations of a sharded model's prompts, by the adapter's name."""
+    adapters = cast(Any, model).peft_config if isinstance(model, FullyShardedModule) and _is_peft(model) else {}
+    return {name: config for name, config in adapters.items() if config.is_prompt_learning}
 
 
 def _is_peft(model: nn.Module) -> bool:
