@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -438,29 +441,38 @@ def test_a_run_that_nobody_reads_ends(tmp_path: Path) -> None:
     assert "Traceback" not in said and not Path(f"/proc/{pid}").exists()
 
 
+def beat(pipe: IO[bytes], is_cut: threading.Event) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        while not is_cut.wait(0.2):
+            pipe.write(b"\n")
+            pipe.flush()
+
+
 def test_ranks_end_where_the_network_to_the_launcher_is_cut(tmp_path: Path) -> None:
     """Nothing comes through it any more, and not its end either."""
     script = written(tmp_path / "script.py", BEATING.replace("100", "6000"))
     plan = Plan(0, 1, 0, 1, "", "", 0, [str(script)], {}, None, None, silence=1.0)
-    pipe = subprocess.PIPE
+    pipe, is_cut = subprocess.PIPE, threading.Event()
     with subprocess.Popen([sys.executable, "-m", NODE], stdin=pipe, stdout=pipe) as process:
         try:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(to_line(plan))
             process.stdin.flush()
+            signs_of_life = threading.Thread(target=beat, args=(process.stdin, is_cut))
+            signs_of_life.start()
             messages = (from_line(line) for line in process.stdout if line != b"\n")
             pid = int(next(message.text for message in messages if message.__class__.__name__ == "Output").split()[0])
-            for _ in range(15):  # signs of life
-                time.sleep(0.2)
-                process.stdin.write(b"\n")
-                process.stdin.flush()
+            time.sleep(3 * plan.silence)
             assert process.poll() is None and Path(f"/proc/{pid}").exists()
+            is_cut.set()
+            signs_of_life.join()
             start = time.monotonic()
             for _ in messages:
                 pass
             process.wait(timeout=60)
             assert time.monotonic() - start < 30
         except BaseException:
+            is_cut.set()
             kill_with_children(process.pid)
             raise
     assert not Path(f"/proc/{pid}").exists()
