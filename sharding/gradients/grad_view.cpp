@@ -105,8 +105,9 @@ void GradView::make_handle(const std::string& message) {
 
 void GradView::show_sharded(const std::string& name) {
   show_unreadable("[zeropg] the gradient of '" + name +
-                  "' is sharded: each rank holds a part of it. Clip with zeropg.clip_grad_norm_(model, max_norm); read "
-                  "it whole inside `with zeropg.full_gradients(model):`.");
+                  "' is sharded: each rank holds a part of it. Step with what zeropg.shard_optimizer(optimizer, model) "
+                  "returns, clip with zeropg.clip_grad_norm_(model, max_norm), and read it whole inside "
+                  "`with zeropg.full_gradients(model):`.");
 }
 
 void GradView::show_unreduced(const std::string& name) {

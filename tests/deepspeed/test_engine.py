@@ -436,6 +436,40 @@ def test_labels_and_masks_keep_their_dtype(stage: int) -> None:
     assert engine.module.seen == [torch.float16, torch.float16]
 
 
+class Positioned(nn.Module):
+    """Adds a table of positions to what 16 bits have made, and a layer gets both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("positions", torch.linspace(0, 1, 8))
+        self.register_buffer("order", torch.arange(8))
+        self.tied = nn.Module()
+        self.tied.register_buffer("positions", self.positions)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)[:, self.order] + self.tied.positions)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_buffers_that_a_forward_refuses_are_cast_as_deepspeed_does(stage: int) -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    for x in (torch.ones(4, 8), torch.ones(4, 8, dtype=torch.bfloat16)):
+        engine = zeropg.initialize(model=Positioned(), config=config)[0]
+        assert engine.module.positions.dtype == torch.float32
+        assert torch.equal(engine(x), Positioned().bfloat16()(x.bfloat16()))
+        assert engine.module.positions.dtype == torch.bfloat16
+        assert engine.module.tied.positions is engine.module.positions and engine.module.order.dtype == torch.int64
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+    engine = zeropg.initialize(model=Positioned(), config={**config, "data_types": {"buffer_dtype": "fp32"}})[0]
+    with raises(RuntimeError, "same dtype"):
+        engine(torch.ones(4, 8))
+
+
 @pytest.mark.parametrize(
     ("block", "words"),
     [

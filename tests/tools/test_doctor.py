@@ -30,6 +30,7 @@ def test_doctor_checks_this_machine_and_two_ranks_add_up(capsys):
     for topic in ("torch", "SIMD", "UCX", "CPUs", "shared memory", "CMA", "memlock", "O_DIRECT", "io_uring", "GPU"):
         assert findings[topic]["state"] in ("ok", "warn", "no")
         assert findings[topic]["detail"]
+    assert findings["zeropg"]["detail"].endswith("/zeropg")
     assert report["machine"]["cpus_allowed"] == len(os.sched_getaffinity(0))
 
 

@@ -161,8 +161,8 @@ def check_compression(
         for names, parameter in unit.parameters:
             if parameter.requires_grad and (parameter.dtype == torch.float64 or device.type != "cpu"):
                 raise ValueError(
-                    f"[zeropg] fully_shard: {names[0]!r} ({parameter.dtype} on {device}) cannot be "
-                    "compressed; expected fp32 masters on the CPU. Shard without compression."
+                    f"[zeropg] fully_shard: the gradients of {names[0]!r} are {parameter.dtype} on {device}, and "
+                    "cannot be compressed; expected fp32 or 16-bit parameters on the CPU. Shard without compression."
                 )
 
 

@@ -45,6 +45,15 @@ def prepare_buffers(
             child._buffers[key] = done[id(buffer)][1]
 
 
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts floating buffers; one with several names stays one."""
+    done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # as above
+    for child in module.modules():
+        for key, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                child._buffers[key] = done.setdefault(id(buffer), (buffer, buffer.to(dtype)))[1]
+
+
 def explain_other_dtypes(error: BaseException, unit: UnitPlan, param_dtype: torch.dtype | None) -> None:
     """Adds a note to what the forward of a unit has raised, where it may be of buffers that param_dtype left alone."""
     if param_dtype is None or not isinstance(error, RuntimeError) or not _ABOUT_DTYPES.search(str(error)):
@@ -56,5 +65,6 @@ def explain_other_dtypes(error: BaseException, unit: UnitPlan, param_dtype: torc
         error.add_note(
             f"[zeropg] forward: parameters and inputs are {param_dtype} (param_dtype=), the buffers "
             f"{', '.join(map(repr, others[:_LISTED]))}{more} are not. If the two have met here, pass "
-            f"buffer_dtype={param_dtype} to fully_shard, which casts floating buffers, or cast where forward uses them."
+            f"buffer_dtype={param_dtype} to fully_shard (in DeepSpeed's configuration: data_types.buffer_dtype), which "
+            "casts floating buffers, or cast where forward uses them."
         )

@@ -40,7 +40,7 @@ def check() -> Iterator[Finding]:
 
 
 def _package() -> Finding:
-    folder = Path(__file__).resolve().parents[1]
+    folder = Path(__file__).resolve().parents[2]
     try:
         return Finding("zeropg", "ok", f"{version('zeropg')} in {folder}")
     except PackageNotFoundError:
