@@ -54,6 +54,17 @@ def test_deepspeeds_become_safetensors(tmp_path: Path, kind: Any) -> None:
     assert json.loads((narrow / "config.json").read_text()) == {"hidden_size": 6, "torch_dtype": "bfloat16"}
 
 
+def test_what_would_be_written_is_listed_without_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = training()
+    write_checkpoint(tmp_path / "in", job, stage=2, world_size=2)
+    assert program.main(["export", str(tmp_path / "in"), "--list"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert weights_of(job).keys() <= listed and [path.name for path in tmp_path.iterdir()] == ["in"]
+    with pytest.raises(SystemExit) as stopped:
+        program.main(["export", str(tmp_path / "in")])
+    assert stopped.value.code == 2 and "expected OUT" in capsys.readouterr().err
+
+
 def test_zero_to_fp32_writes_the_files_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = training()
     write_checkpoint(tmp_path / "in", job, stage=3, world_size=2)

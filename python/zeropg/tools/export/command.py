@@ -34,7 +34,7 @@ examples:
   python -m zeropg export checkpoints out --tag global_step500           another tag
   python -m zeropg export checkpoints out --dtype bfloat16               half the size, for inference
   python -m zeropg export checkpoints out --max-shard-size 2GB           several files and their index
-  python -m zeropg export checkpoints out --list                         what would be written; nothing is
+  python -m zeropg export checkpoints --list                             what would be written; nothing is
   python -m zeropg zero_to_fp32 checkpoints out                          with the arguments of DeepSpeed's script
 
 status: 0 written; 1 the checkpoint cannot be read or the files cannot be written; 2 wrong options
@@ -97,7 +97,9 @@ def _size(text: str) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("export", _DESCRIPTION, _EXAMPLES, allow_abbrev=True)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="the checkpoint's folder, or one tag's")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; made if it does not exist")
+    parser.add_argument(
+        "out", type=Path, nargs="?", metavar="OUT", help="the folder to write; made if it does not exist"
+    )
     parser.add_argument("--tag", "-t", help="which of several checkpoints (default: what the file `latest` names)")
     parser.add_argument(
         "--dtype", choices=_DTYPES, help="dtype of floating tensors, rounded to nearest even (default: as stored)"
@@ -110,4 +112,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help='most bytes of tensors in a file, such as "2GB" or "500MiB"; a larger tensor gets its own (default: 5GB)',
     )
     parser.add_argument("--list", action="store_true", help="print names, dtypes and shapes, and write nothing")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.out is None and not options.list:
+        parser.error("expected OUT, the folder to write, or --list")
+    return options
