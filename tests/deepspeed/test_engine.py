@@ -454,20 +454,20 @@ class Positioned(nn.Module):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
-def test_buffers_that_a_forward_refuses_are_cast_as_deepspeed_does(stage: int) -> None:
+def test_buffers_are_cast_where_the_configuration_says_so(stage: int) -> None:
     config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    engine = zeropg.initialize(model=Positioned(), config=config)[0]
     for x in (torch.ones(4, 8), torch.ones(4, 8, dtype=torch.bfloat16)):
-        engine = zeropg.initialize(model=Positioned(), config=config)[0]
-        assert engine.module.positions.dtype == torch.float32
-        assert torch.equal(engine(x), Positioned().bfloat16()(x.bfloat16()))
-        assert engine.module.positions.dtype == torch.bfloat16
-        assert engine.module.tied.positions is engine.module.positions and engine.module.order.dtype == torch.int64
-        engine.backward(engine(x).float().square().mean())
-        engine.step()
-    engine = zeropg.initialize(model=Positioned(), config={**config, "data_types": {"buffer_dtype": "fp32"}})[0]
-    with raises(RuntimeError, "same dtype"):
-        engine(torch.ones(4, 8))
+        with pytest.raises(RuntimeError, match="same dtype") as refused:
+            engine(x)
+        assert "data_types.buffer_dtype" in refused.value.__notes__[0]
+        assert not engine._state.casts_inputs and engine.module.positions.dtype == torch.float32
+    engine = zeropg.initialize(model=Positioned(), config={**config, "data_types": {"buffer_dtype": "bf16"}})[0]
+    assert torch.equal(engine(torch.ones(4, 8)), Positioned().bfloat16()(torch.ones(4, 8).bfloat16()))
+    assert engine.module.tied.positions is engine.module.positions and engine.module.order.dtype == torch.int64
+    engine.backward(engine(torch.ones(4, 8)).float().square().mean())
+    engine.step()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,7 +22,6 @@ from zeropg.deepspeed.dataloader import DeepSpeedDataLoader
 from zeropg.deepspeed.engine_checkpoints import EngineCheckpoints
 from zeropg.deepspeed.engine_optimizer import EngineOptimizer
 from zeropg.deepspeed.loss_scaler import LossScaler
-from zeropg.deepspeed.mixed_dtypes import MixedDtypes
 from zeropg.deepspeed.monitor import make_monitor
 from zeropg.deepspeed.observation.make import make_observers
 from zeropg.deepspeed.observation.observer import Facts
@@ -45,6 +45,10 @@ from zeropg.tensor_parallel.distributed import is_distributed
 
 LOGGER = logging.getLogger("zeropg")
 # torch's words for operands of two dtypes.
+# Words of torch where it does not mix two dtypes; those of two shapes also say "but got".
+_DTYPES_DIFFER = re.compile(
+    r"same dtype|expected scalar type|should be the same|but (got|found) (Float|Double|Half|BFloat16|float|double|c10::)"
+)
 
 
 class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine, EngineCheckpoints, nn.Module):
@@ -85,9 +89,6 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
         self._config = config
         self._state = state_of(module, "initialize")
         self._state.casts_inputs = config.fp16.auto_cast
-        types = config.data_types
-        keeps_buffers = types.buffer_dtype is not None or types.keep_in_fp32_modules not in ("auto", ())
-        self._mixed_dtypes = MixedDtypes(module, self._state, keeps_buffers=keeps_buffers)
         self._group: dist.ProcessGroup = self._state.core.process_group
         self.global_rank = dist.get_rank()
         self._everybody: dist.ProcessGroup = self._state.parallel.everybody
@@ -155,26 +156,48 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
 
         Where a program runs the backward itself, the sum of its gradients is divided by the accumulation steps in
         `step`, at a boundary. Inputs keep their dtype, as in DeepSpeed, unless `fp16.auto_cast` is true: labels and
-        masks must not be rounded. A model of 16 bits that refuses inputs of another dtype, or buffers, gets all of them
-        cast from then on, with a warning.
+        masks must not be rounded. A model of 16 bits that refuses inputs of another dtype gets them cast from then on,
+        all of them, with a warning.
         """
         if self._same_inputs is not None and torch.is_grad_enabled():  # caches of decoding are each rank's own
             self._same_inputs.check((inputs, kwargs))
         with self._observers.during("forward", (*inputs, *kwargs.values())), self._autocast():
-            output = self._call_module(inputs, kwargs)
+            try:
+                output = self.module(*inputs, **kwargs)
+            except RuntimeError as error:
+                if not self._may_cast(error, (inputs, kwargs)):
+                    raise
+                output = self._call_with_cast_inputs(error, inputs, kwargs)
         if torch.is_grad_enabled() and (self.gradient_accumulation_steps() > 1 or self._scaler.is_enabled()):
             for tensor in [*tensors_in(output), *hidden_tensors_in(output)]:
                 if tensor.requires_grad:
                     tensor.register_hook(self._check_backward)
         return output
 
-    def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        while True:
-            try:
-                return self.module(*inputs, **kwargs)
-            except RuntimeError as error:
-                if not self._mixed_dtypes.cast_after(error, (inputs, kwargs)):
-                    raise
+    def _may_cast(self, error: RuntimeError, inputs: Any) -> bool:
+        """Whether a forward has failed for the dtype of floating inputs that nobody has cast."""
+        dtype = self._state.param_dtype
+        if dtype is None or self._state.casts_inputs or not _DTYPES_DIFFER.search(str(error)):
+            return False
+        return any(tensor.is_floating_point() and tensor.dtype != dtype for tensor in tensors_in(inputs))
+
+    def _call_with_cast_inputs(self, error: RuntimeError, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Inputs are cast from now on, unless the model refuses them cast, too."""
+        self._state.casts_inputs = True
+        try:
+            output = self.module(*inputs, **kwargs)
+        except BaseException:
+            self._state.casts_inputs = False
+            raise
+        if self._everybody.rank() == 0:
+            LOGGER.warning(
+                "[zeropg] forward: the model computes in %s and refuses inputs of another dtype (%s); all floating "
+                "inputs are cast from now on, labels and masks too. To keep those, cast the others yourself, as for "
+                "DeepSpeed.",
+                self._state.param_dtype,
+                str(error).splitlines()[0],
+            )
+        return output
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if not self.torch_autocast_enabled():

@@ -45,15 +45,6 @@ def prepare_buffers(
             child._buffers[key] = done[id(buffer)][1]
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts floating buffers; one with several names stays one."""
-    done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # as above
-    for child in module.modules():
-        for key, buffer in child._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                child._buffers[key] = done.setdefault(id(buffer), (buffer, buffer.to(dtype)))[1]
-
-
 def explain_other_dtypes(error: BaseException, unit: UnitPlan, param_dtype: torch.dtype | None) -> None:
     """Adds a note to what the forward of a unit has raised, where it may be of buffers that param_dtype left alone."""
     if param_dtype is None or not isinstance(error, RuntimeError) or not _ABOUT_DTYPES.search(str(error)):

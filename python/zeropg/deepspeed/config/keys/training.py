@@ -71,10 +71,10 @@ DATA_TYPES = {
     "grad_accum_dtype": mapped("Gradients are always accumulated in the masters' dtype, fp32."),
     "param_dtype": honoured("fully_shard(param_dtype=); it must agree with fp16 and bf16."),
     "buffer_dtype": honoured(
-        "fully_shard(buffer_dtype=); without it buffers stay as they are until a forward of the model refuses that, "
-        "but for the statistics of batch norms in fp16 and bf16, which are rounded."
+        "fully_shard(buffer_dtype=); without it buffers stay as they are, but for the statistics of batch norms in "
+        "fp16 and bf16, which are rounded."
     ),
-    "keep_in_fp32_modules": mapped("Where it names some, buffers are not cast; buffer_dtype would cast all of them."),
+    "keep_in_fp32_modules": mapped("Buffers are never cast unless buffer_dtype is set, and then all of them are."),
 }
 
 UPDATE = {
