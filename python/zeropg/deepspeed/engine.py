@@ -47,7 +47,8 @@ LOGGER = logging.getLogger("zeropg")
 # torch's words for operands of two dtypes.
 # Words of torch where it does not mix two dtypes; those of two shapes also say "but got".
 _DTYPES_DIFFER = re.compile(
-    r"same dtype|expected scalar type|should be the same|but (got|found) (Float|Double|Half|BFloat16|float|double|c10::)"
+    r"same dtype|expected scalar type|should be the same|"
+    r"but (got|found) (Float|Double|Half|BFloat16|float|double|c10::)"
 )
 
 
