@@ -44,7 +44,6 @@ from zeropg.sharding.state import state_of
 from zeropg.tensor_parallel.distributed import is_distributed
 
 LOGGER = logging.getLogger("zeropg")
-# torch's words for operands of two dtypes.
 # Words of torch where it does not mix two dtypes; those of two shapes also say "but got".
 _DTYPES_DIFFER = re.compile(
     r"same dtype|expected scalar type|should be the same|"
