@@ -277,13 +277,14 @@ bool PointToPoint::serve_from_set_aside(const PostedMessage& posted) {
     auto& candidates = receivers_[peer].set_aside();
     auto it = std::find_if(candidates.begin(), candidates.end(),
                            [&](const SetAside& candidate) { return candidate.tag == message.route.tag; });
-    if (it != candidates.end() && (messages == nullptr || it->order < found->order)) {
+    // One that is still coming in holds up nobody else's: what those send next would overtake what is here of them.
+    if (it != candidates.end() && it->is_whole() && (messages == nullptr || it->order < found->order)) {
       messages = &candidates;
       found = it;
       source = peer;
     }
   }
-  if (messages == nullptr || !found->is_whole()) {
+  if (messages == nullptr) {
     return false;
   }
   check_fits(message, source, found->bytes, found->dtype);

@@ -476,3 +476,47 @@ def interrupt_waits() -> float:
 
 def test_a_signal_interrupts_a_wait_and_the_operation_goes_on() -> None:
     assert run_ranks(2, interrupt_waits)[0] < 15  # 0.05 where nobody else runs; the deadline is 42 away
+
+
+def receive_while_one_sender_is_stopped(elements: int) -> list[tuple[int, float]]:
+    """Rank 1 stops in the middle of a message; rank 2 sends two with its tag, and another one between them."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.set("stopped", str(os.getpid()))
+        sent = [dist.isend(torch.full((elements,), 10.0), 0, tag=1)]
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank == 2:
+        store.get("go on")
+        sent = [dist.isend(torch.full((elements,), value), 0, tag=tag) for value, tag in ((1.0, 1), (0.0, 9), (2.0, 1))]
+    if rank > 0:
+        for work in sent:
+            work.wait()
+        return []
+    behind = dist.irecv(torch.empty(elements), tag=9)
+    stopped = int(store.get("stopped"))
+    time.sleep(0.3)
+    store.set("go on", "")
+    behind.wait()
+    time.sleep(0.2)  # the next one is at the door
+    received = []
+    try:
+        for _ in range(3):
+            message = torch.empty(elements)
+            work = dist.irecv(message, tag=1)
+            deadline = time.monotonic() + 1
+            while not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if not work.is_completed():
+                os.kill(stopped, signal.SIGCONT)  # nothing of rank 2 is left
+            work.wait()
+            assert message.eq(message[0]).all()
+            received.append((work._source_rank(), message[0].item()))
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    return received
+
+
+def test_a_message_that_is_coming_in_lets_nobody_overtake() -> None:
+    received = run_ranks(3, receive_while_one_sender_is_stopped, 5_000_000, place=SeparateHosts(hosts=(0, 1, 2)))[0]
+    assert [value for source, value in received if source == 2] == [1.0, 2.0]
+    assert sorted(received) == [(1, 10.0), (2, 1.0), (2, 2.0)]
