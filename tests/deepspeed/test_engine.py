@@ -402,6 +402,15 @@ def test_bad_input_is_one_clear_sentence() -> None:
     assert not hasattr(engine, "train_batch") and hasattr(engine, "blocks")
 
 
+def in_bf16(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+
+
 class Weighted(nn.Module):
     """Its loss is of labels, which 16 bits would round."""
 
@@ -418,8 +427,7 @@ class Weighted(nn.Module):
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_labels_and_masks_keep_their_dtype(stage: int) -> None:
-    config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config = in_bf16(stage)
     engine = zeropg.initialize(model=Weighted(), config=config)[0]
     x, labels = torch.ones(4, 8), torch.full((4,), 123.456)
     engine.backward(engine(x.bfloat16(), labels, mask=torch.full((4, 4), torch.finfo(torch.float32).min)))
@@ -455,8 +463,7 @@ class Positioned(nn.Module):
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_buffers_are_cast_where_the_configuration_says_so(stage: int) -> None:
-    config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config = in_bf16(stage)
     engine = zeropg.initialize(model=Positioned(), config=config)[0]
     for x in (torch.ones(4, 8), torch.ones(4, 8, dtype=torch.bfloat16)):
         with pytest.raises(RuntimeError, match="same dtype") as refused:

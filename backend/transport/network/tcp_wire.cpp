@@ -54,10 +54,8 @@ void watch_for_bytes(const Descriptor& epoll, int descriptor, uint32_t mark) {
   }
 }
 
-constexpr FrameHeader kSignOfLife{FrameKind::kPong, 0, 0, 0, 0};
-
 void tell_departed(int32_t peer, FrameSink& sink) {
-  sink.take_frame(peer, {FrameKind::kState, 0, 0, 0, static_cast<uint64_t>(RankState::kDeparted)}, {});
+  sink.take_frame(peer, {.kind = FrameKind::kState, .value = static_cast<uint64_t>(RankState::kDeparted)}, {});
 }
 
 bool is_passing(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
@@ -160,7 +158,7 @@ bool TcpWire::meet(FrameSink& sink) {
       continue;
     }
     connections_[static_cast<size_t>(made.peer)]->awaits_word = true;
-    send(made.peer, kSignOfLife, {}, Urgency::kMustTake);  // Note [The first word]
+    send(made.peer, {.kind = FrameKind::kPong}, {}, Urgency::kMustTake);  // Note [The first word]
     for (const auto& [header, payload] : early_[made.peer]) send(made.peer, header, payload, Urgency::kMustTake);
     early_.erase(made.peer);
     sink.note_connected(made.peer);
