@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -277,6 +278,20 @@ def test_the_loss_scale_ends_at_its_least() -> None:
 
 
 @on_ranks(2)
+def test_after_a_step_that_raises_a_batch_begins_anew() -> None:
+    for stage in (1, 3):
+        engine = make_engine(stage, gas=2, fp16={"enabled": True, "initial_scale_power": 0, "hysteresis": 1})
+        overflow_on_rank_1(engine, False)
+        with raises(RuntimeError, "least loss scale"):
+            overflow_on_rank_1(engine, True)
+        updated = []
+        for _ in range(4):
+            overflow_on_rank_1(engine, False)
+            updated.append(engine.was_step_applied())
+        assert updated == [False, True, False, True] and engine.global_steps == 2
+
+
+@on_ranks(2)
 def test_sixteen_bits_learn_and_want_a_scaled_loss() -> None:
     plain, _ = train_plain(batches())
     for block in ({"bf16": {"enabled": True}}, {"fp16": FP16 | {"initial_scale_power": 8}}):
@@ -301,6 +316,11 @@ class Squares(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((4,), float(index))
 
 
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.zeros(5, 4))
+
+
 @on_ranks(2)
 def test_optimizer_scheduler_and_loader_of_the_configuration() -> None:
     from zeropg import deepspeed
@@ -321,6 +341,10 @@ def test_optimizer_scheduler_and_loader_of_the_configuration() -> None:
     dist.all_gather_object(gathered, torch.cat(rows).tolist())
     assert sorted(set(gathered[0] + gathered[1])) == list(range(9)), "an epoch has every sample"
     assert [len(row) for row in rows] == [2, 2, 1]
+    in_order = [batch[0, 0].item() for batch in engine.deepspeed_io(Squares(), route="eval")]
+    assert in_order == [dist.get_rank(), dist.get_rank() + 4, 8 if dist.get_rank() == 0 else 0]
+    for route in ("train", "eval"):
+        assert [len(batch) for batch in engine.deepspeed_io(Stream(), route=route)] == [2, 2, 1]
     endless = deepspeed.RepeatingLoader(loader)
     rates = []
     for step in range(4):

@@ -41,6 +41,7 @@ RATES: list[tuple[str, dict[str, Any], list[float]]] = [
       0.0004020609535763026, 0.00011363793320239162, 5e-05]),
 ]
 # fmt: on
+ONE_CYCLE = {"cycle_min_lr": 0.0001, "cycle_max_lr": 0.01}
 
 
 def adam(*rates: float) -> torch.optim.Adam:
@@ -108,3 +109,14 @@ def test_what_is_no_schedule_is_refused() -> None:
             growing.step()
     with pytest.warns(UserWarning, match="the run ends during the warm-up"):
         WarmupDecayLR(adam(1e-3), 10, warmup_num_steps=20)
+
+
+@pytest.mark.parametrize(("name", "params"), [("WarmupLR", {"warmup_num_steps": 4}), ("OneCycle", ONE_CYCLE)])
+def test_a_group_added_later_keeps_its_rate(name: str, params: dict[str, Any]) -> None:
+    optimizer = adam(1e-3)
+    schedule = SCHEDULES[name](optimizer, **params)
+    before = optimizer.param_groups[0]["lr"]
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.5})
+    schedule.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] > before and optimizer.param_groups[1]["lr"] == 0.5

@@ -343,7 +343,10 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
 
     def _begin_accumulation(self) -> None:
         """After a load: the next micro-batch is a batch's first."""
-        self._accumulation.begin(self.global_steps * self._accumulation.steps)
+        self._begin_accumulation_at(self.global_steps * self._accumulation.steps)
+
+    def _begin_accumulation_at(self, micro_steps: int) -> None:
+        self._accumulation.begin(micro_steps)
         self._backwards = 0
         self._loss = None
         self._is_divided = None
@@ -397,14 +400,16 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
         self._state_offload.check_loaded("step")
         try:
             self._step_applied = self._update.run(self.gradient_factor)
-        finally:
-            self._is_divided = None
+            if self._step_applied and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        except BaseException:
+            self._begin_accumulation_at(self.micro_steps)  # the gradients are gone
+            raise
+        self._is_divided = None
         if isinstance(self.optimizer, EngineOptimizer):
             self.optimizer.overflow = not self._step_applied
         if not self._step_applied:
             self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
         forwards = self.gradient_accumulation_steps() if self._accumulation.is_managed else self._backwards
         self._backwards = 0
@@ -522,7 +527,8 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
             route: "train" shuffles; "eval" and "predict" do not.
             num_local_io_workers: processes that load; default: none, this one loads.
         """
-        if data_sampler is None and route in ("eval", "predict"):
+        has_index = not isinstance(dataset, torch.utils.data.IterableDataset)
+        if data_sampler is None and has_index and route in ("eval", "predict"):
             data_sampler = torch.utils.data.DistributedSampler(
                 dataset, num_replicas=self._group.size(), rank=self._group.rank(), shuffle=False
             )

@@ -24,7 +24,8 @@ class Schedule(ABC):
     """Sets the rates of an optimizer's param groups. Used as a scheduler of torch: `step()` after each optimizer step.
 
     Args of all schedules:
-        optimizer: whose param groups get the rates, at once if `last_batch_iteration` is -1.
+        optimizer: whose param groups get the rates, at once if `last_batch_iteration` is -1. A group that is added
+            later keeps its own rate, as in DeepSpeed.
         last_batch_iteration: the iteration to go on from.
 
     Raise ValueError for counts below 1 and for lists that do not have one number for each param group.
@@ -65,7 +66,7 @@ class Schedule(ABC):
 
     def _apply(self) -> None:
         self._last_lr = self.get_lr()
-        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=False):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
