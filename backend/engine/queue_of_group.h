@@ -15,15 +15,19 @@ class QueueOfGroup : public OperationHost {
  public:
   explicit QueueOfGroup(std::shared_ptr<GroupContext> group) : group_(std::move(group)) {}
 
-  void run_callback(std::function<void()> callback) final { group_->run_in_background(std::move(callback)); }
   void forget(const ZeroWork& work) final { group_->retired_works().remove(work); }
 
  protected:
   // `own`: a work that the calling thread waits for, so that it has an owner. A null `error` is success.
   void end_work(c10::intrusive_ptr<ZeroWork> work, const std::exception_ptr& error, const ZeroWork* own) {
-    if (work.get() == own) return work->complete(error);
-    ZeroWork& ending = *work;
-    group_->retired_works().add(std::move(work), [&] { ending.complete(error); });
+    std::function<void()> callback;
+    if (work.get() == own) {
+      callback = work->complete(error);
+    } else {
+      ZeroWork& ending = *work;
+      group_->retired_works().add(std::move(work), [&] { callback = ending.complete(error); });
+    }
+    if (callback) group_->run_in_background(std::move(callback));
   }
 
   const std::shared_ptr<GroupContext> group_;  // life shared with the process group

@@ -184,7 +184,7 @@ float ZeroWork::getDuration() const {
 // Nobody else touches tensors_ before completion.
 void ZeroWork::copy_in() const { copy(tensors_.copies_in); }
 
-void ZeroWork::complete(std::exception_ptr error) {
+std::function<void()> ZeroWork::complete(std::exception_ptr error) {
   timeout_.end_extensions();
   if (!error) {
     error = copy_back(tensors_.copies_back);  // nobody else touches tensors_ before completion
@@ -207,11 +207,10 @@ void ZeroWork::complete(std::exception_ptr error) {
     }
   }
   cv_.notify_all();
-  if (future) {
-    host_->run_callback([future = std::move(future), outputs = std::move(outputs), error = std::move(error)] {
-      complete_future(*future, outputs, error);
-    });
-  }
+  if (!future) return nullptr;
+  return [future = std::move(future), outputs = std::move(outputs), error = std::move(error)] {
+    complete_future(*future, outputs, error);
+  };
 }
 
 }  // namespace zeropg

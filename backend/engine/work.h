@@ -36,8 +36,6 @@ class OperationHost {
   virtual void help(const ZeroWork& work, std::chrono::steady_clock::time_point until) = 0;
   // "waiting for rank 2", for messages only.
   virtual std::string who_is_late() = 0;
-  // A future's: on a thread of its own, since it may be Python, and may wait.
-  virtual void run_callback(std::function<void()> callback) = 0;
   // Somebody has waited for the work: only its callers still need it.
   virtual void forget(const ZeroWork& work) = 0;
 };
@@ -82,8 +80,10 @@ class ZeroWork final : public c10d::Work {
 
   // Called once, by the thread that runs the operation, before it reads the inputs.
   void copy_in() const;
-  // Called once, by the thread that ran the operation. A null `error` is success.
-  void complete(std::exception_ptr error);
+  // Called once, by the thread that ran the operation. A null `error` is success. Returns what completes the future,
+  // null where nobody asked for one: the caller runs it elsewhere, without locks, since its callbacks may be Python,
+  // and may wait.
+  std::function<void()> complete(std::exception_ptr error);
 
  private:
   void release_tensors(std::unique_lock<std::mutex>& lock);

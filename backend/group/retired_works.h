@@ -14,7 +14,7 @@ namespace zeropg {
 // Any thread.
 class RetiredWorks {
  public:
-  // Takes a work in that `complete` completes: who has waited for it then, and removes it, finds it here.
+  // Takes a work in that `complete` completes, under a lock: who has waited for it then, and removes it, finds it here.
   template <typename Complete>
   void add(c10::intrusive_ptr<c10d::Work> work, const Complete& complete) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -34,16 +34,17 @@ void check(bool condition, const std::string& prefix, const Text&... text) {
   }
 }
 
-// Done when the counter of signals gets to `target`; whoever waits looks at it.
+// Done when its signal has come; whoever waits looks at the counter.
 class SignalWork final : public c10d::Work {
  public:
   SignalWork(c10::intrusive_ptr<ProcessGroupZero> group, std::shared_ptr<SharedSegment> segment,
-             const std::atomic<uint64_t>& signals, uint64_t target, int32_t peer, std::chrono::milliseconds timeout)
+             const std::atomic<uint64_t>& signals, std::shared_ptr<SignalQueue> waits, int32_t peer,
+             std::chrono::milliseconds timeout)
       : Work(group->getRank(), c10d::OpType::UNKNOWN, "zeropg:wait_signal"),
         group_(std::move(group)),
         segment_(std::move(segment)),
         signals_(signals),
-        target_(target),
+        place_(std::move(waits)),
         peer_(peer),
         timeout_(timeout) {}
 
@@ -88,12 +89,12 @@ class SignalWork final : public c10d::Work {
   }
 
  private:
-  bool has_come() const { return signals_.load(std::memory_order_acquire) >= target_; }
+  bool has_come() const { return place_.take(signals_.load(std::memory_order_acquire)); }
 
   const c10::intrusive_ptr<ProcessGroupZero> group_;
   const std::shared_ptr<SharedSegment> segment_;  // life shared with the window: signals_ lies there
   const std::atomic<uint64_t>& signals_;
-  const uint64_t target_;
+  mutable SignalQueue::Place place_;
   const int32_t peer_;
   const std::chrono::milliseconds timeout_;
 };
@@ -163,7 +164,8 @@ void C10dWindow::tensor_register(const at::Tensor& tensor, bool owning) {
   bytes_ = bytes;
   sizes_ = tensor.sizes().vec();
   dtype_ = tensor.scalar_type();
-  taken_.assign(static_cast<size_t>(group_->getSize()), 0);
+  waits_.clear();
+  for (int32_t rank = 0; rank < group_->getSize(); ++rank) waits_.push_back(std::make_shared<SignalQueue>());
   std::byte* own = part_of(group_->getRank());
   std::memcpy(own, storage.data(), storage.nbytes());
   // Note [Windows]: the old memory is given back here, the new one lives as long as the storage.
@@ -286,19 +288,10 @@ c10::intrusive_ptr<c10d::Work> C10dWindow::signal(int64_t peer, bool /*is_asynch
 c10::intrusive_ptr<c10d::Work> C10dWindow::wait_signal(int64_t peer, bool is_asynchronous,
                                                        const c10d::WaitSignalOptions& opts) {
   const int32_t sender = check_peer("zeropg:wait_signal", peer);
-  const std::atomic_ref taken(taken_[static_cast<size_t>(sender)]);  // several threads may wait for one peer
-  const uint64_t target = taken.fetch_add(1) + 1;
   const auto timeout = timeout_of(opts);
-  auto work =
-      c10::make_intrusive<SignalWork>(group_, segment_, signals(group_->getRank(), sender), target, sender, timeout);
-  if (!is_asynchronous) {
-    try {
-      work->wait(timeout);
-    } catch (...) {
-      taken.fetch_sub(1);  // the signal is for whoever waits next
-      throw;
-    }
-  }
+  auto work = c10::make_intrusive<SignalWork>(group_, segment_, signals(group_->getRank(), sender),
+                                              waits_[static_cast<size_t>(sender)], sender, timeout);
+  if (!is_asynchronous) work->wait(timeout);
   return work;
 }
 

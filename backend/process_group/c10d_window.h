@@ -13,6 +13,7 @@
 #include "backend/process_group/group_runtime.h"
 #include "backend/process_group/process_group.h"
 #include "backend/transport/shm/shared_segment.h"
+#include "backend/windows/signal_queue.h"
 
 namespace zeropg {
 
@@ -38,7 +39,9 @@ class C10dWindow final : public c10d::Window {
   // The memory of a peer on this node, with this rank's shape and dtype. Lives as long as the tensor that is returned.
   at::Tensor map_remote_tensor(int64_t rank) override;
   c10::intrusive_ptr<c10d::Work> signal(int64_t peer, bool is_asynchronous, const c10d::SignalOptions& opts) override;
-  // Takes one signal of `peer`. DistBackendError when none comes within the timeout, or the peer is gone.
+  // Takes one signal of `peer`; of several waits the oldest gets it. DistBackendError when none comes within the
+  // timeout, or the peer is gone. The signal of a wait that failed, or whose work died before it was seen to be
+  // complete, is the next one's.
   c10::intrusive_ptr<c10d::Work> wait_signal(int64_t peer, bool is_asynchronous,
                                              const c10d::WaitSignalOptions& opts) override;
   c10d::WindowAttr get_attr(int64_t peer) override;
@@ -66,8 +69,8 @@ class C10dWindow final : public c10d::Window {
   std::vector<int64_t> sizes_;
   int64_t bytes_ = 0;  // of the storage that moved
   c10::ScalarType dtype_ = c10::ScalarType::Byte;
-  std::vector<uint64_t> taken_;  // per sender: signals that this rank has waited for
-  uint64_t id_ = 0;              // for ranks of other nodes
+  std::vector<std::shared_ptr<SignalQueue>> waits_;  // per sender: of this rank. Life shared with works
+  uint64_t id_ = 0;                                  // for ranks of other nodes
 };
 
 }  // namespace zeropg

@@ -114,11 +114,7 @@ class IdleHost final : public OperationHost {
  public:
   void help(const ZeroWork&, std::chrono::steady_clock::time_point) override {}
   std::string who_is_late() override { return "waiting for rank 7"; }
-  void run_callback(std::function<void()> callback) override { callbacks_.post(std::move(callback)); }
   void forget(const ZeroWork&) override {}
-
- private:
-  CallbackPool callbacks_;
 };
 
 inline at::Tensor bytes_tensor(int64_t bytes) { return at::empty({bytes}, at::kByte); }

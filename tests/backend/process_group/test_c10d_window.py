@@ -153,6 +153,39 @@ def wait_for_nobody() -> None:
         window.wait_signal(1, False)  # the one that came too late
 
 
+def wait_beside_one_that_gives_up() -> None:
+    group = dist.new_group()
+    window = make_window(torch.zeros(2), group)
+    if dist.get_rank() == 0:
+        give_seconds(group, 1)
+        unseen = window.wait_signal(1, True)
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(window.wait_signal, 1, False)
+            while not first.running():
+                time.sleep(0.01)
+            time.sleep(0.2)
+            give_seconds(group, 60)
+            second = threads.submit(window.wait_signal, 1, False)
+            with pytest.raises(dist.DistBackendError, match="timed out after 1000 ms waiting for a signal of rank 1"):
+                first.result()
+            dist.barrier()  # then the peer signals, after each
+            with pytest.raises(TimeoutError):
+                second.result(timeout=0.5)  # the older wait gets the first
+            assert unseen.is_completed()
+            dist.barrier()
+            second.result()
+            third = window.wait_signal(1, True)
+            dist.barrier()
+            del third
+        window.wait_signal(1, False)
+    else:
+        for _ in range(3):
+            dist.barrier()
+            window.signal(0, False)
+    dist.barrier()
+    window.tensor_deregister()
+
+
 def wait_for_the_dead() -> None:
     window = make_window(torch.zeros(2))
     if dist.get_rank() == 1:
@@ -165,6 +198,7 @@ def wait_for_the_dead() -> None:
 
 def test_a_signal_that_does_not_come_is_an_error(run: Callable[..., Any]) -> None:
     run(wait_for_nobody)
+    run(wait_beside_one_that_gives_up)
     run_ranks(2, wait_for_the_dead, expect_death={1})
 
 
