@@ -30,7 +30,7 @@ def summary(
     masters = {group.master_dtype for group in core.flat_groups if group.is_trainable}
     codec = codecs and codecs.describe_gradients()
     return (
-        f"[zeropg] stage {core.stage} over {_ranks(core)}: {count:,} parameters in {len(plans)} units, "
+        f"[zeropg] stage {core.stage} over {_ranks(core)}: {count:,} parameters in {_counted(len(plans), 'unit')}, "
         f"computed in {_names(computed)}, masters in {_names(masters)}, gradients averaged in "
         f"{_names({reduce_dtype} if reduce_dtype else masters)}{'' if codec is None else f' as {codec}'}; "
         f"parameters {core.fetch_name}{_encoded_weights(core, compression)}"
@@ -39,8 +39,12 @@ def summary(
 
 def _ranks(core: _C.ShardedModule) -> str:
     if core.replicas == 1:
-        return f"{core.world_size} ranks"
-    return f"{core.world_size} ranks ({core.replicas} replicas of {core.shards} shards)"
+        return _counted(core.world_size, "rank")
+    return f"{core.world_size} ranks ({core.replicas} replicas of {_counted(core.shards, 'shard')})"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _encoded_weights(core: _C.ShardedModule, plan: Plan | None) -> str:

@@ -23,6 +23,7 @@ from zeropg.deepspeed.loss_scaler import LossScaler
 from zeropg.deepspeed.make_optimizer import check_state_bits, make_optimizer
 from zeropg.deepspeed.update import leaves_out_nonfinite
 from zeropg.rank_io.agreement import check_same, together
+from zeropg.sharding.access import full_parameters
 from zeropg.sharding.sharded_class import FullyShardedModule
 from zeropg.sharding.state import names_label
 from zeropg.transformers.foreign import find_tag, load_schedule
@@ -134,10 +135,21 @@ class Trainer(transformers.Trainer):
     # --- files ---
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and isinstance(self.model, FullyShardedModule):
+        is_sharded = isinstance(self.model, FullyShardedModule)
+        if is_sharded and self._saves_in_its_own_way():
+            with full_parameters(self.model):
+                if self.args.should_save:
+                    super()._save(output_dir, state_dict)
+            return
+        if state_dict is None and is_sharded:
             state_dict = weights_to_save(self.model, rank0_only=not self.args.save_on_each_node)
         with prompts_to_save(self.model):
             super()._save(output_dir, state_dict)
+
+    def _saves_in_its_own_way(self) -> bool:
+        """Whether a class behind this one saves, which may read the model instead of a state dict."""
+        behind = type(self).__mro__[type(self).__mro__.index(Trainer) + 1 :]
+        return next(one for one in behind if "_save" in vars(one)) is not transformers.Trainer
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_checkpoint(os.path.join(output_dir, _FOLDER), self.model, self.optimizer.optimizer)

@@ -1,4 +1,4 @@
-"""TRL's trainers behind zeropg.transformers.Trainer train as they do under DDP."""
+"""Classes that extend transformers' Trainer, TRL's among them, do behind zeropg's what they do under DDP."""
 
 from __future__ import annotations
 
@@ -77,6 +77,36 @@ def beside_ddp(folder: str) -> list[str]:
             if differ(found, expected, 2e-5):
                 wrong.append(f"{trainer.__name__} in stage {stage}: {found}, not {expected}")
     return wrong
+
+
+def save_in_its_own_way(folder: str) -> None:
+    import safetensors.torch
+    import torch
+    import torch.distributed as dist
+    import transformers
+
+    import zeropg
+    import zeropg.transformers as ours
+    from tests.transformers.training import llama, texts
+
+    class Saving(transformers.Trainer):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            assert dist.get_rank() == 0
+            self.model.save_pretrained(output_dir)
+
+    sharded = type("Sharded", (ours.Trainer, Saving), {})
+    for stage in (2, 3):
+        trainer = sharded(llama(), arguments(folder), train_dataset=texts(), zeropg={"stage": stage})
+        trainer.train()
+        trainer.save_model(folder)
+        expected = zeropg.full_state_dict(trainer.model, rank0_only=False)
+        dist.barrier()
+        saved = safetensors.torch.load_file(f"{folder}/model.safetensors")
+        assert saved and all(torch.equal(value, expected[name]) for name, value in saved.items())
+
+
+def test_a_class_that_saves_the_model_by_itself_finds_it_whole(tmp_path: Path) -> None:
+    run_ranks(2, save_in_its_own_way, str(tmp_path))
 
 
 def test_trainers_of_trl_train_as_under_ddp(tmp_path: Path) -> None:
