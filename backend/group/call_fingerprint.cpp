@@ -3,7 +3,9 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <array>
 #include <bit>
+#include <cstdio>
 
 #include "backend/collectives/reduce/reduce_op.h"
 #include "backend/collectives/schedule/collective_spec.h"
@@ -57,7 +59,10 @@ std::string describe_call(const CallFingerprint& call, std::string_view codec) {
     const auto reduce_op = static_cast<ReduceOp>(call.reduce_op);
     text += c10::str(", ", reduce_op_name(reduce_op));
     if (reduce_op == ReduceOp::kPremulSum) {
-      text += c10::str(" with factor ", call.factor);
+      std::array<char, 64> factor{};  // all digits: factors are compared bit for bit
+      std::snprintf(factor.data(), factor.size(), call.imaginary_factor == 0 ? "%.17g" : "%.17g%+.17gj", call.factor,
+                    call.imaginary_factor);
+      text += c10::str(" with factor ", factor.data());
     }
   }
   if (call.root == CallFingerprint::kAboutLinks) {

@@ -127,8 +127,8 @@ c10::intrusive_ptr<BackendOptions> make_options(const py::kwargs& kwargs) {
       } else {
         throw py::type_error("[zeropg] BackendOptions has no option '" + name +
                              "'; it has timeout, algorithms, bank_bytes, mailbox_bytes, pool_bytes, window_bytes, cma, "
-                             "network, interfaces, ports, ucx_root, secret, authenticate_frames, host_id, domain_id, "
-                             "rack_id, topology_file and measure_links.");
+                             "network, interfaces, ports, ucx_root, secret, authenticate_frames, connections, host_id, "
+                             "domain_id, rack_id, topology_file and measure_links.");
       }
     } catch (const py::cast_error&) {
       throw py::type_error("[zeropg] BackendOptions: " + name + " cannot be " + py::repr(value).cast<std::string>() +

@@ -1,5 +1,6 @@
 #include "sharding/comm/communicate.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <torch/headeronly/version.h>
@@ -44,11 +45,23 @@ WorkPointer gather(const RankGroups::Group& group, const at::Tensor& whole, cons
 #endif
 }
 
+bool has_gloo(const RankGroups::Group& group) { return group->getBackend(at::kCPU)->getBackendName() == "gloo"; }
+
+// How gloo, which divides after its sum, averages over the group. In fp16 the sum may overflow where the average does
+// not: there `values` are divided before.
+c10d::ReduceOp::RedOpType prepare_average(const RankGroups::Group& group, const at::Tensor& values) {
+  if (values.scalar_type() != at::kHalf || !values.is_cpu() || !has_gloo(group)) return c10d::ReduceOp::AVG;
+  at::NoGradGuard no_grad;
+  at::Tensor(values).div_(group->getSize());
+  return c10d::ReduceOp::SUM;
+}
+
+// `whole` may change.
 WorkPointer reduce_scatter(const RankGroups::Group& group, const at::Tensor& part, const at::Tensor& whole) {
   at::Tensor output = part;
   at::Tensor input = whole;
   c10d::ReduceScatterOptions options;
-  options.reduceOp = c10d::ReduceOp::AVG;
+  options.reduceOp = prepare_average(group, whole);
 #if TORCH_VERSION_MINOR >= 15
   return group->reduce_scatter_single(output, input, options);
 #else
@@ -61,6 +74,10 @@ WorkPointer all_reduce(const RankGroups::Group& group, const at::Tensor& whole, 
   options.reduceOp = op;
   std::vector<at::Tensor> tensors{whole};
   return group->allreduce(tensors, options);
+}
+
+WorkPointer average(const RankGroups::Group& group, const at::Tensor& whole) {
+  return all_reduce(group, whole, prepare_average(group, whole));
 }
 
 WorkPointer broadcast_in(const RankGroups::Group& group, const at::Tensor& whole, int64_t root) {
@@ -156,7 +173,7 @@ WorkPointer Communicator::reduce_scatter_average(at::Tensor part, at::Tensor who
   }
   const auto average_replicas = [this, part, &compression]() -> std::function<WorkPointer()> {
     if (compression.codec == nullptr) {
-      return [this, part] { return all_reduce(groups_.replicas, part, c10d::ReduceOp::AVG); };
+      return [this, part] { return average(groups_.replicas, part); };
     }
     Compression of_slice = compression;
     of_slice.arrears_factor = static_cast<float>(shards());  // what is encoded is an average over these
@@ -175,9 +192,7 @@ WorkPointer Communicator::reduce_scatter_average(at::Tensor part, at::Tensor who
   return two_hops_.add(reduce_scatter(groups_.shards, part, whole), average_replicas);
 }
 
-bool Communicator::is_gloo(c10::Device device) const {
-  return device.is_cpu() && groups_.shards->getBackend(at::kCPU)->getBackendName() == "gloo";
-}
+bool Communicator::is_gloo(c10::Device device) const { return device.is_cpu() && has_gloo(groups_.shards); }
 
 bool Communicator::scatters_by_all_reduce(c10::Device device) const {
   return is_gloo(device) && replicas() == 1 && shards() > 2;
@@ -224,7 +239,7 @@ WorkPointer Communicator::all_reduce_average(at::Tensor whole, const Compression
         zeropg_group(groups_.everybody)
             .compressed_all_reduce(whole, compression, c10d::ReduceOp::AVG, /*is_asynchronous=*/true));
   }
-  return watched_.begun(all_reduce(groups_.everybody, whole, c10d::ReduceOp::AVG));
+  return watched_.begun(average(groups_.everybody, whole));
 }
 
 WorkPointer Communicator::all_reduce_max(at::Tensor whole) {

@@ -10,7 +10,11 @@
 namespace zeropg {
 
 PairAverage::PairAverage(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor part, const at::Tensor& whole)
-    : part_(std::move(part)), own_(whole.narrow(0, group->getRank() * part_.numel(), part_.numel())) {
+    : part_(std::move(part)),
+      own_(whole.narrow(0, group->getRank() * part_.numel(), part_.numel())),
+      is_halved_(part_.scalar_type() == at::kHalf) {
+  at::NoGradGuard no_grad;
+  if (is_halved_) at::Tensor(whole).div_(2);
   const int peer = 1 - group->getRank();
   std::vector<int64_t> sent(2, 0);
   sent[peer] = part_.numel();
@@ -32,7 +36,8 @@ bool PairAverage::wait(std::chrono::milliseconds timeout) {
   constexpr int64_t kAtOnce = 64 << 10;  // stays in a core's cache from the sum to the division
   for (int64_t start = 0; start < part_.numel(); start += kAtOnce) {
     const int64_t count = std::min(kAtOnce, part_.numel() - start);
-    part_.narrow(0, start, count).add_(own_.narrow(0, start, count)).div_(2);
+    at::Tensor sum = part_.narrow(0, start, count).add_(own_.narrow(0, start, count));
+    if (!is_halved_) sum.div_(2);
   }
   own_.reset();
   return true;

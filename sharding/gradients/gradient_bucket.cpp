@@ -148,7 +148,7 @@ void GradientBucket::absorb() {
     for (GradientSlot& slot : slots_) {
       slot.has_gradient = false;
       slot.is_filled = false;
-      slot.view.forget();
+      slot.forget();
     }
     gradient_.drop();
     return;
@@ -157,11 +157,19 @@ void GradientBucket::absorb() {
   for (GradientSlot& slot : slots_) {
     if (!slot.view.gradient().defined()) {
       drop(slot);
-      slot.view.forget();
+      slot.forget();
     } else if (slot.view.is_lost()) {
       drop(slot);
     } else if (!slot.view.is_shown()) {
+      slot.given.note(slot.place->tensors.local_of(slot.view.gradient()));
       replace(slot);
+    } else {
+      TORCH_CHECK(!slot.given.is_written(), "[zeropg rank ", context_.communicator.rank(), "/",
+                  context_.communicator.world_size(), "] the tensor that the program put into .grad of '",
+                  slot.place->names.front(),
+                  "' was written to after its values were taken; .grad is another tensor since then, which the write "
+                  "does not reach. Put it into .grad again after each write, or write to .grad itself (in stages 2 and "
+                  "3 inside `with zeropg.full_gradients(model):`); to begin from zero call zero_grad().");
     }
   }
 }

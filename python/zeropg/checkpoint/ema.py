@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeropg.checkpoint.state_dict import full_state_dict
+from zeropg.optim.normal_tensors import normal_tensors
 from zeropg.rank_io.agreement import check_same, together
 from zeropg.sharding.access import Shard, local_shards, writable_shards
 from zeropg.sharding.state import state_of
@@ -56,7 +57,7 @@ class WeightAverage:
         group = self._state.parallel.everybody
         check_same(group, "ema", together(group, "ema", lambda: {"decay": str(decay)}))
         self._state.settle_writes("ema")
-        with _normal_tensors():
+        with normal_tensors():
             self._averages = [tensor.clone() for tensor in self._own(local_shards(model))]
 
     @torch.no_grad()
@@ -131,7 +132,7 @@ class WeightAverage:
             _exchange(tensors, self._averages)
             is_done = True
 
-        with _normal_tensors(), writable_shards(self._model) as shards:
+        with normal_tensors(), writable_shards(self._model) as shards:
             own = list(self._own(shards))
             try:
                 together(self._state.parallel.everybody, "ema", lambda: exchange(own))
@@ -162,13 +163,6 @@ class WeightAverage:
 
     def _ignored(self) -> Iterator[nn.Parameter]:
         return (parameter for parameter in self._state.ignored_parameters() if parameter.is_floating_point())
-
-
-@contextlib.contextmanager
-def _normal_tensors() -> Iterator[None]:
-    """What is kept from inside can be written later, also where the caller evaluates under torch.inference_mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _exchange(tensors: list[torch.Tensor], averages: list[torch.Tensor]) -> None:

@@ -25,6 +25,7 @@ from zeropg.checkpoint.saved_tensors import manifest_in, read_into_place, read_p
 from zeropg.checkpoint.structure import decode, fetch_scalar
 from zeropg.checkpoint.structure_file import read_structure_file
 from zeropg.optim.kernels import STORAGE_OPTIONS
+from zeropg.optim.normal_tensors import normal_tensors
 from zeropg.optim.saved_state import StateShard
 from zeropg.optim.shard_optimizer import ShardedOptimizer
 from zeropg.optim.update.entries import FACTORS
@@ -164,7 +165,7 @@ class Loading:
         for entry, group in zip(saved.groups, optimizer.param_groups, strict=True):
             kept = ("params", *STORAGE_OPTIONS)
             group.update({key: decode(value, fetch_scalar) for key, value in entry.items() if key not in kept})
-        with torch.inference_mode(False), torch.no_grad():  # steps write to what is made here
+        with normal_tensors():
             optimizer.load_local_state(self._state_shards(saved, optimizer, advance), self._numbers(saved, optimizer))
 
     def warn(self) -> None:

@@ -16,6 +16,7 @@ from zeropg.optim.checked_groups import CheckedOptimizer, digest_of_options
 from zeropg.optim.kept_state import KeptState, kept_states
 from zeropg.optim.kernels import FUSED, STORAGE_OPTIONS, Group
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
+from zeropg.optim.normal_tensors import normal_tensors
 from zeropg.optim.saved_state import (
     Factor,
     StateShard,
@@ -89,6 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     _is_made = False
 
+    @normal_tensors()
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, overlaps: bool = False):
         self._overlaps = overlaps
         # What the next step multiplies the gradients by, once: zeropg.GradScaler sets it.
@@ -279,6 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state_dict["zeropg"]["debts"] = self._momentum.exchange.state.state_dict()
         return state_dict
 
+    @normal_tensors()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned on this rank, or the whole state_dict of a plain torch optimizer.
 
@@ -355,6 +358,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         return state_factors(self._division.updaters, self.state)
 
+    @normal_tensors()
     def load_local_state(self, shards: Iterable[StateShard], scalars: Iterable[tuple[str, str, Any]] = ()) -> None:
         """Replaces all state: the inverse of `local_state`, `local_scalars` and `local_factors`. Does not communicate.
 

@@ -33,12 +33,19 @@ def check_module(module: nn.Module, stage: int, *dtypes: torch.dtype | None) -> 
         )
     if getattr(module, "_zeropg_state", None) is not None:
         raise ValueError(f"[zeropg] fully_shard: this {type(module).__name__} is sharded already; call it once.")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "[zeropg] fully_shard: called under torch.inference_mode, which makes tensors that no backward can keep; "
+            "call it before."
+        )
     if stage not in _STAGES:
         raise ValueError(f"[zeropg] fully_shard: stage is {stage!r}; expected 0, 1, 2 or 3.")
     for dtype in dtypes:
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        is_one = isinstance(dtype, torch.dtype) and dtype.is_floating_point and not _has_8_bits(dtype)
+        if dtype is not None and not is_one:
             raise TypeError(
-                f"[zeropg] fully_shard: got dtype {dtype!r}; expected a floating dtype such as torch.bfloat16."
+                f"[zeropg] fully_shard: got dtype {dtype!r}; expected a floating dtype of at least 16 bits, such as "
+                "torch.bfloat16."
             )
     lazy = [name for name, tensor in chain(module.named_parameters(), module.named_buffers()) if is_lazy(tensor)]
     if lazy:
@@ -70,7 +77,7 @@ def _default_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
+def check_parameters(module: nn.Module, plans: list[UnitPlan], param_dtype: torch.dtype | None) -> None:
     if not any(plan.parameters for plan in plans):
         raise ValueError(
             f"[zeropg] fully_shard: the {type(module).__name__} has no parameters to shard; expected at least one "
@@ -109,11 +116,20 @@ def check_parameters(module: nn.Module, plans: list[UnitPlan]) -> None:
                     "quantize_, zeropg.quantize_frozen(model) packs frozen weights into 4 or 8 bits that are sharded. "
                     "Name others in ignored_params."
                 )
+            if param_dtype is None and parameter.requires_grad and _has_8_bits(parameter.dtype):
+                raise NotImplementedError(
+                    f"[zeropg] fully_shard: parameter {names[0]!r} is trainable and {parameter.dtype}, to which "
+                    "no step rounds; pass param_dtype=torch.bfloat16, freeze it, or name it in ignored_params."
+                )
             if parameter.is_complex() and parameter.requires_grad:
                 raise NotImplementedError(
                     f"[zeropg] fully_shard: parameter {names[0]!r} is complex; train its real view "
                     "(torch.view_as_real), freeze it, or name it in ignored_params."
                 )
+
+
+def _has_8_bits(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _averages_gradients(module: nn.Module) -> bool:

@@ -184,7 +184,7 @@ def fully_shard(
         check_mesh(mesh, place)
         check_offload_params(offload_params, place)
         plans = plan_units(module, inner_units(module) if units is None else units, ignored)
-        check_parameters(module, plans)
+        check_parameters(module, plans, param_dtype)
         values = Materializer(module, place)
         check_shared_memory(module, plans)
         if plan is not None:

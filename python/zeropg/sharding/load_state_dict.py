@@ -25,6 +25,11 @@ def load_into(model: nn.Module, state_dict: dict[str, Any], strict: bool, load_p
     state = state_of(model, "load_state_dict")
     if state.is_loading:
         return load_plain(state_dict, strict=strict)
+    if torch.__future__.get_swap_module_params_on_conversion():
+        raise RuntimeError(
+            "[zeropg] load_state_dict: torch.__future__.set_swap_module_params_on_conversion(True) would replace "
+            "parameters, which hooks and optimizers hold; set it to False"
+        )
     state.check_may_write("load_state_dict")
     core: _C.ShardedModule = state.core
     failure: Exception | None = None

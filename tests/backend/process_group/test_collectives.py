@@ -145,6 +145,13 @@ def check_premul_sum() -> None:
             dist.reduce_scatter_tensor(output, whole[rank], op=op)
             parts = [tensor.view(size, 1003)[rank] for tensor in whole]
             assert_same(output, reduced(parts, Op.PREMUL_SUM, 0.25), (dtype, "reduce_scatter"))
+    op = dist._make_nccl_premul_sum(torch.tensor(0.5 + 1j))
+    output, row = torch.zeros(1, dtype=torch.complex64), torch.tensor([1 + 2j] * size)
+    dist.reduce_scatter_tensor(output, row, op=op)
+    assert output.item() == (0.5 + 1j) * (1 + 2j) * size
+    for tensor in (row, torch.ones(2)):  # torch hands complex tensors over as real ones
+        with pytest.raises(TypeError, match="the factor of PREMUL_SUM is complex, and the tensor has Float"):
+            dist.all_reduce(tensor, op=op)
 
 
 def test_premul_sum_multiplies_before_the_sum(run: Callable[..., Any]) -> None:

@@ -29,7 +29,7 @@ def test_wrong_arguments() -> None:
         with raises(ValueError, "stage is", "expected 0, 1, 2 or 3"):
             zeropg.fully_shard(linear, stage=stage)
     for key in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-        for dtype in (torch.int32, "bf16"):
+        for dtype in (torch.int32, "bf16", torch.float8_e4m3fn):
             with raises(TypeError, "expected a floating dtype"):
                 zeropg.fully_shard(linear, **{key: dtype})
     with raises(NotImplementedError, "offload_params", "not available"):
@@ -49,6 +49,12 @@ def test_wrong_arguments() -> None:
         zeropg.fully_shard(linear, stag=3)
     with raises(NotImplementedError, "complex", "weight"):
         zeropg.fully_shard(nn.Linear(3, 3, dtype=torch.complex64))
+    eight = nn.Linear(3, 3, bias=False)
+    eight.weight = nn.Parameter(eight.weight.detach().to(torch.float8_e4m3fn))
+    with raises(NotImplementedError, "weight", "float8_e4m3fn, to which no step rounds", "param_dtype=torch.bfloat16"):
+        zeropg.fully_shard(eight)
+    with torch.inference_mode(), raises(RuntimeError, "called under torch.inference_mode"):
+        zeropg.fully_shard(linear)
     for model in (nn.ReLU(), nn.Sequential(), nn.BatchNorm1d(3, affine=False)):
         with raises(ValueError, "has no parameters to shard", type(model).__name__):
             zeropg.fully_shard(model)

@@ -620,3 +620,48 @@ def test_buckets_are_used_again_while_a_backward_runs() -> None:
         x.sum().backward()
         assert model._zeropg.memory_report()["buckets"] <= 4 * block_bytes
         blocks = [nn.Linear(64, 64) for _ in range(8)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_write_to_what_was_put_into_grad_is_an_error_where_it_is_lost(stage: int) -> None:
+    batch = make_batches(1)[0]
+    model = sharded(stage)
+    buffers = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+
+    def put() -> None:
+        for name, parameter in model.named_parameters():
+            parameter.grad = buffers[name]
+
+    def backward() -> None:
+        loss_of(model, my_part(batch)).backward()
+
+    put()
+    for buffer in buffers.values():
+        buffer.zero_()
+    backward()
+    assert_gradients(model, plain_gradients(batch))
+    for buffer in buffers.values():
+        buffer.zero_()  # as if it still were .grad
+    with raises(RuntimeError, "the tensor that the program put into .grad of '", "was written to after"):
+        backward()
+    put()
+    backward()
+    assert_gradients(model, plain_gradients(batch))
+    next(iter(buffers.values())).add_(1)
+    model.zero_grad()  # lets go of it
+    backward()
+    assert_gradients(model, plain_gradients(batch))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(3, backend="gloo")
+def test_averages_in_fp16_do_not_overflow_over_gloo(stage: int) -> None:
+    for ranks in ([0, 1], [0, 1, 2]):
+        group = dist.new_group(ranks)
+        if dist.get_rank() not in ranks:
+            continue
+        linear = nn.Linear(1, 1, bias=False)
+        model = zeropg.fully_shard(linear, stage=stage, reduce_dtype=torch.float16, process_group=group)
+        (model(torch.ones(1, 1)) * 40_000).sum().backward()
+        assert abs(whole_gradients(model)["weight"].item() - 40_000) <= 32

@@ -231,3 +231,25 @@ def test_loaded_options_are_copies() -> None:
     other.load_state_dict(one.state_dict())
     one.param_groups[0]["lr"].fill_(7.0)
     assert float(other.param_groups[0]["lr"]) == pytest.approx(0.1)
+
+
+@on_ranks(2)
+def test_state_that_is_made_under_inference_mode_is_stepped_as_any_other() -> None:
+    batches = make_batches(2)
+
+    def train(mode: type[Any], offload: str | None) -> dict[str, torch.Tensor]:
+        model = zeropg.fully_shard(make_model(), stage=3, offload_optimizer=offload)
+        with mode():
+            optimizer = zeropg.shard_optimizer(make_optimizer(model), model)
+        for batch in batches:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            saved = optimizer.state_dict()
+            with mode():
+                optimizer.load_state_dict(saved)
+        return zeropg.full_state_dict(model, rank0_only=False)
+
+    for offload in (None, "cpu"):
+        expected, found = train(nullcontext, offload), train(torch.inference_mode, offload)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
