@@ -325,6 +325,9 @@ void bind_sharding(py::module_& m) {
       .def(
           "zero_gradients", [](ShardedModule& self) { self.gradients().zero(); }, ReleaseGil())
       .def(
+          "will_accumulate", [](ShardedModule& self) { return self.gradients().will_accumulate(); },
+          "In a hook: whether the autograd task that runs accumulates gradients; torch.autograd.grad does not.")
+      .def(
           "scale_gradients", [](ShardedModule& self, double factor) { self.gradients().scale(factor); }, ReleaseGil())
       .def(
           "scale_gradients_of",

@@ -276,6 +276,7 @@ void GradientReducer::zero() {
 }
 
 void GradientReducer::scale(double factor, const std::vector<at::Tensor>* parameters) {
+  for (const auto& bucket : buckets_) absorb(*bucket);
   if (parameters == nullptr) {
     for (const auto& bucket : buckets_) bucket->gradient().average().scale(factor);
     return;

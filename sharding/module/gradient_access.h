@@ -19,6 +19,7 @@ class GradientAccess {
   // Whether the optimizer should update this slot: some rank produced a gradient and the user did not drop it.
   bool has(int64_t flat, int64_t slot) const;
   int64_t digest() const;  // of which parameters have one; 0 where each rank keeps its own
+  bool will_accumulate() const { return reducer_.will_accumulate(); }  // the autograd task that runs
   void zero();
   void scale(double factor, const std::vector<at::Tensor>* parameters = nullptr);  // in place; null: of all
   void show_full();  // collective; until hide_full every `.grad` is whole

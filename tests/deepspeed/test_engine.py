@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeropg
 from tests.deepspeed.training import CLIP, STAGES, batches, configuration, make_engine, own_parts, train, train_plain
@@ -289,6 +290,75 @@ def test_after_a_step_that_raises_a_batch_begins_anew() -> None:
             overflow_on_rank_1(engine, False)
             updated.append(engine.was_step_applied())
         assert updated == [False, True, False, True] and engine.global_steps == 2
+
+
+@on_ranks(2)
+def test_after_a_step_that_raises_fp16_goes_on() -> None:
+    engine = make_engine(1, fp16=FP16)
+    rate, updated = engine.optimizer.param_groups[0]["lr"], []
+    for step in range(3):
+        engine.optimizer.param_groups[0]["lr"] = rate * (1 + dist.get_rank() if step == 0 else 1)
+        try:
+            overflow_on_rank_1(engine, False)
+            updated.append(engine.was_step_applied())
+        except RuntimeError as error:
+            updated.append("rank 1 steps with param groups of other numbers" in str(error))
+    assert updated == [True, True, True] and engine.global_steps == 2
+
+
+@on_ranks(2)
+def test_gradients_that_the_program_replaces_are_divided_as_others() -> None:
+    def update(stage: int, replaces: bool) -> dict[str, torch.Tensor]:
+        engine = make_engine(stage, gas=2)
+        for part in own_parts(batches()[0], 2):
+            loss_of(engine, part).backward()
+            if replaces and engine.is_gradient_accumulation_boundary():
+                for parameter in engine.module.parameters():
+                    parameter.grad = parameter.grad * 1
+            engine.step()
+        return zeropg.full_state_dict(engine.module, rank0_only=False)
+
+    for stage in (0, 1):
+        expected, found = update(stage, False), update(stage, True)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@on_ranks(2)
+def test_a_batch_size_does_not_change_between_a_loss_and_its_step() -> None:
+    engine = make_engine(0, gas=4)
+    size = engine.train_batch_size()
+    part = own_parts(batches()[0], 4)[0]
+    engine.backward(loss_of(engine, part))
+    with raises(ValueError, "losses of this update were divided by 4"):
+        engine.set_train_batch_size(size // 2)
+    engine.zero_grad()
+    engine.set_train_batch_size(size // 2)
+    for _ in range(2):
+        engine.backward(loss_of(engine, part))
+        engine.step()
+    assert engine.was_step_applied()
+
+
+@on_ranks(2)
+def test_gradients_of_inputs_and_checkpoints_around_the_engine_are_no_backwards_of_their_own() -> None:
+    for stage in (1, 3):
+        engine, _, *_ = zeropg.initialize(
+            model=nn.Linear(4, 4), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), config=configuration(stage, gas=2)
+        )
+        plain = nn.Linear(4, 4)
+        plain.load_state_dict(zeropg.full_state_dict(engine.module, rank0_only=False))
+        for _ in range(2):
+            x = torch.ones(2, 4, requires_grad=True)
+            output = checkpoint(engine, x, use_reentrant=True)
+            engine.backward(output.square().mean())
+            plain(x).square().mean().div(2).backward()
+            asked = torch.ones(2, 4, requires_grad=True)
+            (found,) = torch.autograd.grad(engine(asked).sum(), asked)
+            torch.testing.assert_close(found, plain.weight.detach().sum(0).expand(2, 4))
+            engine.step()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        after = zeropg.full_state_dict(engine.module, rank0_only=False)
+        torch.testing.assert_close(after["weight"], plain.weight.detach())
 
 
 @on_ranks(2)

@@ -569,6 +569,9 @@ def test_contradictions_are_found_before_anything_is_made() -> None:
     fused = {"layer_specs": [{"patterns": ["a"], "shape": [2, -1]}]}
     block = {"autotp_size": 2, "partition_config": fused}
     refuses("layer_specs[0] has shape or partition_dim", tensor_parallel=block)
+    for kind in ("Lamb", "OneBitAdam"):
+        words = f"optimizer.type {kind!r} computes with whole layers"
+        refuses(words, tensor_parallel={"autotp_size": 2}, optimizer={"type": kind, "params": {"lr": 0.1}})
     refuses("unknown key 'tensor_parallel.autotp'", tensor_parallel={"autotp_size": 2, "autotp": 2})
     refuses("autotp_size is -1", tensor_parallel={"autotp_size": -1})
 

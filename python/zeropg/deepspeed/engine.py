@@ -250,6 +250,8 @@ class DeepSpeedEngine(EngineSettings, ConfiguredEngine, PlacedEngine, CastEngine
 
     def _check_backward(self, gradient: torch.Tensor) -> None:
         """Hook of the model's outputs: how the loss of a backward through them is scaled."""
+        if not self._state.core.will_accumulate():
+            return  # torch.autograd.grad, of what may be no loss
         own = Scaling(self.cur_scale, self.gradient_accumulation_steps())
         if (scaling := scaling_by_engine()) is not None:
             if scaling != own:

@@ -68,10 +68,15 @@ class LossScaler(GradScaler):
         try:
             next_scale = self._next_scale(overflow) if new_scale is None else new_scale
         except RuntimeError:
-            super().update(self.cur_scale)  # forgets what this step found: a program may go on
+            self.forget()  # a program may go on
             raise
         super().update(next_scale)
         self.cur_iter += 1
+
+    def forget(self) -> None:
+        """After a step that raised: forgets what it found in the gradients. The scale stays."""
+        if self.is_enabled():
+            super().update(self._scale)
 
     def set_scale(self, value: float) -> None:
         """Sets the scale, which goes on moving where it is dynamic.

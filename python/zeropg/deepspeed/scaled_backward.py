@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -18,6 +19,7 @@ class Scaling(NamedTuple):
 
 
 _by_engine: dict[int, Scaling] = {}  # by the id of a running graph task whose loss an engine has divided and scaled
+_running: dict[int, Scaling] = {}  # by thread: of an engine's backward; those inside one are part of it (checkpoints)
 _by_scale: dict[int, Scaling] = {}  # of those whose loss went through engine.scale
 
 
@@ -25,10 +27,16 @@ _by_scale: dict[int, Scaling] = {}  # of those whose loss went through engine.sc
 def divided_by_engine(loss: torch.Tensor, scaling: Scaling) -> Iterator[None]:
     """Inside, a backward from `loss` is one that an engine runs. Nothing else may know `loss`: hooks run in order."""
     handle = _mark(loss, _by_engine, scaling)
+    thread = threading.get_ident()
+    outer = _running.get(thread)
+    _running[thread] = scaling
     try:
         yield
     finally:
         handle.remove()
+        del _running[thread]
+        if outer is not None:
+            _running[thread] = outer
 
 
 def mark_scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
@@ -39,7 +47,7 @@ def mark_scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
 
 def scaling_by_engine() -> Scaling | None:
     """Of the backward that runs now, on this thread, if it is an engine's own. For hooks of tensors."""
-    return _by_engine.get(torch._C._current_graph_task_id())
+    return _by_engine.get(torch._C._current_graph_task_id()) or _running.get(threading.get_ident())
 
 
 def scaling_by_hand() -> Scaling | None:

@@ -13,6 +13,7 @@ class EngineSettings:
 
     _config: Config
     _accumulation: Accumulation
+    _is_divided: bool | None
 
     def train_batch_size(self) -> int:
         """Samples of one update, over all ranks."""
@@ -33,8 +34,13 @@ class EngineSettings:
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the gradient accumulation steps, so that an update has so many samples. All ranks must call.
 
-        Raises ValueError where that is no multiple of the ranks' micro-batches.
+        Raises ValueError where that is no multiple of the ranks' micro-batches, and in the middle of an update.
         """
+        if self._is_divided and train_batch_size != self.train_batch_size():
+            raise ValueError(
+                f"[zeropg] set_train_batch_size: losses of this update were divided by {self._accumulation.steps}; "
+                "call it after the step() of a boundary, or after zero_grad()"
+            )
         self._accumulation.resize(train_batch_size)
         self._follow_boundary()
 

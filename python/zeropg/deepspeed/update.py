@@ -67,6 +67,9 @@ class Update:
             )
         try:
             return self._run(factor)
+        except BaseException:
+            self._scaler.forget()
+            raise
         finally:
             self._module.zero_grad(set_to_none=True)
 

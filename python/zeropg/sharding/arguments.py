@@ -77,7 +77,7 @@ def _default_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def check_parameters(module: nn.Module, plans: list[UnitPlan], param_dtype: torch.dtype | None) -> None:
+def check_parameters(module: nn.Module, plans: list[UnitPlan], param_dtype: torch.dtype | None = None) -> None:
     if not any(plan.parameters for plan in plans):
         raise ValueError(
             f"[zeropg] fully_shard: the {type(module).__name__} has no parameters to shard; expected at least one "

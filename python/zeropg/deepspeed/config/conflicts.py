@@ -11,6 +11,8 @@ from zeropg.deepspeed.config.translate import dtype_of, param_dtype
 from zeropg.optim.kernels import FUSED
 from zeropg.optim.momentum_optimizer import MomentumOptimizer
 
+_COMPUTE_WITH_LAYERS = {"lamb", "onebitadam", "onebitlamb", "zerooneadam"}
+
 
 def conflicts(config: Config, unfilled: Collection[str] = ()) -> list[str]:
     """Returns a sentence for each conflict: "key is value, but ...; expected ...". `unfilled` are keys yet to come."""
@@ -89,6 +91,12 @@ def _tensor_parallel(config: Config) -> Iterator[str]:
         yield (
             f"tensor_parallel.autotp_size is {size}, and zero_quantized_nontrainable_weights packs weights, which are "
             "not cut; leave one of the two out"
+        )
+    kind = config.optimizer.type or ""
+    if kind.lower() in _COMPUTE_WITH_LAYERS:
+        yield (
+            f"tensor_parallel.autotp_size is {size}, and optimizer.type {kind!r} computes with whole layers or sends "
+            "parts of them, which are cut; use AdamW"
         )
     for number, spec in enumerate(config.tensor_parallel.partition_config.layer_specs):
         if spec.shape is not None or spec.partition_dim is not None:
