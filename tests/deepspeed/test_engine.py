@@ -356,6 +356,7 @@ def test_gradients_of_inputs_and_checkpoints_around_the_engine_are_no_backwards_
             (found,) = torch.autograd.grad(engine(asked).sum(), asked)
             torch.testing.assert_close(found, plain.weight.detach().sum(0).expand(2, 4))
             engine.step()
+        nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
         after = zeropg.full_state_dict(engine.module, rank0_only=False)
         torch.testing.assert_close(after["weight"], plain.weight.detach())
