@@ -329,7 +329,7 @@ def test_a_batch_size_does_not_change_between_a_loss_and_its_step() -> None:
     size = engine.train_batch_size()
     part = own_parts(batches()[0], 4)[0]
     engine.backward(loss_of(engine, part))
-    with raises(ValueError, "losses of this update were divided by 4"):
+    with raises(ValueError, "a loss of this update was divided by 4"):
         engine.set_train_batch_size(size // 2)
     engine.zero_grad()
     engine.set_train_batch_size(size // 2)

@@ -28,8 +28,11 @@ class Accumulation:
             return self.override
         return not self.is_managed or (self.micro_steps - self.first + 1) % self.steps == 0
 
-    def resize(self, batch_size: int) -> None:
-        """Changes how many micro-batches make a batch. Raises ValueError where they do not come out even."""
+    def resize(self, batch_size: int, *, is_divided: bool) -> None:
+        """Changes how many micro-batches make a batch. Raises ValueError where they do not come out even.
+
+        is_divided: losses of this batch have been divided by its steps.
+        """
         samples = self.micro_batch_size * self.world_size
         if not isinstance(batch_size, int) or batch_size <= 0:
             raise ValueError(f"[zeropg] set_train_batch_size: got {batch_size!r}, expected an integer above 0")
@@ -42,6 +45,11 @@ class Accumulation:
             raise ValueError(
                 f"[zeropg] set_train_batch_size: {(self.micro_steps - self.first) % self.steps} of {self.steps} "
                 "micro-batches are accumulated already; call it after the step() of a boundary"
+            )
+        if is_divided and batch_size != self.batch_size:
+            raise ValueError(
+                f"[zeropg] set_train_batch_size: a loss of this update was divided by {self.steps} already; call it "
+                "after the step() of a boundary, or after zero_grad()"
             )
         self.steps = batch_size // samples
         self.first = self.micro_steps

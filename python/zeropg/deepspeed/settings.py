@@ -36,12 +36,7 @@ class EngineSettings:
 
         Raises ValueError where that is no multiple of the ranks' micro-batches, and in the middle of an update.
         """
-        if self._is_divided and train_batch_size != self.train_batch_size():
-            raise ValueError(
-                f"[zeropg] set_train_batch_size: losses of this update were divided by {self._accumulation.steps}; "
-                "call it after the step() of a boundary, or after zero_grad()"
-            )
-        self._accumulation.resize(train_batch_size)
+        self._accumulation.resize(train_batch_size, is_divided=bool(self._is_divided))
         self._follow_boundary()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
