@@ -100,9 +100,8 @@ ScaledReduceOp Call::reduction(const c10d::ReduceOp& op, at::ScalarType dtype) c
   if (reduction.op == ReduceOp::kPremulSum) {
     reduction.factor = premul_factor(op);
     check_type(reduction.factor.imag() == 0 || c10::isComplexType(dtype),
-               "the factor of PREMUL_SUM is complex, and the ", "tensor has ", c10::toString(dtype),
-               " (dist.all_reduce hands complex tensors over as real ones); ",
-               "multiply the tensor before and use SUM.");
+               "the factor of PREMUL_SUM is complex, and the tensor has ", c10::toString(dtype),
+               " (dist.all_reduce hands complex tensors over as real ones); multiply the tensor before and use SUM.");
   }
   check_type(is_reducible(dtype, reduction.op), "cannot reduce ", c10::toString(dtype), " with ",
              reduce_op_name(reduction.op), "; convert the tensor or use another operation.");

@@ -163,7 +163,7 @@ std::shared_ptr<NodeOutput> Communicator::make_node_output(int64_t bytes) {
 WorkPointer Communicator::reduce_scatter_average(at::Tensor part, at::Tensor whole, const Compression& compression) {
   if (replicas() == 1) {
     if (compression.codec == nullptr && is_gloo(part.device()) && shards() == 2) {
-      return c10::make_intrusive<PairAverage>(groups_.shards, part, whole);
+      return c10::make_intrusive<PairAverage>(groups_.shards, part, whole, prepare_average(groups_.shards, whole));
     }
     return watched_.begun(compression.codec == nullptr
                               ? reduce_scatter(groups_.shards, part, whole)

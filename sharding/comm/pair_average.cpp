@@ -9,12 +9,9 @@
 
 namespace zeropg {
 
-PairAverage::PairAverage(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor part, const at::Tensor& whole)
-    : part_(std::move(part)),
-      own_(whole.narrow(0, group->getRank() * part_.numel(), part_.numel())),
-      is_halved_(part_.scalar_type() == at::kHalf) {
-  at::NoGradGuard no_grad;
-  if (is_halved_) at::Tensor(whole).div_(2);
+PairAverage::PairAverage(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor part, const at::Tensor& whole,
+                         c10d::ReduceOp::RedOpType op)
+    : part_(std::move(part)), own_(whole.narrow(0, group->getRank() * part_.numel(), part_.numel())), op_(op) {
   const int peer = 1 - group->getRank();
   std::vector<int64_t> sent(2, 0);
   sent[peer] = part_.numel();
@@ -37,7 +34,7 @@ bool PairAverage::wait(std::chrono::milliseconds timeout) {
   for (int64_t start = 0; start < part_.numel(); start += kAtOnce) {
     const int64_t count = std::min(kAtOnce, part_.numel() - start);
     at::Tensor sum = part_.narrow(0, start, count).add_(own_.narrow(0, start, count));
-    if (!is_halved_) sum.div_(2);
+    if (op_ == c10d::ReduceOp::AVG) sum.div_(2);
   }
   own_.reset();
   return true;

@@ -14,9 +14,10 @@ namespace zeropg {
 class PairAverage final : public c10d::Work {
  public:
   // Begins it. `part` [n] <- this rank's slice of the average of both ranks' `whole` [2 * n]; both stay as they are
-  // until the end, but for a `whole` in fp16, which is halved. CPU tensors of one dtype. Collective in `group`, of two
-  // ranks.
-  PairAverage(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor part, const at::Tensor& whole);
+  // until the end. `op`: AVG; or SUM, where both have halved their `whole` before. CPU tensors of one dtype. Collective
+  // in `group`, of two ranks.
+  PairAverage(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor part, const at::Tensor& whole,
+              c10d::ReduceOp::RedOpType op);
 
   bool isCompleted() override { return exchange_->isCompleted(); }
   bool wait(std::chrono::milliseconds timeout) override;
@@ -24,7 +25,7 @@ class PairAverage final : public c10d::Work {
  private:
   at::Tensor part_;
   at::Tensor own_;
-  bool is_halved_;  // before the sum, which might overflow
+  const c10d::ReduceOp::RedOpType op_;
   c10::intrusive_ptr<c10d::Work> exchange_;
   bool is_added_ = false;
 };

@@ -20,7 +20,6 @@
 #include "backend/engine/work.h"
 #include "backend/group/group_context.h"
 #include "backend/group/hooks.h"
-#include "backend/platform/process/callback_pool.h"
 
 namespace zeropg {
 

@@ -6,7 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <future>
+#include <functional>
 #include <stdexcept>
 
 #include "backend/engine/completed_work.h"
